@@ -7,16 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.brain import age_errors, prediction_table
+from moecore.brain import age_errors, age_measurement, prediction_table
 from moecore.brain.age_calibration import write_calibration_folder
 from moecore.brain.age_errors import measure_age_errors
-from moecore.brain.age_measurement import (
-    Ages,
-    CalibratorFit,
-    conformal_radius,
-    fit_age_line,
-    summarize_age_errors,
-)
+from moecore.brain.age_measurement import Ages, CalibratorFit, conformal_radius, fit_age_line
 from moecore.brain.prediction_table import read_predictions, write_predictions
 from moecore.core.files import UserError, read_json
 from moecore.measure.calibrators.linear import Linear
@@ -41,7 +35,7 @@ def line(ages):
 
 @pytest.fixture(scope="module")
 def found(ages, line):
-    return summarize_age_errors(ages, line)
+    return age_measurement.summarize_age_errors(ages, line)
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +76,9 @@ def test_what_stands_beside_the_table(found, ages):
     assert found.age_range == (known.min(), known.max())
     assert (found.n_test, found.n_fit, found.kind, found.unit) == (40, 60, "linear", "years")
     assert found.simulated is True and found.refused is None
-    for name, groups in (
-        ("by_sex", ["", "F", "M"]),
-        ("by_site", ["site0", "site1", "site2"]),
-        ("by_decade", ["40–49", "50–59", "60–69", "70–79", "80–89"]),
-    ):
+    sites = ["site0", "site1", "site2"]
+    decades = [f"{decade}0–{decade}9" for decade in range(4, 9)]
+    for name, groups in (("by_sex", ["", "F", "M"]), ("by_site", sites), ("by_decade", decades)):
         assert [row.group for row in getattr(found, name)] == groups
         assert sum(row.n for row in getattr(found, name)) == 40
 
@@ -98,11 +90,10 @@ def test_the_interval(found, ages, line):
     assert found.interval.radius == pytest.approx(np.sort(np.delete(gaps, 1))[21])
     assert found.interval.n == 23
     errors = np.abs(line.fitted.apply(ages.predicted["test"]) - ages.known("test"))
-    inside = errors <= found.interval.radius
-    assert found.interval.coverage.value == pytest.approx(inside.mean())
+    assert found.interval.coverage.value == pytest.approx((errors <= found.interval.radius).mean())
     assert "also fitted" not in found.interval.method
     other = fit_age_line(ages, Linear(fit_on="validation"), None)
-    assert "also fitted" in summarize_age_errors(ages, other).interval.method
+    assert "also fitted" in age_measurement.summarize_age_errors(ages, other).interval.method
 
 
 def test_predictions_of_every_volume(folder, ages, line, found):
@@ -112,33 +103,25 @@ def test_predictions_of_every_volume(folder, ages, line, found):
     assert [row["split"] for row in rows] == ["train"] * 60 + ["validation"] * 24 + ["test"] * 40
     test, raw, known = rows[84:], ages.predicted["test"], ages.known("test")
     pooled = line.fitted.apply(raw)
-    for name, expected in (
-        ("age", known),
-        ("predicted_age", raw),
-        ("predicted_age_pooled", pooled),
-        ("predicted_age_sex_specific", line.fitted.apply(raw, ages.column("test", "sex"))),
-        ("brain_pad_raw", raw - known),
-        ("brain_pad_pooled", pooled - known),
-        ("interval_low", pooled - found.interval.radius),
-        ("interval_high", pooled + found.interval.radius),
-    ):
-        np.testing.assert_allclose([float(row[name]) for row in test], expected, atol=6e-5)
+    expected = {"age": known, "predicted_age": raw, "predicted_age_pooled": pooled}
+    expected["predicted_age_sex_specific"] = line.fitted.apply(raw, ages.column("test", "sex"))
+    expected |= {"brain_pad_raw": raw - known, "brain_pad_pooled": pooled - known}
+    expected["interval_low"] = pooled - found.interval.radius
+    expected["interval_high"] = pooled + found.interval.radius
+    for name, values in expected.items():
+        np.testing.assert_allclose([float(row[name]) for row in test], values, atol=6e-5)
     assert [row["calibration_group"] for row in test[-3:]] == ["M", "F", "pooled"]
     assert test[-1]["sex"] == ""
-    assert (
-        test[0]["participant_id"],
-        test[1]["participant_id"],
-        test[1]["session_id"],
-        test[2]["site"],
-    ) == ("sub-test001", "sub-test001", "ses-1", "site2")
+    assert (test[0]["participant_id"], test[1]["session_id"]) == ("sub-test001", "ses-1")
+    assert (test[1]["participant_id"], test[2]["site"]) == ("sub-test001", "site2")
 
 
 def test_the_reference_is_of_the_training_volumes(folder, ages):
     found = read_json(folder / "reference.json")
     means = [float(volume[volume > 0].astype(float).mean()) for volume in ages.data.train.images]
-    assert found["ranges"]["intensity_mean"] == pytest.approx(
-        {"low": min(means), "high": max(means)}
-    ) and set(found["ranges"]) == {"intensity_mean", "intensity_std", "brain_ml"}
+    spread = {"low": min(means), "high": max(means)}
+    assert found["ranges"]["intensity_mean"] == pytest.approx(spread)
+    assert set(found["ranges"]) == {"intensity_mean", "intensity_std", "brain_ml"}
     assert found["ranges"]["brain_ml"] == {"low": 27.0, "high": 27.0}  # 1000 voxels of 3 × 3 × 3 mm
     assert found["data"]["size"] == [16, 16, 16] and found["sites"] == ["site0", "site1", "site2"]
     flags = [row["qc_flags"] for row in read_predictions(folder / "predictions.csv")[:60]]
@@ -147,16 +130,13 @@ def test_the_reference_is_of_the_training_volumes(folder, ages):
 
 def test_the_card_says_simulated_and_what_it_is_not_for(folder, ages, line, found, tmp_path):
     text = (folder / "MODEL_CARD.md").read_text()
-    assert "(SIMULATED data)" in text.splitlines()[0]
-    assert "no statement about people" in text
-    assert "No diagnosis" in text
-    assert "biological age" in text
-    assert f"{found.raw.mae.value:.3f}" in text
-    assert f"MAE of {found.median_mae:.2f} years" in text
+    assert "(SIMULATED data)" in text.splitlines()[0] and "no statement about people" in text
+    assert "No diagnosis" in text and "biological age" in text
+    assert f"{found.raw.mae.value:.3f}" in text and f"MAE of {found.median_mae:.2f} years" in text
     assert "train: 60 volumes (F 30, M 29, unknown 1)" in text
     weights = ages.data.folder.parent / "model.safetensors"
     real = Ages.of(write_cohort(tmp_path / "data", simulated=False), ages.predicted, weights)
-    measured = summarize_age_errors(real, line)
+    measured = age_measurement.summarize_age_errors(real, line)
     write_calibration_folder(tmp_path / "out", real, line, measured, "pretrain/vmoe/0")
     text = (tmp_path / "out/MODEL_CARD.md").read_text()
     assert "SIMULATED" not in text and "scans of people" in text
@@ -169,16 +149,13 @@ def test_a_refused_fit_stops_or_is_reported(ages, tmp_path):
         fit_age_line(flat, Linear(), None)
     with pytest.warns(UserWarning, match="Nothing is corrected"):
         refused = fit_age_line(flat, Linear(), None, "report")
-    found = summarize_age_errors(flat, refused)
-    assert "slope of 0" in found.refused
-    assert found.pooled is None
-    assert found.sex_specific is None
+    found = age_measurement.summarize_age_errors(flat, refused)
+    assert "slope of 0" in found.refused and found.pooled is None and found.sex_specific is None
     assert found.raw.slope.value == pytest.approx(0)
     write_calibration_folder(tmp_path / "out", flat, refused, found, "pretrain/vmoe/0")
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES - {"calibrator.json"}
     row = read_predictions(tmp_path / "out/predictions.csv")[-1]
-    assert row["predicted_age_pooled"] == ""
-    assert row["calibration_group"] == "none"
+    assert row["predicted_age_pooled"] == "" and row["calibration_group"] == "none"
     assert float(row["interval_high"]) > 60
     assert "No correction was fitted" in (tmp_path / "out/MODEL_CARD.md").read_text()
 
@@ -209,7 +186,7 @@ def test_predictions_that_are_no_numbers_are_refused(ages, tmp_path):
 def test_too_few_validation_participants_have_no_interval(ages, line, tmp_path):
     one = ages.subjects["validation"][:1]
     few = ages._replace(subjects={**ages.subjects, "validation": one * 24})
-    found = summarize_age_errors(few, line)
+    found = age_measurement.summarize_age_errors(few, line)
     assert found.interval.radius is None and found.interval.coverage is None
     fit = CalibratorFit(line.fitted, None, 60, "train")
     write_calibration_folder(tmp_path / "out", few, fit, found, "x")
@@ -272,7 +249,7 @@ def test_limits_are_reflected():
     assert found.value - found.low > 1.3 * (found.high - found.value)
 
 
-def test_participants_are_resampled_not_sessions():
+def test_participants_not_sessions_are_resampled_and_alike_for_all_variants():
     # Four copies of each volume under the same participant add nothing: the interval is that of the
     # volumes once, not half as wide.
     ages, predictions, people = drawn()
@@ -281,13 +258,8 @@ def test_participants_are_resampled_not_sessions():
     for name, estimate in once:
         assert getattr(four, name).model_dump() == pytest.approx(estimate.model_dump())
     weights = age_errors.draw_resample_weights(["a", "b", "a", "c"], 50)
-    assert (weights[:, 0] == weights[:, 2]).all()
-    assert (weights[:, [0, 1, 3]].sum(1) == 3).all()
+    assert (weights[:, 0] == weights[:, 2]).all() and (weights[:, [0, 1, 3]].sum(1) == 3).all()
     assert len(np.unique(weights[:, 0])) > 1
-
-
-def test_all_variants_meet_the_same_resamples():
-    ages, predictions, people = drawn()
     variants = {"raw": predictions, "same": predictions, "moved": predictions + 5}
     found = measure_age_errors(ages, variants, people)
     assert found["raw"] == found["same"]
@@ -310,5 +282,4 @@ def test_the_radius_by_hand():
     assert conformal_radius(np.array([1, -9, 3, 4, 5, 6, 7, 8, 2.0]), 0.9) == 9
     assert conformal_radius(np.arange(1.0, 20), 0.9) == 18
     assert conformal_radius(np.ones(8), 0.9) is None
-    assert conformal_radius(np.arange(1.0, 5), 0.5) == 3
-    assert conformal_radius([], 0.9) is None
+    assert conformal_radius(np.arange(1.0, 5), 0.5) == 3 and conformal_radius([], 0.9) is None

@@ -4,19 +4,17 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from moecore import Prepared, UserError
 from moecore.brain import tissue_ridge
 from moecore.brain.age_calibration import write_calibration_folder
 from moecore.brain.age_errors import GapRows, measure_diagnosis_gaps
 from moecore.brain.age_measurement import METRICS, Ages, fit_age_line, summarize_age_errors
 from moecore.brain.prediction_table import correct_ages, prediction_rows, read_predictions
-from moecore.core.files import UserError
+from moecore.calibrators import GapOnAge, Linear
 from moecore.data.layouts.volumes import VolumeSplitToWrite, write_volumes
-from moecore.data.prepared import Prepared
 from moecore.data.volumes.cohorts import VolumeSubject, age_cohort_card
 from moecore.data.volumes.volume_preparation import REGIONS
 from moecore.measure.calibration import TissueRidge
-from moecore.measure.calibrators.gap_on_age import GapOnAge
-from moecore.measure.calibrators.linear import Linear
 from moecore.measure.values import Values
 from tests.data.making import Balls, ball, balls, leaning, write_cohort
 from tests.measure.subjects import compute_without_cache
@@ -68,10 +66,8 @@ def test_without_the_age_it_is_refused():
 
 
 def test_who_has_no_age_keeps_the_prediction_alone():
-    subjects = [
-        {"participant_id": name, "session_id": "", "sex": "F", "site": "", "age": age}
-        for name, age in (("a", "80"), ("b", ""))
-    ]
+    row = {"participant_id": "a", "session_id": "", "sex": "F", "site": "", "age": "80"}
+    subjects = [row, row | {"participant_id": "b", "age": ""}]
     fitted = GapOnAge().fit(SAID, AGES, ["F"] * 3)
     said = correct_ages(np.array([75.0, 75]), ["F", "F"], fitted, np.array([80, np.nan]))
     known, unknown = prediction_rows(subjects, "new", said, 4.0, [[], []])

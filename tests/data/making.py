@@ -15,29 +15,23 @@ import nibabel
 import numpy as np
 from PIL import Image
 
-from moecore.core.config import Config
 from moecore.data.layouts.volumes import VolumeSplitToWrite, write_volumes
 from moecore.data.prepared import Prepared
 from moecore.data.sources.bids import Bids
 from moecore.data.sources.phantom import Phantom, simulate_scan
 from moecore.data.volumes.cohorts import VolumeSubject, age_cohort_card
 from moecore.data.volumes.volume_preparation import REGIONS
-from moecore.nn.backbones.base_model import ImageSpec
+from moecore.parts import Config, ImageSpec
 from moecore.tasks.regression import Regression
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
     """A uint8 array as the content of an IDX file."""
-    return (
-        bytes((0, 0, 8, array.ndim))
-        + np.array(array.shape, ">u4").tobytes()
-        + array.astype(np.uint8).tobytes()
-    )
+    header = bytes((0, 0, 8, array.ndim)) + np.array(array.shape, ">u4").tobytes()
+    return header + array.astype(np.uint8).tobytes()
 
 
-def fashion_folder(
-    folder: Path, train: int = 200, test: int = 60, packed: bool = True
-) -> dict[str, str]:
+def fashion_folder(folder: Path, train: int = 200, test: int = 60, packed: bool = True) -> dict:
     """The four files of a tiny Fashion-MNIST; returns {name: sha256 of the content}."""
     random = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,13 +57,7 @@ def cifar_content(labels: np.ndarray, seed: int = 0) -> bytes:
     return np.concatenate([labels.astype(np.uint8), pixels], 1).tobytes()
 
 
-def image_classes(
-    folder: Path,
-    classes: dict[str, int],
-    size: tuple[int, int] = (20, 14),
-    mode: str = "RGB",
-    suffix: str = ".png",
-) -> None:
+def image_classes(folder: Path, classes: dict, size=(20, 14), mode="RGB", suffix=".png") -> None:
     """Class folders of random images, ``size`` = (width, height)."""
     random = np.random.default_rng(len(str(folder.name)))
     for name, number in classes.items():
@@ -105,13 +93,11 @@ SMALL = {"voxel_mm": 6.0, "size": (32, 32, 32), "age_groups": 2}
 def head(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """A ball of 1.6 L on 32³ voxels of 6 mm, T1 (32, 32, 32) and regions (3, 32, 32, 32)."""
     random = np.random.default_rng(seed)
-    away = np.linalg.norm(
-        np.indices((SIDE,) * 3) - 15.5 + random.uniform(-0.5, 0.5, (3, 1, 1, 1)), axis=0
-    )
+    centre = 15.5 - random.uniform(-0.5, 0.5, (3, 1, 1, 1))
+    away = np.linalg.norm(np.indices((SIDE,) * 3) - centre, axis=0)
     # radii 8.6, 11.6, 12.1 voxels: shares 0.36, 0.52, 0.12 of 7421 voxels = 1.6 L
-    regions = np.stack(
-        [away < 8.6, (away >= 8.6) & (away < 11.6), (away >= 11.6) & (away < 12.1)]
-    ).astype(np.float32)
+    grey, fluid = (away >= 8.6) & (away < 11.6), (away >= 11.6) & (away < 12.1)
+    regions = np.stack([away < 8.6, grey, fluid]).astype(np.float32)
     t1 = (regions * np.array([900, 600, 200], np.float32)[:, None, None, None]).sum(0)
     return np.where(t1 > 0, t1 + random.uniform(0, 50, t1.shape), 0).astype(np.float32), regions
 
@@ -125,7 +111,6 @@ def save(path: Path, values: np.ndarray, affine: np.ndarray | None = None) -> No
 
 
 def participants(root: Path, rows: list[dict]) -> None:
-    """Write participants.tsv."""
     root.mkdir(parents=True, exist_ok=True)
     with open(root / "participants.tsv", "w", newline="", encoding="utf-8") as handle:
         table = csv.DictWriter(handle, list(rows[0]), delimiter="\t", lineterminator="\n")
@@ -179,13 +164,8 @@ def cohort(root: Path, people: int = 12) -> Bids:
 
 
 SIZE = (16, 16, 16)
-VOLUMES = ImageSpec(
-    channels=1,
-    size=SIZE,
-    mean=(0.5,),
-    std=(0.25,),
-    task=Regression(target="age", unit="years", mean=55.0, deviation=20.0),
-)
+AGED = Regression(target="age", unit="years", mean=55.0, deviation=20.0)
+VOLUMES = ImageSpec(channels=1, size=SIZE, mean=(0.5,), std=(0.25,), task=AGED)
 GREY = {"wm": 0.9, "gm": 0.6, "csf": 0.2}
 
 
@@ -200,51 +180,36 @@ def ball(age: float, seed: int, size: tuple[int, int, int] = SIZE) -> tuple[np.n
     """A volume float16 (1, D, H, W) in [0, 1] and shares of wm, gm, csf, uint8 (3, D, H, W)."""
     random = np.random.default_rng([seed, 0])
     axes = [np.arange(length) + 0.5 - length / 2 for length in size]
-    radius = np.sqrt(
-        sum(
-            axis.reshape([-1 if place == i else 1 for place in range(3)]) ** 2
-            for i, axis in enumerate(axes)
-        )
-    )
+    radius = np.sqrt(sum(axis**2 for axis in np.ix_(*axes)))
     edge = min(size) / 2 - 1
     inner = edge * (0.2 + 0.4 * (age - 20) / 70)
     csf, gm = radius < inner, (radius < edge) & (radius >= 0.8 * edge)
-    wm = (radius < edge) & ~csf & ~gm
-    regions = np.stack([wm, gm, csf & (radius < edge)])
+    regions = np.stack([(radius < edge) & ~csf & ~gm, gm, csf & (radius < edge)])
     noise = random.normal(0, 0.02, size)
     volume = sum(grey * mask for grey, mask in zip(GREY.values(), regions, strict=True))
-    return np.where(radius < edge, (volume + noise).clip(0.01, 1), 0)[None].astype(np.float16), (
-        regions * 255
-    ).astype(np.uint8)
+    image = np.where(radius < edge, (volume + noise).clip(0.01, 1), 0)[None]
+    return image.astype(np.float16), (regions * 255).astype(np.uint8)
 
 
-def write_balls(
-    folder: Path,
-    counts: tuple[int, int, int] = (24, 10, 12),
-    size: tuple[int, int, int] = SIZE,
-    regions: bool = True,
-) -> dict:
+def write_balls(folder: Path, counts=(24, 10, 12), size=SIZE, regions: bool = True) -> dict:
     """Write the cohort to ``folder``, ages spread evenly over 20 … 90, and return its card."""
     parts = {}
-    for number, (split, count) in enumerate(
-        zip(("train", "validation", "test"), counts, strict=True)
-    ):
+    splits = zip(("train", "validation", "test"), counts, strict=True)
+    for number, (split, count) in enumerate(splits):
         ages = np.linspace(20, 90, count)
         rows = [
             VolumeSubject(f"sub-{split}{i}", "1", float(age), "FM"[i % 2], "a", "")
             for i, age in enumerate(ages)
         ]
         made = [ball(age, 1000 * number + i, size) for i, age in enumerate(ages)]
-        parts[split] = VolumeSplitToWrite(
-            rows, [(volume, shares if regions else None) for volume, shares in made]
-        )
+        pairs = [(volume, shares if regions else None) for volume, shares in made]
+        parts[split] = VolumeSplitToWrite(rows, pairs)
     tissues = REGIONS if regions else ()
     card = age_cohort_card("balls", size, 1.0, tissues, ("none", "generated"), simulated=True)
     return write_volumes(folder, Balls(), card, parts)
 
 
 def balls(folder: Path, **settings) -> Prepared:
-    """The cohort, written and opened."""
     write_balls(folder, **settings)
     return Prepared.open(folder)
 
@@ -258,9 +223,7 @@ NUMBERS = {"train": 60, "validation": 24, "test": 40}
 SHAPE = (16, 16, 16)
 
 
-def write_cohort(
-    folder: Path, simulated: bool = True, numbers: dict[str, int] = NUMBERS
-) -> Prepared:
+def write_cohort(folder: Path, simulated: bool = True, numbers: dict = NUMBERS) -> Prepared:
     """One session for each, two for the first of a split; sexes F, M in turn, the last unknown."""
     generator, parts = np.random.default_rng(0), {}
     for split, number in numbers.items():
@@ -281,9 +244,8 @@ def write_cohort(
 def volume(age: float, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """A cube of 10³ voxels in 0s, brighter with age, and the three tissue shares that fill it."""
     image = np.zeros((1, *SHAPE), np.float16)
-    image[:, 3:13, 3:13, 3:13] = np.clip(
-        age / 100 + generator.normal(0, 0.05, (1, 10, 10, 10)), 0.01, 1
-    )
+    cube = age / 100 + generator.normal(0, 0.05, (1, 10, 10, 10))
+    image[:, 3:13, 3:13, 3:13] = np.clip(cube, 0.01, 1)
     regions = np.zeros((3, *SHAPE), np.uint8)
     regions[:, 3:13, 3:13, 3:13] = 85
     return image, regions
@@ -292,12 +254,8 @@ def volume(age: float, generator: np.random.Generator) -> tuple[np.ndarray, np.n
 def leaning(data: Prepared, seed: int = 0) -> dict[str, np.ndarray]:
     """Predictions of all splits: 20 + 0.7·age + noise of 2 years."""
     generator = np.random.default_rng(seed)
-    return {
-        split: 20
-        + 0.7 * getattr(data, split).labels
-        + generator.normal(0, 2, len(getattr(data, split).labels))
-        for split in ("train", "validation", "test")
-    }
+    labels = {split: getattr(data, split).labels for split in ("train", "validation", "test")}
+    return {name: 20 + 0.7 * y + generator.normal(0, 2, len(y)) for name, y in labels.items()}
 
 
 COLOURS = {"clover": (40, 160, 60), "poppy": (210, 40, 30), "sky": (60, 110, 220)}

@@ -16,28 +16,14 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from moecore.core import streams
 from moecore.core.files import UnusableFile, UserError, read_json, whole_folder, write_json
 from moecore.core.streams import derived_seed, generator_for
-from moecore.data import prepared, stratified_splits
-from moecore.data.card import Card
-from moecore.data.layouts.images import SplitToWrite, write_images
-from moecore.data.loader import (
-    batch_indices,
-    few_shot_indices,
-    image_memory_budget,
-    load_split_where_it_fits,
-    steps_per_epoch,
-)
+from moecore.data import loader, prepared, stratified_splits
+from moecore.data.loader import batch_indices, few_shot_indices, image_memory_budget
 from moecore.data.prepared import Prepared, Split
-from moecore.data.sources.cifar import Cifar
-from moecore.data.sources.dialects import Dialects
-from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
-from moecore.data.sources.image_folder import ImageFolder
-from moecore.data.sources.imagenet import Imagenet
-from moecore.data.sources.mosaic import Mosaic
-from moecore.data.sources.phantom import Phantom
 from moecore.data.stored_arrays import new_array
 from moecore.data.thread_map import map_in_threads, one_blas_thread
-from moecore.tasks.classification import Classification
+from moecore.parts import Card, Classification, SplitToWrite, write_images
+from moecore.sources import Cifar, Dialects, Digits, ImageFolder, Imagenet, Mosaic, Phantom
 from moecore.testing import check_source
 from tests.data.making import cohort, image_classes
 
@@ -59,14 +45,10 @@ def parts(**changed):
 def test_card_and_arrays(tmp_path):
     card = write_images(tmp_path, Made(), CARD, parts())
     opened = Prepared.open(tmp_path, verify=True)
-    assert opened.card == card
-    assert card["counts"]["test"] == {"a": 5, "b": 5}
-    assert card["settings"]["kind"] == "made"
-    assert np.array_equal(opened.train.images, IMAGES)
-    assert np.array_equal(opened.test.labels, LABELS)
-    assert opened.train.labels.dtype == np.int64
-    assert isinstance(opened.train.images, np.memmap)
-    assert len(card["files"]) == 6
+    assert opened.card == card and card["counts"]["test"] == {"a": 5, "b": 5}
+    assert card["settings"]["kind"] == "made" and np.array_equal(opened.train.images, IMAGES)
+    assert np.array_equal(opened.test.labels, LABELS) and opened.train.labels.dtype == np.int64
+    assert isinstance(opened.train.images, np.memmap) and len(card["files"]) == 6
     assert np.allclose(card["mean"], (IMAGES / 255).mean((0, 2, 3)))
     assert np.allclose(card["std"], (IMAGES / 255).std((0, 2, 3)))
 
@@ -105,9 +87,8 @@ def test_damaged_folders_are_refused(tmp_path, name, damage, said):
     damage(tmp_path / name)
     with pytest.raises(UserError) as error:
         Prepared.open(tmp_path)
-    assert str(error.value).startswith(f"{tmp_path / name}: {said}") and "\n" not in str(
-        error.value
-    )
+    assert str(error.value).startswith(f"{tmp_path / name}: {said}")
+    assert "\n" not in str(error.value)
 
 
 def test_one_changed_byte_is_seen_of_large_data_only_by_verify(tmp_path, monkeypatch):
@@ -149,15 +130,12 @@ def test_results_come_in_order(threads, monkeypatch):
     assert list(map_in_threads(late, range(23))) == [number * number for number in range(23)]
 
 
-def test_an_error_is_raised_where_its_result_is_due(monkeypatch):
+def test_an_error_comes_where_its_result_is_due_and_blas_has_one_thread_meanwhile(monkeypatch):
     monkeypatch.setenv("MOECORE_THREADS", "2")
     found = map_in_threads(lambda number: 6 // (3 - number), range(6))
     assert [next(found) for _ in range(3)] == [2, 3, 6]
     with pytest.raises(ZeroDivisionError):
         next(found)
-
-
-def test_blas_has_one_thread_meanwhile_and_its_own_afterwards():
     before = blas_threads()
     assert before and list(map_in_threads(lambda _: blas_threads(), range(3))) == [{1}] * 3
     assert blas_threads() == before
@@ -239,7 +217,6 @@ def test_on_a_full_disk_prepared_data_stay_and_are_written_later(tmp_path, limit
         return {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
     def write() -> dict[str, bytes]:
-        """Prepared as by the stage: the folder appears whole."""
         with whole_folder(folder) as target:
             write_images(target, Made(), CARD, parts())
         return content()
@@ -274,7 +251,7 @@ def test_an_epoch_sees_each_image_at_most_once(n, batch, seed, epoch):
         with pytest.raises(UserError, match=f"batch is {batch}, but there are only {n}"):
             batch_indices(n, batch, seed, 0)
         return
-    steps = steps_per_epoch(n, batch)
+    steps = loader.steps_per_epoch(n, batch)
     seen = torch.cat([batch_indices(n, batch, seed, epoch * steps + i) for i in range(steps)])
     assert torch.equal(seen, batch_indices(n, n, seed, epoch)[: steps * batch])
     assert len(seen.unique()) == steps * batch
@@ -294,13 +271,12 @@ def test_on_device_and_on_disk_agree(tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (20, 1, 3, 3), np.uint8)
     np.save(tmp_path / "images.npy", images)
     split = Split(np.load(tmp_path / "images.npy", mmap_mode="r"), np.arange(20))
-    held = load_split_where_it_fits(split, "cpu", 20 * 9)
-    mapped = load_split_where_it_fits(split, "cpu", 20 * 9 - 1)
+    held = loader.load_split_where_it_fits(split, "cpu", 20 * 9)
+    mapped = loader.load_split_where_it_fits(split, "cpu", 20 * 9 - 1)
     assert isinstance(held.images, torch.Tensor) and isinstance(mapped.images, np.memmap)
     indices = torch.tensor([7, 0, 7])
     for seen, labels in (held.take(indices), mapped.take(indices)):
-        assert np.array_equal(seen.numpy(), images[[7, 0, 7]])
-        assert labels.tolist() == [7, 0, 7]
+        assert np.array_equal(seen.numpy(), images[[7, 0, 7]]) and labels.tolist() == [7, 0, 7]
         assert seen.dtype == torch.uint8
 
 
@@ -316,9 +292,8 @@ def test_few_shot():
     assert np.bincount(labels[chosen]).tolist() == [3, 3]
     assert not torch.equal(chosen, few_shot_indices(TWO, labels, 3, 1))
     assert len(chosen.unique()) == 6
-    with pytest.raises(
-        UserError, match="5 images per class asked for, but class 1 has 4; allowed: 1 to 4"
-    ):
+    said = "5 images per class asked for, but class 1 has 4; allowed: 1 to 4"
+    with pytest.raises(UserError, match=said):
         few_shot_indices(TWO, labels, 5, 0)
 
 
@@ -352,10 +327,8 @@ def test_carve_is_a_stratified_partition(seed, amount):
 
 def test_seeds_and_purposes_differ():
     words = [(seed, purpose) for seed in (0, 1) for purpose in (0, 1)]
-    draws = {
-        tuple(stratified_splits.stratified_split(THREE_CLASSES, 0.5, *word)[1].tolist())
-        for word in words
-    }
+    split = stratified_splits.stratified_split
+    draws = {tuple(split(THREE_CLASSES, 0.5, *word)[1].tolist()) for word in words}
     assert len(draws) == 4
 
 
@@ -366,12 +339,9 @@ def test_limits_do_not_touch_validation():
     few, same = stratified_splits.split_train(THREE_CLASSES, small)
     assert np.array_equal(validation, same) and set(few) < set(train) and len(few) == 10
     assert np.bincount(THREE_CLASSES[few]).tolist() == [5, 3, 2]
-    assert (
-        len(stratified_splits.stratified_limit(THREE_CLASSES, None, 0))
-        == len(stratified_splits.stratified_limit(THREE_CLASSES, 1000, 0))
-        == 100
-    )
-    assert len(stratified_splits.stratified_limit(THREE_CLASSES, 1, 0)) == 1
+    limit = stratified_splits.stratified_limit
+    full = [limit(THREE_CLASSES, number, 0) for number in (None, 1000, 1)]
+    assert [len(chosen) for chosen in full] == [100, 100, 1]
 
 
 SEEDS = range(3)
@@ -414,8 +384,7 @@ def test_no_two_streams_of_numpy_coincide():
     words += [derived_seed(who, seed) for who in WHO for seed in SEEDS]
     mixed = [derived_seed("mixed_regions", seed) for seed in SEEDS]
     words += [[seed, index] for seed in mixed for index in range(1, 9)]
-    first = {int(np.random.default_rng(word).integers(2**62)) for word in words}
-    assert len(first) == len(words)
+    assert len({int(np.random.default_rng(word).integers(2**62)) for word in words}) == len(words)
 
 
 def test_the_streams_of_a_student_are_what_they_always_were():

@@ -10,11 +10,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from moecore.core.files import UserError
 from moecore.data.prepared import SPLITS, Prepared
-from moecore.data.sources.base import Source
-from moecore.data.sources.bids import Bids
-from moecore.data.sources.file_cohort import Dseg
-from moecore.data.sources.phantom import Phantom
 from moecore.data.volumes import volume_preparation
+from moecore.sources import Bids, Dseg, Phantom, Source
 from tests.data.making import AFFINE, SMALL, cohort, head, participants, save, visit, write_phantom
 
 
@@ -25,31 +22,22 @@ def rows_of(root):
 
 def change(root, who, **values):
     blank = dict.fromkeys(values, "")
-    participants(
-        root,
-        [row | values if row["participant_id"] == who else blank | row for row in rows_of(root)],
-    )
+    rows = [(row, row["participant_id"] == who) for row in rows_of(root)]
+    participants(root, [row | values if is_his else blank | row for row, is_his in rows])
 
 
 @pytest.fixture
 def files_read(monkeypatch):
-    """The paths of the T1 volumes that are read."""
     paths = []
     real = volume_preparation.read_subject_volumes
-    monkeypatch.setattr(
-        volume_preparation,
-        "read_subject_volumes",
-        lambda files, *rest: paths.append(files["t1"]) or real(files, *rest),
-    )
+    spy = lambda files, *rest: paths.append(files["t1"]) or real(files, *rest)
+    monkeypatch.setattr(volume_preparation, "read_subject_volumes", spy)
     return paths
 
 
 def everybody(prepared):
-    return {
-        (row["participant_id"], row["session_id"]): (split, i, row)
-        for split in SPLITS
-        for i, row in enumerate(prepared.subjects(split))
-    }
+    places = [(split, i, row) for split in SPLITS for i, row in enumerate(prepared.subjects(split))]
+    return {(place[2]["participant_id"], place[2]["session_id"]): place for place in places}
 
 
 def test_a_whole_cohort(tmp_path):
@@ -57,17 +45,13 @@ def test_a_whole_cohort(tmp_path):
     opened = Prepared.open(tmp_path / "out", verify=True)
     assert opened.task.kind == "regression"
     assert card["images"] == {"train": 7, "validation": 2, "test": 3}
-    assert card["size"] == [32, 32, 32]
-    assert card["skipped"] == []
-    assert not card["simulated"]
-    assert card["regions"] == ["wm", "gm", "csf"]
-    assert card["voxel_mm"] == [6, 6, 6]
+    assert card["size"] == [32, 32, 32] and card["skipped"] == [] and not card["simulated"]
+    assert card["regions"] == ["wm", "gm", "csf"] and card["voxel_mm"] == [6, 6, 6]
     split, place, row = everybody(opened)["sub-03", ""]
     assert tuple(row.values()) == ("sub-03", "", "29.0", "M", "a", "", "")
     data = getattr(opened, split)
     t1, regions = head(3)
-    assert data.labels[place] == 29
-    assert data.labels.dtype == np.float32
+    assert data.labels[place] == 29 and data.labels.dtype == np.float32
     assert data.images.dtype == np.float16
     assert np.array_equal(opened.regions(split)[place], (regions * 255).astype(np.uint8))
     assert np.array_equal(data.images[place, 0] > 0, t1 > 0) and data.images[place].max() == 1
@@ -184,8 +168,7 @@ def test_sessions_stay_together_and_have_their_own_ages(tmp_path):
         (root / who / f"{who}_sessions.tsv").write_text("\n".join(lines) + "\n")
     card = Bids(root=str(root), cache=str(tmp_path / "cache"), **SMALL).write(tmp_path / "out")
     found = everybody(Prepared.open(tmp_path / "out"))
-    assert len(found) == 18
-    assert found["sub-03", "ses-2"][2]["age"] == "47.0"
+    assert len(found) == 18 and found["sub-03", "ses-2"][2]["age"] == "47.0"
     assert found["sub-00", "ses-1"][2]["age"] == "33.0"
     assert all(found[who, "ses-1"][0] == found[who, "ses-2"][0] for who in names)
     assert card["counts"]["train"] == {"F": 0, "M": 0, "unknown": card["images"]["train"]}
@@ -257,8 +240,7 @@ def test_label_map_mask_and_derivatives(tmp_path):
     assert np.array_equal(one.regions("test"), two.regions("test"))
     with pytest.raises(UserError, match="12 problems.*"):
         other.model_copy(update={"mask": None}).write(tmp_path / "skull")
-    plain = other.model_copy(update={"dseg": None})
-    assert plain.write(tmp_path / "none")["regions"] == []
+    assert other.model_copy(update={"dseg": None}).write(tmp_path / "none")["regions"] == []
     assert np.array_equal(Prepared.open(tmp_path / "none").train.images, one.train.images)
     with pytest.raises(UserError, match="no tissue maps"):
         Prepared.open(tmp_path / "none").regions("test")

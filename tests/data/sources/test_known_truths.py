@@ -12,11 +12,9 @@ from moecore.data.prepared import SPLITS, Prepared, Split
 from moecore.data.sources import ciphers
 from moecore.data.sources.base import DrawnSource
 from moecore.data.sources.ciphers import Ciphers, draw_word_ciphers
-from moecore.data.sources.clusters import Clusters
 from moecore.data.sources.dialects import CHANGES, Dialects, draw_change
-from moecore.data.sources.digits import Digits
 from moecore.data.sources.docstrings import DocstringSource
-from moecore.data.sources.subspaces import Subspaces
+from moecore.sources import Clusters, Digits, Subspaces
 from moecore.testing import check_source
 
 SMALL = {"train": 900, "validation": 300, "test": 400}
@@ -34,7 +32,6 @@ def prepared(folder, **settings) -> tuple[Dialects, Prepared]:
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory) -> Prepared:
-    """The images that dialects are made of."""
     folder = tmp_path_factory.mktemp("digits")
     Digits().write(folder)
     return Prepared.open(folder)
@@ -60,8 +57,7 @@ def test_no_change_makes_images_equal(change, number, families):
     drawn = draw_change(change, number, 6, 0, 1, families)
     for dialect in range(number):
         changed = drawn.apply(images, np.full(len(images), dialect))
-        assert changed.dtype == np.uint8
-        assert len(np.unique(changed, axis=0)) == len(images)
+        assert changed.dtype == np.uint8 and len(np.unique(changed, axis=0)) == len(images)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -92,14 +88,11 @@ def test_a_frequency_exchanges_the_bands_of_the_walsh_transform():
         assert (changed == bands[np.ix_(index ^ row, index ^ column)]).all()
 
 
-def test_shifted_hues_lie_between_the_others():
+def test_shifted_hues_lie_between_the_others_and_a_family_shares_its_names():
     # Three hues: red, green and blue with half a shade of each other; yellow, cyan, magenta.
     hues = [draw_change(change, 3, 6, 0, 1).hues for change in ("colour", "shifted_colour")]
     assert hues[0] == pytest.approx(np.where(np.eye(3), 1, 0.25))
     assert hues[1] == pytest.approx(np.array([[1, 1, 0], [0, 1, 1], [1, 0, 1]]))
-
-
-def test_a_family_shares_its_names():
     _, words = spoken(dialects(families=2))
     assert (words[0] == words[1]).all() and (words[2] == words[3]).all()
     assert (words[0] != words[2]).any()
@@ -116,8 +109,7 @@ def test_undone_each_image_is_of_its_split_and_has_its_dialects_name(change, tmp
         which = truth[:, 0, 0].astype(int) - 1
         same = are_in_dialects(drawn, split.images[:, :-1], which, own.images)
         assert same.any(axis=1).all(), "every image is one of the source's same split"
-        named = words[which][:, own.labels]
-        assert ((named == split.labels[:, None]) & same).any(axis=1).all()
+        assert ((words[which][:, own.labels] == split.labels[:, None]) & same).any(axis=1).all()
     assert data.card["truth"] == 4 and data.card["channels"] == (3 if "colour" in change else 1)
     counted = np.bincount(which)
     assert list(counted) == sorted(counted, reverse=True), "a later dialect is rarer"
@@ -200,8 +192,7 @@ def numbered(lines: list[list[int]] = LINES, times: int = 60) -> NumberedText:
 def test_a_cipher_exchanges_all_words_but_the_special_ones():
     drawn = draw_word_ciphers(3, 100, [0, 7], 0)
     assert drawn.dtype == np.int32 and (drawn[:, [0, 7]] == [0, 7]).all()
-    assert (np.sort(drawn, axis=1) == np.arange(100)).all()
-    assert len(np.unique(drawn, axis=0)) == 3
+    assert (np.sort(drawn, axis=1) == np.arange(100)).all() and len(np.unique(drawn, axis=0)) == 3
     assert np.array_equal(drawn, draw_word_ciphers(3, 100, [0, 7], 0))
     assert not np.array_equal(drawn, draw_word_ciphers(3, 100, [0, 7], 1))
 
@@ -255,9 +246,8 @@ def test_windows_and_streams_say_the_kinds_after_the_words(tmp_path):
     words, kinds = written.tokens["test"], written.truth["test"]
     assert data.test.images.shape == (149, 4, 4)
     assert data.test.images[0].tolist()[::2] == [[-1] * 4] * 2
-    assert data.test.images[5].tolist() == [
-        part[start : start + 4].tolist() for part in (words, kinds) for start in (16, 20)
-    ]
+    told = [part[start : start + 4].tolist() for part in (words, kinds) for start in (16, 20)]
+    assert data.test.images[5].tolist() == told
     assert np.array_equal(data.test.labels[5], words[21:25])
     read, following, _ = TextStreams(torch.from_numpy(data.text_rows("train")), 4).take(2, 0, 1)
     train = [written.tokens["train"], written.truth["train"]]
@@ -265,16 +255,13 @@ def test_windows_and_streams_say_the_kinds_after_the_words(tmp_path):
     assert following[1].tolist() == train[0][305:309].tolist()
 
 
-def test_rare_words_are_unknown():
+def test_rare_words_are_unknown_and_too_few_paragraphs_are_refused():
     written = Ciphers(dialects=2, words=4, **SMALL_TEXT).encrypt(numbered())
     words = written.tokens["test"]
     assert written.vocabulary == VOCABULARY[:4] and words.max() == 3
     hidden = [line.count(4) + line.count(5) + line.count(1) for line in LINES]
     assert (words == 1).sum() == 60 * sum(hidden)
     assert written.truth["test"][words == 1].all(), "an unknown word is of its paragraph's cipher"
-
-
-def test_a_cipher_of_too_few_paragraphs_is_refused():
     with pytest.raises(UserError, match="zipf: found 3.0, which leaves about 2 of the last dial"):
         Ciphers(dialects=4, zipf=3.0, **SMALL_TEXT).encrypt(numbered())
 
@@ -304,8 +291,7 @@ def test_a_cluster_is_its_centre_and_the_label_its_features_sign(tmp_path):
     parts = patches * 2 * np.abs(directions).max() @ directions.T  # (n, 9, 6)
     rows = np.arange(len(kinds))
     # patches that are one direction alone: what is left of them is rounding
-    left = patches * 2 * np.abs(directions).max() - parts @ directions
-    alone = np.abs(left).max(axis=-1) < 0.01
+    alone = np.abs(patches * 2 * np.abs(directions).max() - parts @ directions).max(axis=-1) < 0.01
     assert (alone.sum(axis=1) == 3).all(), "the feature, the centre, the other's feature"
     strengths = np.where(alone[..., None], parts, 0).sum(axis=1)  # (n, 6)
     there = np.abs(strengths) > 0.3

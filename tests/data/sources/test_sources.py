@@ -18,10 +18,7 @@ from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.raw_data_changes import scan_raw_folders
 from moecore.data.sources import cifar, fashion_mnist
 from moecore.data.sources.cifar import SETS, Cifar
-from moecore.data.sources.digits import Digits
-from moecore.data.sources.fashion_mnist import FashionMnist
-from moecore.data.sources.image_folder import ImageFolder
-from moecore.data.sources.imagenet import Imagenet
+from moecore.sources import Digits, FashionMnist, ImageFolder, Imagenet
 from tests.data.making import cifar_content, fashion_folder, image_classes, photo_classes
 
 
@@ -45,9 +42,8 @@ def test_digits_at_their_own_size_are_scaled_to_bytes(tmp_path):
 @pytest.mark.parametrize("packed", [True, False])
 def test_fashion_mnist(tmp_path, monkeypatch, packed):
     monkeypatch.setattr(fashion_mnist, "SHA256", fashion_folder(tmp_path / "raw", packed=packed))
-    settings = FashionMnist(
-        root=(str(tmp_path / "absent"), str(tmp_path / "raw")), train_limit=50, test_limit=20
-    )
+    roots = (str(tmp_path / "absent"), str(tmp_path / "raw"))
+    settings = FashionMnist(root=roots, train_limit=50, test_limit=20)
     card = settings.write(tmp_path / "out")
     opened = Prepared.open(tmp_path / "out", verify=True)
     assert [len(split.labels) for split in opened[1:4]] == [50, 20, 20]
@@ -58,9 +54,8 @@ def test_fashion_mnist(tmp_path, monkeypatch, packed):
 def test_some_classes_and_test_images_that_training_leaves_over(tmp_path, monkeypatch):
     monkeypatch.setattr(fashion_mnist, "SHA256", fashion_folder(tmp_path / "raw"))
     kept = ("bag", "dress", "coat", "sandal", "shirt")
-    settings = FashionMnist(
-        root=str(tmp_path / "raw"), train_limit=50, only_classes=kept, test_unused=True
-    )
+    root = str(tmp_path / "raw")
+    settings = FashionMnist(root=root, train_limit=50, only_classes=kept, test_unused=True)
     assert settings.write(tmp_path / "out")["name"] == "Fashion-MNIST, 5 of 10 classes"
     splits = Prepared.open(tmp_path / "out")[1:4]
     # Of all 200 training images 20 validate and 50 train: 130 join the 60 test images. Then half of
@@ -73,21 +68,17 @@ def test_some_classes_and_test_images_that_training_leaves_over(tmp_path, monkey
     names = settings.facts().classes
     assert all(names[known[image]] == settings.kept_classes[label] for image, label in seen)
     assert len(dict(seen)) == 130, "no image is in two splits"
-    whole = settings.model_copy(update={"only_classes": ()})
-    whole.write(tmp_path / "whole")
+    settings.model_copy(update={"only_classes": ()}).write(tmp_path / "whole")
     trained = {bytes(image) for image in Prepared.open(tmp_path / "whole").train.images}
     tested = {image for image, _ in seen[-95:]}
     assert not trained & tested, "who trains on all classes has seen no test image"
     assert settings.describe().images == {"train": 25, "validation": 3000, "test": 31975}
 
 
-def test_classes_that_the_set_has_not_are_refused():
+def test_fashion_mnist_refuses_other_classes_and_other_content(tmp_path):
     for named in (["bag", "hat"], ["bag", "bag"], ["bag"]):
         with pytest.raises(ValueError, match="allowed: two or more of t-shirt, trouser"):
             FashionMnist(only_classes=named)
-
-
-def test_fashion_mnist_is_checked_by_content(tmp_path):
     fashion_folder(tmp_path)
     with pytest.raises(UserError, match="train-images-idx3-ubyte.gz: its content has sha256"):
         FashionMnist(root=str(tmp_path)).write(tmp_path / "out")
@@ -96,10 +87,8 @@ def test_fashion_mnist_is_checked_by_content(tmp_path):
 def small_cifar(folder, monkeypatch, classes):
     """Binary files of 80 or 200 records each, in the authors' folder."""
     real = SETS[classes]
-    small = real._replace(
-        train=dict.fromkeys(real.train, 80 if classes == 10 else 200),
-        test=dict.fromkeys(real.test, 200),
-    )
+    train = dict.fromkeys(real.train, 80 if classes == 10 else 200)
+    small = real._replace(train=train, test=dict.fromkeys(real.test, 200))
     monkeypatch.setitem(cifar.SETS, classes, small)
     (folder / real.folder).mkdir(parents=True)
     for seed, (name, number) in enumerate((small.train | small.test).items()):
@@ -342,8 +331,7 @@ def test_packing_goes_on_after_a_kill_with_the_same_bytes(tmp_path, monkeypatch)
     (file,) = (tmp_path / "cache/train").glob("*/images.bin")
     with open(file, "ab") as torn:
         torn.write(b"half a file")  # written, but never said to be there
-    assert settings.write(tmp_path / "resumed") == card
-    assert 24 <= len(packed) <= 24 + 10
+    assert settings.write(tmp_path / "resumed") == card and 24 <= len(packed) <= 24 + 10
     before = len(packed)
     kept(tmp_path, short_side=44).write(tmp_path / "other")
     assert len(packed) == before + 24

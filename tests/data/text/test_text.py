@@ -1,26 +1,37 @@
-"""Words, vocabularies, windows, streams, sources of text; tokenizers and mosaics of captions."""
+"""Words, vocabularies, windows, sources of text; tokenizers; files read and fetched."""
 
+import functools
+import gzip
+import hashlib
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
-from moecore.core.files import UserError
-from moecore.data.files.published_source import tokenize_captions
+from moecore.core.files import UserError, file_checksum, join_below_root
+from moecore.data.files.published_source import check_digest, download_file, tokenize_captions
 from moecore.data.layouts.text import block_windows
 from moecore.data.loader import TextStreams
 from moecore.data.prepared import SPLITS, Prepared
-from moecore.data.sources import docstrings, wikitext
+from moecore.data.sources import docstrings, fashion_mnist, wikitext
 from moecore.data.sources.captioned_mosaic import CaptionedMosaic, draw_layouts, layout_captions
 from moecore.data.sources.docstrings import Docstrings, extract_docstring_prose
+from moecore.data.sources.fashion_mnist import FashionMnist, read_idx
 from moecore.data.sources.wikitext import Wikitext
 from moecore.data.text import tokenizers
 from moecore.data.text.tokenizers import BpeTokenizer, load_tokenizer
 from moecore.data.text.words import build_vocabulary, lower_words, number_tokens, read_vocabulary
 from moecore.tasks.image_text import NONE, ImageText
 from moecore.training.phase_trainings import text_stream_length
+from tests.data.making import fashion_folder, idx_bytes
 
 SOURCE = '''
 """Read a file and give its lines back, one after the other."""
@@ -43,12 +54,9 @@ class Reader:
 '''
 
 
-def test_words_are_lower_case_and_apart_from_punctuation():
+def test_words_are_lower_case_apart_from_punctuation_and_unknown_where_rare():
     words = "the user's ( x_1 , y ) isn't well-known .".split()
     assert lower_words("The user's (x_1, y) isn't well-known.") == words
-
-
-def test_rare_words_are_unknown():
     words = build_vocabulary([["b", "a", "b"], ["c", "a", "b"]], 2)
     assert words == ["<eos>", "<unk>", "b", "a"]
     numbers = {word: number for number, word in enumerate(words)}
@@ -95,9 +103,8 @@ def test_streams_are_read_block_after_block_and_again_from_elsewhere():
 
 def test_a_test_text_too_short_for_the_batch_is_refused_before_the_training():
     words = {"train": range(1000), "test": range(20)}
-    data = SimpleNamespace(
-        task=SimpleNamespace(long=True), card={"size": [4]}, tokens=lambda split: words[split]
-    )
+    task = SimpleNamespace(long=True)
+    data = SimpleNamespace(task=task, card={"size": [4]}, tokens=lambda split: words[split])
     assert text_stream_length(data, 3) == 333, "six words each: a block of four and the next word"
     assert text_stream_length(data, 4) == 250
     with pytest.raises(UserError, match="batch is 5, and the text has 20 test tokens; .* 1 to 4 "):
@@ -165,13 +172,11 @@ def test_wikitext_103_must_have_its_words(tmp_path):
     with pytest.raises(UserError, match=said):
         source.write(tmp_path / "out")
     assert wikitext.PRINTED_COUNTS["wikitext-103"] == (267_735, 103_227_021)
-    missing = Wikitext(root=str(tmp_path / "nowhere"))
-    assert "where a file is missing" in missing.describe().problem
+    assert "where a file is missing" in Wikitext(root=str(tmp_path / "nowhere")).describe().problem
 
 
-SETTINGS = CaptionedMosaic(
-    source={"kind": "digits", "size": 8}, train=300, validation=40, test=50, seed=3
-)
+SMALL = {"kind": "digits", "size": 8}
+SETTINGS = CaptionedMosaic(source=SMALL, train=300, validation=40, test=50, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -219,16 +224,12 @@ def test_layouts_of_the_test_are_in_no_other_split_and_there_once():
 TASK = ImageText(words=8, context=5, captions=2, end=2, vocabulary="0" * 64)
 
 
-def test_what_is_too_long_is_cut_and_counted():
+def test_captions_are_cut_and_counted_by_words_of_the_training_captions():
     tokenizer = tokenizers.WordTokenizer(["a", "b", "c", "d"])
     labels, counts = tokenize_captions([["A b!", "a b c d a"], ["d"]], tokenizer, TASK)
-    cut = [[1, 4, 5, 3, 2], [1, 4, 5, 6, 2]]
-    assert labels.tolist() == [cut, [[1, 7, 2, 0, 0], [NONE] * 5]]
+    assert labels.tolist() == [[[1, 4, 5, 3, 2], [1, 4, 5, 6, 2]], [[1, 7, 2, 0, 0], [NONE] * 5]]
     assert counts == {"captions": 3, "cut": 1, "unknown": 1}
     TASK.check(labels, "labels")
-
-
-def test_a_vocabulary_of_words_is_that_of_the_training_captions():
     found = tokenizers.WordSettings().build(["a dog and a cat", "A cat runs", "dog dog"])
     assert found.vocabulary == tuple("<pad> <start> <end> <unk> a dog cat and runs".split())
 
@@ -237,11 +238,9 @@ def bpe_file(path):
     """A byte-pair vocabulary in the form of CLIP's tokenizer.json, of a few words."""
     words = ("a", "b", "a</w>", "b</w>", "ab</w>", "<|startoftext|>", "<|endoftext|>")
     vocabulary = {word: number for number, word in enumerate(words)}
-    special = [
-        {"id": number, "content": name, "single_word": False, "lstrip": False, "rstrip": False}
-        | {"normalized": False, "special": True}
-        for number, name in enumerate(words[5:], 5)
-    ]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    flags["special"] = True
+    special = [{"id": i, "content": name} | flags for i, name in enumerate(words[5:], 5)]
     model = {"type": "BPE", "dropout": None, "unk_token": "<|endoftext|>", "fuse_unk": False}
     model |= {"continuing_subword_prefix": "", "end_of_word_suffix": "</w>", "byte_fallback": False}
     model |= {"vocab": vocabulary, "merges": ["a b</w>"]}
@@ -276,3 +275,111 @@ def test_vocabularies_that_are_none_are_refused_by_name(tmp_path):
         BpeTokenizer(path, 49_408)
     with pytest.raises(UserError, match="another vocabulary than the model's"):
         load_tokenizer(tmp_path, TASK.model_copy(update={"words": 7}))
+
+
+IMAGES = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)
+
+
+@given(
+    arrays.arrays(np.uint8, arrays.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=5)),
+    st.booleans(),
+)
+def test_round_trip(tmp_path_factory, array, packed):
+    path = tmp_path_factory.mktemp("idx") / "file"
+    content = idx_bytes(array)
+    path.write_bytes(gzip.compress(content) if packed else content)
+    read = read_idx(path, array.ndim, hashlib.sha256(content).hexdigest())
+    assert read.dtype == np.uint8 and np.array_equal(read, array)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (idx_bytes(IMAGES)[:-1], "its content has sha256"),
+        (gzip.compress(idx_bytes(IMAGES))[:-9], "cannot be read"),
+        (b"another file", "its content has sha256"),
+        (gzip.compress(bytes(2**27), 1), "found more than 67,108,864 bytes"),
+        (None, "No such file"),
+    ],
+    ids=["truncated", "truncated gzip", "foreign", "gzip of zeros", "missing"],
+)
+def test_damage_is_named(tmp_path, content, said):
+    path = tmp_path / "train-images-idx3-ubyte"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        read_idx(path, 3, hashlib.sha256(idx_bytes(IMAGES)).hexdigest())
+    assert str(error.value).startswith(f"{path}: ") and said in str(error.value)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serves the files of ``folder``; /short promises more than it sends."""
+
+    def __init__(self, folder, *args):
+        self.folder = folder
+        super().__init__(*args)
+
+    def do_GET(self):
+        path = self.folder / self.path.lstrip("/")
+        content = path.read_bytes() if path.is_file() else None
+        self.send_response(404 if content is None else 200)
+        self.send_header("Content-Length", str(len(content or b"") + 100 * (self.path == "/short")))
+        self.end_headers()
+        self.wfile.write(content or b"")
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path):
+    folder = tmp_path / "served"
+    folder.mkdir()
+    http = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, folder))
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    yield folder, f"http://127.0.0.1:{http.server_port}/"
+    http.shutdown()
+    http.server_close()
+
+
+def test_checked_and_whole(server, tmp_path):
+    folder, url = server
+    (folder / "file").write_bytes(b"content" * 1000)
+    digest = hashlib.md5(b"content" * 1000).hexdigest()
+    place = tmp_path / "deep/file"
+    download_file(url + "file", place, lambda path: check_digest(path, "md5", digest, url))
+    assert file_checksum(place, "md5") == digest
+
+
+@pytest.mark.parametrize("name", ["file", "short", "absent"])
+def test_every_failure_leaves_nothing(server, tmp_path, name):
+    folder, url = server
+    for file in ("file", "short"):
+        (folder / file).write_bytes(b"tampered with")
+    place = tmp_path / "here/file"
+    with pytest.raises(UserError, match=f"{url}{name}: "):
+        download_file(url + name, place, lambda path: check_digest(path, "md5", "abc", url + name))
+    assert not list((tmp_path / "here").iterdir())
+
+
+def test_fashion_mnist_is_fetched_and_checked(server, tmp_path, monkeypatch):
+    folder, url = server
+    monkeypatch.setattr(fashion_mnist, "URL", url)
+    monkeypatch.setattr(fashion_mnist, "SHA256", fashion_folder(folder))
+    settings = FashionMnist(root=str(tmp_path / "raw"), download=True)
+    assert sum(settings.write(tmp_path / "out")["counts"]["test"].values()) == 60
+    assert len(list((tmp_path / "raw").iterdir())) == 4
+    monkeypatch.setattr(fashion_mnist, "URL", "http://127.0.0.1:9/")
+    settings.write(tmp_path / "again")  # found on disk: no second download
+
+
+def test_a_relative_folder_is_not_put_before_its_files_twice(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = Path("pictures/a.png")
+    file.parent.mkdir()
+    file.touch()
+    folder = Path("pictures")
+    assert join_below_root(folder, file) == join_below_root(folder, "a.png") == file
+    assert join_below_root(Path("."), file) == file
+    with pytest.raises(UserError, match="which leads out of this folder"):
+        join_below_root(Path("pictures"), "../pictures/a.png")

@@ -96,13 +96,10 @@ def test_pixels_lie_where_the_affine_says(name, shape):
     st.floats(0.3, 1),
 )
 def test_any_composition_is_exact(seed, height, width, flip, shift, degrees, low):
-    chosen = ViewSettings(
-        flip=flip,
-        shift=shift,
-        crop={"scale": (low, 1)},
-        affine=AffineRanges(degrees=degrees),
-        randaugment=RandAugment(names=("shear_x", "translate_y")),
-    )
+    moved = AffineRanges(degrees=degrees)
+    drawn = RandAugment(names=("shear_x", "translate_y"))
+    crop = {"scale": (low, 1)}
+    chosen = ViewSettings(flip=flip, shift=shift, crop=crop, affine=moved, randaugment=drawn)
     views = make_random_views(ramps(8, height, width), chosen, generator_for(seed))
     assert (distances(views, height, width) < 2e-3).all()
 
@@ -158,17 +155,12 @@ def test_inverse_and_crop_windows():
     affines = identity + 0.3 * torch.rand(50, 3, 3, generator=random, dtype=torch.float64)
     affines[:, 2] = torch.tensor([0.0, 0.0, 1.0])
     assert torch.allclose(warping.invert_affines(affines) @ affines, identity.expand(50, 3, 3))
-    top, left, height, width = warping.draw_crop_windows(
-        BatchDraws(random, 5000), (20, 30), (0.3, 0.6), (0.9, 1.1)
-    )
+    draws = BatchDraws(random, 5000)
+    top, left, height, width = warping.draw_crop_windows(draws, (20, 30), (0.3, 0.6), (0.9, 1.1))
     share = height * width / 600
-    assert (
-        share.min() >= 0.3 and share.max() <= 0.6 and share.mean() == pytest.approx(0.45, abs=0.01)
-    )
-    assert (top >= 0).all()
-    assert (left >= 0).all()
-    assert (top + height <= 20).all()
-    assert (left + width <= 30).all()
+    assert share.min() >= 0.3 and share.max() <= 0.6
+    assert share.mean() == pytest.approx(0.45, abs=0.01) and (top >= 0).all() and (left >= 0).all()
+    assert (top + height <= 20).all() and (left + width <= 30).all()
     assert (width / height).min() >= 0.9 and (width / height).max() <= 1.1
 
 
@@ -181,12 +173,8 @@ IMAGES = {
     "flat": np.full((24, 18, 3), 77, np.uint8),
 }
 FACTORS = (0.0, 0.1, 0.55, 1.0, 1.45, 1.9)
-ENHANCE = {
-    "adjust_brightness": ImageEnhance.Brightness,
-    "adjust_contrast": ImageEnhance.Contrast,
-    "adjust_saturation": ImageEnhance.Color,
-    "adjust_sharpness": ImageEnhance.Sharpness,
-}
+ENHANCE = {"adjust_brightness": ImageEnhance.Brightness, "adjust_contrast": ImageEnhance.Contrast}
+ENHANCE |= {"adjust_saturation": ImageEnhance.Color, "adjust_sharpness": ImageEnhance.Sharpness}
 
 
 def ours(name, pixels, value):
@@ -243,27 +231,20 @@ def test_each_image_gets_its_own_operation():
         assert not torch.equal(done[row], pixels[row])
 
 
-def test_order_is_the_order_drawn():
+def test_operations_in_the_order_drawn_at_magnitudes_beyond_10_of_all_names_and_signs():
     orders, levels = torch.tensor([[0, 1], [1, 0]]), torch.ones(2, 2, dtype=torch.float64)
     drawn = DrawnOperations(("invert", "posterize"), orders, levels)
     done = augmentations.apply_colour_operations(torch.full((2, 1, 4, 4), 100.0), drawn)
     # 255 − 100 = 155 → 144; 100 → 96 → 159
     assert done[0, 0, 0, 0] == 144 and done[1, 0, 0, 0] == 159
-
-
-def test_values_at_magnitude_10_and_limits_beyond():
     one = torch.tensor([1.0, -1.0, 3.0, -3.0], dtype=torch.float64)
     assert OPERATIONS["brightness"][1](one).tolist() == pytest.approx([1.9, 0.1, 3.7, 0.0])
     assert OPERATIONS["posterize"][1](one).tolist() == [4, 4, 1, 1]
     assert OPERATIONS["solarize"][1](one).tolist() == [0, 0, 0, 0]
-
-
-def test_all_names_are_drawn_and_both_signs():
     settings = RandAugment(operations=2, magnitude=5)
     drawn = augmentations.draw_operations(settings, BatchDraws(generator_for(0), 2000))
     assert set(drawn.choices.unique().tolist()) == set(range(14))
-    assert set(drawn.levels.unique().tolist()) == {-0.5, 0.5}
-    assert "invert" not in drawn.names
+    assert set(drawn.levels.unique().tolist()) == {-0.5, 0.5} and "invert" not in drawn.names
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -271,9 +252,8 @@ def test_views_stay_in_range(name):
     images = torch.randint(0, 256, (16, 3, 12, 12), generator=generator_for(1), dtype=torch.uint8)
     strong = ViewSettings(randaugment=RandAugment(magnitude=30, names=(name, "rotate")))
     views = make_random_views(images, strong, generator_for(2))
-    assert (
-        views.images.min() >= 0 and views.images.max() <= 1 and torch.isfinite(views.images).all()
-    )
+    assert views.images.min() >= 0 and views.images.max() <= 1
+    assert torch.isfinite(views.images).all()
 
 
 JITTER = augmentations.ColourJitter(brightness=0.4, contrast=0.4, saturation=0.4)
@@ -317,8 +297,7 @@ def test_jittered_views_are_uint8_images_jittered_before_they_are_erased():
     views = make_random_views(images, ViewSettings(jitter=JITTER), generator_for(3)).images
     assert views.dtype == torch.float32 and 0 <= views.min() and views.max() <= 1
     again = make_random_views(images, ViewSettings(jitter=JITTER), generator_for(3)).images
-    assert torch.equal(views, again)
-    assert not torch.equal(views[0], evaluation_images(images)[0])
+    assert torch.equal(views, again) and not torch.equal(views[0], evaluation_images(images)[0])
     still = ViewSettings(jitter=augmentations.ColourJitter())
     unchanged = make_random_views(images, still, generator_for(3)).images
     assert torch.equal(unchanged, evaluation_images(images))

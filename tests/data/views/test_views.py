@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from scipy.ndimage import map_coordinates
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import TokenLayout
 from moecore.core.streams import generator_for
 from moecore.data.views import warping
 from moecore.data.views.augmentations import RandAugment
@@ -26,16 +25,12 @@ from moecore.data.views.views import (
 from moecore.data.views.warping import MixedSizeImageList, clamp_or_reflect_indices, in_range_mask
 from moecore.measure.invariance import draw_affines, move_images
 from moecore.nn.correspondence import match_patches
-from moecore.tasks.classification import Classification
+from moecore.parts import Classification, TokenLayout
 
 IMAGES = torch.randint(0, 256, (32, 3, 20, 20), generator=generator_for(0), dtype=torch.uint8)
+TURNED, AUGMENTED = AffineRanges(degrees=10), RandAugment()
 FULL = ViewSettings(
-    shift=2,
-    crop=CropRanges(),
-    flip=True,
-    affine=AffineRanges(degrees=10),
-    randaugment=RandAugment(),
-    erasing=0.5,
+    shift=2, crop=CropRanges(), flip=True, affine=TURNED, randaugment=AUGMENTED, erasing=0.5
 )
 
 
@@ -45,15 +40,11 @@ def classes(number: int) -> Classification:
 
 def test_same_generator_same_views_and_global_state_untouched():
     before = torch.get_rng_state()
-    first, again, other = (
-        make_random_views(IMAGES, FULL, generator_for(1, step)) for step in (5, 5, 6)
-    )
+    first, again, other = (make_random_views(IMAGES, FULL, generator_for(1, n)) for n in (5, 5, 6))
     assert torch.equal(first.images, again.images) and torch.equal(first.affines, again.affines)
     assert not torch.equal(first.images, other.images)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert first.images.shape == (32, 3, 20, 20)
-    assert first.images.dtype == torch.float32
-    assert first.affines.shape == (32, 3, 3)
+    assert torch.equal(torch.get_rng_state(), before) and first.images.shape == (32, 3, 20, 20)
+    assert first.images.dtype == torch.float32 and first.affines.shape == (32, 3, 3)
 
 
 @pytest.mark.parametrize("fill", ["zeros", "border", "reflection"])
@@ -71,10 +62,9 @@ def test_images_one_by_one_have_the_views_of_a_batch(fill):
 
 def test_a_view_of_images_of_different_shapes_is_each_ones_own():
     random = generator_for(3)
-    rows = [
-        torch.randint(0, 256, (height, width, 3), generator=random, dtype=torch.uint8).numpy()
-        for height, width in ((20, 50), (33, 21), (20, 20), (64, 24))
-    ]
+    draw = {"generator": random, "dtype": torch.uint8}
+    sides = ((20, 50), (33, 21), (20, 20), (64, 24))
+    rows = [torch.randint(0, 256, (*side, 3), **draw).numpy() for side in sides]
     settings = ViewSettings(crop=CropRanges(scale=(0.05, 1.0)), flip=True)
     mixed = MixedSizeImageList(rows, 16, torch.device("cpu"))
     views = make_random_views(mixed, settings, generator_for(7))
@@ -99,14 +89,11 @@ def bilinear(image, row: float, column: float) -> torch.Tensor:
     return (upper * (1 - down) + lower * down).float()
 
 
-def test_images_that_are_kept_whole_need_a_crop():
+def test_images_kept_whole_need_a_crop_and_the_default_changes_nothing():
     whole = MixedSizeImageList([IMAGES[0].permute(1, 2, 0).numpy()] * 2, 16, torch.device("cpu"))
     with pytest.raises(UserError, match=r"views: found crop: null, but .* allowed: a crop"):
         make_random_views(whole, ViewSettings(flip=True), generator_for(0))
     assert evaluation_images(whole).shape == (2, 3, 16, 16)
-
-
-def test_the_default_changes_nothing():
     views = make_random_views(IMAGES, ViewSettings(), generator_for(0))
     assert torch.equal(views.images, evaluation_images(IMAGES))
     assert torch.equal(views.affines, torch.eye(3).expand(len(IMAGES), 3, 3))
@@ -159,21 +146,17 @@ def test_mixing_is_a_function_of_the_generator():
     before = torch.get_rng_state()
     mix = Mix(mixup=0.8, cutmix=1.0, probability=0.7)
     one, two = (mix_images(images, labels, classes(5), mix, generator_for(9)) for _ in range(2))
-    assert torch.equal(one[0], two[0])
-    assert torch.equal(one[1], two[1])
+    assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
     assert torch.equal(torch.get_rng_state(), before)
-    untouched = (one[0] == images).all((1, 2, 3)).sum()
-    assert 0 < untouched < 32
+    assert 0 < (one[0] == images).all((1, 2, 3)).sum() < 32
 
 
 SIZE = (28, 28)
 
 
 def test_transforms_draw_independently():
-    angles = [
-        draw_affines(name, 50, SIZE, 0)[:, 1, 0].asin().rad2deg() / limit
-        for name, limit in (("rotation 5", 5), ("rotation 10", 10))
-    ]
+    names = (("rotation 5", 5), ("rotation 10", 10))
+    angles = [draw_affines(name, 50, SIZE, 0)[:, 1, 0].asin().rad2deg() / n for name, n in names]
     assert abs(float(torch.corrcoef(torch.stack(angles))[0, 1])) < 0.5
 
 
@@ -190,8 +173,7 @@ def test_rotations_fill_their_range_about_the_centre(limit):
 @pytest.mark.parametrize("limit", [5, 10, 15])
 def test_shears_move_columns_by_the_row(limit):
     affines = draw_affines(f"shear {limit}", 500, SIZE, 0)
-    largest = math.degrees(math.atan(float(affines[:, 1, 0].abs().max())))
-    assert limit * 0.97 < largest <= limit
+    assert limit * 0.97 < math.degrees(math.atan(float(affines[:, 1, 0].abs().max()))) <= limit
     assert (affines[:, 0] == torch.tensor([1.0, 0, 0])).all(), "no row moves"
     _fixed(affines, 14, 14)
 
@@ -199,9 +181,8 @@ def test_shears_move_columns_by_the_row(limit):
 @pytest.mark.parametrize("factor", [0.5, 0.8, 1.1])
 def test_scalings_are_exact(factor):
     affines = draw_affines(f"scaling {factor}", 5, SIZE, 0)
-    torch.testing.assert_close(
-        affines[:, :2, :2], factor * torch.eye(2, dtype=torch.float64).expand(5, 2, 2)
-    )
+    expected = factor * torch.eye(2, dtype=torch.float64).expand(5, 2, 2)
+    torch.testing.assert_close(affines[:, :2, :2], expected)
     _fixed(affines, 14, 14)
 
 
@@ -225,8 +206,7 @@ def test_a_translation_moves_pixels_and_leaves_black():
     affine = torch.eye(3, dtype=torch.float64)[None].clone()
     affine[0, :2, 2] = torch.tensor([2.0, -1.0])  # two down, one to the left
     moved = move_images(images.numpy(), affine, len(images))
-    assert torch.equal(moved[..., 2:, :-1], images[..., :-2, 1:])
-    assert not moved[..., :2, :].any()
+    assert torch.equal(moved[..., 2:, :-1], images[..., :-2, 1:]) and not moved[..., :2, :].any()
     assert not moved[..., -1].any()
 
 
@@ -238,9 +218,7 @@ def _fixed(affines: torch.Tensor, row: float, column: float) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"affine": {}},
-        {"jitter": {}},
-        {"randaugment": {"operations": 0}},
+        *({"affine": {}}, {"jitter": {}}, {"randaugment": {"operations": 0}}),
         {"randaugment": {"names": ["identity"]}},
         {"randaugment": {"magnitude": 0, "names": ["rotate", "saturation"]}},
     ],
@@ -268,17 +246,14 @@ def test_what_is_called_an_identity_changes_no_image(settings):
 def test_what_lies_outside_is_seen_where_views_leave_the_image(settings, leaves):
     views = ViewSettings.model_validate(settings)
     assert views.leaves_image == leaves
-    made = [
-        make_random_views(IMAGES, views.model_copy(update={"fill": fill}), generator_for(1)).images
-        for fill in ("zeros", "border")
-    ]
+    filled = [views.model_copy(update={"fill": fill}) for fill in ("zeros", "border")]
+    made = [make_random_views(IMAGES, one, generator_for(1)).images for one in filled]
     assert torch.equal(*made) != leaves
 
 
 VOLUME_SIZE = (6, 8, 10)
-FULL_3D = ViewSettings(
-    shift=1, flip=True, affine=AffineRanges(degrees=20, translate=0.1, scale=(0.8, 1.2))
-)
+TURNED_3D = AffineRanges(degrees=20, translate=0.1, scale=(0.8, 1.2))
+FULL_3D = ViewSettings(shift=1, flip=True, affine=TURNED_3D)
 VOLUMES = torch.rand(16, 1, *VOLUME_SIZE, generator=generator_for(9)).half()
 
 
@@ -294,12 +269,10 @@ def ramps(count: int) -> torch.Tensor:
 
 def test_a_function_of_seed_and_step_that_leaves_the_data_alone():
     before = VOLUMES.clone()
-    first, again, other = (
-        make_random_views(VOLUMES, FULL_3D, generator_for(1, step)) for step in (5, 5, 6)
-    )
+    draws = [generator_for(1, step) for step in (5, 5, 6)]
+    first, again, other = (make_random_views(VOLUMES, FULL_3D, one) for one in draws)
     assert torch.equal(first.images, again.images) and torch.equal(first.affines, again.affines)
-    assert not torch.equal(first.affines, other.affines)
-    assert torch.equal(VOLUMES, before)
+    assert not torch.equal(first.affines, other.affines) and torch.equal(VOLUMES, before)
     assert 0 <= first.images.min() and first.images.max() <= 1
     alone = VOLUMES.clone()
     alone[1:] = 0
@@ -367,9 +340,8 @@ def test_the_affine_says_where_every_voxel_went(settings):
         limits = torch.tensor(VOLUME_SIZE)
         seen = ((original > 0.5) & (original < limits - 0.5)).all(dim=-1)
         assert seen.sum() > 50
-        torch.testing.assert_close(
-            view.movedim(0, -1)[seen].double() * limits, original[seen], atol=1e-3, rtol=0
-        )
+        found = view.movedim(0, -1)[seen].double() * limits
+        torch.testing.assert_close(found, original[seen], atol=1e-3, rtol=0)
 
 
 def test_sampling_is_scipys():
@@ -387,15 +359,12 @@ def test_a_quarter_turn_about_each_axis_by_hand():
     # about the first axis the second goes to where the third was, (0, 1, 0) → (0, 0, 1); then
     # cyclically
     quarter = torch.pi / 2
-    for axis, (start, end) in enumerate(
-        [((0, 1, 0), (0, 0, 1)), ((0, 0, 1), (1, 0, 0)), ((1, 0, 0), (0, 1, 0))]
-    ):
+    x, y, z = (1, 0, 0), (0, 1, 0), (0, 0, 1)
+    for axis, (start, end) in enumerate([(y, z), (z, x), (x, y)]):
         turns = torch.zeros(1, 3)
         turns[0, axis] = quarter
-        found = warping.volume_rotations(turns)[0, :3, :3] @ torch.tensor(
-            start, dtype=torch.float64
-        )
-        torch.testing.assert_close(found, torch.tensor(end, dtype=torch.float64), atol=1e-6, rtol=0)
+        seen = warping.volume_rotations(turns)[0, :3, :3] @ torch.tensor(start, dtype=torch.float64)
+        torch.testing.assert_close(seen, torch.tensor(end, dtype=torch.float64), atol=1e-6, rtol=0)
 
 
 def test_rotations_keep_lengths_and_the_middle():

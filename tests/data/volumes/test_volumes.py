@@ -14,19 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecore.core.files import UserError
+from moecore import Prepared, UserError
 from moecore.data import prepared
 from moecore.data.layouts.volumes import VolumeSplitToWrite, unusual_volume_flags, write_volumes
 from moecore.data.loader import few_shot_indices, load_split_where_it_fits
-from moecore.data.prepared import Prepared
 from moecore.data.sources.file_cohort import VolumeCache, read_cached_volume, save_cached_volume
-from moecore.data.volumes import volume_preparation
-from moecore.data.volumes.cohorts import (
-    CohortSettings,
-    VolumeSubject,
-    age_cohort_card,
-    split_cohort,
-)
+from moecore.data.volumes import cohorts, volume_preparation
+from moecore.data.volumes.cohorts import CohortSettings, VolumeSubject, split_cohort
 from moecore.report.figures.overview import draw_dataset_samples, middle_slices
 from moecore.tasks.regression import Regression
 from tests.data.making import head, save
@@ -83,10 +77,8 @@ def test_read_volume_says_what_is_wrong(tmp_path, values, size, said):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("one.nii.gz", nibabel.Nifti1Image),
-        ("two.nii", nibabel.Nifti2Image),
-        ("pair.img", nibabel.Nifti1Pair),
-        ("surfer.mgz", nibabel.MGHImage),
+        *(("one.nii.gz", nibabel.Nifti1Image), ("two.nii", nibabel.Nifti2Image)),
+        *(("pair.img", nibabel.Nifti1Pair), ("surfer.mgz", nibabel.MGHImage)),
     ],
 )
 def test_every_kind_of_file_is_read_as_nibabel_reads_it(tmp_path, name, kind):
@@ -116,11 +108,8 @@ def write_nifti_gzip(path: Path, offset: float, length: int, zeros: int) -> None
     ("offset", "length", "said"),
     [
         (2**31, 2**31 - 352, "its values begin at byte 2,147,483,648; allowed: up to 67,108,864"),
-        (1e15, 16, "its values begin at byte"),
-        (-16, 16, "vox offset -16 too low"),
-        (368, 40 * 2**20, None),
-        (368, -16, None),
-        (32 * 2**20, 32 * 2**20 - 352, None),
+        *((1e15, 16, "its values begin at byte"), (-16, 16, "vox offset -16 too low")),
+        *((368, 40 * 2**20, None), (368, -16, None), (32 * 2**20, 32 * 2**20 - 352, None)),
     ],
 )
 def test_an_extension_takes_no_memory(tmp_path, offset, length, said):
@@ -170,11 +159,9 @@ def test_resampling_keeps_a_shape(old, new):
     ball = (np.hypot(np.hypot(points[0] - 4, points[1]), points[2]) < 24).astype(np.float32)
     found = volume_preparation.resample_volume(ball, old, new)
     assert found.sum() * new**3 == pytest.approx(4 / 3 * np.pi * 24**3, rel=0.03)
-    assert 0 <= found.min()
-    assert found.max() <= 1.001
+    assert 0 <= found.min() and found.max() <= 1.001
     middle = (np.indices(found.shape) * found).sum(axis=(1, 2, 3)) / found.sum()
-    from_centre = middle - (np.array(found.shape) - 1) / 2
-    assert np.allclose(from_centre * new, [4, 0, 0], atol=0.3)
+    assert np.allclose((middle - (np.array(found.shape) - 1) / 2) * new, [4, 0, 0], atol=0.3)
 
 
 def test_the_background_does_not_darken_the_rim():
@@ -183,8 +170,7 @@ def test_the_background_does_not_darken_the_rim():
     mask[6:24, 6:24, 6:24] = True
     values, inside = volume_preparation.resample_masked_volume(t1, mask, (1.0, 1.0, 1.0), 2.0)
     assert inside.sum() * 8 == pytest.approx(18**3, rel=0.15)
-    assert np.allclose(values[inside], 7, rtol=1e-5)
-    assert (values[~inside] == 0).all()
+    assert np.allclose(values[inside], 7, rtol=1e-5) and (values[~inside] == 0).all()
 
 
 @given(st.tuples(*[st.integers(0, 25)] * 3), st.tuples(*[st.integers(1, 16)] * 3))
@@ -192,9 +178,8 @@ def test_the_background_does_not_darken_the_rim():
 def test_the_brain_is_in_the_middle_of_the_window(low, sides):
     mask = np.zeros((42, 41, 43), bool)
     mask[tuple(slice(a, a + n) for a, n in zip(low, sides, strict=True))] = True
-    found = volume_preparation.cut_window(
-        mask, volume_preparation.brain_window_start(mask, (16, 32, 48)), (16, 32, 48)
-    )
+    start = volume_preparation.brain_window_start(mask, (16, 32, 48))
+    found = volume_preparation.cut_window(mask, start, (16, 32, 48))
     assert found.shape == (16, 32, 48) and found.sum() == mask.sum()  # nothing lost
     for axis, length in enumerate(found.shape):
         where = np.flatnonzero(found.any(axis=tuple({0, 1, 2} - {axis})))
@@ -213,18 +198,14 @@ def test_normalising_by_hand():
 
 def test_flags():
     t1, regions = head()
-    image = volume_preparation.normalise_intensities(t1, t1 > 0)[None]
+    scan = volume_preparation.normalise_intensities(t1, t1 > 0)[None]
     shares = (regions * 255).astype(np.uint8)
-    assert unusual_volume_flags(image, shares) == [] == unusual_volume_flags(image, None)
-    assert (
-        "not T1-weighted" in unusual_volume_flags(np.where(image > 0, 1.01 - image, 0), shares)[0]
-    )
-    assert unusual_volume_flags(image, shares[[0, 2, 1]])[0].startswith(
-        "tissue fractions unusual (gm 0.1"
-    )
-    assert unusual_volume_flags(np.where(image > 0, 0.1 * image, 0), None)[0].startswith(
-        "mean intensity unusual"
-    )
+    assert unusual_volume_flags(scan, shares) == [] == unusual_volume_flags(scan, None)
+    assert "not T1-weighted" in unusual_volume_flags(np.where(scan > 0, 1.01 - scan, 0), shares)[0]
+    (flag, *_) = unusual_volume_flags(scan, shares[[0, 2, 1]])
+    assert flag.startswith("tissue fractions unusual (gm 0.1")
+    (flag, *_) = unusual_volume_flags(np.where(scan > 0, 0.1 * scan, 0), None)
+    assert flag.startswith("mean intensity unusual")
 
 
 def subjects(number, seed=0, sessions=1):
@@ -243,10 +224,8 @@ def test_splits_are_by_participant_and_stratified(number, seed, sessions):
     splits = split_cohort(people, CohortSettings(seed=seed, age_groups=4))
     assert sorted(row for rows in splits.values() for row in rows) == list(range(len(people)))
     who = {split: {people[row].participant_id for row in rows} for split, rows in splits.items()}
-    assert not who["train"] & who["test"]
-    assert not who["train"] & who["validation"]
-    assert not who["validation"] & who["test"]
-    assert len(who["test"]) == round(0.25 * number)
+    assert not who["train"] & who["test"] and not who["train"] & who["validation"]
+    assert not who["validation"] & who["test"] and len(who["test"]) == round(0.25 * number)
     assert len(who["validation"]) == round(0.15 * number)
     ages = {split: np.array([people[row].age for row in rows]) for split, rows in splits.items()}
     whole = np.quantile([person.age for person in people], [0.25, 0.5, 0.75])
@@ -254,9 +233,8 @@ def test_splits_are_by_participant_and_stratified(number, seed, sessions):
     for edge, share in zip(whole, (0.25, 0.5, 0.75), strict=True):
         assert abs((ages["test"] < edge).mean() - share) < 0.05 + 4 / len(who["test"])
     women = np.mean([person.sex == "F" for person in people])
-    assert abs(
-        np.mean([people[row].sex == "F" for row in splits["test"]]) - women
-    ) < 0.05 + 4 / len(who["test"])
+    share = np.mean([people[row].sex == "F" for row in splits["test"]])
+    assert abs(share - women) < 0.05 + 4 / len(who["test"])
 
 
 def test_splits_do_not_depend_on_the_order_and_follow_the_seed():
@@ -275,13 +253,10 @@ def written(folder, **changed):
     regions = random.integers(0, 256, (6, 3, 16, 16, 32), np.uint8)
     volumes = list(zip(values.astype(np.float16), regions, strict=True))
     rows = [VolumeSubject(f"sub-{i}", "", 30.1 + i, "FM"[i % 2] if i else "") for i in range(6)]
-    parts = {
-        split: VolumeSplitToWrite(rows[2 * i : 2 * i + 2], volumes[2 * i : 2 * i + 2])
-        for i, split in enumerate(("train", "validation", "test"))
-    }
-    card = age_cohort_card(
-        "Made", (16, 16, 32), 3.0, volume_preparation.REGIONS, ("none", "here"), simulated=True
-    )
+    halves = [VolumeSplitToWrite(rows[i : i + 2], volumes[i : i + 2]) for i in (0, 2, 4)]
+    parts = dict(zip(("train", "validation", "test"), halves, strict=True))
+    regions, grid = volume_preparation.REGIONS, ((16, 16, 32), 3.0)
+    card = cohorts.age_cohort_card("Made", *grid, regions, ("none", "here"), simulated=True)
     return write_volumes(folder, Made(), card, parts | changed), volumes, rows
 
 
@@ -294,12 +269,10 @@ def test_card_and_arrays_of_volumes(tmp_path):
     assert card["mean"] == pytest.approx([inside.mean()])
     assert card["std"] == pytest.approx([inside.std()])
     # ages 30.1 and 31.1
-    assert opened.task.mean == pytest.approx(30.6)
-    assert opened.task.deviation == pytest.approx(0.5)
+    assert opened.task.mean == pytest.approx(30.6) and opened.task.deviation == pytest.approx(0.5)
     assert card["target_range"] == pytest.approx([30.1, 31.1])
     assert card["counts"]["train"] == {"F": 0, "M": 1, "unknown": 1}
-    assert card["counts"]["test"] == {"F": 1, "M": 1}
-    assert card["task"]["target"] == "age"
+    assert card["counts"]["test"] == {"F": 1, "M": 1} and card["task"]["target"] == "age"
     assert isinstance(opened.test.images, np.memmap)
     assert np.array_equal(opened.test.images[1], volumes[5][0])
     assert np.array_equal(opened.regions("validation")[0], volumes[2][1])
@@ -326,8 +299,7 @@ def test_the_loader_takes_volumes_and_few_shot_refuses_ages(tmp_path):
     train = Prepared.open(tmp_path).train
     for limit in (1 << 30, 1):
         images, labels = load_split_where_it_fits(train, "cpu", limit).take(torch.tensor([1, 0]))
-        assert images.dtype == torch.float16
-        assert labels.dtype == torch.float32
+        assert images.dtype == torch.float16 and labels.dtype == torch.float32
         assert labels.tolist() == pytest.approx([31.1, 30.1])
         assert torch.equal(images[0], torch.from_numpy(np.array(train.images[1])))
     with pytest.raises(UserError, match="labels are real numbers; allowed: null"):
@@ -336,9 +308,10 @@ def test_the_loader_takes_volumes_and_few_shot_refuses_ages(tmp_path):
 
 def test_the_montage_shows_ages_and_says_simulated(tmp_path, monkeypatch):
     written(tmp_path)
-    (tmp_path / "train_subjects.csv").write_text(
+    rows = (
         "participant_id,session_id,age,sex,site,qc_flags,diagnosis\na,,30.1,,,odd,\nb,,31.1,M,,,\n"
     )
+    (tmp_path / "train_subjects.csv").write_text(rows)
     monkeypatch.setattr(prepared, "SMALL", 0)
     figure = draw_dataset_samples(Prepared.open(tmp_path))
     assert "simulated" in figure.get_suptitle()
