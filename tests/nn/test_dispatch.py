@@ -8,22 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecore.core.files import UserError
-from moecore.core.routing_records import TokenLayout
+from moecore import UserError, predict_in_batches
 from moecore.core.streams import generator_for
 from moecore.data.views.augmentations import RandAugment
 from moecore.data.views.views import AffineRanges, CropRanges, ViewSettings, make_random_views
 from moecore.measure.routing_metrics import alternative_choices, two_view_agreement
 from moecore.measure.routing_metrics.layer_metrics import load_shares, measure_layer_use
-from moecore.nn.correspondence import (
-    align_teacher_probs,
-    match_patches,
-    pair_view_tokens,
-    token_pair_values,
-)
+from moecore.nn import correspondence
+from moecore.nn.correspondence import align_teacher_probs, match_patches, pair_view_tokens
 from moecore.nn.dispatch import SparsePlan, round_row_counts
-from moecore.nn.predict import predict_in_batches
-from moecore.tasks.classification import Classification
+from moecore.parts import Classification, TokenLayout
 from tests.methods import KINDS, METHODS, relabelled, tiny
 
 
@@ -41,8 +35,7 @@ def test_rows_by_hand():
     plan = SparsePlan.build(experts, torch.ones(2, 2, 2), None, 4)
     rows = plan.dispatch(torch.arange(4.0).view(2, 2, 1))
     assert rows.values.flatten().tolist() == [0, 1, 3, 2, 3, 0, 1, 2]
-    assert rows.offsets.tolist() == [3, 5, 8, 8]
-    assert rows.offsets.dtype == torch.int32
+    assert rows.offsets.tolist() == [3, 5, 8, 8] and rows.offsets.dtype == torch.int32
 
 
 def test_rounded_by_hand():
@@ -78,8 +71,7 @@ def test_weighted_sum_by_hand_in_which_a_pair_without_seat_counts_nothing():
     tokens = SparsePlan.build(chosen, weights, torch.tensor([[[True, False]]]), 2).combine(rows)
     tokens.sum().backward()
     assert tokens.item() == 3.0  # 0.75·4, not scaled up
-    assert rows.grad.flatten().tolist() == [0, 0.75]
-    assert weights.grad.flatten().tolist() == [4.0, 0]
+    assert rows.grad.flatten().tolist() == [0, 0.75] and weights.grad.flatten().tolist() == [4.0, 0]
 
 
 @given(st.integers(1, 3), st.integers(1, 6), st.integers(2, 5), st.data())
@@ -110,8 +102,7 @@ def test_gradients_of_both_directions_in_double_precision(k):
     rows = torch.randn(len(plan.order), 3, dtype=torch.float64, requires_grad=True)
     weights.requires_grad_()
     read = lambda v: plan.dispatch(v).values[plan.rows]  # padding gives no gradient
-    assert torch.autograd.gradcheck(read, values)
-    assert torch.autograd.gradgradcheck(read, values)
+    assert torch.autograd.gradcheck(read, values) and torch.autograd.gradgradcheck(read, values)
     combine = lambda r, w: SparsePlan.build(experts, w, None, 4).combine(r)
     assert torch.autograd.gradcheck(combine, (rows, weights))
     assert torch.autograd.gradgradcheck(combine, (rows, weights))
@@ -139,9 +130,8 @@ def test_bf16_rows_are_summed_in_fp32_and_rounded_once():
     weights.requires_grad_()
     products = plan._replace(weights=weights).combine(rows)
     towards = torch.randn(8, 50, 16).bfloat16()
-    (exact_gradient,) = torch.autograd.grad(
-        plan._replace(weights=weights).combine(rows.float()), weights, towards.float()
-    )
+    exact = plan._replace(weights=weights).combine(rows.float())
+    (exact_gradient,) = torch.autograd.grad(exact, weights, towards.float())
     torch.testing.assert_close(torch.autograd.grad(products, weights, towards)[0], exact_gradient)
 
 
@@ -177,10 +167,9 @@ def everything(model) -> dict:
     drawn = two_view_agreement.draw_two_views(IMAGES, two_view_agreement.PRESETS["affine"], 0)
     row = two_view_agreement.augmented_row(model, drawn, 20)
     views = {name: list(interval) for name, (_, interval) in row.items()}
-    swept = {
-        "k": alternative_choices.sweep_k(model, sample, (1, 3), 10),
-        "threshold": alternative_choices.sweep_threshold(model, sample, (0.2, 0.6), 10),
-    }
+    sweeps = alternative_choices
+    swept = {"k": sweeps.sweep_k(model, sample, (1, 3), 10)}
+    swept["threshold"] = sweeps.sweep_threshold(model, sample, (0.2, 0.6), 10)
     return {"layers": layers, "loads": loads, "views": views} | swept
 
 
@@ -192,9 +181,8 @@ def test_no_metric_changes(name):
     others, second = predict_in_batches(theirs, IMAGES, 10)
     torch.testing.assert_close(logits, others, atol=1e-4, rtol=1e-4)
     for a, b in zip(first, second, strict=True):
-        assert torch.equal(a.chosen[..., ORDER], b.chosen) and (
-            METHODS[name].router.kind == "soft_slots" or not torch.equal(a.chosen, b.chosen)
-        )
+        assert torch.equal(a.chosen[..., ORDER], b.chosen)
+        assert METHODS[name].router.kind == "soft_slots" or not torch.equal(a.chosen, b.chosen)
     before = leaves(everything(ours))
     assert leaves(everything(theirs)) == pytest.approx(before, abs=2e-4) and len(before) > 40
 
@@ -215,7 +203,7 @@ def partners_of(first, second, layout=SQUARE, image=0):
 def paired(values, affines, layout, special):
     """Both sides of each pair (B, T', E), and whether it was found (B, T')."""
     pairs = pair_view_tokens(affines, layout, special)
-    return *token_pair_values(values, pairs, layout), pairs.mask
+    return *correspondence.token_pair_values(values, pairs, layout), pairs.mask
 
 
 @pytest.mark.parametrize(
@@ -241,21 +229,17 @@ def test_the_view_of_higher_resolution_is_image_1():
     # The second view enlarges the top left quarter twice: its centres (2, 6 | 2, 6, 10) are
     # original (1, 3 | 1, 3, 5), which the first view has in row 0 of patches, columns 0, 0 and 1.
     zoomed = affine(rows=2, columns=2)
-    index, found, swapped = match_patches(
-        torch.cat([affine(), zoomed, affine()]), torch.cat([zoomed, affine(), affine()]), SQUARE
-    )
+    first, second = (affine(), zoomed, affine()), (zoomed, affine(), affine())
+    index, found, swapped = match_patches(torch.cat(first), torch.cat(second), SQUARE)
     assert swapped.tolist() == [True, False, False] and found.all()  # a tie keeps the order
     assert index.tolist() == [[0, 0, 1, 0, 0, 1]] * 2 + [[0, 1, 2, 3, 4, 5]]
 
 
-def test_a_mirror_does_not_lower_the_resolution():
+def test_a_mirror_keeps_the_resolution_and_rounding_makes_ties():
     # det −2 against det 1: the absolute value counts. Centres 2, 6, 10 of the mirrored, twice wider
     # view → (24 − c)/2 = 11, 9, 7.
     index, found, swapped = match_patches(affine(), affine(columns=-2, right=24), SQUARE)
     assert swapped.item() and found.all() and index.tolist() == [[2, 2, 1, 5, 5, 4]]
-
-
-def test_resolutions_that_differ_by_rounding_are_ties():
     cos, sin = math.cos(1), math.sin(1)
     turned = torch.tensor([[[cos, -sin, 5], [sin, cos, -3], [0, 0, 1]]])
     larger = turned * torch.tensor([1 + 1e-6, 1 + 1e-6, 1])[:, None]
@@ -336,8 +320,7 @@ def test_partners_show_the_same_place(settings):
     within = found & (one[..., 2] > 254.9) & (two[..., 2] > 254.9)
     apart = (one - two)[..., :2] / 8  # original pixels
     pairs = match_patches(views.affines[:count], views.affines[count:], layout)
-    swapped = pairs.swapped[:, None, None]
-    coarse = torch.where(swapped, views.affines[:count], views.affines[count:])
+    coarse = torch.where(pairs.swapped[:, None, None], views.affines[:count], views.affines[count:])
     assert within.float().mean() > 0.15
     # half a patch of image 2 along each axis
     assert ((apart @ coarse[:, :2, :2].float().mT)[within].abs() <= 2 + 0.15).all()
@@ -384,12 +367,9 @@ def test_an_affine_that_cannot_be_undone_is_refused(broken, view):
         match_patches(*((broken, whole) if view == 1 else (whole, broken)), SQUARE)
 
 
-def test_very_small_and_very_large_images_are_not_singular():
+def test_extreme_scales_are_not_singular_and_a_distillation_token_follows_the_class_token():
     for scale in (1e-4, 1e4):
         assert partners_of(affine(scale, scale), affine(scale, scale)) == [0, 1, 2, 3, 4, 5]
-
-
-def test_a_distillation_token_follows_the_teachers_class_token():
     teacher = torch.arange(6.0).view(1, 3, 2)  # CLS, two patches
     matched = align_teacher_probs(teacher, torch.Size((1, 4, 2)))
     assert matched.tolist() == [[[0, 1], [0, 1], [2, 3], [4, 5]]]

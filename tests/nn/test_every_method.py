@@ -9,28 +9,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from moecore import MoELayer, UserError, predict_in_batches
+from moecore.backbones import Backbone, Vit, Vit3d
 from moecore.core.config import replace_and_validate
-from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
-from moecore.data.views.views import AffineRanges, ViewSettings
-from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.swin import Swin, SwinSettings
-from moecore.nn.backbones.vit import Vit
-from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.moe import MoELayer
-from moecore.nn.predict import predict_in_batches
 from moecore.nn.router_hooks import build_record, routing_collector
 from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.teachers import AffineRanges, Training, ViewSettings
 from moecore.testing.check_helpers import small_vit
 from moecore.training.artifacts import load_model, save_model
 from moecore.training.guide import attach_required_guide, build_guide
 from moecore.training.job import Objective, TrainingJob
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method
-from moecore.training.settings import Training
 from moecore.training.teachers.timm import define_missing_operators
 from tests.data.making import VOLUMES, ball
 from tests.methods import METHODS, REPRESENTATIVE
@@ -84,8 +79,7 @@ def test_a_method_trains_is_saved_and_predicts_the_same_in_any_batch(tmp_path, k
         assert {"train_mae", "validation_mae", "validation_loss", "task"} <= set(values[-1])
         assert "train_accuracy" not in values[-1] and 0 < values[-1]["validation_mae"] < 60
     save_model(tmp_path, model)
-    shape = (7, 1, *model.image.shape)
-    pixels = torch.rand(shape, generator=torch.Generator().manual_seed(1))
+    pixels = torch.rand((7, 1, *model.image.shape), generator=torch.Generator().manual_seed(1))
     expected, records = predict_in_batches(model, pixels, batch=7)
     layouts = model.layouts
     shapes = [(7, layout.special + math.prod(layout.grid), 8) for layout in layouts]
@@ -152,23 +146,15 @@ def test_is_fp32_under_autocast_of_bytes_and_pixels_and_keeps_no_records_when_to
 
 
 TWOS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts_per_tok")
-SMALL = dict.fromkeys(TWOS, 2) | (
-    {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 8, "moe_intermediate_size": 8}
-    | {"eos_token_id": None}
-)
+SMALL = dict.fromkeys(TWOS, 2) | {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 8}
+SMALL |= {"moe_intermediate_size": 8, "eos_token_id": None}
 WIDTHS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-LATENT = dict.fromkeys(WIDTHS, 8) | (
-    {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2}
-    | {"topk_group": 1}
-)
-MODELS = {
-    "Mixtral": {"num_local_experts": 4},
-    "Olmoe": {"num_experts": 4},
-    "Qwen2Moe": {"num_experts": 4, "shared_expert_intermediate_size": 8},
-    "Qwen3Moe": {"num_experts": 4, "head_dim": 8, "norm_topk_prob": True},
-    "DeepseekV2": LATENT | {"topk_method": "group_limited_greedy"},
-    "DeepseekV3": LATENT,
-}
+LATENT = dict.fromkeys(WIDTHS, 8) | {"n_routed_experts": 4, "n_shared_experts": 1}
+LATENT |= {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
+MODELS = {"Mixtral": {"num_local_experts": 4}, "Olmoe": {"num_experts": 4}}
+MODELS |= {"Qwen2Moe": {"num_experts": 4, "shared_expert_intermediate_size": 8}}
+MODELS |= {"Qwen3Moe": {"num_experts": 4, "head_dim": 8, "norm_topk_prob": True}}
+MODELS |= {"DeepseekV2": LATENT | {"topk_method": "group_limited_greedy"}, "DeepseekV3": LATENT}
 SWITCH = dict.fromkeys(("num_layers", "num_decoder_layers", "num_heads", "expert_capacity"), 2) | (
     {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 8, "num_sparse_encoder_layers": 1}
     | {"num_sparse_decoder_layers": 1, "num_experts": 4}
@@ -429,10 +415,8 @@ def test_other_routers_adapters_and_records_are_refused():
     with pytest.raises(UserError, match="^adapters.OwnGate: found Tensor; allowed: a Routing"):
         with routing_collector(block, {"OwnGate": lambda gate, inputs, output: output[0]}):
             block(tokens=torch.randn(2, 3, 8))
-
-    with pytest.raises(
-        UserError, match="^adapters.Gate: found no such class in OwnBlock; allowed: "
-    ):
+    said = "^adapters.Gate: found no such class in OwnBlock; allowed: "
+    with pytest.raises(UserError, match=said):
         with routing_collector(block, {"Gate": read_own_gate}):
             block(tokens=torch.randn(2, 3, 8))
     for experts, score, problem in (

@@ -11,18 +11,8 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError
 from moecore.core.streams import BatchDraws, generator_for
-from moecore.tasks.cells import Cells
-from moecore.tasks.classification import Classification
-from moecore.tasks.image_text import (
-    NONE,
-    ImageText,
-    hit_probability_under_ties,
-    image_to_text_recall,
-    text_to_image_recall,
-)
-from moecore.tasks.multi_label import MultiLabel
-from moecore.tasks.next_token import NextToken
-from moecore.tasks.regression import Regression
+from moecore.tasks import Cells, Classification, MultiLabel, NextToken, Regression, image_text
+from moecore.tasks.image_text import NONE, ImageText, image_to_text_recall, text_to_image_recall
 from moecore.testing import check_task
 
 ONE = Classification(classes=("a", "b", "c"))
@@ -45,15 +35,12 @@ MOSAICS = torch.stack([LOGITS, MIXED]).flatten(1), torch.tensor([[0, 1, 1, 2], [
 def test_what_a_head_answers():
     assert (ONE.outputs, ONE.answers) == (3, ("a", "b", "c"))
     assert (SETS.outputs, SETS.answers) == (3, ("a", "b", "c"))
-    assert (AGE.outputs, AGE.answers) == (1, ("age",))
-    assert AGE.classes == ()
+    assert (AGE.outputs, AGE.answers) == (1, ("age",)) and AGE.classes == ()
     for task in (ONE, SETS):
-        assert task.head == (0.0, 1.0)
-        assert task.predict(LOGITS) is LOGITS
+        assert task.head == (0.0, 1.0) and task.predict(LOGITS) is LOGITS
     assert AGE.head == (50.0, 20.0)
     said = AGE.predict(torch.tensor([[0.0], [1.5]], dtype=torch.bfloat16))
-    assert said.dtype == torch.float32
-    assert said.tolist() == [[50.0], [80.0]]
+    assert said.dtype == torch.float32 and said.tolist() == [[50.0], [80.0]]
 
 
 def test_the_loss_of_classes_by_hand():
@@ -73,16 +60,13 @@ def test_the_loss_of_classes_by_hand():
         assert float(loss(*mixed)) == pytest.approx(-0.75 * math.log(0.5) - 0.25 * math.log(0.3))
 
 
-def test_the_loss_of_sets_by_hand():
+def test_the_losses_of_sets_and_of_numbers_by_hand():
     # σ(ln p) = p / (1 + p); −ln σ(ln p) = ln(1 + p) − ln p for a label, ln(1 + p) for none
     every = (1 + PROBS.double()).log().sum(dim=1) - (LABELS * PROBS.double().log()).sum(dim=1)
     assert SETS.loss(LOGITS, LABELS, reduction="none").tolist() == pytest.approx(every.tolist())
     assert float(SETS.loss(LOGITS, LABELS)) == pytest.approx(float(every.mean()))
     assert SETS.test_loss(LOGITS, LABELS).tolist() == pytest.approx(every.tolist())
     assert SETS.attack_loss(LOGITS, LABELS).tolist() == pytest.approx(every.tolist())
-
-
-def test_the_loss_of_numbers_by_hand():
     each = [0.2, 0.0, 0.3, 0.5]  # errors 4, 0, 6, 10 in deviations of 20
     assert AGE.loss(SAID, AGES, reduction="none").tolist() == pytest.approx(each)
     assert float(AGE.loss(SAID, AGES)) == pytest.approx(0.25)
@@ -96,15 +80,13 @@ def test_scores_by_hand():
     assert SETS.scores(LOGITS, LABELS).tolist() == [True, False, True, False]
     assert SETS.mean_score(LOGITS, LABELS) == 0.5
     assert AGE.scores(SAID, AGES).tolist() == [4.0, 0.0, 6.0, 10.0]
-    assert AGE.scores(SAID, AGES).dtype == torch.float64
-    assert AGE.mean_score(SAID, AGES) == 5.0
+    assert AGE.scores(SAID, AGES).dtype == torch.float64 and AGE.mean_score(SAID, AGES) == 5.0
 
 
 def test_the_running_sum_of_a_batch():
     assert ONE.running(LOGITS, CLASSES) == 2
     mixed = torch.tensor([[0.6, 0.4, 0.0]] * 4)  # the larger share is class 0: the first image
-    assert ONE.running(LOGITS, mixed) == 1
-    assert SETS.running(LOGITS, LABELS) == 2
+    assert ONE.running(LOGITS, mixed) == 1 and SETS.running(LOGITS, LABELS) == 2
     assert AGE.running(SAID, AGES) == 20.0
     # Images 0 and 2 stand for all four: (4 + 6) / 2 · 4, and both are right.
     learned = torch.tensor([0, 2])
@@ -118,15 +100,12 @@ def test_the_running_sum_of_a_batch():
     assert ONE.running(LOGITS, CLASSES, torch.tensor([0, 1])) == 2
 
 
-def test_the_worst_of_two():
+def test_the_worst_of_two_and_a_guess_that_looks_at_no_image():
     right = torch.tensor([True, True, False, False])
     other = torch.tensor([True, False, True, False])
     for task in (ONE, SETS):
         assert task.worse_scores(right, other).tolist() == [True, False, False, False]
     assert AGE.worse_scores(*torch.tensor([[1.0, 5.0], [2.0, 3.0]])).tolist() == [2.0, 5.0]
-
-
-def test_a_guess_looks_at_no_image():
     assert ONE.baseline_score(CLASSES) == pytest.approx(1 / 3)
     assert SETS.baseline_score(LABELS) == pytest.approx(7 / 12)  # seven labels of twelve
     # The median of 40, 50, 60 and 80 is 55: errors 15, 5, 5 and 25.
@@ -135,8 +114,7 @@ def test_a_guess_looks_at_no_image():
 
 def test_details_by_hand():
     found = ONE.details(LOGITS, CLASSES, CLASSES)
-    assert found.test_correct == 2
-    assert found.confusion == ((1, 0, 0), (0, 1, 1), (0, 1, 0))
+    assert found.test_correct == 2 and found.confusion == ((1, 0, 0), (0, 1, 1), (0, 1, 0))
     assert (found.false_discovery_rate, found.median_mae) == (None, None)
     found = SETS.details(LOGITS, LABELS, LABELS)
     assert (found.test_correct, found.false_discovery_rate, found.confusion) == (2, 0.5, None)
@@ -150,34 +128,24 @@ def test_a_mosaic_is_right_by_the_share_of_its_cells():
     assert MOSAIC.scores(logits, labels).tolist() == [0.5, 1.0]
     nats = [-(math.log(0.5) + math.log(0.2) + math.log(0.7) + math.log(0.3)) / 4]
     nats += [-(math.log(0.7) + math.log(0.5) + math.log(0.5) + math.log(0.6)) / 4]
-    for losses in (
-        MOSAIC.loss(logits, labels, reduction="none"),
-        MOSAIC.attack_loss(logits, labels),
-        MOSAIC.test_loss(logits, labels),
-    ):
+    two = MOSAIC.loss(logits, labels, reduction="none"), MOSAIC.attack_loss(logits, labels)
+    for losses in (*two, MOSAIC.test_loss(logits, labels)):
         assert losses.tolist() == pytest.approx(nats)
     assert MOSAIC.running(logits, labels, torch.tensor([1])) == 2
-    apart = MOSAIC.difference(torch.tensor([0.5, 1.0]), torch.tensor([0.25, 0.75]))
-    assert apart.value == 0.25
+    assert MOSAIC.difference(torch.tensor([0.5, 1.0]), torch.tensor([0.25, 0.75])).value == 0.25
     rows, classes = MOSAIC.by_class(labels)
     assert rows.tolist() == [0] * 4 + [1] * 4 and torch.equal(classes, labels.flatten())
     assert MOSAIC.needs_classes("share") and MOSAIC.needs_classes("mix")
 
 
-def test_an_image_stands_once_for_each_of_its_labels():
+def test_images_and_counts_by_class():
     rows, classes = ONE.by_class(CLASSES)
-    assert rows.tolist() == [0, 1, 2, 3]
-    assert classes.tolist() == [0, 1, 1, 2]
+    assert rows.tolist() == [0, 1, 2, 3] and classes.tolist() == [0, 1, 1, 2]
     rows, classes = SETS.by_class(LABELS)
-    assert rows.tolist() == [0, 0, 1, 1, 2, 3, 3]
-    assert classes.tolist() == [0, 2, 0, 1, 1, 0, 2]
+    assert rows.tolist() == [0, 0, 1, 1, 2, 3, 3] and classes.tolist() == [0, 2, 0, 1, 1, 0, 2]
     assert AGE.by_class(AGES) is None
-
-
-def test_counts_by_class():
     assert ONE.counts(np.array([0, 2, 2, -1])) == [1, 0, 2]  # −1 is no class
-    assert SETS.counts(LABELS.numpy()) == [3, 2, 2]
-    assert AGE.counts(AGES.numpy()) == []
+    assert SETS.counts(LABELS.numpy()) == [3, 2, 2] and AGE.counts(AGES.numpy()) == []
 
 
 @pytest.mark.parametrize(
@@ -204,10 +172,8 @@ WORDS = torch.randn(4, 5, 7), torch.randint(0, 7, (4, 5), dtype=torch.int32)
 @pytest.mark.parametrize(
     ("task", "given", "wrong"),
     [
-        (ONE, (LOGITS, CLASSES), [0, 3]),
-        (SETS, (LOGITS, LABELS), [[1, 2, 0]]),
-        (AGE, (SAID, AGES), [math.nan]),
-        (NextToken(words=7), WORDS, [[7]]),
+        *((ONE, (LOGITS, CLASSES), [0, 3]), (SETS, (LOGITS, LABELS), [[1, 2, 0]])),
+        *((AGE, (SAID, AGES), [math.nan]), (NextToken(words=7), WORDS, [[7]])),
         (MOSAIC, MOSAICS, [[0, 1, 2]]),
     ],
 )
@@ -302,8 +268,7 @@ def test_recall_by_hand():
     # y is 0 from images 0 and 2, which are level behind 1: places 2 and 3, half of the orders hit
     assert found[0].tolist() == [0.5, 0.75, 1.0]
     # z finds image 2 first; image 1 is level with 0 behind it
-    assert found[1].tolist() == [0.0, 0.5, 1.0]
-    assert found[2].tolist() == [1.0, 1.0, 1.0]
+    assert found[1].tolist() == [0.0, 0.5, 1.0] and found[2].tolist() == [1.0, 1.0, 1.0]
     back = image_to_text_recall(images, texts, (1, 2, 5))
     assert back[0].tolist() == [1.0, 1.0, 1.0]
     assert back[2, 0] == 0.5  # its two captions z are level with the two of image 1
@@ -316,7 +281,7 @@ def test_a_tie_counts_for_the_share_of_its_orders_that_hit(above, others, own, k
     orders = list(permutations([False] * others + [True] * own))
     wanted = sum(any(([False] * above + list(order))[:k]) for order in orders) / len(orders)
     given = (torch.tensor([number]) for number in (above, others, own))
-    assert float(hit_probability_under_ties(*given, (k,))) == pytest.approx(wanted)
+    assert float(image_text.hit_probability_under_ties(*given, (k,))) == pytest.approx(wanted)
 
 
 def test_two_images_with_one_caption_share_the_hit_whichever_comes_first():

@@ -11,27 +11,14 @@ from torch.nn.functional import gelu, layer_norm
 from moecore.core.files import UserError
 from moecore.core.routing_records import Guidance, RoutingContext
 from moecore.core.source_layout import ROOT
-from moecore.nn.backbones.base_model import EncodeOptions, ImageSpec
-from moecore.nn.backbones.language_model import (
-    AdamBlock,
-    BlockState,
-    LanguageBlock,
-    LanguageModel,
-    LanguageTransformer,
-    MomentumBlock,
-    SlidingWindowAttention,
-    relative_shift,
-    undo_relative_shift,
-)
+from moecore.nn.backbones import language_model
+from moecore.nn.backbones.language_model import LanguageBlock, LanguageModel, MomentumBlock
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.two_towers import TextTowerSettings, TextTransformer
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.moe import MoESettings
-from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.nn.routers.teacher_routed import TeacherRouted
-from moecore.nn.routers.top_k_softmax import TopKSoftmax
+from moecore.parts import Classification, EncodeOptions, ImageSpec, MoESettings
+from moecore.routers import NoisyTopK, TeacherRouted, TopKSoftmax
 from moecore.study.document import load_yaml_document
-from moecore.tasks.classification import Classification
 from moecore.tasks.next_token import NextToken
 from moecore.training.method import Method
 from tests.nn.backbones.test_two_towers import TASK
@@ -68,14 +55,15 @@ def read_on(made, tokens, block):
 
 def test_the_slant_is_undone():
     values = torch.randn(2, 3, 5, 7)
-    assert torch.equal(undo_relative_shift(relative_shift(values)), values)
-    row = relative_shift(values)[0, 0, 2]
+    shifted = language_model.relative_shift(values)
+    assert torch.equal(language_model.undo_relative_shift(shifted), values)
+    row = language_model.relative_shift(values)[0, 0, 2]
     assert torch.equal(row[2:9], values[0, 0, 2]) and not row[:2].any() and not row[9:].any()
 
 
 def test_attention_is_that_of_the_loop():
     torch.manual_seed(0)
-    attention = SlidingWindowAttention(8, 2)
+    attention = language_model.SlidingWindowAttention(8, 2)
     tokens, before, positions = torch.randn(2, 5, 8), torch.randn(2, 3, 8), torch.randn(4, 3)
     found, weights = attention(tokens, before, positions, weights=True)
     every = torch.cat([before, tokens], dim=1)
@@ -169,7 +157,7 @@ def test_in_training_the_cache_goes_on():
     assert not any("memory" in name for name in made.state_dict())
 
 
-@pytest.mark.parametrize("kind", [LanguageBlock, MomentumBlock, AdamBlock])
+@pytest.mark.parametrize("kind", [LanguageBlock, MomentumBlock, language_model.AdamBlock])
 def test_the_residuals_are_those_of_the_definition(kind):
     torch.manual_seed(0)
     made = model(moe=None)
@@ -177,15 +165,15 @@ def test_the_residuals_are_those_of_the_definition(kind):
     h, before, m = torch.randn(1, 4, 8), torch.randn(1, 4, 8), torch.randn(1, 4, 8)
     positions = torch.randn(4, 4)
     given = None if kind is LanguageBlock else m
-    out, entering, _ = block(BlockState(h, given), before, positions, RoutingContext())
+    out, entry, _ = block(language_model.BlockState(h, given), before, positions, RoutingContext())
     h = layer_norm(h + block.attn(h, before, positions)[0], (8,))
-    assert torch.allclose(entering, h)
+    assert torch.allclose(entry, h)
     f = block.mlp(h)[0]
     momentum = None if kind is LanguageBlock else 0.7 * m + f
     inner = {
         LanguageBlock: h + f,
         MomentumBlock: h - (0.7 * m + f),
-        AdamBlock: h - (0.1 * f / (0.001 * f**2 + 1e-8).sqrt() + h),
+        language_model.AdamBlock: h - (0.1 * f / (0.001 * f**2 + 1e-8).sqrt() + h),
     }[kind]
     torch.testing.assert_close(out.tokens, layer_norm(h + layer_norm(inner, (8,)), (8,)))
     torch.testing.assert_close(out.momentum, momentum)
@@ -198,10 +186,9 @@ def test_momentum_is_carried_through_the_blocks_of_a_model():
     for block in made.blocks:
         block.register_forward_hook(lambda _, given, out: seen.append((given[0], out[0])))
     made.read(stream(4)[None], states)
-    assert seen[0][0].momentum is None
-    assert torch.equal(seen[1][0].momentum, seen[0][1].momentum)
+    assert seen[0][0].momentum is None and torch.equal(seen[1][0].momentum, seen[0][1].momentum)
     kinds = [type(block) for block in model(layers="adam").blocks]
-    assert kinds == [AdamBlock, MomentumBlock, MomentumBlock]
+    assert kinds == [language_model.AdamBlock, MomentumBlock, MomentumBlock]
 
 
 def test_what_does_not_fit_is_refused():
@@ -309,11 +296,8 @@ def test_a_router_gets_what_it_asks_for(monkeypatch):
     assert built.mlp.context.progress == 1.0 and built.mlp.context.attention is None
 
 
-METHODS = {
-    name: Method.model_validate(entry)
-    for name, entry in load_yaml_document(str(ROOT / "params.yaml")).data["methods"].items()
-    if entry
-}
+SHIPPED = load_yaml_document(str(ROOT / "params.yaml")).data["methods"]
+METHODS = {name: Method.model_validate(entry) for name, entry in SHIPPED.items() if entry}
 EXPERTS = {"kind": "mlp", "number": 4, "hidden_ratio": 1.0}
 LIMITED = {"kind": "noisy_top_k", "k": 1, "capacity_factor": 0.5, "group_size": 1}
 BLOCK = 12
@@ -323,7 +307,7 @@ def moe_of(router: dict, experts: dict = EXPERTS) -> MoESettings:
     return MoESettings.model_validate({"router": router, "experts": experts, "blocks": "all"})
 
 
-def read_logits(model: LanguageTransformer, words: Tensor) -> Tensor:
+def read_logits(model: language_model.LanguageTransformer, words: Tensor) -> Tensor:
     """Logits (B, M, V); the random draws are always the same ones."""
     torch.manual_seed(0)
     return model(words).prediction

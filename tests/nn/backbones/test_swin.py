@@ -7,16 +7,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from moecore.core.files import UserError
+from moecore import Prepared, UserError
 from moecore.core.routing_records import RoutingContext, TokenLayout
-from moecore.data.prepared import Prepared
-from moecore.nn.backbones.base_model import EncodeOptions, ImageSpec
 from moecore.nn.backbones.swin import Swin, SwinSettings
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers import window_attention
-from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routing_traces import coarse_patch_indices
-from moecore.tasks.classification import Classification
+from moecore.parts import Classification, EncodeOptions, ImageSpec, MoESettings
 from moecore.training.artifacts import load_adapted_model, load_model, save_guide, save_model
 from moecore.training.guide import aligned_teacher_blocks, build_guide
 from moecore.training.method import Method
@@ -55,20 +52,13 @@ def ours_and_timms(kind: str, size: int, config: SwinSettings):
     from timm.models.swin_transformer_v2 import SwinTransformerV2
 
     torch.manual_seed(0)
-    theirs = {"swin": SwinTransformer, "swin_v2": SwinTransformerV2}[kind](
-        img_size=size,
-        patch_size=config.patch,
-        window_size=config.window,
-        embed_dim=config.width,
-        depths=config.depths,
-        num_heads=config.heads,
-        num_classes=5,
-    )
-    weights = {
-        name.replace("head.fc.", "head."): value
-        for name, value in spread(theirs).state_dict().items()
-        if not name.endswith(BUFFERS)
-    }
+    sizes = {"img_size": size, "patch_size": config.patch, "window_size": config.window}
+    sizes |= {"embed_dim": config.width, "depths": config.depths, "num_heads": config.heads}
+    theirs = {"swin": SwinTransformer, "swin_v2": SwinTransformerV2}[kind](**sizes, num_classes=5)
+    state = spread(theirs).state_dict()
+    kept = [name for name in state if not name.endswith(BUFFERS)]
+    names = {name: name.replace("head.fc.", "head.") for name in kept}
+    weights = {ours: state[name] for name, ours in names.items()}
     ours = config.build(spec(size)).eval()
     ours.load_state_dict(weights)
     return ours, theirs
@@ -92,9 +82,8 @@ def test_it_is_timms_model(kind, size, window, patch):
     pixels = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(1))
     pixels.requires_grad_()
     expected, found = theirs(ours.normalised(pixels)), ours(pixels).prediction
-    (expected_gradient,), (gradient,) = (
-        torch.autograd.grad(logits.square().sum(), pixels) for logits in (expected, found)
-    )
+    sums = [logits.square().sum() for logits in (expected, found)]
+    (expected_gradient,), (gradient,) = (torch.autograd.grad(one, pixels) for one in sums)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(gradient, expected_gradient, atol=1e-4, rtol=1e-4)
 
@@ -111,8 +100,7 @@ def test_tiny_at_192_with_windows_of_7_is_timms_where_timm_is_right():
         for block in ours.layers[3].blocks:
             found = block(found)[0]
         whole = theirs(ours.normalised(pixels)) - ours(pixels).prediction
-    scale = float(expected.abs().max())
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * scale)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
     assert whole.abs().max() > 1e-3, "timm pads as we do now: compare the whole model"
 
 
@@ -125,8 +113,7 @@ def reference_mates(grid, window: int, shifted: bool) -> torch.Tensor:
         for at, length in zip(place, grid, strict=True):
             size = min(window, length)
             shift = size // 2 if shifted and size < length else 0
-            moved = (at - shift) % (math.ceil(length / size) * size)
-            found.append((moved // size, at < shift))
+            found.append(((at - shift) % (math.ceil(length / size) * size) // size, at < shift))
         return found
 
     places = list(itertools.product(*map(range, grid)))
@@ -186,8 +173,7 @@ def test_merging_takes_rows_first_and_pads_odd_grids():
     with torch.no_grad():
         merge.reduction.weight.copy_(torch.tensor([[1.0, 10, 100, 1000], [0, 0, 0, 0]]))
     tokens = torch.arange(1.0, 7).view(1, 6, 1)  # 1 2 / 3 4 / 5 6
-    found = merge(tokens)
-    assert found[0, :, 0].tolist() == [1 + 30 + 200 + 4000, 5 + 600]
+    assert merge(tokens)[0, :, 0].tolist() == [1 + 30 + 200 + 4000, 5 + 600]
     assert window_attention.merged_grid((3, 2)) == (2, 1)
 
 
@@ -221,10 +207,8 @@ def test_upcycled_it_computes_what_the_dense_model_does(kind, router):
     dense = spread(swin(kind).build(IMAGE))
     moe = MoESettings(router=router, experts=EXPERTS)
     sparse = upcycle_model(swin(kind).build(IMAGE, moe), dense).eval()
-    pixels = torch.rand(4, 1, 8, 8)
-    torch.testing.assert_close(
-        sparse(pixels).prediction, dense(pixels).prediction, atol=1e-5, rtol=1e-5
-    )
+    rgb = torch.rand(4, 1, 8, 8)
+    torch.testing.assert_close(sparse(rgb).prediction, dense(rgb).prediction, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", SWINS)
@@ -244,10 +228,8 @@ def test_upcycled_at_another_size_it_is_the_dense_model_at_that_size(tmp_path, k
     if window == dense.config.window:
         save_model(tmp_path, dense)
         moved = load_adapted_model(tmp_path, image, None).eval()
-    pixels = torch.rand(3, 1, size, size)
-    torch.testing.assert_close(
-        sparse(pixels).prediction, moved(pixels).prediction, atol=1e-5, rtol=1e-5
-    )
+    rgb = torch.rand(3, 1, size, size)
+    torch.testing.assert_close(sparse(rgb).prediction, moved(rgb).prediction, atol=1e-5, rtol=1e-5)
     if kind != "swin":
         with pytest.raises(UserError, match=r"windows of \(8, 8\), the model's of \(5, 5\)"):
             other = swin(kind, window=window, pretrained_windows=(5, 5))
@@ -267,9 +249,8 @@ def test_pretraining_begins_as_its_teacher_of_another_size(tmp_path, kind):
     save_model(tmp_path / "dense", dense)
     moved = load_adapted_model(tmp_path / "dense", learned.image, None)
     pixels = torch.rand(3, 1, 8, 8)
-    torch.testing.assert_close(
-        learned.eval()(pixels).prediction, moved.eval()(pixels).prediction, atol=1e-5, rtol=1e-5
-    )
+    ours, theirs = (model.eval()(pixels).prediction for model in (learned, moved))
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     save_model(tmp_path / "student", learned)
     assert load_model(tmp_path / "student").config.pretrained_windows == (8, 8)
 
@@ -327,10 +308,8 @@ def test_routers_see_patches_and_attention_of_their_own_stage():
 
 
 def test_settings_and_images_that_do_not_fit_are_refused():
-    for wrong, said in (
-        ({"depths": (2, 2, 2)}, "heads has 2 values"),
-        ({"heads": (3, 3)}, "heads is 3 in stage 1"),
-    ):
+    three, two = {"depths": (2, 2, 2)}, {"heads": (3, 3)}
+    for wrong, said in ((three, "heads has 2 values"), (two, "heads is 3 in stage 1")):
         with pytest.raises(ValidationError, match=said):
             Swin.model_validate(SMALL.model_dump() | wrong)
     for size, said in ((9, "model.patch: found 2"), ((8, 8, 8), "allowed: vit3d")):

@@ -7,14 +7,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from moecore.core.files import UserError
-from moecore.core.routing_records import ModelOutput
+from moecore import ModelOutput, UserError, predict_in_batches
 from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
 from moecore.nn.backbones import two_towers
 from moecore.nn.backbones.base_model import ImageSpec, parameter_counts
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.predict import predict_in_batches
 from moecore.tasks.image_text import ImageText
 from moecore.training.artifacts import load_adapted_model, load_model, save_model
 from moecore.training.guide import attach_required_guide, build_guide
@@ -27,17 +25,11 @@ from tests.training.small import CPU
 
 TASK = ImageText(words=20, context=7, captions=2, end=2, vocabulary="0" * 64)
 IMAGE = ImageSpec(channels=1, size=8, mean=(0.5,), std=(0.3,), task=TASK)
-SMALL = two_towers.TwoTowers(
-    image=Vit(patch=4, width=16, depth=4, heads=2),
-    text=two_towers.TextTowerSettings(width=16, depth=2, heads=2),
-    joint=6,
-)
+TOWER = two_towers.TextTowerSettings(width=16, depth=2, heads=2)
+SMALL = two_towers.TwoTowers(image=Vit(patch=4, width=16, depth=4, heads=2), text=TOWER, joint=6)
 SETTINGS = Training(epochs=2, batch=10, learning_rate=1e-2, log_every=2, views={"shift": 1})
-MOE = {
-    "router": {"kind": "noisy_top_k", "k": 2},
-    "experts": {"kind": "mlp", "number": 4},
-    "regularizers": [{"kind": "importance"}, {"kind": "load"}],
-}
+MOE = {"router": {"kind": "noisy_top_k", "k": 2}, "experts": {"kind": "mlp", "number": 4}}
+MOE["regularizers"] = [{"kind": "importance"}, {"kind": "load"}]
 TEXT = {"text": MOE | {"blocks": [1]}}
 
 
@@ -69,7 +61,6 @@ def captioned(method: Method | dict, backbone: two_towers.TwoTowers = SMALL) -> 
 
 
 def fit(job: TrainingJob) -> list[dict[str, float]]:
-    """The metrics of a short training."""
     return [metrics.values for metrics in iterate_training(job, SETTINGS, 0, CPU)]
 
 
@@ -80,8 +71,7 @@ def slow(tower: two_towers.TextTransformer, tokens: list[int], quick: bool = Fal
     size = width // heads
     hidden = tower.embedding.weight[tokens] + tower.positions
     for block in tower.blocks:
-        normed = block.norm1(hidden)
-        qkv = normed @ block.attn.qkv.weight.T + block.attn.qkv.bias
+        qkv = block.norm1(hidden) @ block.attn.qkv.weight.T + block.attn.qkv.bias
         attended = torch.zeros_like(hidden)
         for place in range(len(tokens)):
             for head in range(heads):
@@ -175,14 +165,12 @@ def test_marks_tell_captions_apart():
     tokens = torch.from_numpy(captions(3000, 5).reshape(-1, 7))
     found = two_towers.caption_fingerprints(tokens)
     assert (found < 2**23).all() and torch.equal(found, found.round())
-    different = len(torch.unique(tokens, dim=0))
-    assert len(torch.unique(found, dim=0)) == different > 3000
+    assert len(torch.unique(found, dim=0)) == len(torch.unique(tokens, dim=0)) > 3000
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_a_method_trains_in_the_image_tower_beside_experts_of_words(tmp_path, name):
-    method = METHODS[name].model_copy(update={"text": Method.model_validate(TEXT).text})
-    job = captioned(method)
+    job = captioned(METHODS[name].model_copy(update={"text": Method.model_validate(TEXT).text}))
     values = fit(job)
     assert all(torch.isfinite(torch.tensor(list(found.values()))).all() for found in values)
     assert {"task", "text_importance", "text_load", "train_recall_at_1"} <= set(values[-1])

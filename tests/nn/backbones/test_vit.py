@@ -1,33 +1,31 @@
-"""Our vision transformer against timm's; what a model knows of its images; that of volumes."""
+"""Our vision transformer against timm's, with volumes; the convolutional network of brain age."""
 
 import pytest
 import torch
 from pydantic import ValidationError
+from torch import nn
 from torch.nn import Conv2d
 from torch.nn.functional import conv3d, unfold
 
+from moecore.backbones import LanguageModel, MoESettings, TextTowerSettings, Vit, Vit3d
 from moecore.core.files import UserError
-from moecore.nn.backbones.base_model import EncodeOptions, ImageSpec
-from moecore.nn.backbones.language_model import LanguageModel
+from moecore.nn.backbones.base_model import parameter_counts
+from moecore.nn.backbones.sfcn import Sfcn, soft_labels
 from moecore.nn.backbones.swin import SwinSettings
-from moecore.nn.backbones.two_towers import TextTowerSettings
-from moecore.nn.backbones.vit import Vit
-from moecore.nn.backbones.vit3d import Vit3d
-from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.patch_embed import ConvStem, PatchEmbed, cut_patches
-from moecore.tasks.classification import Classification
+from moecore.nn.predict import meta_device_context
+from moecore.nn.routers.eigenbasis import Eigenbasis
+from moecore.parts import Classification, EncodeOptions, ImageSpec
 from moecore.tasks.regression import Regression
+from moecore.testing.check_helpers import IMAGE as FLAT
+from moecore.testing.model_checks import MOE as SPARSE
 from moecore.training.artifacts import load_adapted_model, load_model, save_model
 from moecore.training.teachers.timm import define_missing_operators, vit_settings
 from moecore.training.upcycle import upcycle_model
+from tests.data.making import VOLUMES
 
-IMAGE = ImageSpec(
-    channels=3,
-    size=32,
-    task=Classification(classes=tuple("abcde")),
-    mean=(0.5, 0.4, 0.3),
-    std=(0.2, 0.25, 0.3),
-)
+COLOURS = {"channels": 3, "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.25, 0.3)}
+IMAGE = ImageSpec(size=32, task=Classification(classes=tuple("abcde")), **COLOURS)
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 3}
 
 
@@ -60,9 +58,8 @@ def test_dense_logits_equal_timms(kind, settings):
     images = torch.rand(4, 3, 32, 32)
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (IMAGE.mean, IMAGE.std))
     with torch.no_grad():
-        torch.testing.assert_close(
-            model.eval()(images).prediction, source((images - mean) / std), atol=1e-4, rtol=0
-        )
+        expected = source((images - mean) / std)
+        torch.testing.assert_close(model.eval()(images).prediction, expected, atol=1e-4, rtol=0)
 
 
 def test_features_are_what_enters_and_leaves_a_block():
@@ -78,19 +75,11 @@ def test_features_are_what_enters_and_leaves_a_block():
     torch.testing.assert_close(final, tokens)
 
 
-SPEC = ImageSpec(
-    channels=1,
-    size=(8, 12, 4),
-    mean=(0.4,),
-    std=(0.2,),
-    task=Regression(target="age", unit="years", mean=60.0, deviation=15.0),
-)
+AGE = Regression(target="age", unit="years", mean=60.0, deviation=15.0)
+SPEC = ImageSpec(channels=1, size=(8, 12, 4), mean=(0.4,), std=(0.2,), task=AGE)
 SMALL_3D = Vit3d(patch=4, width=24, depth=2, heads=2)
-MOE = MoESettings(
-    router={"kind": "hash", "k": 1},
-    experts={"kind": "mlp", "number": 4, "hidden_ratio": 1},
-    blocks=[1],
-)
+MLPS = {"kind": "mlp", "number": 4, "hidden_ratio": 1}
+MOE = MoESettings(router={"kind": "hash", "k": 1}, experts=MLPS, blocks=[1])
 
 
 def drawn(config: Vit3d = SMALL_3D, spec: ImageSpec = SPEC, moe: MoESettings | None = None):
@@ -110,7 +99,6 @@ def test_cubes_come_in_order_with_the_last_axis_fastest():
     volume[0, 0, 4 + 1, 8 + 2, 3] = 1
     cubes = cut_patches(volume, (4, 4, 4))
     assert cubes.shape == (1, 6, 64) and cubes[0, 5, 27] == 1 and cubes.sum() == 1
-
     # patches of images are unfolds
     images = torch.rand(2, 3, 8, 12)
     assert torch.equal(cut_patches(images, (4, 4)), unfold(images, 4, stride=4).transpose(1, 2))
@@ -136,11 +124,8 @@ def test_years_are_deviations_about_the_mean():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"stem": "pooled", "pool": 2},
-        {"stem": "conv", "stem_width": 3},
-        {"positions": "sinusoidal"},
-        {"pooling": "mean"},
-        {"position_on_class": False},
+        *({"stem": "pooled", "pool": 2}, {"stem": "conv", "stem_width": 3}),
+        *({"positions": "sinusoidal"}, {"pooling": "mean"}, {"position_on_class": False}),
     ],
 )
 def test_every_form_learns_from_every_voxel(changes):
@@ -166,8 +151,7 @@ def test_fixed_positions_are_no_weights_and_all_differ():
     model = drawn(with_(positions="sinusoidal"))
     assert "pos_embed" not in model.state_dict() and model.pos_embed.shape == (1, 7, 24)
     assert (model.pos_embed[0, 0] == 0).all()
-    distances = torch.cdist(model.pos_embed[0, 1:], model.pos_embed[0, 1:])
-    assert (distances + torch.eye(6) > 0.5).all()
+    assert (torch.cdist(model.pos_embed[0, 1:], model.pos_embed[0, 1:]) + torch.eye(6) > 0.5).all()
 
 
 @pytest.mark.parametrize(
@@ -216,11 +200,8 @@ def test_initial_weights_are_scaled_and_routers_are_not(kind):
         torch.testing.assert_close(built[1][name], 5 * built[0][name])
     ends = ["mlp.experts.up", f"mlp.experts.{'down_inner' if kind == 'eigen' else 'down'}"]
     first = ["attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight"]
-    names = [
-        *(f"blocks.0.{end}" for end in first),
-        *(f"blocks.1.{end}" for end in first[:2] + ends),
-    ]
-    assert scaled == {"cls_token", "pos_embed", *names}
+    keys = [*(f"blocks.0.{end}" for end in first), *(f"blocks.1.{end}" for end in first[:2] + ends)]
+    assert scaled == {"cls_token", "pos_embed", *keys}
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
@@ -236,13 +217,9 @@ def test_transfer_to_another_cohort_keeps_what_it_says_in_years(tmp_path):
     model = drawn()
     volumes = torch.rand(2, 1, 8, 12, 4)
     save_model(tmp_path, model)
-    other, height = (
-        load_adapted_model(tmp_path, SPEC.model_copy(update={"task": task}), None).eval()
-        for task in (
-            Regression(target="age", mean=30.0, deviation=5.0),
-            Regression(target="height"),
-        )
-    )
+    tasks = (Regression(target="age", mean=30.0, deviation=5.0), Regression(target="height"))
+    specs = [SPEC.model_copy(update={"task": task}) for task in tasks]
+    other, height = (load_adapted_model(tmp_path, spec, None).eval() for spec in specs)
     torch.testing.assert_close(
         other(volumes).prediction, model(volumes).prediction, atol=1e-4, rtol=1e-5
     )
@@ -284,3 +261,73 @@ def test_a_convolutional_stem_sees_one_image_at_a_time():
     stem = ConvStem(channels=1, patch=4, width=8, hidden=4)  # as built: in training
     images = torch.rand(3, 1, 8, 8)
     torch.testing.assert_close(stem(images)[:1], stem(images[:1]))
+
+
+CLASSES = VOLUMES.model_copy(update={"task": FLAT.task})
+ATTENDING = SPARSE.model_copy(update={"router": Eigenbasis(context="attention_output")})
+SMALL_SFCN = Sfcn(channels=(4, 8, 6), bins=3, first_bin=50, bin_width=10, bin_deviation=5)
+
+
+def test_the_published_size():
+    image = VOLUMES.model_copy(update={"size": (160, 192, 160)})
+    with meta_device_context():
+        model = Sfcn().build(image)
+    assert model.layout.grid == (5, 6, 5)  # what the authors average over
+    # Convolutions 27·(1·32 + 32·64 + 64·128 + 128·256 + 256·256) + 256·64 and a bias each, two
+    # numbers of a batch norm for each of 800 channels, and a head of 64·40 + 40.
+    convolutions = 27 * (32 + 32 * 64 + 64 * 128 + 128 * 256 + 256 * 256) + 256 * 64 + 800
+    assert parameter_counts(model)["parameters"] == convolutions + 2 * 800 + 2600 == 2_952_936
+
+
+def test_the_layers_in_the_order_of_the_authors():
+    torch.manual_seed(0)
+    model = SMALL_SFCN.build(VOLUMES).eval()
+    sizes, end = ((1, 4), (4, 8)), (nn.MaxPool3d(2), nn.ReLU())
+    halving = [(nn.Conv3d(a, b, 3, padding=1), nn.BatchNorm3d(b), *end) for a, b in sizes]
+    last = (nn.Conv3d(8, 6, 1), nn.BatchNorm3d(6), nn.ReLU())
+    theirs = nn.Sequential(*halving[0], *halving[1], *last, nn.AvgPool3d(4), nn.Conv3d(6, 3, 1))
+    pairs = zip(theirs.state_dict().items(), model.state_dict().values(), strict=True)
+    theirs.load_state_dict({name: value.view(like.shape) for (name, like), value in pairs})
+    volumes = torch.rand(2, 1, 16, 16, 16)
+    output = model(volumes)
+    expected = theirs.eval()((volumes - 0.5) / 0.25).flatten(1)
+    torch.testing.assert_close(output.heads[0], expected)
+    ages = expected.softmax(1) @ torch.tensor([55.0, 65, 75])
+    torch.testing.assert_close(output.prediction[:, 0], ages)
+
+
+def test_labels_over_bins_by_hand():
+    # Edges 50, 60, 70, 80 and a deviation of 5: 60 is split in halves but for what lies above 70,
+    # 1 − Φ(2) = 0.0228; 90 lies beyond all bins, and all but Φ(−4) falls to the last.
+    rows = soft_labels(torch.tensor([60.0, 90.0]), torch.tensor([50.0, 60, 70, 80]), 5.0)
+    expected = torch.tensor([[0.5, 0.4772, 0.0228], [0.0, 0.0, 1.0]])
+    torch.testing.assert_close(rows, expected, atol=1e-4, rtol=0)
+
+
+def test_the_loss_is_the_divergence_from_the_label():
+    model = SMALL_SFCN.build(VOLUMES).train()
+    labels = torch.tensor([60.0, 72.0])
+    wanted = soft_labels(labels, model.edges, 5.0)
+    output = model(torch.rand(2, 1, 16, 16, 16))
+    exact = model.task_loss(output._replace(heads=(wanted.log(),)), labels)
+    assert exact == pytest.approx(0, abs=1e-6)
+    uniform = model.task_loss(output._replace(heads=(torch.zeros(2, 3),)), labels)
+    # KL(q ‖ 1/3) = log 3 − H(q)
+    entropy = -(wanted * wanted.log()).nansum(1).mean()
+    torch.testing.assert_close(uniform, torch.tensor(3.0).log() - entropy)
+    with pytest.raises(UserError, match=r"label_smoothing: found 0.1, .* allowed: 0"):
+        model.task_loss(output, labels, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("config", "image", "moe", "says"),
+    [
+        (Sfcn(), VOLUMES, None, r"multiples of 32 voxels .* \[16, 16, 16\] \(set `size`"),
+        (SMALL_SFCN, FLAT, None, "have 2 axes; allowed: vit"),
+        (SMALL_SFCN, CLASSES, None, "head: found bins, .* classification; allowed: number"),
+        (SMALL_SFCN, VOLUMES, ATTENDING, "no attention, but the router eigenbasis reads attended"),
+    ],
+)
+def test_what_does_not_fit_is_refused(config, image, moe, says):
+    with pytest.raises(UserError, match=says):
+        config.build(image, moe)

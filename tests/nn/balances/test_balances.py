@@ -6,18 +6,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingContext
+from moecore import UserError, update_routers
 from moecore.nn.balances.loss_free import bias_change
 from moecore.nn.balances.quantile import needed_biases
 from moecore.nn.balances.sinkhorn import expert_factors
-from moecore.nn.layers.moe import update_routers
-from moecore.nn.routers.competition import Competition
-from moecore.nn.routers.frozen_copy import FrozenCopy
 from moecore.nn.routers.noisy_top_k import GroupLimitedChoice, NoisyTopK
-from moecore.nn.routers.token_choice import top_k
-from moecore.nn.routers.top_k_softmax import TopKSoftmax
-from moecore.nn.routers.top_p import TopP
+from moecore.parts import RoutingContext, top_k
+from moecore.routers import Competition, FrozenCopy, TopKSoftmax, TopP
 from moecore.training.method import Method
 from moecore.training.settings import build_optimizer
 from tests.nn.routers import reference
@@ -35,14 +30,12 @@ def router_of(width=4, experts=4, **settings):
 
 
 def identity_router(experts, **settings):
-    """A router whose logits are its tokens."""
     router = router_of(experts, experts, **settings)
     router.weight.data = torch.eye(experts)
     return router
 
 
 def choices(record):
-    """Each token's experts, in their own order."""
     return [row.nonzero().flatten().tolist() for row in record.chosen.flatten(0, 1)]
 
 

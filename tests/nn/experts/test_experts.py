@@ -10,27 +10,18 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch.nn.functional import gelu, linear, relu
 
+from moecore.backbones import MoESettings, Swin, Vit
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.experts import Eigen, Mlp
 from moecore.measure.cost import whole_and_routing_flops
-from moecore.nn.backbones.swin import Swin
-from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import Rows, SparsePlan, single_expert_rows
 from moecore.nn.experts.base import ZeroComputation, default_rank
-from moecore.nn.experts.eigen import Eigen
-from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import meta_device_context
-from moecore.nn.routers.competition import Competition
-from moecore.nn.routers.expert_choice import ExpertChoice
-from moecore.nn.routers.frozen_copy import FrozenCopy
-from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.nn.routers.soft_slots import SoftSlots
+from moecore.routers import Competition, ExpertChoice, FrozenCopy, NoisyTopK, SoftSlots
 from moecore.testing.check_helpers import IMAGE, draw_weights
-from moecore.training.regularizers.zero_computation_balance import (
-    ZeroComputationBalance,
-    uneven_use,
-)
+from moecore.training.regularizers import zero_computation_balance
+from moecore.training.regularizers.zero_computation_balance import ZeroComputationBalance
 from tests.training.small import step
 
 # expert 0 has rows 0 and 1, expert 1 none, expert 2 the others
@@ -98,7 +89,6 @@ def test_default_rank_and_its_saving():
         eigen = Eigen(factored_output=True).build(768)
     saved = 6 * (count(plain) - count(eigen))
     assert saved == 48 * (2 * 393216 - 512) and round(284.9 - saved / 1e6, 1) == 247.2
-
     # a rank above the width is refused
     with pytest.raises(UserError, match="experts.rank is 9, but tokens are 8 wide"):
         Eigen(rank=9).build(8)
@@ -132,7 +122,7 @@ def test_reorthonormalising_leaves_the_function_and_is_done_after_once(seed, ran
     with torch.no_grad():
         experts.basis[:] = experts.basis[..., :1] + experts.basis * torch.logspace(0, -worst, rank)
     rows = torch.randn(6, 8)
-    before = first_map(experts.double())
+    old = first_map(experts.double())
     outputs = experts(Rows(rows.double(), OFFSETS))
     experts.float().reorthonormalise()
     once = {name: value.clone() for name, value in experts.state_dict().items()}
@@ -141,10 +131,7 @@ def test_reorthonormalising_leaves_the_function_and_is_done_after_once(seed, ran
     for name, value in experts.state_dict().items():
         torch.testing.assert_close(value, once[name], atol=1e-5, rtol=1e-5)
     experts.double()
-    for now, was in (
-        (first_map(experts), before),
-        (experts(Rows(rows.double(), OFFSETS)), outputs),
-    ):
+    for now, was in ((first_map(experts), old), (experts(Rows(rows.double(), OFFSETS)), outputs)):
         torch.testing.assert_close(now, was, atol=1e-5 * was.abs().max().item(), rtol=0)
 
 
@@ -293,10 +280,9 @@ def test_fine_grained_experts_have_the_same_weights():
 
 def test_experts_that_cannot_be_split_are_refused():
     router = NoisyTopK(k=1)
-    for split, message in (
-        ({"fine": 3}, r"^experts.fine: found 3; allowed: a divisor of 32,"),
-        ({"fine": 2, "shared": 2}, "^router.k: found 1, so 2 pieces, 2 of them shared; all"),
-    ):
+    divided = ({"fine": 3}, r"^experts.fine: found 3; allowed: a divisor of 32,")
+    shared = ({"fine": 2, "shared": 2}, "^router.k: found 1, so 2 pieces, 2 of them shared; all")
+    for split, message in (divided, shared):
         with pytest.raises(UserError, match=message):
             MoESettings(router=router, experts=Mlp(hidden_ratio=4.0, **split)).build(8)
     with pytest.raises(UserError, match="^experts.fine: found 2, but the router told has no k"):
@@ -354,7 +340,7 @@ def test_balance_by_hand():
     chosen = torch.zeros_like(probs, dtype=torch.bool).scatter(-1, probs.topk(2).indices, True)
     leaf = probs.clone().requires_grad_()
     record = RoutingRecord(leaf, leaf, leaf, chosen, leaf)
-    loss = uneven_use(record, 2, 0.75)
+    loss = zero_computation_balance.uneven_use(record, 2, 0.75)
     assert loss.item() == pytest.approx(0.403125)
     (gradient,) = torch.autograd.grad(loss, leaf)  # η f / N
     expected = torch.tensor([0.25, 0.25, 0.1875, 0, 0.1875])
@@ -392,10 +378,9 @@ def test_tokens_that_choose_no_network_and_a_compiled_layer():
     for change in (0.0, -1e9):
         with torch.no_grad():
             layer.router.weight[:2, 0] += change
-        results = [
-            (one, *torch.autograd.grad(one.square().sum(), [tokens, *layer.parameters()]))
-            for one in (run(tokens.abs())[0] for run in (layer, compiled))
-        ]
+        outs = [run(tokens.abs())[0] for run in (layer, compiled)]
+        leaves = [tokens, *layer.parameters()]
+        results = [(one, *torch.autograd.grad(one.square().sum(), leaves)) for one in outs]
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs)
     assert not layer(tokens.abs())[1][0].chosen[..., :2].any() and not results[0][3].any()

@@ -48,10 +48,7 @@ def slow(rows, weight, bias, offsets):
 @pytest.mark.parametrize(
     ("width", "sizes", "biased"),
     [
-        (8, (3, 0, 5, 1), True),
-        (8, (0, 0, 7), False),
-        (8, (1,), True),
-        (6, (4, 2, 0), True),
+        *((8, (3, 0, 5, 1), True), (8, (0, 0, 7), False), (8, (1,), True), (6, (4, 2, 0), True)),
         (6, (3, 0, 5, 1), False),
     ],
 )
@@ -65,11 +62,8 @@ def test_values_and_all_gradients_agree_with_one_product_per_row(way, width, siz
     actual = grouped_linear(rows, weight, bias, offsets)
     expected = slow(rows, weight, bias, offsets)
     torch.testing.assert_close(actual, expected)
-    for ours, theirs in zip(
-        torch.autograd.grad(actual, leaves, towards),
-        torch.autograd.grad(expected, leaves, towards),
-        strict=True,
-    ):
+    sides = [torch.autograd.grad(side, leaves, towards) for side in (actual, expected)]
+    for ours, theirs in zip(*sides, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
@@ -80,9 +74,7 @@ def test_many_rows_cross_the_chunks_in_which_biases_are_added(way):
     torch.testing.assert_close(grouped_linear(rows, weight, bias, offsets), expected)
 
 
-@pytest.mark.parametrize(
-    ("width", "outputs", "biased"), [(8, 4, True), (8, 4, False), (6, 3, False)]
-)
+@pytest.mark.parametrize("width, outputs, biased", [(8, 4, True), (8, 4, False), (6, 3, False)])
 def test_an_expert_without_rows_gets_a_gradient_of_zeros(way, width, outputs, biased):
     rows, weight, bias, offsets = inputs((3, 0, 2), width, outputs)
     # sum() sends an expanded gradient
@@ -117,11 +109,9 @@ def test_second_derivatives_of_the_loop_and_of_tiles(way, monkeypatch):
 
 def test_what_grouped_mm_can_take():
     rows, weight, _, _ = inputs((2, 3))
-    assert can_group(rows, weight)
-    assert not can_group(rows.double(), weight.double())
+    assert can_group(rows, weight) and not can_group(rows.double(), weight.double())
     assert not can_group(rows.bfloat16(), weight.bfloat16())  # 4 outputs are 8 bytes
-    assert not can_group(rows, weight.bfloat16())
-    assert not can_group(rows[:0], weight)
+    assert not can_group(rows, weight.bfloat16()) and not can_group(rows[:0], weight)
     assert not can_group(torch.randn(5 * 8 + 1)[1:].view(5, 8), weight)  # starts at byte 4
 
 
@@ -144,13 +134,9 @@ def test_autocast_computes_in_bf16_and_stays_close(way, width, outputs):
     assert (actual - expected).norm() < 0.01 * expected.norm()
     towards = torch.randn(64, outputs)
     leaves = (rows, weight, bias)
-    for ours, theirs in zip(
-        torch.autograd.grad(actual, leaves, towards.bfloat16()),
-        torch.autograd.grad(expected, leaves, towards),
-        strict=True,
-    ):
-        assert ours.dtype == torch.float32
-        assert (ours - theirs).norm() < 0.01 * theirs.norm()
+    low = torch.autograd.grad(actual, leaves, towards.bfloat16())
+    for ours, theirs in zip(low, torch.autograd.grad(expected, leaves, towards), strict=True):
+        assert ours.dtype == torch.float32 and (ours - theirs).norm() < 0.01 * theirs.norm()
 
 
 def test_bias_gradient_in_bf16_does_not_stall_over_many_rows(way):

@@ -6,37 +6,21 @@ from torch.func import functional_call, functionalize, grad, jacrev, jvp, linear
 from torch.nn.functional import scaled_dot_product_attention
 
 from moecore.core.files import UserError
-from moecore.nn.experts.eigen import Eigen
-from moecore.nn.experts.mlp import Mlp
+from moecore.experts import Eigen, Mlp
 from moecore.nn.layers import block
 from moecore.nn.layers.lipschitz_lemma import soften_model
 from moecore.nn.layers.moe import MoELayer, MoESettings
 from moecore.nn.layers.patch_embed import resize_positions
 from moecore.nn.router_hooks import routing_collector
-from moecore.nn.routers.dynamic import Dynamic
-from moecore.nn.routers.eigenbasis import Eigenbasis
-from moecore.nn.routers.frozen_copy import FrozenCopy
-from moecore.nn.routers.hash import Hash
-from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.nn.routers.relu import Relu
-from moecore.nn.routers.teacher_routed import TeacherRouted
+from moecore.routers import Dynamic, Eigenbasis, FrozenCopy, Hash, NoisyTopK, Relu, TeacherRouted
 from moecore.training.teachers.timm import define_missing_operators
 from tests.attacks.models import vit
 from tests.nn.routers import reference
 
-ROUTERS = [
-    {"kind": "soft_slots"},
-    {"kind": "expert_choice"},
-    {"kind": "hash"},
-    {"kind": "top_k_softmax"},
-    {"kind": "eigenbasis"},
-]
-SETTINGS = [
-    {"k": 1},
-    {"k": 4},
-    {"k": 2, "capacity_factor": 0.5},
-    {"k": 2, "capacity_factor": 0.5, "batch_priority": True, "group_size": 2},
-]
+KINDS = ("soft_slots", "expert_choice", "hash", "top_k_softmax", "eigenbasis")
+ROUTERS = [{"kind": kind} for kind in KINDS]
+CAPPED = {"k": 2, "capacity_factor": 0.5}
+SETTINGS = [{"k": 1}, {"k": 4}, CAPPED, CAPPED | {"batch_priority": True, "group_size": 2}]
 
 EXPERTS = Mlp(number=4, hidden_ratio=1.0)
 
@@ -106,23 +90,17 @@ def test_every_router_has_a_surrogate(router):
         assert torch.equal(found, model(images()).prediction)
 
 
-def test_a_branch_is_dropped_for_whole_samples_and_keeps_its_expectation():
+def test_a_dropped_branch_keeps_its_expectation_its_scale_and_timms_rates():
     torch.manual_seed(0)
     found = block.DropPath(0.25).train()(torch.ones(20_000, 3, 2))
     each = found[:, :1, :1]
     assert torch.equal(found, each.expand_as(found))  # one draw a sample
     assert torch.equal(each.unique(), torch.tensor([0.0, 1 / 0.75]))
     assert found.mean().item() == pytest.approx(1, abs=0.02)  # standard error 0.004
-
-
-def test_under_autocast_the_scale_is_not_rounded():
     # 1 / 0.9 in bfloat16 would be 1.109375
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = block.DropPath(0.1).train()(torch.ones(100, 1, 1, dtype=torch.bfloat16))
     assert found.max().item() == pytest.approx(1 / 0.9, rel=1e-6)
-
-
-def test_rates_rise_in_equal_steps_and_equal_timms():
     assert block.drop_rates(0.3, 4) == pytest.approx([0, 0.1, 0.2, 0.3])
     for depth in (1, 2, 12):
         assert block.drop_rates(0.1, depth) == pytest.approx(torch.linspace(0, 0.1, depth).tolist())
@@ -172,12 +150,10 @@ def test_bf16_autocast_stays_close_to_fp32_and_routes_alike():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         combine = layer(tokens)[1][0].combine
         actual, ours = reference.outputs_and_gradients(lambda: layer(tokens)[0], inputs)
-    assert actual.dtype == torch.bfloat16
-    assert torch.equal(combine, layer(tokens)[1][0].combine)
+    assert actual.dtype == torch.bfloat16 and torch.equal(combine, layer(tokens)[1][0].combine)
     assert (actual - expected).norm() < 0.02 * expected.norm()
     for mine, other in zip(ours, theirs, strict=True):
-        assert mine.dtype == torch.float32
-        assert (mine - other).norm() < 0.03 * other.norm()
+        assert mine.dtype == torch.float32 and (mine - other).norm() < 0.03 * other.norm()
 
 
 def test_functional_transforms_see_the_same_gradient():
@@ -197,8 +173,7 @@ def moe(blocks):
 def test_blocks():
     assert moe("every_2").indices(6) == (1, 3, 5)
     assert moe("last_2").indices(8) == (5, 7)  # "6, 8" of 8 blocks, counted from 1
-    assert moe("last_2").indices(7) == (3, 5)
-    assert moe([7, 9, 11]).indices(12) == (7, 9, 11)
+    assert moe("last_2").indices(7) == (3, 5) and moe([7, 9, 11]).indices(12) == (7, 9, 11)
     assert moe([3, 1]).indices(4) == (1, 3)
 
 

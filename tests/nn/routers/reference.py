@@ -21,7 +21,6 @@ def layer_of(router, width=8, experts=4, seed=0):
 
 
 def expert_output(layer, expert, values):
-    """Expert ``expert`` on values (..., d)."""
     experts = layer.experts
     hidden = gelu(values @ experts.up[expert] + experts.up_bias[expert])
     return hidden @ experts.down[expert] + experts.down_bias[expert]
@@ -44,7 +43,6 @@ def outputs_and_gradients(forward, inputs):
 
 
 def phi(x):
-    """The normal distribution."""
     return 0.5 * (1 + math.erf(x / math.sqrt(2)))
 
 

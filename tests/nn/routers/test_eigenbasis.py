@@ -10,10 +10,7 @@ from torch.nn.functional import gelu
 from torch.utils.flop_counter import FlopCounterMode
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingContext
-from moecore.nn.dispatch import SparsePlan
-from moecore.nn.experts.eigen import Eigen
-from moecore.nn.experts.mlp import Mlp
+from moecore.experts import Eigen, Mlp
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.routers.eigenbasis import (
     Eigenbasis,
@@ -22,6 +19,7 @@ from moecore.nn.routers.eigenbasis import (
     project_on_bases,
     safe_cosine,
 )
+from moecore.parts import RoutingContext, SparsePlan
 
 CONTEXTS = ["tokens", "attention_output", "learned"]
 
@@ -47,10 +45,9 @@ def inputs_of(batch=2, tokens=6, width=8, seed=0, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *size: torch.randn(*size, generator=generator, dtype=dtype)
     values = draw(batch, tokens, width)
-    return values, RoutingContext(
-        attention=(2 * draw(batch, tokens, tokens)).softmax(-1),
-        attended=values + draw(batch, tokens, width),
-    )
+    attention = (2 * draw(batch, tokens, tokens)).softmax(-1)
+    attended = values + draw(batch, tokens, width)
+    return values, RoutingContext(attention=attention, attended=attended)
 
 
 def slow_choice(scores, k, threshold, selection):
@@ -199,34 +196,25 @@ def test_choice_is_the_definition_and_literal_is_the_global_top_k(seed, k, thres
 @pytest.mark.parametrize(
     ("selection", "context", "own", "factored"),
     [
-        ("prune", "tokens", False, False),
-        ("literal", "tokens", True, False),
-        ("prune", "attention_output", False, True),
-        ("prune", "learned", False, False),
+        *(("prune", "tokens", False, False), ("literal", "tokens", True, False)),
+        *(("prune", "attention_output", False, True), ("prune", "learned", False, False)),
         ("literal", "learned", True, False),
     ],
 )
 def test_layer_and_its_gradients_are_those_of_the_slow_reference(selection, context, own, factored):
     layer = layer_of(own=own, factored=factored, selection=selection, context=context)
     tokens, given_ = inputs_of()
-    leaves = [
-        tokens.requires_grad_(),
-        given_.attention.requires_grad_(),
-        given_.attended.requires_grad_(),
-        *layer.parameters(),
-    ]
+    inputs = (tokens, given_.attention, given_.attended)
+    leaves = [*(values.requires_grad_() for values in inputs), *layer.parameters()]
     outputs, (record,) = layer(tokens, given_)
     expected, scores = slow_layer(layer, tokens, given_)
     torch.testing.assert_close(record.logits, scores)
     torch.testing.assert_close(outputs, expected)
     if selection == "prune" and context == "tokens":
-        eligible = (scores > 0.5).sum(-1).clamp(max=2)
-        assert eligible.unique().tolist() == [0, 1, 2]
+        assert (scores > 0.5).sum(-1).clamp(max=2).unique().tolist() == [0, 1, 2]
     towards = torch.randn_like(outputs)
-    ours, theirs = (
-        torch.autograd.grad((values * towards).sum(), leaves, allow_unused=True)
-        for values in (outputs, expected)
-    )
+    sums = [(values * towards).sum() for values in (outputs, expected)]
+    ours, theirs = (torch.autograd.grad(one, leaves, allow_unused=True) for one in sums)
     names = ["tokens", "attention", "attended", *dict(layer.named_parameters())]
     for name, leaf, *both in zip(names, leaves, ours, theirs, strict=True):
         found = [torch.zeros_like(leaf) if gradient is None else gradient for gradient in both]
@@ -280,9 +268,8 @@ def test_zero_vectors_score_0_and_have_no_gradient(context):
     assert record.combine[0, 0].tolist() == [0.5, 0.5, 0, 0]  # the fallback, uniform
     alone = record.logits[0, 0].sum()
     for total in (alone, record.logits.sum() + layer(tokens, given_)[0].sum()):
-        gradients = torch.autograd.grad(
-            total, [tokens, *layer.parameters()], retain_graph=True, allow_unused=True
-        )
+        leaves, how = [tokens, *layer.parameters()], {"retain_graph": True, "allow_unused": True}
+        gradients = torch.autograd.grad(total, leaves, **how)
         assert all(gradient is None or gradient.isfinite().all() for gradient in gradients)
     assert not any(gradient.any() for gradient in torch.autograd.grad(alone, [tokens]))
 

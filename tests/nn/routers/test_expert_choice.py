@@ -10,16 +10,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingContext
 from moecore.measure.cost import whole_and_routing_flops
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.moe import MoESettings
-from moecore.nn.routers.depth import Depth
 from moecore.nn.routers.expert_choice import ExpertChoice, ExpertChoicePlan, top_tokens_per_expert
-from moecore.nn.routers.frozen_copy import FrozenCopy
-from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.soft_slots import SlotsPlan, SoftSlots, unit_vectors
+from moecore.parts import MoESettings, RoutingContext
+from moecore.routers import Depth, FrozenCopy, NoisyTopK
 from moecore.testing.check_helpers import IMAGE
 from tests.nn.routers import reference
 
@@ -37,12 +34,10 @@ def test_evaluation_by_hand():
     assert plan.order.tolist() == [[0, 1], [1, 2]]
     torch.testing.assert_close(plan.weights, torch.tensor([[0.75, 0.5], [0.5, 0.75]]))
     torch.testing.assert_close(record.logits, tokens)
-    torch.testing.assert_close(
-        record.probs[0], torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.25, 0.75], [0.5, 0.5]])
-    )
-    torch.testing.assert_close(
-        record.combine[0], torch.tensor([[0.75, 0], [0.5, 0.5], [0, 0.75], [0, 0]])
-    )
+    expected = torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.25, 0.75], [0.5, 0.5]])
+    torch.testing.assert_close(record.probs[0], expected)
+    expected = torch.tensor([[0.75, 0], [0.5, 0.5], [0, 0.75], [0, 0]])
+    torch.testing.assert_close(record.combine[0], expected)
     assert record.chosen[0].tolist() == [[True, False], [True, True], [False, True], [False, False]]
     assert torch.equal(record.load, record.chosen.float())
     rows = plan.dispatch(tokens)
@@ -240,13 +235,10 @@ def test_skipped_tokens_cost_nothing():
 
 
 def test_what_cannot_be_is_refused():
-    for key, inner in (
-        ("balance", {"balance": {"kind": "sinkhorn"}}),
-        ("residual", {"residual": True}),
-        ("eval_capacity_factor", {"eval_capacity_factor": 1.0}),
-    ):
+    inner = {"balance": {"kind": "sinkhorn"}, "residual": True, "eval_capacity_factor": 1.0}
+    for key, value in inner.items():
         with pytest.raises(ValidationError, match=f"router.{key}: found one, .*; allowed: none"):
-            Depth(sampling="bce", router=NoisyTopK(**inner))
+            Depth(sampling="bce", router=NoisyTopK(**{key: value}))
     with pytest.raises(UserError, match="^router.router.k is 9, but there are 8 experts"):
         Depth().with_k(9).build(4, 8)
 
@@ -311,8 +303,7 @@ def test_outputs_and_all_gradients_agree_with_slot_by_slot(slots, width):
 
 def test_the_record_sums_over_an_experts_slots():
     layer = reference.layer_of(SoftSlots(slots=3))
-    tokens = torch.randn(2, 5, 8)
-    plan, record = layer.router(tokens)
+    plan, record = layer.router(torch.randn(2, 5, 8))
     torch.testing.assert_close(record.probs, plan.weights.sum(-1))
     torch.testing.assert_close(record.combine, record.probs)
     torch.testing.assert_close(plan.mixing.sum(1), torch.ones(2, 4, 3))
@@ -343,9 +334,7 @@ def test_a_token_of_zeros_has_a_finite_gradient():
 
 
 def test_the_slots_gradients_in_fp64():
-    mixing, weights = (
-        torch.rand(2, 3, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(2)
-    )
+    mixing, weights = (torch.rand(2, 3, 2, 2).double().requires_grad_() for _ in range(2))
     tokens = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     scale = torch.randn(8, 1, dtype=torch.float64)
 

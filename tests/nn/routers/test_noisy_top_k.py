@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from moecore.nn.routers.base import exact_fraction, expert_capacity, within_capacity
-from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.token_choice import top_k
-from moecore.nn.routers.top_k_softmax import TopKSoftmax
+from moecore.routers import NoisyTopK, TopKSoftmax
 from tests.nn.routers import reference
 
 
@@ -111,18 +110,16 @@ def slow_seats(experts, priority, number, factor, group_size):
     st.data(),
 )
 @settings(max_examples=80, deadline=None)
-def test_seats_agree_with_seating_one_by_one(
-    batch, tokens, number, group_size, factor, prioritised, data
-):
+def test_seats_agree_with_seating_one_by_one(batch, tokens, number, group, factor, by_rank, data):
     k = data.draw(st.integers(1, number))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
     # low experts are crowded
     scores = torch.rand(batch, tokens, number, generator=generator) * torch.linspace(2, 1, number)
     experts = top_k(scores, k)
     ties = torch.randint(0, 4, (batch, tokens), generator=generator) / 4
-    priority = ties if prioritised else None
-    expected = slow_seats(experts, priority, number, factor, group_size)
-    kept = within_capacity(experts, priority, number, exact_fraction(factor), group_size)
+    priority = ties if by_rank else None
+    expected = slow_seats(experts, priority, number, factor, group)
+    kept = within_capacity(experts, priority, number, exact_fraction(factor), group)
     assert torch.equal(kept, expected)
 
 
@@ -137,19 +134,13 @@ def test_first_choices_sit_before_second_ones():
     assert kept[0, :, 1].tolist() == [False, False, True, True, False, False]
 
 
-def test_priority_decides_who_of_the_first_choices_sits():
+def test_seats_by_priority_are_multiples_of_four_and_exact_in_decimals():
     # Six tokens want expert 0, which has C = 4 seats (6·1·1/2 = 3, rounded up): the last ones have
     # the largest gates.
     experts = torch.zeros(1, 6, 1, dtype=torch.int64)
-    for priority, sits in (
-        (None, [1, 1, 1, 1, 0, 0]),
-        (torch.arange(6.0)[None], [0, 0, 1, 1, 1, 1]),
-    ):
-        kept = within_capacity(experts, priority, 2, exact_fraction(1.0), 8)
+    for rank, sits in ((None, [1, 1, 1, 1, 0, 0]), (torch.arange(6.0)[None], [0, 0, 1, 1, 1, 1])):
+        kept = within_capacity(experts, rank, 2, exact_fraction(1.0), 8)
         assert kept.flatten().tolist() == sits
-
-
-def test_seats_are_a_multiple_of_four_and_exact_in_decimals():
     assert expert_capacity(8 * 197, 2, exact_fraction(1.05), 8) == 416  # 413.7 -> 414 -> 416
     # binary 160·1.1/4 is 44.000000000000007
     assert expert_capacity(160, 1, exact_fraction(1.1), 4) == 44
@@ -165,8 +156,7 @@ def test_a_dropped_choice_has_weight_0_in_training_and_none_is_dropped_in_evalua
     plan, record = router.train()(tokens)
     processed = record.combine > 0
     assert record.chosen.sum() == 3 * 10 * 2  # before capacity
-    assert (processed & ~record.chosen).sum() == 0
-    assert 0 < processed.sum() < record.chosen.sum()
+    assert (processed & ~record.chosen).sum() == 0 and 0 < processed.sum() < record.chosen.sum()
     assert processed[:2].sum(dim=(0, 1)).max() <= expert_capacity(20, 2, exact_fraction(0.5), 4)
     assert torch.equal((plan.weights > 0).sum(-1), processed.sum(-1))
     assert torch.equal(router.eval()(tokens)[1].combine > 0, router(tokens)[1].chosen)

@@ -6,19 +6,15 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from moecore.backbones import LanguageModel, Vit
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext
-from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.two_towers import TextTowerSettings, TextTransformer
-from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings, build_moe_feed_forward
 from moecore.nn.routers import hash as hash_router
-from moecore.nn.routers.cosine import Cosine
-from moecore.nn.routers.dynamic import Dynamic
 from moecore.nn.routers.hash import PRIME, Hash, experts_by_position, hash_directions
-from moecore.nn.routers.relu import Relu
-from moecore.nn.routers.top_p import TopP
+from moecore.routers import Cosine, Dynamic, Relu, TopP
 from moecore.training.regularizers.adaptive_l1 import AdaptiveL1, weighted_use
 from moecore.training.regularizers.diversity_simplicity import DiversitySimplicity, embedding_loss
 from moecore.training.regularizers.entropy import entropy
@@ -70,7 +66,6 @@ def test_top_p_by_hand():
     assert torch.equal(record.chosen, expected > 0)
     assert torch.equal(record.load, record.chosen.float())
     assert entropy(probs=record.probs).item() == pytest.approx(1.294436, abs=1e-6)
-
     # a token that no share suffices for uses all, or as many as it may
     for k, number in ((None, 4), (2, 2)):
         router = TopP(threshold=0.99, k=k).build(4, 4)
@@ -226,7 +221,6 @@ def test_a_patch_goes_to_the_direction_it_points_along():
     patches = 0.5 + 0.3 * lines.t()[None, [2, 0, 3, 1]]
     chosen = choices(Hash(seed=5).build(8, 4), torch.randn(1, 4, 8), patches)
     assert chosen[0].int().argmax(-1).tolist() == [2, 0, 3, 1]
-
     # second choices are the next directions
     patches = patches_of()
     scores = (patches - patches.mean(-1, keepdim=True)) @ hash_directions(0, 12, 4, CPU)
@@ -266,7 +260,6 @@ def test_positions_are_balanced(k):
     assert torch.equal(chosen[0], chosen[2])
     counts = choices(Hash(by="position").build(8, 4), torch.randn(1, 10, 8))[0].sum(0)
     assert sorted(counts.tolist()) == [2, 2, 3, 3]
-
     # a longer sequence begins as a shorter one
     assert torch.equal(experts_by_position(0, 23, 4, CPU)[:9], experts_by_position(0, 9, 4, CPU))
     assert torch.equal(experts_by_position(0, 3, 8, CPU), experts_by_position(0, 8, 8, CPU)[:3])

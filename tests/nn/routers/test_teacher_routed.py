@@ -8,25 +8,17 @@ from pydantic import ValidationError
 from torch.nn.functional import gelu, layer_norm
 from torch.utils.flop_counter import FlopCounterMode
 
-from moecore.attacks.apgd import Apgd
-from moecore.attacks.attack_setup import Target
+from moecore import Target, UserError
+from moecore.attacks import Apgd, Pgd
 from moecore.attacks.base import image_generators
-from moecore.attacks.pgd import Pgd
-from moecore.core.files import UserError
+from moecore.backbones import LanguageModel, SwinV2, Vit
 from moecore.core.routing_records import RoutingContext
+from moecore.experts import Eigen, Mlp
 from moecore.nn.backbones.base_model import majority_token_kinds
-from moecore.nn.backbones.language_model import LanguageModel
-from moecore.nn.backbones.swin_v2 import SwinV2
-from moecore.nn.backbones.vit import Vit
-from moecore.nn.experts.eigen import Eigen
-from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings, build_moe_feed_forward
 from moecore.nn.predict import text_perplexity
 from moecore.nn.routers.competition import Competition, mean_cosine_among_chosen
-from moecore.nn.routers.merged import Merged
-from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.nn.routers.teacher_routed import TeacherRouted
-from moecore.nn.routers.told import Told
+from moecore.routers import Merged, NoisyTopK, TeacherRouted, Told
 from moecore.training.regularizers.router_kl import router_kl
 from tests.measure.test_truth import IMAGE
 from tests.nn.backbones.test_language_model import stream, text
@@ -164,8 +156,7 @@ def test_kinds_go_to_their_experts_in_a_circle_and_what_is_not_known_to_the_firs
     router = Told().build(8, 2)
     _, record = router(torch.randn(1, 5, 8), RoutingContext(truth=torch.tensor([[0, 1, 2, 3, 4]])))
     assert record.chosen.int().argmax(-1).tolist() == [[0, 0, 1, 0, 1]]
-    assert torch.equal(record.combine, record.chosen.float())
-    assert Told().active(8) == 1
+    assert torch.equal(record.combine, record.chosen.float()) and Told().active(8) == 1
     families = Told(together=2).build(8, 2)
     _, record = families(torch.randn(1, 6, 8), RoutingContext(truth=torch.arange(6)[None]))
     assert record.chosen.int().argmax(-1).tolist() == [[0, 0, 0, 1, 1, 0]]
@@ -205,17 +196,13 @@ def test_a_text_is_routed_by_the_kinds_after_its_words():
     (final, records, _), _ = made.read(rows[:1], states, kinds=rows[1:])
     expected = (rows[1] - 1).clamp_min(0)
     assert all(torch.equal(one.chosen.int().argmax(-1)[0], expected) for one in records)
-
     windows = torch.stack([rows[:, start : start + 16].reshape(8, 4) for start in range(0, 24, 4)])
     torch.testing.assert_close(made.encode(windows).tokens.flatten(0, 1), final[0, 12:36])
-
     nats = spec.task.token_loss(made.predict(final[:, :-1]), rows[:1, 1:])
     assert text_perplexity(made, rows, 1, False) == pytest.approx(float(nats.mean().exp()))
-
     made.train().remember(1)
     steps = [made(rows[None, :, start : start + 4]).prediction for start in range(0, 40, 4)]
     torch.testing.assert_close(torch.cat(steps, dim=1), made.predict(final))
-
     blind = settings.build(spec, MOE.model_copy(update={"router": NoisyTopK()})).eval()
     other = torch.cat([windows[:, :4], windows[:, 4:].flip(0)], dim=1)
     assert torch.equal(blind(windows).prediction, blind(other).prediction)
@@ -239,7 +226,6 @@ def test_attacks_leave_the_truth(attack):
     attacked = attack(model, IMAGE.task, images, torch.tensor([0, 1]), 8 / 255, drawn)
     assert torch.equal(attacked[:, 1], images[:, 1])
     assert not torch.equal(attacked[:, 0], images[:, 0])
-
     target = Target(model, IMAGE.task, images, torch.tensor([0, 1]), 2, precision="bfloat16")
     assert torch.equal(target.attacked(attack, 8 / 255)[:, 1], images[:, 1])
 
@@ -350,9 +336,8 @@ def test_layers_compete_by_step_and_layer_whatever_else_is_drawn():
 def test_merged_experts_by_hand():
     # The mean token (2, ½) has logits (1, ½): shares .622459 and .377541. The merged expert sees
     # (1, 2) as 1.37754 and answers with that times (.81123, .377541).
-    layer = build_moe_feed_forward(
-        Merged(normalise=False), Mlp(number=2, hidden_ratio=0.5, activation="relu"), 2
-    )
+    mlps = Mlp(number=2, hidden_ratio=0.5, activation="relu")
+    layer = build_moe_feed_forward(Merged(normalise=False), mlps, 2)
     layer.router.weight.data = torch.tensor([[0.5, 0], [0, 1.0]])
     layer.experts.up.data = torch.tensor([[[1.0], [0]], [[0], [1.0]]])
     layer.experts.down.data = torch.tensor([[[1.0, 0]], [[0.5, 1]]])
@@ -384,17 +369,13 @@ def test_outputs_and_all_gradients_agree_with_image_by_image():
     reference.assert_like(layer, torch.randn(3, 5, 8, requires_grad=True), slow)
 
 
-def test_a_merged_token_costs_one_expert_and_an_image_the_merger():
+def test_a_merged_token_costs_one_expert_and_what_cannot_be_is_refused():
     layer = build_moe_feed_forward(Merged(), Mlp(number=4, hidden_ratio=1.5), 8).to("meta")
     with FlopCounterMode(display=False) as counter:
         layer(torch.empty(3, 20, 8, device="meta"))
     expert = 2 * 8 * 12
-    merger = 4 * (expert + 12 + 8)
-    assert counter.get_total_flops() == 2 * 3 * (20 * expert + merger + 4 * 8)
+    assert counter.get_total_flops() == 2 * 3 * (20 * expert + (4 * (expert + 12 + 8)) + 4 * 8)
     assert Merged().active(4) == 4  # of all parameters, each image's are made
-
-
-def test_what_cannot_be_is_refused():
     assert competing(0.1, 0.1, 0.0, k=1).active(8) == 1  # one expert has nobody to differ from
     with pytest.raises(ValidationError, match="diversity_weight: found 0.1, .*; allowed: 0"):
         competing(0.1, 0.1, 0.1, k=1)
