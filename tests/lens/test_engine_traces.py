@@ -59,10 +59,8 @@ def old_vllm(prompt, generated):
 
 def new_vllm(prompt, generated):
     both = np.concatenate([prompt, generated])
-    return {
-        "usage": usage_of(prompt, generated),
-        "choices": [{"routed_experts": encoded_npy(both)}],
-    }
+    choices = [{"routed_experts": encoded_npy(both)}]
+    return {"usage": usage_of(prompt, generated), "choices": choices}
 
 
 def sglang(prompt, generated, first=0):
@@ -88,7 +86,6 @@ def llama_lines(prompt, generated) -> str:
 
 @pytest.fixture
 def files(tmp_path):
-    """The same requests in each format."""
     requests = draw_requests()
     found = {}
     for write in (old_vllm, new_vllm, sglang, chat_sglang):
@@ -121,9 +118,8 @@ def test_first_layers_cached_tokens_and_later_starts_are_left_out(tmp_path):
     path.write_text(json.dumps(old_vllm(prompt, generated)))
     (request,) = read_engine_files([path], EngineFormat(first_layer=1))
     assert request.ids.shape[1] == LAYERS - 1 and (request.ids[:2] == -1).all()
-    with pytest.raises(
-        UserError, match=r"json:1: .*token \d+, layer 0: found expert 0 in \[0, 0\]"
-    ):
+    said = r"json:1: .*token \d+, layer 0: found expert 0 in \[0, 0\]"
+    with pytest.raises(UserError, match=said):
         path.write_text(json.dumps({"choices": [first]}))
         read_engine_files([path], EngineFormat())
     path.write_text(json.dumps(sglang(prompt[2:], generated, first=1)))
@@ -163,8 +159,7 @@ def test_caches_against_slow_references():
         for time, expert in enumerate(uses):
             before = uses[:time]
             if expert in before:
-                last = time - 1 - before[::-1].index(expert)
-                recent += len({*uses[last + 1 : time]}) < size
+                recent += len({*uses[time - before[::-1].index(expert) : time]}) < size
         assert simulate_cache(request, size, "lru").sum() == recent
         assert simulate_cache(request, size, "lfu").sum() <= most_hits(uses, size)
 
@@ -177,12 +172,9 @@ def test_quantities_against_slow_references(files):
         tokens = [set(token) for request in requests for token in request[:, layer].tolist()]
         load = np.array([sum(e in token for token in tokens) for e in range(EXPERTS)])
         pairs = Counter(pair for token in tokens for pair in combinations(sorted(token), 2))
-        lifts = [
-            number * number * len(tokens) / load[a] / load[b] for (a, b), number in pairs.items()
-        ]
-        prompts = np.bincount(
-            np.concatenate([p[:, layer].ravel() for p, _ in draw_requests()]), minlength=EXPERTS
-        )
+        lifts = [count * count * len(tokens) / load[a] / load[b] for (a, b), count in pairs.items()]
+        chosen = np.concatenate([p[:, layer].ravel() for p, _ in draw_requests()])
+        prompts = np.bincount(chosen, minlength=EXPERTS)
         shares = [part / part.sum() for part in (prompts, load - prompts)]
         expected = {
             "load_cv2": load.var() / load.mean() ** 2,

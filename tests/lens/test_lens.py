@@ -10,20 +10,14 @@ from typer.testing import CliRunner
 
 from moecore.core.files import UserError
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.lens import traces
-from moecore.lens.analyses import analyse_trace
+from moecore.lens import Trace, analyse_trace, build_record, traces, write_trace
 from moecore.lens.page import render_lens, write_lens_page
 from moecore.lens.recording import record_python_file, record_trained_model
-from moecore.lens.traces import Trace, write_trace
+from moecore.measure.routing_metrics import layer_metrics
 from moecore.measure.routing_metrics.choice_patterns import choice_margin, pair_lift_by_image
-from moecore.measure.routing_metrics.layer_metrics import (
-    expert_counts,
-    load_shares,
-    measure_layer_use,
-)
+from moecore.measure.routing_metrics.layer_metrics import expert_counts, load_shares
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import concat_records, predict_in_batches
-from moecore.nn.router_hooks import build_record
 from moecore.pipeline.cli import app
 from moecore.training.artifacts import save_model, save_words
 from tests.browser import opened
@@ -77,10 +71,9 @@ def recorded(tmp_path):
 def records_of(items, *chosen, experts=4):
     """A layer for each: so many experts of every token, drawn."""
     logits = torch.randn(len(chosen), items, 3, experts)
-    return [
-        build_record(one, one.topk(k).indices, one.softmax(-1).topk(k).values)
-        for one, k in zip(logits, chosen, strict=True)
-    ]
+    pairs = zip(logits, chosen, strict=True)
+    tops = [(one, one.topk(k).indices, one.softmax(-1).topk(k).values) for one, k in pairs]
+    return [build_record(*top) for top in tops]
 
 
 def test_the_lens_of_our_language_model_equals_its_records(subject, trained, tmp_path, monkeypatch):
@@ -98,7 +91,7 @@ def test_the_lens_of_our_language_model_equals_its_records(subject, trained, tmp
     assert torch.equal(trace.beside("tokens"), torch.from_numpy(images[:, -1].astype(np.int64)))
     numbers = analyse_trace(trace)
     for layer, record in zip(numbers.layers, records, strict=True):
-        expected = measure_layer_use(record, None, 2)
+        expected = layer_metrics.measure_layer_use(record, None, 2)
         assert layer.load == pytest.approx(load_shares(expert_counts(record.chosen)).tolist())
         for name in ("load_cv2", "entropy", "token_entropy", "tail_of_probs"):
             assert layer.quantities[name].value == pytest.approx(expected[name])
@@ -205,8 +198,9 @@ def test_experts_of_single_items_tell_no_unrelated_labels(tmp_path):
 def test_the_commands_record_a_file_and_write_the_page(browser, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(FILE, encoding="utf-8")
+    recorded = "trace: 6 items; next: moecore lens read trace"
     for words, told in (
-        ("record own.py", "trace: 6 items; next: moecore lens read trace"),
+        ("record own.py", recorded),
         ("read trace --against trace", "Matched experts"),
     ):
         done = CliRunner().invoke(app, ["lens", *words.split()])

@@ -7,17 +7,14 @@ import pytest
 import torch
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import TokenLayout
-from moecore.lens import trace_explorer, traces
+from moecore.lens import Trace, build_record, trace_explorer, traces, write_trace
 from moecore.lens.analyses import TopTokens, analyse_trace, update_top_tokens
 from moecore.lens.page import draw_trace_pictures, render_lens, write_lens_page
 from moecore.lens.recording import record_trained_model, shrink_to_pictures
 from moecore.lens.trace_explorer import ExploredTrace, TraceExplorer, render_traces
-from moecore.lens.traces import Trace, write_trace
-from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Explorer
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.router_hooks import build_record
+from moecore.parts import MeasuredModel, TokenLayout
 from moecore.report.page.explorer_page import HEAD
 from moecore.training.artifacts import save_model, save_words
 from tests.browser import LOOKS, clipped, opened
@@ -125,7 +122,6 @@ CHOICES = [[1, 0, 1, 1], [0, 0, 1, 1], [2, 1, 1, 0]]  # the first item is the su
 
 
 def explored(model: MeasuredModel, folder) -> TraceExplorer:
-    """The trace of a model of ours."""
     (folder / "model").mkdir()
     save_model(folder / "model", model.model)
     if model.model.image.task.long:
@@ -147,8 +143,7 @@ def test_of_our_language_model_it_is_the_measurement(subject, tmp_path):
 def test_of_our_images_it_is_the_measurement_but_for_what_needs_the_model(tmp_path):
     data = digits(tmp_path / "digits")
     model = MeasuredModel(built(Vit(patch=4, width=8, depth=2, heads=1), MOE, data, 1.5), data)
-    settings = Explorer(images=1, epsilons=(), augmentations=())
-    own = settings.explore(model, compute_without_cache)
+    own = Explorer(images=1, epsilons=(), augmentations=()).explore(model, compute_without_cache)
     ours = explored(model, tmp_path).result(items=1)
     assert ours.shown[0].picture == own.shown[0].picture and ours.labels == own.labels
     for layer, other in zip(ours.layers, own.layers, strict=True):

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from moecore.core.config import Config
 from moecore.data.prepared import Prepared
-from moecore.measure.base import MeasuredModel
+from moecore.parts import Config, MeasuredModel
 from moecore.testing import check_measurement
 from tests.data.making import write_cohort
 from tests.measure.subjects import digits, top_k_mlps, train_on_ages, write_models

@@ -10,22 +10,15 @@ import torch
 import yaml
 from torch import nn
 
+from moecore.backbones import TwoTowers, Vit, Vit3d
 from moecore.core.routing_records import ModelOutput
 from moecore.data.prepared import Prepared, Split
-from moecore.data.sources.captioned_mosaic import CaptionedMosaic
-from moecore.data.sources.digits import Digits
-from moecore.measure.base import MeasuredModel
-from moecore.measure.explorer import Explorer
-from moecore.measure.routing import Routing
+from moecore.measure import Explorer, Routing
 from moecore.measure.routing_metrics.epochs import match_counts_by_image
 from moecore.measure.values import Found
-from moecore.nn.backbones.base_model import Backbone, ImageSpec
-from moecore.nn.backbones.two_towers import TwoTowers
-from moecore.nn.backbones.vit import Vit
-from moecore.nn.backbones.vit3d import Vit3d
-from moecore.nn.layers.moe import MoESettings
+from moecore.parts import Backbone, Classification, ImageSpec, MeasuredModel, MoESettings
 from moecore.pipeline.code_hashes import write_code
-from moecore.tasks.classification import Classification
+from moecore.sources import CaptionedMosaic, Digits
 from moecore.training.artifacts import save_model
 from tests.data.making import write_cohort
 
@@ -42,12 +35,10 @@ def routing_with_roles(images: int = 60, **roles: Any) -> Routing:
 
 
 def expert_roles(subject: MeasuredModel, **settings: Any) -> Found:
-    """Return what its experts are for."""
     return routing_with_roles(**settings).collect_result(subject, compute_without_cache)
 
 
 def digits(folder: Path) -> Prepared:
-    """60 test images of 12 × 12 pixels."""
     folder.mkdir(parents=True, exist_ok=True)
     Digits(size=12, train_limit=50, test_limit=60).write(folder)
     return Prepared.open(folder)
@@ -93,15 +84,9 @@ class Source:
         return np.full((1, 2, 2, 2), (age + scan / 10 + 10 * site) / 100, np.float32), None
 
 
-def top_k_mlps(
-    k: int = 1, hidden_ratio: float = 1, blocks: tuple[int, ...] = (0, 1)
-) -> MoESettings:
-    """Return noisy top-k routing over four MLPs in these blocks."""
-    return MoESettings(
-        router={"kind": "noisy_top_k", "k": k},
-        experts={"kind": "mlp", "number": 4, "hidden_ratio": hidden_ratio},
-        blocks=blocks,
-    )
+def top_k_mlps(k: int = 1, hidden_ratio: float = 1, blocks: tuple = (0, 1)) -> MoESettings:
+    experts = {"kind": "mlp", "number": 4, "hidden_ratio": hidden_ratio}
+    return MoESettings(router={"kind": "noisy_top_k", "k": k}, experts=experts, blocks=blocks)
 
 
 MODELS = {"vit": top_k_mlps(hidden_ratio=0.5), "dense": None}
@@ -140,9 +125,8 @@ def write_models(folder: Path) -> dict[str, MeasuredModel]:
         torch.manual_seed(1)
         backbone = Vit(patch=6, width=16, depth=2, heads=2)
         model = backbone.build(ImageSpec.from_card(data.card), MODELS[name])
-        train(
-            model, 40, 1e-2, lambda: nn.functional.cross_entropy(model(images).prediction, labels)
-        )
+        loss = nn.functional.cross_entropy
+        train(model, 40, 1e-2, lambda: loss(model(images).prediction, labels))
         target = folder / "artifacts/pretrain" / name / "0"
         target.mkdir(parents=True)
         save_model(target, model)
@@ -164,23 +148,15 @@ def in_run(patch: pytest.MonkeyPatch, folder: Path, **sections: Any) -> None:
 
 NASTY = "<img src=x onerror=alert(1)>"
 MOVED = {"name": "moved", "views": {"affine": {"degrees": 40, "translate": 0.3}}}
-FEW = Explorer(
-    images=5,
-    gallery=40,
-    epsilons=(0.02, 0.1),
-    attack={"kind": "pgd", "steps": 2},
-    augmentations=(MOVED, "rotation", "brightness"),
-)
+PGD, VIEWS = {"kind": "pgd", "steps": 2}, (MOVED, "rotation", "brightness")
+FEW = Explorer(images=5, gallery=40, epsilons=(0.02, 0.1), attack=PGD, augmentations=VIEWS)
 OF_VOLUMES = FEW.model_copy(update={"augmentations": ("shift", "noise")})
 
 
 def moe(experts: int = 4, blocks: tuple[int, ...] = (0, 1)) -> MoESettings:
-    """Noisy top-2 over MLPs."""
-    return MoESettings(
-        router={"kind": "noisy_top_k", "k": min(2, experts)},
-        experts={"kind": "mlp", "number": experts, "hidden_ratio": 0.25},
-        blocks=blocks,
-    )
+    router = {"kind": "noisy_top_k", "k": min(2, experts)}
+    mlps = {"kind": "mlp", "number": experts, "hidden_ratio": 0.25}
+    return MoESettings(router=router, experts=mlps, blocks=blocks)
 
 
 def images(classes: int = 3, size: int = 12, channels: int = 1, number: int = 50) -> Prepared:
@@ -189,15 +165,9 @@ def images(classes: int = 3, size: int = 12, channels: int = 1, number: int = 50
     random = np.random.default_rng(0)
     pixels = random.integers(0, 256, (number, channels, size, size), dtype=np.uint8)
     split = Split(pixels, random.integers(0, classes, number))
-    card = {
-        "name": "generated",
-        "task": Classification(classes=names).model_dump(),
-        "channels": channels,
-        "size": size,
-        "mean": [0.5] * channels,
-        "std": [0.3] * channels,
-        "simulated": False,
-    }
+    card = {"name": "generated", "task": Classification(classes=names).model_dump(), "size": size}
+    card |= {"channels": channels, "mean": [0.5] * channels, "std": [0.3] * channels}
+    card["simulated"] = False
     return Prepared(card, split, split, split)
 
 
@@ -211,9 +181,7 @@ def surer(backbone: Backbone, data: Prepared, layers: MoESettings | None, seed=0
     return MeasuredModel(model.eval(), data)
 
 
-def subject(
-    data: Prepared, layers: MoESettings | None, patch: int = 4, seed: int = 0
-) -> MeasuredModel:
+def subject(data: Prepared, layers: MoESettings | None, patch: int = 4, seed=0) -> MeasuredModel:
     return surer(Vit(patch=patch, width=16, depth=2, heads=2), data, layers, seed)
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from moecore import Prepared, UserError, predict_in_batches
+from moecore.backbones import Vit, Vit3d
 from moecore.core.config import read_json_settings
-from moecore.core.files import UserError
 from moecore.core.outside_packages import more_packages
-from moecore.data.prepared import Prepared
 from moecore.data.sources.dialects import Dialects
 from moecore.measure.base import MeasuredModel, read_result
 from moecore.measure.calibration import (
@@ -29,14 +29,9 @@ from moecore.measure.cohort_checks import CohortChecks
 from moecore.measure.probes import ageing_and_rescans
 from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import ImageSpec
-from moecore.nn.backbones.vit import Vit
-from moecore.nn.backbones.vit3d import Vit3d
-from moecore.nn.predict import predict_in_batches
 from moecore.stages import calibrate as stage
 from moecore.statistics.intervals import wilson
-from moecore.tasks import class_task
-from moecore.tasks.cells import Cells
-from moecore.tasks.classification import Classification
+from moecore.tasks import Cells, Classification, class_task
 from moecore.testing import check_calibrator, check_measurement
 from tests.attacks.models import CLASSES, SETS, YEARS
 from tests.measure.subjects import compute_without_cache, in_run
@@ -47,7 +42,6 @@ SETTINGS = Calibrate(calibrator={"kind": "temperature"}, batch=16)
 
 @pytest.fixture(scope="module")
 def made(run):
-    """The model, what was measured, and the folder of the run."""
     folder, models = run
     files = CalibrationFiles("x", folder, folder, folder / "out")
     return models["dense"], calibrated(models["dense"], SETTINGS, files), folder
@@ -124,8 +118,7 @@ def test_the_test_split_before_and_after(made):
         assert found.facts["bins"][when] == bins.model_dump(mode="json")
     assert found.interval("score_before") == found.interval("score_after")
     hits = CLASSES.decode_scores(found.facts["scores"], len(labels))
-    assert torch.equal(hits, logits.argmax(1) == labels)
-    assert found.facts["test_images"] == 60
+    assert torch.equal(hits, logits.argmax(1) == labels) and found.facts["test_images"] == 60
 
 
 @pytest.mark.parametrize(
@@ -217,14 +210,11 @@ def found(subject) -> Found:
         return check_measurement(settings(), subject)
 
 
-def test_a_real_cohort(found):
+def test_a_real_cohort_whatever_the_batch(found, subject):
     assert found.find("monotone") is None
     assert "kind: phantom" in found.facts["not_checked"]["ageing"]
     assert all(found.find(f"isolated_{name}") for name in ("wm", "gm", "csf"))
     assert found.find("rescan").value > 0
-
-
-def test_the_batch_plays_no_part_and_distant_sessions_are_no_rescan(subject, found):
     again = settings(batch=5).collect_result(subject, compute_without_cache)
     for name in ("isolated_wm", "isolated_gm", "isolated_csf"):
         assert again.find(name).value == pytest.approx(found.find(name).value, rel=1e-5)
@@ -260,8 +250,7 @@ def test_a_case_by_hand():
     found = fitted([1.0, 2.0, 6.0], [0.0, 1.0, 2.0], ["", "", ""])
     line = found.pooled
     assert (line.intercept, line.slope, line.n) == pytest.approx((0.5, 2.5, 3))
-    assert found.groups == {}
-    assert found.apply([1.0, 2.0, 6.0]) == pytest.approx([0.2, 0.6, 2.2])
+    assert found.groups == {} and found.apply([1.0, 2.0, 6.0]) == pytest.approx([0.2, 0.6, 2.2])
 
 
 def test_table_s1_second_row_follows_from_its_first():
@@ -355,15 +344,12 @@ def test_is_the_minimum_of_the_nll():
     assert all(best < nll(fitted.temperature * factor) for factor in (0.99, 1.01, 0.5, 2))
 
 
-def test_solves_a_case_by_hand():
+def test_a_temperature_by_hand_and_at_its_limits():
     # Logit gap 2, right in 3 of 4: the mean confidence is the accuracy where σ(2/T) = 3/4, so T = 2
     # / ln 3.
     logits = torch.tensor([[2.0, 0.0], [2.0, 0.0], [0.0, 2.0], [2.0, 0.0]])
     labels = torch.tensor([0, 0, 1, 1])
     assert Temperature().fit(logits, labels).temperature == pytest.approx(2 / math.log(3), rel=1e-9)
-
-
-def test_says_where_no_temperature_inside_the_limits_is_best():
     labels = torch.tensor([0, 1, 0, 1])
     right = torch.nn.functional.one_hot(labels, 2).float()
     for logits, limit in ((right, 0.05), (-right, 20), (torch.zeros(4, 2), 20)):

@@ -8,11 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.attacks.attack_setup import Target
-from moecore.attacks.fgsm import Fgsm
-from moecore.attacks.pgd import Pgd
-from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingRecord
+from moecore import RoutingRecord, Target, UserError, predict_in_batches
+from moecore.attacks import Fgsm, Pgd
+from moecore.backbones import SingleLayer, Vit
 from moecore.data.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.prepared import Prepared, Split, evenly_spaced_indices
 from moecore.measure import corruptions, transfer
@@ -21,9 +19,6 @@ from moecore.measure.corruptions import Corruptions, mean_corruption_error
 from moecore.measure.routing_metrics.layer_metrics import changes_by_image
 from moecore.measure.stability import count_jumps, true_probability
 from moecore.measure.values import Found, Values
-from moecore.nn.backbones.single_layer import SingleLayer
-from moecore.nn.backbones.vit import Vit
-from moecore.nn.predict import predict_in_batches
 from moecore.stages import transfer as stage
 from moecore.statistics.comparisons import count_paired_hits, paired_share_difference
 from moecore.statistics.intervals import Interval, bootstrap_mean
@@ -32,10 +27,8 @@ from tests.attacks.models import CLASSES, SETS, YEARS, Blind, Smooth, vit
 from tests.measure.subjects import built, compute_without_cache, in_run, top_k_mlps
 
 SETTINGS = Corruptions(images=40, severities=(5, 1), names=("gaussian_noise", "contrast", "fog"))
-MODELS = {
-    "vit": (Vit(patch=6, width=16, depth=2, heads=2), top_k_mlps(k=2, blocks=(1,))),
-    "dense": (SingleLayer(), None),
-}
+VIT = Vit(patch=6, width=16, depth=2, heads=2)
+MODELS = {"vit": (VIT, top_k_mlps(k=2, blocks=(1,))), "dense": (SingleLayer(), None)}
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +60,12 @@ def test_images_of_one_picture_belong_together():
     images = np.arange(20, dtype=np.uint8)[:, None, None, None] * np.ones((1, 1, 8, 8), np.uint8)
     out = Values(corruptions.METRICS, Classification(classes=("a", "b")), compute_without_cache)
     settings = Corruptions(severities=(1, 2))
-    wrong = corruptions.put_errors(
-        lambda pixels: torch.arange(len(pixels)) != 3, images, np.arange(20), settings, out
-    )
-    assert len(out.values) == 30
-    assert wrong.tolist() == [float(i == 3) for i in range(20)]
+    right = lambda pixels: torch.arange(len(pixels)) != 3
+    wrong = corruptions.put_errors(right, images, np.arange(20), settings, out)
+    assert len(out.values) == 30 and wrong.tolist() == [float(i == 3) for i in range(20)]
     assert list(corruptions.errors_of(out.found())) == list(CORRUPTIONS)
     mean = bootstrap_mean(wrong)
-    assert mean.value == pytest.approx(0.05)
-    assert mean.high - mean.low >= 0.1
+    assert mean.value == pytest.approx(0.05) and mean.high - mean.low >= 0.1
 
 
 def two_classes(*first: float) -> torch.Tensor:
@@ -97,8 +87,7 @@ def test_the_true_class_is_each_images_own():
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=12), st.floats(0.01, 0.9))
 def test_bounds(points, threshold):
     jumps = int(count_jumps(two_classes(*points), torch.tensor([0]), threshold))
-    steps = np.abs(np.diff(points))
-    assert jumps == (steps > threshold).sum()
+    assert jumps == (np.abs(np.diff(points)) > threshold).sum()
 
 
 def test_change_of_each_image():
@@ -150,17 +139,15 @@ def test_every_cell_by_hand():
     cells = [tuple(cell.at.values()) for cell in found.all("transferred")]
     assert cells == list(product(models, models))
     labels = torch.from_numpy(data.test.labels)
-    targets = {
-        name: Target(model, CLASSES, data.test.images, labels, 16) for name, model in models.items()
-    }
+    aim = (CLASSES, data.test.images, labels, 16)
+    targets = {name: Target(model, *aim) for name, model in models.items()}
     for cell in found.all("transferred"):
         scorer = targets[cell.at["scored_by"]]
         left = scorer.worse_scores(targets[cell.at["made_on"]].attacked(PGD, 0.1))
         direct = scorer.worse_scores(scorer.attacked(PGD, 0.1))
         assert cell.interval == CLASSES.interval(left)
-        assert found.find("transferred_difference", **cell.at).value == pytest.approx(
-            float(left.double().mean() - direct.double().mean())
-        )
+        gap = pytest.approx(float(left.double().mean() - direct.double().mean()))
+        assert found.find("transferred_difference", **cell.at).value == gap
     assert found.facts | {"methods": ["plain", "other"], "attack": "pgd-5"} == found.facts
 
 
@@ -168,9 +155,8 @@ def test_a_hidden_gradient_shows():
     models = {"plain": Smooth(), "blind": Blind(Smooth())}
     found = transfer.measure(models, data_of(Smooth()), TRANSFER, compute_without_cache)
     assert found.facts["reading"]["holds"] is False
-    assert found.facts["reading"]["text"] == (
-        "1 of 2 transferred attacks do more harm than the direct one: from plain on blind"
-    )
+    told = "1 of 2 transferred attacks do more harm than the direct one: from plain on blind"
+    assert found.facts["reading"]["text"] == told
     models["blind"] = Smooth(seed=1)
     honest = transfer.measure(models, data_of(Smooth()), TRANSFER, compute_without_cache)
     reading = honest.facts["reading"]
@@ -194,8 +180,7 @@ def test_more_pairs_need_wider_intervals():
     # Of four images the transferred attack breaks three that the direct one leaves.
     one, none = torch.tensor([0, 0, 0, 1]).bool(), torch.ones(4).bool()
     two = put_pairs({("a", "a"): none, ("b", "b"): none, ("a", "b"): one, ("b", "a"): one})
-    level = 1 - 0.05 / 2
-    expected = paired_share_difference(count_paired_hits(one.numpy(), none.numpy()), level)
+    expected = paired_share_difference(count_paired_hits(one.numpy(), none.numpy()), 1 - 0.05 / 2)
     pair = {"made_on": "a", "scored_by": "b"}
     difference = two.interval("transferred_difference", **pair)
     assert difference == expected and difference.value == -0.75

@@ -8,9 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from moecore.core.files import UserError
-from moecore.core.routing_records import TokenLayout
-from moecore.measure.base import MeasuredModel
+from moecore import UserError, predict_in_batches
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics import choice_patterns as patterns
 from moecore.measure.routing_metrics import expert_information as information
@@ -22,15 +20,10 @@ from moecore.measure.routing_metrics.expert_roles import (
     read_layers,
 )
 from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, max_load_violation
-from moecore.measure.values import Values
 from moecore.nn.balances.loss_free import LossFree
 from moecore.nn.layers.moe import MoEFeedForward
-from moecore.nn.predict import predict_in_batches
-from moecore.nn.routers.depth import Depth
-from moecore.nn.routers.expert_choice import ExpertChoice
-from moecore.nn.routers.hash import Hash
-from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.nn.routers.told import Told
+from moecore.parts import MeasuredModel, TokenLayout, Values
+from moecore.routers import Depth, ExpertChoice, Hash, NoisyTopK, Told
 from moecore.testing import check_measurement
 from tests.measure.subjects import compute_without_cache, expert_roles, routing_with_roles
 from tests.measure.test_truth import subject, text_subject
@@ -66,8 +59,7 @@ def test_follow_ups():
 
 
 def test_pair_lift_is_the_mean_over_the_pairs():
-    random = np.random.default_rng(0)
-    scores = torch.from_numpy(random.random((9, 5, 6)))
+    scores = torch.from_numpy(np.random.default_rng(0).random((9, 5, 6)))
     scores[..., 4] = -1  # nobody's expert
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(2).indices, True)
     lift = patterns.coactivation_lift(patterns.count_coactivation(chosen).sum(dim=0), 45)
@@ -96,9 +88,8 @@ def test_information_of_classes():
     with pytest.raises(UserError, match="fewer than two labels"):
         information.expert_information(chosen, labels * 0, others)
     with pytest.raises(UserError, match="found 3 images .*; allowed: 4 and more"):
-        information.expert_information(
-            chosen[:3], labels[:3], information.permute_images(labels[:3], 200, 0)
-        )
+        orders = information.permute_images(labels[:3], 200, 0)
+        information.expert_information(chosen[:3], labels[:3], orders)
 
 
 def test_specialisation_of_words():
@@ -138,10 +129,8 @@ def test_margin_and_load():
     counts = batches.flatten(0, 1).sum(dim=0)
     assert max_load_violation(counts) == 1 and patterns.mean_batch_violation(batches, 1) == 1
     assert dead_expert_share(counts, 0.1) == 0.25
-    assert (
-        patterns.cumulative_load_shares(counts)[1] == 0.75
-        and patterns.cumulative_load_shares(counts)[-1] == 1
-    )
+    assert patterns.cumulative_load_shares(counts)[1] == 0.75
+    assert patterns.cumulative_load_shares(counts)[-1] == 1
     assert patterns.chance_violation(10**6, 4) < 0.01 < patterns.chance_violation(100, 4) < 0.5
 
 
@@ -166,10 +155,9 @@ def test_similarity_by_chance_is_of_other_people():
     # Of people who have two images each, of 1, 2, 3, 4 and, in another order, 3, 1, 2, 4. CKA of
     # one number is r²: of these (2 / 5)². By images 2, 3, 2, 4, 3, 1, 1, 4: r = -1 / 10.
     first = torch.arange(1, 5).double().repeat_interleave(2).view(8, 1, 1).expand(8, 2, 1)
-    chances = [
-        similarity.expert_similarity([first, 5 * first + 1], people).chances["expert_cka"]
-        for people in (np.arange(8) // 2, np.arange(8), None)
-    ]
+    groups, pair = (np.arange(8) // 2, np.arange(8), None), [first, 5 * first + 1]
+    found = [similarity.expert_similarity(pair, people) for people in groups]
+    chances = [one.chances["expert_cka"] for one in found]
     assert chances == pytest.approx([0.16, 0.01, 0.01])
 
 
@@ -197,9 +185,7 @@ def test_early_choices_are_the_routers_of_the_tokens_before(made):
 def test_local_consistency():
     """Windows (0, 0), (0, 1), (1, 2): of the six uses at θ = 1 all are served by five sets."""
     uses = patterns.window_use_histogram(sets_of((0,), (0,), (1,), (2,), experts=3), 2)
-    assert patterns.consistency_by_threshold(uses[0].numpy()).tolist() == pytest.approx(
-        [0.5, 0.75, 0.5]
-    )
+    assert patterns.consistency_by_threshold(uses[0].numpy()).tolist() == ([0.5, 0.75, 0.5])
     assert patterns.consistency_by_image(uses.numpy()).tolist() == pytest.approx([0.75])
     with pytest.raises(UserError, match="a window of 5"):
         patterns.window_use_histogram(sets_of((0,), (1,), experts=2), 5)
@@ -240,10 +226,8 @@ def test_all_of_it_is_of_one_pass():
     assert {"pair_lift", "expert_cka", "early_choice", "information_truth"} <= named
     assert sum(seen) == 2 * images
     first, second = (record.chosen for record in records)
-    after, before = (
-        patterns.follow_up_shares(first, second),
-        patterns.follow_up_shares(second, first),
-    )
+    after = patterns.follow_up_shares(first, second)
+    before = patterns.follow_up_shares(second, first)
     second_layer = out.facts["roles"]["layers"][1]
     assert np.array(second_layer.after) == pytest.approx(after.numpy())
     assert np.array(second_layer.before) == pytest.approx(before.numpy())
@@ -275,23 +259,18 @@ def test_experts_by_position_tell_the_position():
 def test_margins_are_of_what_the_choice_is_by():
     """A large bias lets all choose the experts 1 and 2, and a group hides a better expert."""
     measured = subject(NoisyTopK(k=2, score="sigmoid", balance=LossFree()))
-    routers = list_routers(measured.model)
-    for router in routers:
+    for router in list_routers(measured.model):
         router.balance.bias.copy_(torch.tensor([0.0, 2.0, 4.0]))
     _, records = predict_in_batches(measured.model, measured.data.test.images, prediction=False)
-    result = expert_roles(measured)
-    for layer, record in zip(read_layers(result), records, strict=True):
+    for layer, record in zip(read_layers(expert_roles(measured)), records, strict=True):
         scores = record.logits.sigmoid()
         margin = (scores[..., 1] + 2 - scores[..., 0]).mean().item()
         assert margin > 1 and layer.values["margin"] == pytest.approx(margin, rel=1e-6)
     router = NoisyTopK(k=2, groups={"number": 2, "kept": 1}).build(4, experts=6).eval()
     _, decided = router.decide(torch.tensor([[[2.5, 0, 0, 2, 2, 1]]]))
     scores = router.selection_scores(decided)
-    assert (
-        patterns.choice_margin(decided.probs, decided.chosen)
-        < 0
-        < patterns.choice_margin(scores, decided.chosen)
-    )
+    margin = patterns.choice_margin(decided.probs, decided.chosen)
+    assert margin < 0 < patterns.choice_margin(scores, decided.chosen)
 
 
 def test_where_it_does_not_apply():
@@ -317,8 +296,7 @@ def test_expert_similarity(monkeypatch):
     """The fixture is of 4 tokens; without 10 for each number nothing is said."""
     first = torch.tensor([[1.0, 0], [0, 1], [2, 1], [-1, 1]]).double()
     second = torch.tensor([[2.0, 1], [1, 1], [3, 0], [0, 2]]).double()
-    constant = torch.full((4, 2), 0.1).double()
-    pair = [one.view(2, 2, 2) for one in (first, second, constant)]
+    pair = [one.view(2, 2, 2) for one in (first, second, torch.full((4, 2), 0.1).double())]
     assert similarity.expert_similarity(pair) is None
     monkeypatch.setattr(similarity, "MIN_TOKENS_PER_DIMENSION", 1)
     alike = similarity.expert_similarity(pair)
@@ -369,13 +347,11 @@ def test_labels_of_words_and_cubes(tmp_path):
     (tmp_path / "vocabulary.txt").write_text("tensor\nThe\nof\n,\n<eos>\n<unk>\n")
     words = np.repeat(range(5), (10, 8, 6, 4, 12)).reshape(10, 1, 4)
     task = SimpleNamespace(outputs=6)
-    subject = MeasuredModel(
-        SimpleNamespace(image=SimpleNamespace(truth=None, task=task)),
-        SimpleNamespace(card={}, folder=tmp_path),
-    )
-    labels = information.token_labels_by_name(
-        subject, np.arange(10), words, TokenLayout(0, (4,), (4,))
-    )
+    image = SimpleNamespace(truth=None, task=task)
+    data = SimpleNamespace(card={}, folder=tmp_path)
+    subject = MeasuredModel(SimpleNamespace(image=image), data)
+    layout = TokenLayout(0, (4,), (4,))
+    labels = information.token_labels_by_name(subject, np.arange(10), words, layout)
     assert labels["word"].unique().tolist() == [-1, 0, 4]
     kinds = dict(zip(words.ravel().tolist(), labels["stop_word"].ravel().tolist(), strict=True))
     assert kinds == {0: 0, 1: 1, 2: 1, 3: -1, 4: -1}

@@ -12,15 +12,10 @@ from torch.nn.functional import cross_entropy
 
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
+from moecore.experts import Eigen, Mlp, ZeroComputation
+from moecore.measure import router_regret
 from moecore.measure.expert_worth import ExpertWorth, draw_experts, expert_counts_to_remove
-from moecore.measure.router_regret import (
-    DrawnTokens,
-    RouterRegret,
-    best_choices,
-    layer_losses,
-    means_over_layers,
-    regret_metrics_by_image,
-)
+from moecore.measure.router_regret import DrawnTokens, RouterRegret, regret_metrics_by_image
 from moecore.measure.routing_metrics.alternative_choices import (
     bar_experts,
     drop_choices,
@@ -33,15 +28,8 @@ from moecore.measure.routing_metrics.alternative_choices import (
 from moecore.measure.values import Found
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.balances.loss_free import LossFree
-from moecore.nn.experts.base import ZeroComputation
-from moecore.nn.experts.eigen import Eigen
-from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoEFeedForward, MoESettings
-from moecore.nn.routers.eigenbasis import Eigenbasis
-from moecore.nn.routers.noisy_top_k import GroupLimitedChoice, NoisyTopK
-from moecore.nn.routers.relu import Relu
-from moecore.nn.routers.told import Told
-from moecore.nn.routers.top_p import TopP
+from moecore.routers import Eigenbasis, GroupLimitedChoice, NoisyTopK, Relu, Told, TopP
 from moecore.tasks.regression import Regression
 from moecore.testing import check_measurement
 from moecore.testing.check_helpers import small_data, small_vit
@@ -51,12 +39,9 @@ from tests.measure.test_truth import IMAGE, subject, text_subject
 
 WAYS = ("as_is", "renormalised", "reroute")
 ROUTERS = [
-    NoisyTopK(k=2),
-    NoisyTopK(k=2, score="sigmoid", balance=LossFree()),
+    *(NoisyTopK(k=2), NoisyTopK(k=2, score="sigmoid", balance=LossFree())),
     NoisyTopK(k=2, groups=GroupLimitedChoice(number=2, kept=1)),
-    Relu(k=1),
-    TopP(threshold=0.9),
-    Eigenbasis(k=2),
+    *(Relu(k=1), TopP(threshold=0.9), Eigenbasis(k=2)),
 ]
 
 
@@ -71,8 +56,7 @@ def test_barred_experts_are_not_chosen(router):
             first, _ = model(images).routing
         after = model(images)
     assert not first.chosen[..., 1].any() and before.routing[0].chosen[..., 1].any()
-    assert not first.combine[..., 1].any()
-    assert torch.equal(before.prediction, after.prediction)
+    assert not first.combine[..., 1].any() and torch.equal(before.prediction, after.prediction)
     assert torch.equal(before.routing[0].probs, first.probs)
     if router in (ROUTERS[0], ROUTERS[5]):
         others = first.logits.index_fill(-1, torch.tensor([1]), -torch.inf).topk(2).indices
@@ -88,8 +72,7 @@ def test_the_one_that_is_left_gets_all_tokens():
     tokens = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), bar_experts(model, [torch.tensor([True, False]), None]):
         output, (record,) = layer(tokens)
-    assert record.chosen[..., 1].all()
-    assert torch.equal(record.combine[..., 1], record.probs[..., 1])
+    assert record.chosen[..., 1].all() and torch.equal(record.combine[..., 1], record.probs[..., 1])
     assert output.shape == tokens.shape and not output.isnan().any()
 
 
@@ -104,8 +87,7 @@ def test_a_dropped_choice_by_hand():
     for is_renormalised, expected in ((False, [0.6, 0.8]), (True, [1.2, 1.6])):
         left = drop_weights(combine, first, is_renormalised)
         assert (left @ outputs).flatten().tolist() == pytest.approx(expected)
-    alone = combine * first
-    assert not drop_weights(alone, first, True).any()
+    assert not drop_weights(combine * first, first, True).any()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -191,14 +173,11 @@ def test_an_expert_that_nobody_uses_is_worth_nothing():
     assert all(load[2] == 0 for load in result.facts["load"])
 
 
-def test_what_is_removed():
+def test_what_is_removed_and_where_it_does_not_apply():
     assert expert_counts_to_remove(3) == [1, 2, 3] and expert_counts_to_remove(62)[-1] == 62
     assert len(expert_counts_to_remove(62)) == 8
     few, more = draw_experts(2, 8, 2, 1), draw_experts(2, 8, 5, 1)
     assert few == [layer[:2] for layer in more] and few[0] != few[1]
-
-
-def test_where_it_does_not_apply():
     assert ExpertWorth.applies(subject(NoisyTopK(k=2))) is None
     assert "may choose all" in ExpertWorth.applies(subject(NoisyTopK(k=3)))
     assert "told does not choose by scores" in ExpertWorth.applies(subject(Told()))
@@ -237,7 +216,9 @@ def test_losses_are_those_of_a_slow_reference():
     measured = subject(NoisyTopK(k=2, renormalise=True))
     settings = RouterRegret(images=4, tokens=2, batch=5)
     drawn = settings.draw_tokens(measured.model, 0, evenly_spaced_indices(40, 4))
-    losses = np.array(layer_losses(measured, 0, drawn, list_subsets(3, 2), settings.batch))
+    losses = np.array(
+        router_regret.layer_losses(measured, 0, drawn, list_subsets(3, 2), settings.batch)
+    )
     assert losses.shape == (4, 2, 4)
     model, test = measured.model, measured.data.test
     random = np.random.default_rng([0, 0])
@@ -294,7 +275,7 @@ def test_losses_of_a_text_are_those_of_a_slow_reference():
     measured = text_subject(NoisyTopK(k=2, renormalise=True))
     model, test = measured.model, measured.data.test
     drawn = DrawnTokens(np.array([3, 7]), np.array([[2], [0]]))
-    losses = np.array(layer_losses(measured, 0, drawn, list_subsets(3, 2), 3))
+    losses = np.array(router_regret.layer_losses(measured, 0, drawn, list_subsets(3, 2), 3))
     assert losses.shape == (2, 1, 4)
     first, _ = list_routers(model)
     for place, index in enumerate(drawn.images):
@@ -346,7 +327,7 @@ def test_best_choices_of_the_explorers_images():
     model = SimpleNamespace(layouts=layouts)
     drawn = DrawnTokens(np.array([5]), np.array([[1, 0]]))
     losses = [[[0.9, 0.25, 0.5], [0.9, 0.8, 0.8]]]
-    first, second = best_choices(model, 0, drawn, losses, list_subsets(2, 1))
+    first, second = router_regret.best_choices(model, 0, drawn, losses, list_subsets(2, 1))
     assert (first.image, first.tokens, first.experts, first.saved) == (5, [1, 2, 3, 4], [1], 0.25)
     assert (second.tokens, second.experts, second.saved) == ([0], [], 0)
 
@@ -358,7 +339,7 @@ def test_regret_by_image():
     assert values["better_sets"].tolist() == [0.25, 0]
     assert values["router_regret_normalised"].mean() == pytest.approx(0.25 / 0.5)
     flat = regret_metrics_by_image(np.full((2, 2, 3), 2.0))  # of a layer whose experts are equal
-    means = means_over_layers([values, flat])
+    means = router_regret.means_over_layers([values, flat])
     assert means["router_regret"].tolist() == [0.25, 0] and "router_regret_normalised" not in means
 
 

@@ -8,34 +8,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moecore.backbones import MoESettings, SingleLayer, Vit
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure import invariance
 from moecore.measure.base import MeasuredModel
 from moecore.measure.invariance import TRANSFORMS, Invariance, draw_affines
-from moecore.measure.routing_metrics.layer_metrics import (
-    imed_between,
-    imed_by_image,
-    imed_matrix,
-    partner_images,
-    squared_imed,
-)
-from moecore.nn.backbones.single_layer import SingleLayer
-from moecore.nn.backbones.vit import Vit
+from moecore.measure.routing_metrics import layer_metrics
+from moecore.measure.routing_metrics.layer_metrics import imed_by_image, squared_imed
 from moecore.nn.experts.base import map_shape
-from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches
 from moecore.testing import check_measurement
 from tests.measure.subjects import built, compute_without_cache
 
 SETTINGS = Invariance(images=40, batch=30)
-MOE = {
-    "router": {"kind": "noisy_top_k", "k": 1},
-    "experts": {"kind": "mlp", "number": 6, "hidden_ratio": 0.1},
-}
-MODELS = {
-    "single": (SingleLayer(), MoESettings(**MOE, blocks=[0])),
-    "vit": (Vit(patch=6, width=16, depth=2, heads=2), MoESettings(**MOE, blocks=[0, 1])),
-}
+MLPS = {"kind": "mlp", "number": 6, "hidden_ratio": 0.1}
+MOE = {"router": {"kind": "noisy_top_k", "k": 1}, "experts": MLPS}
+VIT = Vit(patch=6, width=16, depth=2, heads=2)
+MODELS = {"single": (SingleLayer(), MoESettings(**MOE, blocks=[0]))}
+MODELS["vit"] = (VIT, MoESettings(**MOE, blocks=[0, 1]))
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +36,8 @@ def vit(data):
 @pytest.fixture(scope="module")
 def results(data, vit):
     single = built(*MODELS["single"], data, 5)
-    return {
-        name: check_measurement(SETTINGS, MeasuredModel(model, data))
-        for name, model in {"single": single, "vit": vit}.items()
-    }
+    models = {"single": MeasuredModel(single, data), "vit": MeasuredModel(vit, data)}
+    return {name: check_measurement(SETTINGS, model) for name, model in models.items()}
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +50,7 @@ def test_every_transform_has_its_distances_and_every_class_its_map(results, name
     found = results[name]
     assert list(found.curve("imed", "transform")) == list(TRANSFORMS)
     for value in found.all("imed"):
-        assert len(value.array) == 40
-        assert 0 <= value.low < value.value < value.high
+        assert len(value.array) == 40 and 0 <= value.low < value.value < value.high
         assert 0 < value.value**2 <= 1 / np.pi
     maps = np.array(found.facts["class_maps"])
     assert maps.shape == (10, layers, 6)
@@ -83,12 +70,10 @@ def test_the_identity_moves_nothing(data, vit, monkeypatch):
 
 def test_a_distance_is_held_against_that_between_different_images(results, vit, images):
     _, clean = predict_in_batches(vit, images, 40)
-    pairs = partner_images(40, 0).tolist()
+    pairs = layer_metrics.partner_images(40, 0).tolist()
     probs = invariance.probs_by_layer(clean)
-    one_by_one = [
-        float(imed_by_image(*(tuple(layer[[i]] for layer in probs) for i in pair)))
-        for pair in enumerate(pairs)
-    ]
+    sides = [[tuple(layer[[i]] for layer in probs) for i in pair] for pair in enumerate(pairs)]
+    one_by_one = [float(imed_by_image(*side)) for side in sides]
     for name, distance in results["vit"].curve("imed", "transform").items():
         value = results["vit"].find("imed_normalised", transform=name)
         assert value.value == pytest.approx(distance / (sum(one_by_one) / 40))
@@ -101,10 +86,8 @@ def test_values_are_those_of_the_images_moved_by_hand(results, vit, images):
     for name, batch in (("shear 15", 40), ("translation (0.1, 0.1)", 7)):
         drawn = draw_affines(name, 40, (12, 12), 0)
         _, after = predict_in_batches(vit, invariance.move_images(images, drawn, batch), 40)
-        same = [
-            (a.probs.argmax(-1) == b.probs.argmax(-1)).double().mean()
-            for a, b in zip(before, after, strict=True)
-        ]
+        best = [[layer.probs.argmax(-1) for layer in side] for side in (before, after)]
+        same = [(a == b).double().mean() for a, b in zip(*best, strict=True)]
         agreement = results["vit"].find("agreement_transformed", transform=name).value
         assert agreement == pytest.approx(float(sum(same) / 2)) and agreement < 1
         d = imed_by_image(invariance.probs_by_layer(before), invariance.probs_by_layer(after))
@@ -171,9 +154,9 @@ def test_the_metric_is_positive_definite():
     # a row of points has eigenvalues of at least 1 + 2 Σ_k (−1)^k exp(−k²/2) = 0.0362 (its symbol
     # at π); the grid is the product of two
     least = 1 + 2 * sum((-1) ** k * math.exp(-k * k / 2) for k in range(1, 30))
-    values = torch.linalg.eigvalsh(imed_matrix(20, 20))
+    values = torch.linalg.eigvalsh(layer_metrics.imed_matrix(20, 20))
     assert float(values[0]) >= least**2 / (2 * math.pi) and float(values[0]) > 2e-4
-    assert torch.equal(imed_matrix(3, 4), imed_matrix(3, 4).T)
+    assert torch.equal(layer_metrics.imed_matrix(3, 4), layer_metrics.imed_matrix(3, 4).T)
 
 
 def test_means_over_tokens_and_layers_by_hand():
@@ -197,19 +180,19 @@ def test_the_same_routing_has_no_distance():
 
 @given(st.integers(2, 60), st.integers(0, 10**6))
 def test_partners_are_other_images_each_once_and_on_one_circle(images, seed):
-    found = partner_images(images, seed).tolist()
+    found = layer_metrics.partner_images(images, seed).tolist()
     assert sorted(found) == list(range(images))
     place, seen = 0, []
     for _ in range(images):
         place = found[place]
         seen.append(place)
     assert sorted(seen) == list(range(images)) and seen[-1] == 0
-    assert found == partner_images(images, seed).tolist()
+    assert found == layer_metrics.partner_images(images, seed).tolist()
 
 
 def test_two_images_are_compared_with_each_other():
     probs = torch.stack([one_hot(16, 0)[None], one_hot(16, 1)[None]])
     adjacent = math.sqrt((1 - math.exp(-0.5)) / math.pi)
-    assert imed_between((probs,), 0).tolist() == pytest.approx([adjacent, adjacent])
+    assert layer_metrics.imed_between((probs,), 0).tolist() == pytest.approx([adjacent, adjacent])
     with pytest.raises(ValueError, match="two are needed"):
-        partner_images(1, 0)
+        layer_metrics.partner_images(1, 0)

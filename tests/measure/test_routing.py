@@ -6,25 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from moecore.core.routing_records import TokenLayout
 from moecore.core.streams import derived_seed, generator_for
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import make_random_views
-from moecore.measure import routing
-from moecore.measure.base import MeasuredModel
-from moecore.measure.cost import Cost
+from moecore.measure import Cost, Routing, routing
 from moecore.measure.exploring.expert_gallery import TWO_CROPS, overlapping_crops, parse_expert_grid
-from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics import layer_metrics
 from moecore.measure.routing_metrics.alternative_choices import score_threshold
 from moecore.measure.routing_metrics.two_view_agreement import draw_two_views
-from moecore.measure.values import Values
-from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.routers.eigenbasis import Eigenbasis
-from moecore.nn.routers.top_p import TopP
+from moecore.parts import ImageSpec, MeasuredModel, MoESettings, TokenLayout, Values
+from moecore.routers import Eigenbasis, TopP
 from moecore.testing import check_measurement
 from moecore.training.guide import build_guide
 from moecore.training.method import Method
@@ -33,15 +26,9 @@ from tests.methods import tiny
 from tests.nn.test_dispatch import paired
 
 SETTINGS = Routing.model_validate(
-    {
-        "images": 40,
-        "batch": 30,
-        "overlays": 1,
-        "views": {"crop": {"scale": [0.7, 1.0]}},
-        "augmentations": ["noise", "flip", {"name": "mine", "views": {"shift": 1}, "noise": 0.02}],
-        "augmentation_images": 15,
-        "sweeps": {"k": [1, 2, 9], "threshold": [0.3, 0.5], "images": 20},
-    }
+    {"images": 40, "batch": 30, "overlays": 1, "views": {"crop": {"scale": [0.7, 1.0]}}}
+    | {"augmentations": ["noise", "flip", {"name": "mine", "views": {"shift": 1}, "noise": 0.02}]}
+    | {"sweeps": {"k": [1, 2, 9], "threshold": [0.3, 0.5], "images": 20}, "augmentation_images": 15}
 )
 NAMES = ("vmoe", "ermoe", "soft_moe", "expert_choice", "teacher_routed", "hash_moe")
 
@@ -67,7 +54,6 @@ def results(data, models):
 
 
 def number(found, metric, **at):
-    """Return a value, None where there is none."""
     value = found.find(metric, **at)
     return value and value.value
 
@@ -78,15 +64,12 @@ def test_every_method_has_every_measurement(results, name):
     layers = [("_layer", {"layer": layer}) for layer in (1, 2)]
     rows = [("_augmented", {"augmentation": kind}) for kind in ("noise", "flip", "mine")]
     for suffix, at in (*layers, ("", {}), *rows):
-        first, ordered, sets = (
-            number(found, f"{one}{suffix}", **at)
-            for one in ("match_top1", "match_top2_ordered", "match_top2_sets")
-        )
+        names = [f"match_top{name}{suffix}" for name in ("1", "2_ordered", "2_sets")]
+        first, ordered, sets = (number(found, name, **at) for name in names)
         assert 0 <= ordered <= min(first, sets) <= 1
     for load, (_, at) in zip(found.facts["load"], layers, strict=True):
         assert 0 <= number(found, "load_cv2_layer", **at) <= 7
-        assert 0 <= number(found, "entropy_layer", **at) <= 1
-        assert sum(load) == pytest.approx(1)
+        assert 0 <= number(found, "entropy_layer", **at) <= 1 and sum(load) == pytest.approx(1)
     assert list(found.curve("score_k", "k")) == ([] if name == "soft_moe" else [1, 2])
     thresholds = list(found.curve("score_threshold", "threshold"))
     assert thresholds == ([0.3, 0.5] if name == "ermoe" else [])
@@ -181,10 +164,8 @@ def test_an_augmentation_does_not_depend_on_the_others(models, images, results):
     settings = Routing(augmentations=("flip",), augmentation_images=15, batch=8)
     alone = Values(Routing.metrics, models["vmoe"].image.task, compute_without_cache)
     routing.put_augmented(models["vmoe"], images, settings, alone)
-    flipped = (
-        number(one, "match_top1_augmented", augmentation="flip")
-        for one in (alone.found(), results["vmoe"])
-    )
+    views = {"metric": "match_top1_augmented", "augmentation": "flip"}
+    flipped = (number(one, **views) for one in (alone.found(), results["vmoe"]))
     assert next(flipped) == pytest.approx(next(flipped))
 
 
@@ -197,8 +178,7 @@ def test_two_crops_and_their_corresponding_patches(images):
     shared = {number for number in first if number >= 0}
     assert shared and shared == {number for number in second if number >= 0}
     assert all(number in (-1, place) for place, number in enumerate(second))
-    views = draw_two_views(images[:8], TWO_CROPS, 3)
-    pixels = (views.images.numpy() * 255).round()
+    pixels = (draw_two_views(images[:8], TWO_CROPS, 3).images.numpy() * 255).round()
     pairs = [sorted(pixels[[view, 8 + view]].tolist()) for view in range(8)]
     assert pairs.count(sorted(found.views.array().tolist())) == 1
     assert overlapping_crops(images, TokenLayout(0, (1, 1), (12, 12)), 3) is None
@@ -213,8 +193,7 @@ def test_items_are_one_value_an_image_whose_mean_is_the_metric(results, name):
     for metric in ("fallback", "tail_mass", "teacher_agreement"):
         assert ((metric,) in having) == (found.find(metric) is not None)
     for one in having.values():
-        number = 15 if "augmentation" in one.at else 40
-        assert one.array.shape == (number,)
+        assert one.array.shape == (15 if "augmentation" in one.at else 40,)
         assert one.array.mean() == pytest.approx(one.value, abs=1e-6), one.metric
     for layer in (1, 2):
         assert {("match_top1_layer", layer), ("confidence_others_layer", layer)} <= having.keys()

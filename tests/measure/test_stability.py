@@ -5,10 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from moecore.attacks.attack_setup import Target
+from moecore import ModelOutput, Target, UserError, predict_in_batches
+from moecore.backbones import SingleLayer, Vit
 from moecore.core.arrays_as_text import decode_compressed_text
-from moecore.core.files import UserError
-from moecore.core.routing_records import ModelOutput
 from moecore.data.corruptions import add_noise, standard_normal_noise
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.explorer import Result
@@ -18,31 +17,15 @@ from moecore.measure.routing_metrics.layer_metrics import changes_by_image, expe
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views
 from moecore.measure.stability import Stability, class_probs_by_sigma, put_ramps
 from moecore.measure.values import Found, Values
-from moecore.nn.backbones.single_layer import SingleLayer
-from moecore.nn.backbones.vit import Vit
-from moecore.nn.predict import predict_in_batches
 from moecore.testing import check_measurement
 from moecore.testing.check_helpers import CLASSES
-from tests.measure.subjects import (
-    FEW,
-    MOVED,
-    OF_VOLUMES,
-    built,
-    compute_without_cache,
-    images,
-    moe,
-    subject,
-    top_k_mlps,
-    volumes,
-)
+from tests.measure import subjects
+from tests.measure.subjects import FEW, MOVED, OF_VOLUMES, compute_without_cache, images, moe
 
 SETTINGS = Stability(images=30, overlays=3, sigmas=(0.2, 0.05), steps=4)
 VIT = Vit(patch=4, width=16, depth=2, heads=2)
-MODELS = {
-    "vit": (VIT, top_k_mlps(k=2)),
-    "other": (VIT, top_k_mlps(k=2, blocks=(1,))),
-    "dense": (SingleLayer(), None),
-}
+MODELS = {"vit": (VIT, subjects.top_k_mlps(k=2))}
+MODELS |= {"other": (VIT, subjects.top_k_mlps(k=2, blocks=(1,))), "dense": (SingleLayer(), None)}
 
 
 class Staircase(nn.Module):
@@ -53,8 +36,7 @@ class Staircase(nn.Module):
         self.thresholds = torch.tensor(thresholds)
 
     def forward(self, images: torch.Tensor) -> ModelOutput:
-        passed = (images[:, 0, 0, :1] > self.thresholds).sum(1) % 2
-        p = torch.where(passed == 0, 0.9, 0.1)
+        p = torch.where(((images[:, 0, 0, :1] > self.thresholds).sum(1) % 2) == 0, 0.9, 0.1)
         return ModelOutput(torch.stack([p, 1 - p], 1).log())
 
 
@@ -85,14 +67,11 @@ def test_every_step_of_a_staircase_is_one_jump(thresholds):
     assert curve[:7] == pytest.approx([0.9] * 6 + [0.1], abs=1e-5), "0.45 is below, 0.46 above"
 
 
-def test_a_slope_has_no_jump():
+def test_a_slope_has_no_jump_and_chunks_keep_their_order():
     found = ramp_of(Slope())
     assert found.find("jumps").value == 0
     predicted = found.facts["ramp"]["shown"][0]["predicted"]
     assert np.abs(np.diff(predicted)).sum() == 1, "0.4 … 0.7 passes 0.5 once"
-
-
-def test_more_images_than_a_chunk_keep_their_order():
     grey, noise = np.linspace(60, 200, 40).astype(np.uint8), torch.linspace(-1, 1, 40)
     images = np.broadcast_to(grey[:, None, None, None], (40, 1, 8, 8))
     drawn = noise[:, None, None, None].expand(40, 1, 8, 8)
@@ -103,7 +82,7 @@ def test_more_images_than_a_chunk_keep_their_order():
 
 @pytest.fixture(scope="module")
 def models(data):
-    return {name: built(*parts, data, 3) for name, parts in MODELS.items()}
+    return {name: subjects.built(*parts, data, 3) for name, parts in MODELS.items()}
 
 
 @pytest.mark.parametrize("name", ["vit", "other", "dense"])
@@ -130,10 +109,8 @@ def test_routing_values_are_those_of_the_records(data, models, results):
     _, clean = predict_in_batches(models["vit"], images, 30)
     pixels = add_noise(images, standard_normal_noise(where, (1, 12, 12), 0), 0.05)
     _, noisy = predict_in_batches(models["vit"], pixels, 30)
-    change, agreement = (
-        results["vit"].find(f"noise_{name}", sigma=0.05).value
-        for name in ("selection_change", "agreement")
-    )
+    names = ("noise_selection_change", "noise_agreement")
+    change, agreement = (results["vit"].find(name, sigma=0.05).value for name in names)
     layers = changes_by_image(clean, noisy)
     assert change == pytest.approx(np.mean([float(layer.mean()) for layer in layers]))
     same = [float(layer.mean()) for layer in expert_agreement(clean, noisy)]
@@ -141,10 +118,8 @@ def test_routing_values_are_those_of_the_records(data, models, results):
 
 
 def test_every_method_saw_the_same_noisy_images(data, results):
-    vit, other = (
-        [Overlays.model_validate(row["overlays"]) for row in results[name].facts["overlays"]]
-        for name in ("vit", "other")
-    )
+    rows = [[row["overlays"] for row in results[n].facts["overlays"]] for n in ("vit", "other")]
+    vit, other = (list(map(Overlays.model_validate, one)) for one in rows)
     assert [row["sigma"] for row in results["vit"].facts["overlays"]] == [0, 0.05, 0.2]
     assert [row.pixels for row in vit] == [row.pixels for row in other]
     clean, noisy = vit[0].images(), vit[2].images()
@@ -156,7 +131,7 @@ def test_every_method_saw_the_same_noisy_images(data, results):
 
 @pytest.fixture(scope="module")
 def model():
-    return subject(images(), moe())
+    return subjects.subject(images(), moe())
 
 
 @pytest.fixture(scope="module")
@@ -173,11 +148,9 @@ def arrays(text: str, images: int, tokens: int, experts: int) -> tuple[np.ndarra
     end = all * size * (kept + 1)
     numbers = [int.from_bytes(data[i : i + size], "little") for i in range(0, end, size)]
     shape = (images, tokens, kept)
-    return (
-        np.array(numbers[:all]).reshape(images, tokens),
-        np.array(numbers[all:]).reshape(shape),
-        np.array(list(data[end:])).reshape(shape),
-    )
+    first, second = np.array(numbers[:all]), np.array(numbers[all:])
+    third = np.array(list(data[end:])).reshape(shape)
+    return first.reshape(images, tokens), second.reshape(shape), third
 
 
 def test_the_clean_images_are_those_of_the_records(model, found):
@@ -217,22 +190,19 @@ def test_noise_and_attacks_are_those_of_the_other_measurements(model, found):
     labels = torch.from_numpy(model.data.test.labels[where])
     by_label = {one.label: one for one in found.shown}
     noisy = add_noise(clean, standard_normal_noise(np.array(where), (1, 12, 12), 0), 0.4)
-    target = Target(model.model, model.data.task, clean, labels, 3)
-    attacked = target.attacked(FEW.attack, 0.1)
+    attacked = Target(model.model, model.data.task, clean, labels, 3).attacked(FEW.attack, 0.1)
     for label, pixels in (("σ = 0.4", noisy), ("ε = 25.5/255", attacked)):
         _, records = predict_in_batches(model.model, pixels, 5)
         for text, record in zip(by_label[label].trace.layers, records, strict=True):
             check_layer(text, record)
     kinds = [one.kind for one in found.shown]
     assert kinds == ["clean", *["noise"] * 4, *["attack"] * 2, *["augmentation"] * 3]
-    moved = np.abs(by_label["ε = 25.5/255"].picture.array().astype(int) - clean)
-    assert 0 < moved.max() <= 26
+    assert 0 < np.abs(by_label["ε = 25.5/255"].picture.array().astype(int) - clean).max() <= 26
 
 
 def test_patches_of_moved_images_know_where_they_were(model, found):
     by_label = {one.label: one for one in found.shown}
-    assert by_label["brightness"].origins is None
-    assert by_label["σ = 0.4"].origins is None
+    assert by_label["brightness"].origins is None and by_label["σ = 0.4"].origins is None
     moved = np.frombuffer(decode_compressed_text(by_label["moved"].origins), "<u2").reshape(5, 9)
     clean = model.data.test.images[list(found.images)]
     views = draw_two_views(clean, TwoViewAugmentation.model_validate(MOVED), 0, *b"moved")
@@ -243,8 +213,7 @@ def test_patches_of_moved_images_know_where_they_were(model, found):
             row, column = divmod(patch, 3)
             y, x, _ = back @ [4 * row + 2, 4 * column + 2, 1]
             inside = 0 <= y < 12 and 0 <= x < 12
-            expected = 3 * int(y // 4) + int(x // 4) if inside else 65535
-            assert moved[image, patch] == expected
+            assert moved[image, patch] == 3 * int(y // 4) + int(x // 4) if inside else 65535
             outside += not inside
     assert 0 < outside < 30
 
@@ -263,18 +232,14 @@ def test_load_classes_and_favourites_by_slow_counts(model, found):
                 own = int(record.chosen[rows][..., expert].sum())
                 assert shares.get(name, 0) == pytest.approx(own / int(choices[expert]), abs=1e-4)
             check_favourites(use, expert, record, where)
-        number = sum(len(use.favourites) for use in layer.experts)
-        assert layer.crops.shape == (number, 1, 8, 8)
+        assert layer.crops.shape == (sum(len(use.favourites) for use in layer.experts), 1, 8, 8)
 
 
 def check_favourites(use, expert, record, where):
     every = []
     for row, place in enumerate(where):
-        patches = [
-            (float(record.probs[row, 1 + patch, expert]), patch)
-            for patch in range(9)
-            if record.chosen[row, 1 + patch, expert]
-        ]
+        chosen = [patch for patch in range(9) if record.chosen[row, 1 + patch, expert]]
+        patches = [(float(record.probs[row, 1 + patch, expert]), patch) for patch in chosen]
         if patches:
             share, patch = max(patches, key=lambda one: one[0])
             every.append((-share, row, int(place), patch))
@@ -289,13 +254,12 @@ def test_a_crop_shows_the_patch_in_its_middle(model, found):
     crops = layer.crops.array()
     first = layer.experts[0].favourites[0]
     row, column = divmod(first.patch, 3)
-    image = model.data.test.images[first.image, 0]
-    own = image[4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
+    own = model.data.test.images[first.image, 0][4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
     assert np.array_equal(crops[0, 0, 2:6, 2:6], own)
 
 
 def test_four_hundred_experts_keep_the_first_eight():
-    model = subject(images(), moe(400))
+    model = subjects.subject(images(), moe(400))
     found = FEW.explore(model, compute_without_cache)
     _, records = predict_in_batches(model.model, model.data.test.images[list(found.images)], 5)
     for text, record in zip(found.shown[0].trace.layers, records, strict=True):
@@ -312,17 +276,16 @@ def test_four_hundred_experts_keep_the_first_eight():
 
 def test_large_images_are_shown_smaller_and_of_a_thousand_classes_the_largest():
     data = images(1000, size=200, channels=3, number=6)
-    found = FEW.explore(subject(data, moe(), patch=50), compute_without_cache)
+    found = FEW.explore(subjects.subject(data, moe(), patch=50), compute_without_cache)
     assert found.shown[0].picture.shape == (5, 3, 96, 96)
     assert found.layers[0].crops.shape[1:] == (3, 24, 24)
-    pixels = found.shown[0].picture.array()
-    assert pixels.mean() == pytest.approx(data.test.images[:].mean(), abs=2)
+    assert found.shown[0].picture.array().mean() == pytest.approx(data.test.images[:].mean(), abs=2)
     assert all(len(row) == 3 for row in found.shown[0].trace.answers)
     assert all(len(use.classes) <= 5 for layer in found.layers for use in layer.experts)
 
 
 def test_volumes(tmp_path):
-    model = volumes(tmp_path)
+    model = subjects.volumes(tmp_path)
     with pytest.raises(UserError, match="explorer.augmentations: found brightness"):
         FEW.explore(model, compute_without_cache)
     asked = OF_VOLUMES.model_copy(update={"images": 24})
@@ -333,8 +296,7 @@ def test_volumes(tmp_path):
     ages = model.data.test.labels[list(found.images)]
     assert found.labels == tuple((float(age),) for age in ages)
     prediction, _ = predict_in_batches(model.model, model.data.test.images[list(found.images)], 6)
-    assert found.shown[0].trace.values == tuple(
-        (pytest.approx(float(value), abs=1e-3),) for value in prediction
-    )
+    expected = tuple((pytest.approx(float(value), abs=1e-3),) for value in prediction)
+    assert found.shown[0].trace.values == expected
     assert all(use.classes == () for layer in found.layers for use in layer.experts)
     assert found.layers[0].crops.shape[1:] == (1, 8, 8)

@@ -6,17 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from moecore.backbones import SingleLayer, Vit
 from moecore.core.files import UserError, to_jsonable, write_json
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.data.views.views import AffineRanges, ViewSettings
-from moecore.measure import base
+from moecore.measure import AffineRanges, Routing, ViewSettings, base
 from moecore.measure.exploring.expert_gallery import overlay_middle_slices, parse_expert_grid
-from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views
 from moecore.measure.values import Found, Metric, OnPage, Values, place_slug
-from moecore.nn.backbones.single_layer import SingleLayer
-from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import predict_in_batches
 from moecore.report.column import ColumnContext, MetricColumns, PlannedPhase
 from moecore.report.results import list_displays, list_measurements_with_values
@@ -30,13 +27,10 @@ from tests.measure.subjects import built, compute_without_cache
 ELSEWHERE = {"cohort_checks", "word_swaps", "retrieval", "zero_shot", "truth"}  # their subjects
 
 
-def test_why_something_was_skipped_is_read_back(tmp_path):
+def test_what_is_skipped_says_why_and_a_dense_model_has_no_routing(tmp_path, data):
     write_json(tmp_path / "0.json", to_jsonable(base.Skipped(skipped="no routing")))
     found = base.read_result(tmp_path / "0.json", Found, "routing")
     assert found == base.Skipped(skipped="no routing")
-
-
-def test_a_dense_model_is_skipped_where_routing_is_measured(data):
     dense = base.MeasuredModel(built(SingleLayer(), None, data, 1), data)
     skipped = {what for what, found in base.builtin_measurements().items() if found.applies(dense)}
     routed = {"routing", "invariance", "explorer"}
@@ -45,14 +39,9 @@ def test_a_dense_model_is_skipped_where_routing_is_measured(data):
 
 
 ROUTING = Routing.model_validate(
-    {
-        "images": 12,
-        "overlays": 3,
-        "views": {"shift": 2, "flip": True, "affine": {"degrees": 10}},
-        "augmentations": ["identity", "noise", "shift", "flip", "rotation", "affine"],
-        "augmentation_images": 6,
-        "sweeps": {"k": [1, 2], "threshold": [], "images": 8},
-    }
+    {"images": 12, "overlays": 3, "views": {"shift": 2, "flip": True, "affine": {"degrees": 10}}}
+    | {"augmentations": "identity noise shift flip rotation affine".split()}
+    | {"augmentation_images": 6, "sweeps": {"k": [1, 2], "threshold": [], "images": 8}}
 )
 
 
@@ -130,8 +119,7 @@ def test_people_with_several_sessions_are_one_item(subject, found):
     few = shown[evenly_spaced_indices(12, 6)]
     for one in found.values:
         if one.items:
-            people = few if "augmentation" in one.at else shown
-            assert len(one.array) == len(set(people.tolist()))
+            assert len(one.array) == len(set((few if "augmentation" in one.at else shown).tolist()))
             assert one.array.mean() == pytest.approx(one.value, abs=1e-6)
 
 
@@ -164,9 +152,8 @@ class Weather(base.Measurement):
 
 
 def weather() -> Found:
-    return Weather().collect_result(
-        base.MeasuredModel(small_vit(), small_data()), compute_without_cache
-    )
+    measured = base.MeasuredModel(small_vit(), small_data())
+    return Weather().collect_result(measured, compute_without_cache)
 
 
 def test_a_value_is_the_mean_of_its_items_with_the_interval_of_its_metric():
@@ -199,14 +186,10 @@ def test_a_signed_metric_has_an_interval_below_0_and_people_are_drawn_whole():
 def test_columns_stand_in_the_order_of_the_metrics_and_details_of_places_at_the_end():
     seen = ColumnContext(CLASSES, [weather()], "", (), ())
     columns = MetricColumns("weather", Weather).columns(seen)
-    assert [(one.name, one.label) for one in columns] == [
-        ("wet", "Wet"),
-        ("wind", "Wind, mean"),
-        ("accuracy_in_north", "Accuracy in north"),
-        ("accuracy_in_far_east", "Accuracy in far east"),
-        ("wind_north", "Wind, north"),
-        ("wind_far_east", "Wind, far east"),
-    ]
+    labels = {"wet": "Wet", "wind": "Wind, mean", "accuracy_in_north": "Accuracy in north"}
+    labels |= {"accuracy_in_far_east": "Accuracy in far east", "wind_north": "Wind, north"}
+    labels |= {"wind_far_east": "Wind, far east"}
+    assert [(one.name, one.label) for one in columns] == list(labels.items())
     assert [one.note for one in columns[:2]] == ["of images", "; mean over sides"]
     assert columns[1].read_result(weather()) == 4.875
     np.testing.assert_allclose(columns[1].read_items(weather()), 6.5 * HITS, atol=1e-2)
@@ -249,8 +232,7 @@ def test_every_value_has_a_metric_and_every_column_was_planned(name):
     found = check_measurement(settings, subject)
     assert json.loads(json.dumps(to_jsonable(found))) == found.model_dump(mode="json")
     assert {value.metric for value in found.values} <= set(kind.metrics)
-    task = subject.data.task
-    seen = ColumnContext(task, [found], "", (), ())
+    seen = ColumnContext(subject.data.task, [found], "", (), ())
     columns = next(one.columns for one in list_displays() if one.kind is kind)
     named = columns.columns(seen)
     assert len({column.name for column in named}) == len(named)

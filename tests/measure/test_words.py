@@ -8,33 +8,25 @@ import torch
 from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
 
-from moecore.core.files import UserError
-from moecore.data.prepared import Prepared
-from moecore.data.sources.digits import Digits
-from moecore.data.sources.wikitext import Wikitext
+from moecore import Prepared, UserError, predict_in_batches
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.data.text.words import read_vocabulary
-from moecore.measure import few_shot, retrieval, routing, word_swaps
-from moecore.measure.base import MeasuredModel
+from moecore.measure import WordSwaps, ZeroShot, few_shot, retrieval, routing, word_swaps
 from moecore.measure.calibration import Calibrate, CalibrationFiles, ClassCalibration, final_tokens
 from moecore.measure.calibrators.temperature import Temperature, nll_derivative_by_row
 from moecore.measure.explorer import Explorer, Result
 from moecore.measure.exploring.expert_gallery import favourite_words
 from moecore.measure.few_shot import BIAS, EPSILON, EXPONENTS, FewShot
 from moecore.measure.routing_metrics.expert_roles import read_layers
-from moecore.measure.word_swaps import WordSwaps
-from moecore.measure.zero_shot import ZeroShot
 from moecore.nn import predict
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.moe import MoESettings
-from moecore.nn.predict import predict_in_batches
-from moecore.nn.routers.told import Told
-from moecore.nn.routers.top_k_softmax import TopKSoftmax
+from moecore.parts import MeasuredModel, MoESettings
+from moecore.routers import Told, TopKSoftmax
+from moecore.sources import Digits, Wikitext
 from moecore.statistics.intervals import wilson
-from moecore.tasks import next_token
+from moecore.tasks import NextToken, next_token
 from moecore.tasks.class_task import brier_scores, class_confidence, top1_hits
-from moecore.tasks.next_token import NextToken
 from moecore.testing import check_measurement
 from tests.data.making import image_classes
 from tests.measure.subjects import built, captioned, compute_without_cache, expert_roles
@@ -74,19 +66,15 @@ def test_stop_words_and_punctuation_are_spared(subject):
     assert WordSwaps.applies(subject._replace(model=ciphers)) is not None
 
 
-def test_experts_tell_stop_words(subject):
-    """An untrained router sees which of the ten words a token is; three are stop words."""
+def test_stop_words_are_told_and_an_experts_words_by_hand(subject):
+    # An untrained router sees which of the ten words a token is; three are stop words
     result = expert_roles(subject, windows=(2,))
     told = read_layers(result)[1].labels["stop_word"]
     assert told.specialisation.labels == 2 and told.specialisation.share > 0.5
     assert result.find("information_stop_word").value > 0.01 and told.p < 0.01
-
-
-def test_an_experts_words_by_hand():
-    """Word 7 chose expert 0 twice of three times, 9 once of two; 4, once there, is rare."""
+    # Word 7 chose expert 0 twice of three times, 9 once of two; 4, once there, is rare
     words = np.array([[7, 9, 7], [9, 4, 7]])
-    chosen = np.eye(2, dtype=bool)[[[0, 0, 1], [1, 0, 0]]]
-    first, second = favourite_words(words, chosen, rare=2)
+    first, second = favourite_words(words, np.eye(2, dtype=bool)[[[0, 0, 1], [1, 0, 0]]], rare=2)
     assert first == [(7, 0.6667), (9, 0.5)] and second == [(9, 0.5), (7, 0.3333)]
 
 
@@ -127,9 +115,8 @@ def test_rows_are_those_of_a_text_with_unknown_words(subject):
             common, either = one.chosen & other.chosen, one.chosen | other.chosen
             layers.append(1 - (common.sum(-1) / either.sum(-1)).double().mean())
         moved.append(torch.stack(layers).mean())
-    first, change, lost = (
-        found.find(f"swapped_{name}", percent=10) for name in ("nats", "change", "lost")
-    )
+    names = ("swapped_nats", "swapped_change", "swapped_lost")
+    first, change, lost = (found.find(name, percent=10) for name in names)
     assert first.value == pytest.approx(float(torch.stack(nats).mean()), abs=1e-6)
     perplexities = found.curve("swapped_ppl", "swapped")
     assert perplexities[10] == pytest.approx(np.exp(first.value))
@@ -149,11 +136,9 @@ def test_tokens_are_worth_what_their_logits_are(subject, monkeypatch):
     _, found = known.answers(1.0, 0.7)
     scaled = logits / 0.7
     nats = cross_entropy(scaled.double(), labels, reduction="none")
-    for field, expected in (
-        (found.nats, nats),
-        (found.squares, brier_scores(scaled, labels)),
-        (found.confidence, class_confidence(scaled)),
-    ):
+    briers = (found.squares, brier_scores(scaled, labels))
+    sure = (found.confidence, class_confidence(scaled))
+    for field, expected in ((found.nats, nats), briers, sure):
         torch.testing.assert_close(field.flatten(), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(found.hits.flatten(), top1_hits(scaled, labels))
     for beta in (0.3, 2.0):
@@ -275,10 +260,9 @@ def results(run):
 def test_the_score_is_that_of_ridges_fitted_by_hand(run, results):
     """Features from the head's input, standardised by the few-shot set, V-MoE's bias column."""
     model, data = run[1]["vit"].model, run[1]["vit"].data
-    train, test = (
-        model.encode(torch.from_numpy(np.array(split.images)).float() / 255)[0][:, 0].detach()
-        for split in (data.train, data.test)
-    )
+    arrays = [np.array(split.images) for split in (data.train, data.test)]
+    pixels = [torch.from_numpy(array).float() / 255 for array in arrays]
+    train, test = (model.encode(one)[0][:, 0].detach() for one in pixels)
     labels = torch.from_numpy(np.array(data.train.labels))
     value = results["vit"].find("few_shot", shots=3)
     hits = []
@@ -297,8 +281,7 @@ def test_the_score_is_that_of_ridges_fitted_by_hand(run, results):
         weights = refitted(ready(few), y, 2.0 ** few_shot.choose_ridge_exponent(ready(few), y))
         right = (ready(test) @ weights).argmax(1) == torch.from_numpy(np.array(data.test.labels))
         hits.append(right.double().numpy())
-    assert value.value == pytest.approx(np.mean(hits))
-    assert value.low < value.value < value.high
+    assert value.value == pytest.approx(np.mean(hits)) and value.low < value.value < value.high
     # What claims are judged by: one number a test image, the mean over the draws.
     assert value.array == pytest.approx(np.mean(hits, axis=0), abs=1e-3)
     assert value.array.mean() == pytest.approx(value.value, abs=1e-5)
@@ -316,13 +299,11 @@ def test_numbers_above_the_smallest_class_are_skipped_with_the_reason(results):
 
 
 def test_draws_are_the_same_for_all_and_nested(run):
-    """One draw has no interval."""
     subjects = run[1]
     sets = [few_shot.draw_shots(subject, 4, 2, 1) for subject in subjects.values()]
     assert np.array_equal(*sets)
     labels = subjects["vit"].data.train.labels
-    assert (labels[sets[0]] == np.arange(10)[:, None]).all()
-    assert len(np.unique(sets[0])) == 40
+    assert (labels[sets[0]] == np.arange(10)[:, None]).all() and len(np.unique(sets[0])) == 40
     assert np.array_equal(few_shot.draw_shots(subjects["vit"], 2, 2, 1), sets[0][:, :2])
     assert not np.array_equal(few_shot.draw_shots(subjects["vit"], 4, 2, 0), sets[0])
     found = FewShot(shots=(2,), draws=1).collect_result(subjects["vit"], compute_without_cache)

@@ -1,32 +1,34 @@
-"""Paired tests and intervals against hand-worked and published numbers; intervals' coverage."""
+"""Paired tests and intervals against published numbers, their coverage; several runs as one."""
 
 import math
 from math import comb, sqrt
 
 import numpy as np
 import pytest
+import scipy
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import ttest_1samp
 
+from benchmarks.looks import hold_until
 from moecore.core.arrays_as_text import decode_float_array, pack_numbers
 from moecore.statistics import comparisons as compare
 from moecore.statistics import intervals
+from moecore.statistics.comparisons import BOTH, Difference, VarianceSource, paired_seed_difference
+from moecore.statistics.pooling import combined_p, correct_for_looks, pool_differences
 from moecore.tasks.image_text import ImageText
+from tools.designs import has_collapsed_seed, measure_linearity, random_effects, sign_test
 
 COUNTS = st.integers(0, 40)
 PEOPLE = np.array(["d", "a", "b", "a", "c", "b", "b", "b", "c"])  # 1, 2, 4 and 2 images
 
 
-def test_wilson_against_published_values():
+def test_wilson_against_published_values_and_seeds_by_hand():
     published = {(8, 10): (0.4902, 0.9433), (0, 10): (0, 0.2775), (10, 10): (0.7225, 1)}
     for (successes, count), limits in (published | {(50, 100): (0.4038, 0.5962)}).items():
         found = intervals.wilson(successes, count)
         assert found == pytest.approx((successes / count, *limits), abs=5e-5)
-
-
-def test_over_seeds_by_hand():
     # Mean 2, deviation 1, t(0.975, 2) = 4.3027: 2 ± 4.3027 / √3.
     limits = (2 - 2.4841, 2 + 2.4841)
     assert intervals.mean_over_seeds([1, 2, 3]) == pytest.approx((2, *limits), abs=1e-4)
@@ -35,18 +37,13 @@ def test_over_seeds_by_hand():
         intervals.mean_over_seeds([])
 
 
-def test_bootstrap_of_a_mean_is_near_the_normal_interval():
+def test_bootstrap_is_near_the_normal_interval_and_reflects_a_bias():
     values = np.random.default_rng(1).normal(5, 2, 400)
-    found, again, other = (
-        intervals.bootstrap_interval(lambda chosen: values[chosen].mean(), 400, seed=seed)
-        for seed in (0, 0, 1)
-    )
+    mean, draw = (lambda chosen: values[chosen].mean()), intervals.bootstrap_interval
+    found, again, other = (draw(mean, 400, seed=seed) for seed in (0, 0, 1))
     mean, half = values.mean(), 1.96 * values.std() / 20
     assert found.value == pytest.approx(mean) and found == again != other
     assert found.limits == pytest.approx((mean - half, mean + half), abs=0.05)
-
-
-def test_bootstrap_reflects_a_biased_statistic():
     # |mean| of data around 0 is biased upward; so are its resamples, and the reflected interval
     # lies lower than their quantiles.
     values = np.random.default_rng(0).normal(0.01, 1, 200)
@@ -112,14 +109,12 @@ def test_the_interval_is_symmetric_and_holds_its_value(counts):
     value, low, high = compare.paired_share_difference(compare.PairedHits(*counts))
     assert -1 <= low <= value <= high <= 1
     assert value == pytest.approx((first_only - second_only) / sum(counts))
-    mirrored = compare.paired_share_difference(
-        compare.PairedHits(both, second_only, first_only, neither)
-    )
+    pairs = compare.PairedHits(both, second_only, first_only, neither)
+    mirrored = compare.paired_share_difference(pairs)
     assert mirrored == pytest.approx((-value, -high, -low), abs=1e-12)
     # wrong for right, and so second for first
-    swapped = compare.paired_share_difference(
-        compare.PairedHits(neither, first_only, second_only, both)
-    )
+    pairs = compare.PairedHits(neither, first_only, second_only, both)
+    swapped = compare.paired_share_difference(pairs)
     assert swapped == pytest.approx((value, low, high), abs=1e-12)
 
 
@@ -225,43 +220,33 @@ def test_where_seeds_change_nothing_only_items_count():
 @pytest.mark.parametrize("level", [0.5, 0.9, 0.95, 0.999])
 def test_p_and_interval_say_the_same(level):
     generator = np.random.default_rng(2)
-    found = compare.crossed_difference(
-        generator.standard_normal((3, 40)) + generator.standard_normal((3, 1))
-    )
+    values = generator.standard_normal((3, 40)) + generator.standard_normal((3, 1))
+    found = compare.crossed_difference(values)
     assert found.p_at_distance(found.half(level)) == pytest.approx(1 - level, rel=1e-6)
     assert found.p_at_distance(0) == 1 and found.p_at_distance(1e6) < 1e-9
 
 
-def test_what_never_varies():
+def test_what_never_varies_and_the_smallest_effect_seen_four_times_in_five():
     same = compare.crossed_difference(np.zeros((3, 20)))
     assert (same.value, same.kind, same.interval().limits) == (0, "", None)
     for value, p in ((2.0, 0), (0.0, 1)):
         assert compare.paired_seed_difference([value, value]).p == p
-
-
-def test_the_smallest_effect_is_seen_four_times_in_five():
     generator = np.random.default_rng(3)
     effect = compare.crossed_difference(generator.standard_normal((1, 2000))).smallest
     assert effect == pytest.approx((1.9612 + 0.8418) / math.sqrt(2000), rel=0.05)
-    seen = [
-        compare.crossed_difference(generator.standard_normal((1, 2000)) + effect).p < 0.05
-        for _ in range(400)
-    ]
+    drawn = (generator.standard_normal((1, 2000)) + effect for _ in range(400))
+    seen = [compare.crossed_difference(values).p < 0.05 for values in drawn]
     assert 0.74 <= np.mean(seen) <= 0.87
 
 
-def test_a_person_with_several_images_is_one_item():
+def test_a_person_of_several_images_and_a_ratio_are_one_item_each():
     values = np.array([1.0, 3, 2, 5])  # mean 2.75, of persons 2 + 1 + 1 images
     items = compare.linearize_by_person(values, np.array([7, 7, 3, 9]))
     # v + (n_p / (4/3))·(mean_p − v): 3: 2.75 − 0.5625, 7: 2.75 − 1.125, 9: 2.75 + 1.6875
     assert items == pytest.approx([2.1875, 1.625, 4.4375]) and items.mean() == pytest.approx(2.75)
     assert compare.linearize_by_person(values, np.arange(4)).tolist() == values.tolist()
     assert compare.linearize_by_person(values, None).tolist() == values.tolist()
-
-
-def test_a_ratio_as_one_value_an_image():
-    above = np.array([1.0, 0, 3])
-    items = compare.linearize_ratio(above, np.array([2.0, 0, 4]))
+    items = compare.linearize_ratio(np.array([1.0, 0, 3]), np.array([2.0, 0, 4]))
     # r = 4/6, mean below 2: r + (1 − 4/3)/2, r, r + (3 − 8/3)/2
     assert items == pytest.approx([2 / 3 - 1 / 6, 2 / 3, 2 / 3 + 1 / 6])
 
@@ -300,15 +285,112 @@ def test_images_of_as_many_people_are_exchanged_freely(people):
     assert intervals.first_half(5).tolist() == [True, False, True, False, True]
 
 
-def test_people_are_exchanged_with_those_who_have_as_many():
-    """Only a and c, of two images each: exchanged or not."""
+def test_people_are_exchanged_among_alike_and_halved_whole():
+    # Only a and c, of two images each: exchanged or not
     exchanged, kept = [0, 4, 2, 8, 1, 5, 6, 7, 3], list(range(9))
     orders = [order.tolist() for order in intervals.permuted_orders(9, 20, 0, PEOPLE)]
     assert exchanged in orders and kept in orders
     assert all(order in (exchanged, kept) for order in orders)
-
-
-def test_halves_are_of_people():
-    """In their order: a and c, b and d."""
+    # In their order: a and c, b and d
     is_first = intervals.first_half(9, PEOPLE)
     assert is_first.tolist() == [False, True, False, True, True, False, False, False, True]
+
+
+FEW = Difference(0.02, (VarianceSource(4e-4, 3), VarianceSource(1e-4, 99)), BOTH, 4, 100)
+MANY = Difference(0.04, (VarianceSource(1e-4, 11), VarianceSource(4e-4, 399)), BOTH, 12, 400)
+
+
+def test_two_runs_by_hand():
+    # Weights 1/4 and 3/4. A = 4e-4/16 + 9e-4/16·1 = 2.5e-5 + 5.625e-5, with Satterthwaite's
+    # 8.125e-5² / (2.5e-5²/3 + 5.625e-5²/11) = 13.31 degrees; √B = 0.01/4 + 0.02·3/4 = 0.0175.
+    pooled = pool_differences([FEW, MANY])
+    assert pooled.value == pytest.approx(0.035)
+    by_seeds, by_items = pooled.sources
+    assert by_seeds == pytest.approx((8.125e-5, 13.31), rel=1e-3)
+    assert by_items == pytest.approx((0.0175**2, 99))
+    assert (pooled.kind, pooled.seeds, pooled.items) == (BOTH, 16, 400)
+    apart = pool_differences([FEW, MANY], same_items=False)
+    assert apart.sources[1].variance == pytest.approx(0.0025**2 + 0.015**2)
+    assert pool_differences([FEW]) is FEW
+
+
+def test_runs_of_drawn_items_are_pooled_as_by_loops_and_without_items_by_seeds():
+    generator = np.random.default_rng(5)
+    draws = [generator.standard_normal((seeds, 40)) for seeds in (3, 5, 9)]
+    runs = [compare.crossed_difference(values) for values in draws]
+    pooled = pool_differences(runs)
+    by_seeds = squares = root = 0.0  # slowly
+    for run in runs:
+        by_seeds += (run.seeds / 17) ** 2 * run.sources[0].variance
+        squares += ((run.seeds / 17) ** 2 * run.sources[0].variance) ** 2 / (run.seeds - 1)
+        root += run.seeds / 17 * math.sqrt(run.sources[1].variance)
+    assert pooled.value == pytest.approx(np.concatenate(draws).mean())
+    assert pooled.sources[0] == pytest.approx((by_seeds, by_seeds**2 / squares))
+    assert pooled.sources[1].variance == pytest.approx(root**2)
+    alone = [paired_seed_difference(values.mean(axis=1).tolist()) for values in draws]
+    assert pool_differences(alone).kind == compare.SEEDS
+    mixed = pool_differences([alone[0], runs[1]])
+    assert mixed.sources[1].variance == pytest.approx(runs[1].sources[1].variance)
+    flat = pool_differences([paired_seed_difference([0.5, 0.5]), paired_seed_difference([0.5] * 3)])
+    assert flat.sources == ((0.0, 3),)
+    with pytest.raises(ValueError, match="found variances over .'items'.; over seeds is needed"):
+        pool_differences([FEW, compare.crossed_difference(draws[0][:1])])
+    assert compare.crossed_difference(draws[0][:1]).kind == compare.ITEMS
+
+
+def test_the_combination_is_stouffers_for_runs_without_items():
+    runs = [paired_seed_difference(list(values)) for values in ([1, 3, 2], [0.5, 1, -0.2, 2, 1.4])]
+    tails = [run.p / 2 for run in runs]  # both are above 0
+    expected = scipy.stats.combine_pvalues(tails, "stouffer", weights=np.sqrt([3, 5])).pvalue
+    assert combined_p(runs, 0.0, 1.0) == pytest.approx(2 * expected)
+    assert combined_p(runs, 0.0, -1.0) == 1.0, "the scores are on the other side"
+    assert combined_p(runs[:1], 0.0, 1.0) == runs[0].p
+    # Nothing but the shared items varies: a second run adds nothing.
+    alike = Difference(0.02, (VarianceSource(0.0, 3), VarianceSource(1e-4, 99)), BOTH, 4, 100)
+    assert combined_p([alike, alike], 0.0, 1.0) == pytest.approx(alike.p)
+    assert combined_p([alike, alike], 0.0, 1.0, same_items=False) < alike.p
+
+
+def test_each_look_spends_half_and_the_level_is_kept_by_the_correction_alone():
+    assert [correct_for_looks(0.01, looks) for looks in (1, 2, 3)] == [0.01, 0.04, 0.08]
+    assert correct_for_looks(0.3, 2) == 1.0
+    spent = sum(0.05 / (correct_for_looks(1e-9, looks) / 1e-9) for looks in range(2, 40))
+    assert spent + 0.05 / 2 == pytest.approx(0.05)
+    last, pooled, corrected, late = hold_until(np.random.default_rng(0), (3, 5, 5, 12), 20_000)
+    assert last > 8 and pooled > 6, "the inflation that the correction is for"
+    assert corrected < 2.3 and 2.5 < late < 3.5
+
+
+def test_random_effects_by_hand_and_as_audited():
+    # τ² = (Q − 1)/(2 − 2/2) = (2 − 1)/1; then both weights are 1/2, Q = 1 and the error 1.
+    effects = random_effects([0.0, 2.0], [1.0, 1.0])
+    assert effects.interval == pytest.approx((1.0, 1 - 12.7062, 1 + 12.7062), abs=1e-3)
+    assert effects[1:] == pytest.approx((1.0, scipy.stats.chi2.sf(2, 1)))
+    values, errors = [1.33, -0.38, -1.77, 0.20, -5.79], [0.17, 0.15, 0.44, 0.25, 0.36]
+    effects = random_effects(values, np.square(errors).tolist())
+    assert effects.interval == pytest.approx((-1.3, -4.7, 2.2), abs=0.06)
+    assert effects.deviation == pytest.approx(2.1, abs=0.1) and effects.p < 1e-16
+    for values, variances in (([1.0], [1.0]), ([1.0, 2.0], [1.0, 0.0]), ([1.0, 2.0], [1.0])):
+        with pytest.raises(ValueError, match="two or more, variances > 0, are needed"):
+            random_effects(values, variances)
+
+
+def test_a_collapsed_seed_and_the_sign_test():
+    years = np.array([0.6, 0.7, 0.8, 0.75, 0.9, 1.1, 0.65, 0.5, 26.5])
+    assert has_collapsed_seed(years) and not has_collapsed_seed(years[:-1])
+    assert not has_collapsed_seed(years[-4:]) and not has_collapsed_seed(np.ones(6))
+    assert sign_test(years) == pytest.approx(2 / 2**9) and sign_test(np.zeros(3)) == 1.0
+
+
+def test_linearity():
+    noise = 0.05 * np.random.default_rng(1).standard_normal((6, 4))
+    levels = np.array([1.0, 2.0, 4.0, 6.0])
+    straight = measure_linearity(5 + levels + noise, levels)
+    assert straight.p < 0.01 < straight.p_exact and straight.share < 0.05
+    # 0, 3, 0, 1: the least-squares line is 0.9661 + 0.0102 k, 2.0136 below the second value
+    bent = measure_linearity(np.array([0.0, 3.0, 0.0, 1.0]) + noise, levels)
+    assert bent.p > 0.05 > bent.p_exact
+    assert (bent.deviation, bent.share) == pytest.approx((2.0136, 2.0136), rel=0.1)
+    assert math.isnan(measure_linearity(5 + levels + noise[:2], levels).p_exact)
+    with pytest.raises(ValueError, match=r"values of shape \(6, 4\) for 3 levels"):
+        measure_linearity(noise, levels[:3])

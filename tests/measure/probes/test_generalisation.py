@@ -11,45 +11,12 @@ from torch import nn
 
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.data.prepared import SPLITS, Prepared
-from moecore.measure.base import MeasuredModel
 from moecore.measure.cohort_checks import CohortChecks, put_region_experts
-from moecore.measure.probes import ageing_and_rescans
-from moecore.measure.probes.ageing_and_rescans import (
-    UnseenPeopleSimulator,
-    compare_sessions,
-    measure_simulated_rescans,
-    predict_ageing,
-    predicted_ages,
-    rank_correlations,
-    rising_step_share,
-    session_pairs,
-)
-from moecore.measure.probes.linear_probe import (
-    PENALTIES,
-    ModelAndProbeErrors,
-    fit_ridge_probe,
-    model_and_probe_errors,
-    predict_volumes,
-    predict_with_features,
-    tissue_error_differences,
-)
-from moecore.measure.probes.region_experts_on_new_data import (
-    FIRST_SEED,
-    RegionExperts,
-    RegionGeneralisationSettings,
-    RoutedCubes,
-    VolumesAndTissues,
-    cube_tissue_agreement,
-    cube_tissue_score_correlation,
-    measure_generalisation,
-    one_tissue_filter,
-    route_tissue_masked_volumes,
-    select_scans,
-    simulate_ellipsoid_cohort,
-    tissue_mixture_filter,
-    tissue_sums_by_cube,
-)
-from moecore.measure.values import Values
+from moecore.measure.probes import ageing_and_rescans, linear_probe
+from moecore.measure.probes import region_experts_on_new_data as new_data
+from moecore.measure.probes.linear_probe import PENALTIES, ModelAndProbeErrors, predict_volumes
+from moecore.measure.probes.region_experts_on_new_data import FIRST_SEED, RegionExperts, RoutedCubes
+from moecore.parts import MeasuredModel, Values
 from tests.data.making import GREY, balls, write_cohort
 from tests.measure.subjects import Brightness, Source, compute_without_cache
 
@@ -71,8 +38,7 @@ class ByBrightness(nn.Module):
         mean = pool(images, self.layout.grid).flatten(1) / some.clamp_min(1e-6)
         scores = [1 - (mean - grey).abs() for grey in self.greys]
         scores = torch.stack([*scores, torch.full_like(mean, 9.0)], dim=-1)
-        special = torch.full_like(scores[:, :1], 5.0)
-        logits = torch.cat([special, scores], dim=1)
+        logits = torch.cat([torch.full_like(scores[:, :1], 5.0), scores], dim=1)
         first = RoutingRecord(*[-logits] * 5)
         return ModelOutput(mean.mean(1, keepdim=True), (first, RoutingRecord(*[logits] * 5)))
 
@@ -112,9 +78,8 @@ def slow(found: RoutedCubes) -> tuple[list[float], list[float], list[list[float]
 def test_agreement_against_loops_over_all_orders(seed):
     cubes = drawn(seed)
     rights, chances, rates, placed = slow(cubes)
-    found = cube_tissue_agreement([cubes])
-    assert found.people == 5
-    assert found.cubes == int(cubes.amounts.any(axis=-1).sum())
+    found = new_data.cube_tissue_agreement([cubes])
+    assert found.people == 5 and found.cubes == int(cubes.amounts.any(axis=-1).sum())
     assert found.agreement.value == pytest.approx(np.mean(rights))
     assert found.permuted == pytest.approx(np.mean(chances))
     assert found.fixed == pytest.approx(np.mean(rates, axis=0).max())
@@ -126,10 +91,10 @@ def test_agreement_against_loops_over_all_orders(seed):
 def test_an_expert_for_everything_is_no_better_than_chance():
     cubes = drawn(3)
     same = cubes._replace(scores=np.broadcast_to([0.0, 1.0, 0.5], cubes.scores.shape))
-    found = cube_tissue_agreement([same])
+    found = new_data.cube_tissue_agreement([same])
     assert found.over_chance.value == pytest.approx(0)
     assert found.agreement.value == pytest.approx(found.permuted)
-    right = cube_tissue_agreement([cubes._replace(scores=cubes.amounts.astype(float))])
+    right = new_data.cube_tissue_agreement([cubes._replace(scores=cubes.amounts.astype(float))])
     assert right.agreement.value == right.agreement.high == 1
 
 
@@ -137,13 +102,13 @@ def test_who_holds_no_tissue_is_left_out():
     """Several sorts of volumes are one set of cubes."""
     one, other = drawn(0), drawn(1)
     joined = RoutedCubes(*(np.concatenate(parts, axis=1) for parts in zip(one, other, strict=True)))
-    assert cube_tissue_agreement([one, other]) == cube_tissue_agreement([joined])
+    assert new_data.cube_tissue_agreement([one, other]) == new_data.cube_tissue_agreement([joined])
     cubes = drawn(4)
     cubes.amounts[2] = 0
     left = [0, 1, 3, 4]
     without = RoutedCubes(cubes.amounts[left], cubes.scores[left])
-    assert cube_tissue_agreement([cubes]) == cube_tissue_agreement([without])
-    alone = cube_tissue_agreement([RoutedCubes(cubes.amounts[:1], cubes.scores[:1])])
+    assert new_data.cube_tissue_agreement([cubes]) == new_data.cube_tissue_agreement([without])
+    alone = new_data.cube_tissue_agreement([RoutedCubes(cubes.amounts[:1], cubes.scores[:1])])
     assert alone.same_place is alone.agreement.low is None
 
 
@@ -154,15 +119,15 @@ def test_correlation_is_spearmans_over_the_cubes_of_a_person():
         places = held.sum(axis=1) > 0
         shares = held[places, 1] / held[places].sum(axis=1)
         wanted.append(spearmanr(shares, scores[places, 1]).statistic)
-    found = cube_tissue_score_correlation(cubes, 1)
+    found = new_data.cube_tissue_score_correlation(cubes, 1)
     assert found.value == pytest.approx(np.mean(wanted))
     flat = cubes._replace(scores=np.zeros_like(cubes.scores))
-    assert cube_tissue_score_correlation(flat, 1).value == 0
+    assert new_data.cube_tissue_score_correlation(flat, 1).value == 0
 
 
 def test_amounts_are_sums_over_cubes():
     shares = np.random.default_rng(0).integers(0, 256, (2, 3, 4, 6, 2)).astype(np.uint8)
-    found = tissue_sums_by_cube(shares, (2, 3, 1))
+    found = new_data.tissue_sums_by_cube(shares, (2, 3, 1))
     assert found.shape == (2, 6, 3)
     for person, tissue, (a, b) in product(range(2), range(3), product(range(2), range(3))):
         cube = shares[person, tissue, 2 * a : 2 * a + 2, 2 * b : 2 * b + 2]
@@ -171,8 +136,8 @@ def test_amounts_are_sums_over_cubes():
 
 def test_a_mixture_keeps_one_tissue_and_a_share_of_another():
     shares = np.random.default_rng(1).integers(1, 80, (3, 16, 16, 16)).astype(np.uint8)
-    little = tissue_mixture_filter(0, 2, 0.25, seed=3)(5, shares)
-    much = tissue_mixture_filter(0, 2, 0.75, seed=3)(5, shares)
+    little = new_data.tissue_mixture_filter(0, 2, 0.25, seed=3)(5, shares)
+    much = new_data.tissue_mixture_filter(0, 2, 0.75, seed=3)(5, shares)
     for left, found in ((0.25, little), (0.75, much)):
         assert (found[0] == shares[0]).all() and (found[1] == 0).all()
         some = found[2] > 0
@@ -180,7 +145,7 @@ def test_a_mixture_keeps_one_tissue_and_a_share_of_another():
         assert some.mean() == pytest.approx(left, abs=0.03)
     assert ((little[2] > 0) <= (much[2] > 0)).all(), "what is left at 0.25 is left at 0.75"
     for seed, person in ((3, 6), (4, 5)):
-        other = tissue_mixture_filter(0, 2, 0.25, seed=seed)(person, shares)
+        other = new_data.tissue_mixture_filter(0, 2, 0.25, seed=seed)(person, shares)
         assert not np.array_equal(little, other)
 
 
@@ -196,14 +161,15 @@ def test_what_is_left_is_what_the_model_sees():
     images = random.random((4, 1, 16, 16, 16)).astype(np.float16)
     images[:, :, :3] = 0
     shares = random.integers(0, 86, (4, 3, 16, 16, 16)).astype(np.uint8)
-    scans = VolumesAndTissues(images, shares)
-    found = route_tissue_masked_volumes(Watching(), scans, one_tissue_filter(1), 3)
+    scans = new_data.VolumesAndTissues(images, shares)
+    first = new_data.one_tissue_filter(1)
+    found = new_data.route_tissue_masked_volumes(Watching(), scans, first, 3)
     kept = images * (shares[:, 1:2] / np.float16(255))
     np.testing.assert_allclose(torch.cat(seen).numpy(), kept, atol=1e-3)
     assert (found.amounts[..., [0, 2]] == 0).all()
     inside = np.where(images[:, 0] > 0, shares[:, 1], 0).astype(int)
     np.testing.assert_array_equal(found.amounts[..., 1].sum(axis=1), inside.sum(axis=(1, 2, 3)))
-    whole = route_tissue_masked_volumes(Watching(), scans, None, 3)
+    whole = new_data.route_tissue_masked_volumes(Watching(), scans, None, 3)
     assert torch.equal(seen[-1], torch.from_numpy(images[3:]).float())
     assert whole.scores.shape == (4, 64, 3), "without the special token and the free expert"
 
@@ -214,9 +180,9 @@ def balls_cohort(tmp_path_factory) -> Prepared:
 
 
 def measured(balls_cohort, tissues=TISSUES, batch: int = 3, **model) -> RegionExperts:
-    settings = RegionGeneralisationSettings(volumes=6)
+    settings = new_data.RegionGeneralisationSettings(volumes=6)
     subject = MeasuredModel(ByBrightness(**model), balls_cohort, regions=tissues)
-    return measure_generalisation(subject, settings, (20, 90), 0, batch)
+    return new_data.measure_generalisation(subject, settings, (20, 90), 0, batch)
 
 
 def test_experts_that_know_their_tissue(balls_cohort):
@@ -225,8 +191,7 @@ def test_experts_that_know_their_tissue(balls_cohort):
     isolated, whole = found.test.isolated, found.test.complete
     assert isolated.agreement.value == 1 and isolated.over_chance.low > 0.5
     assert whole.people == 6 and whole.agreement.value > 0.9 and whole.over_chance.low > 0
-    assert found.mixed.over_chance.low > 0
-    assert set(found.test.correlation) == set(TISSUES)
+    assert found.mixed.over_chance.low > 0 and set(found.test.correlation) == set(TISSUES)
     assert len(found.mixtures) == 6 * 3
     assert {key[:2] for key in found.mixtures} == set(permutations(TISSUES, 2))
     assert found.mixed.cubes == sum(one.cubes for one in found.mixtures.values())
@@ -245,19 +210,19 @@ def test_the_order_of_names_is_the_order_of_experts(balls_cohort):
 
 def test_a_volume_of_each_participant(tmp_path):
     data = write_cohort(tmp_path)  # the first participant has two of the 40
-    assert len(select_scans(data, TISSUES, 100).images) == 39
-    few = select_scans(data, ("csf",), 3)
+    assert len(new_data.select_scans(data, TISSUES, 100).images) == 39
+    few = new_data.select_scans(data, ("csf",), 3)
     assert few.images.shape == few.shares.shape == (3, 1, 16, 16, 16)
     np.testing.assert_array_equal(few.images[0], data.test.images[0])
 
 
 def test_people_of_the_other_generator():
-    found = simulate_ellipsoid_cohort(("csf", "gm"), 2, (30.0, 80.0), 1)
+    found = new_data.simulate_ellipsoid_cohort(("csf", "gm"), 2, (30.0, 80.0), 1)
     assert found.images.shape == (2, 1, 64, 64, 64) and found.images.dtype == np.float16
     assert found.shares.shape == (2, 2, 64, 64, 64) and found.shares.dtype == np.uint8
-    again = simulate_ellipsoid_cohort(("gm",), 2, (30.0, 80.0), 1)
+    again = new_data.simulate_ellipsoid_cohort(("gm",), 2, (30.0, 80.0), 1)
     np.testing.assert_array_equal(again.shares[:, 0], found.shares[:, 1])
-    other = simulate_ellipsoid_cohort(("gm",), 2, (30.0, 80.0), 2)
+    other = new_data.simulate_ellipsoid_cohort(("gm",), 2, (30.0, 80.0), 2)
     assert not np.array_equal(other.images, found.images)
     assert FIRST_SEED > 1_000_000 * 400, "above the seeds of every cohort"
 
@@ -297,7 +262,7 @@ class Pooled(nn.Module):
 
 def test_what_the_head_reads_and_says():
     images, model = torch.rand(7, 1, 2, 2, 2), Pooled().train()
-    said, read = predict_with_features(model, images, 3)
+    said, read = linear_probe.predict_with_features(model, images, 3)
     flat = images.flatten(1)
     np.testing.assert_allclose(read, torch.stack([flat.mean(1), flat.amax(1)], dim=1), rtol=1e-6)
     np.testing.assert_allclose(said, model(images).prediction[:, 0].detach(), rtol=1e-6)
@@ -308,7 +273,7 @@ def test_against_the_normal_equations():
     random = np.random.default_rng(0)
     features, ages = random.normal(3, 5, (60, 4)), random.normal(50, 10, 60)
     others = random.normal(3, 5, (30, 4)), random.normal(50, 10, 30)
-    probe, penalty = fit_ridge_probe((features, ages), others)
+    probe, penalty = linear_probe.fit_ridge_probe((features, ages), others)
     errors = {}
     for tried in PENALTIES:  # minimise |y - mean - Xw|^2 + 60 * penalty * |w|^2 of standardised X
         x = (features - features.mean(0)) / features.std(0)
@@ -319,7 +284,9 @@ def test_against_the_normal_equations():
     np.testing.assert_allclose(probe.predict(others[0]), errors[penalty], rtol=1e-9)
     # features that do not vary say the mean age
     ages = np.array([20.0, 30.0, 70.0])
-    probe, penalty = fit_ridge_probe((np.ones((3, 2)), ages), (np.ones((2, 2)), ages[:2]))
+    probe, penalty = linear_probe.fit_ridge_probe(
+        (np.ones((3, 2)), ages), (np.ones((2, 2)), ages[:2])
+    )
     assert probe.predict(np.ones((1, 2))).tolist() == pytest.approx([40])
     assert penalty == PENALTIES[-1]
 
@@ -339,36 +306,28 @@ def test_every_tissue_has_its_own_map():
 
 
 def test_an_offset_does_not_count_for_the_probe(cohort):
-    whole, white = (
-        [errors.mean() for errors in model_and_probe_errors(Brightness(), cohort, place, 16, 256)]
-        for place in (None, 0)
-    )
+    errors = linear_probe.model_and_probe_errors
+    sides = [errors(Brightness(), cohort, place, 16, 256) for place in (None, 0)]
+    whole, white = ([one.mean() for one in side] for side in sides)
     # a third of the brightness is 40 years too young, and as good a measure
-    assert white[0] > 30 and white[1] < 3
-    assert white[1] == pytest.approx(whole[1], rel=0.02)
+    assert white[0] > 30 and white[1] < 3 and white[1] == pytest.approx(whole[1], rel=0.02)
 
 
 def test_each_split_has_its_part_in_the_probe(cohort):
     # By hand: least squares of age on brightness over the training split, with the penalty that is
     # best for the validation split.
-    found = model_and_probe_errors(Brightness(), cohort, None, 16, None)
-    train, validation, test = (
-        predict_volumes(Brightness(), cohort, split, None, 16, None) for split in SPLITS
-    )
+    found = linear_probe.model_and_probe_errors(Brightness(), cohort, None, 16, None)
+    said = [predict_volumes(Brightness(), cohort, split, None, 16, None) for split in SPLITS]
+    train, validation, test = said
     centre, spread = train.predicted.mean(), train.predicted.std()
     together = ((train.predicted - centre) * train.ages).sum() / spread
     lines = {}
     for penalty in PENALTIES:
         slope = together / (len(train.ages) * (1 + penalty))
-        lines[penalty] = lambda given, slope=slope: (
-            train.ages.mean() + slope * (given - centre) / spread
-        )
-    errors = {
-        penalty: np.abs(line(validation.predicted) - validation.ages).mean()
-        for penalty, line in lines.items()
-    }
-    best = min(lines, key=errors.get)
-    by_hand = np.abs(lines[best](test.predicted) - test.ages)
+        lines[penalty] = lambda x, slope=slope: train.ages.mean() + slope * (x - centre) / spread
+    gaps = {name: line(validation.predicted) - validation.ages for name, line in lines.items()}
+    errors = {penalty: np.abs(gap).mean() for penalty, gap in gaps.items()}
+    by_hand = np.abs(lines[min(lines, key=errors.get)](test.predicted) - test.ages)
     np.testing.assert_allclose(found.probe, by_hand, rtol=1e-9)
     np.testing.assert_allclose(found.raw, np.abs(test.predicted - test.ages))
 
@@ -385,29 +344,31 @@ def test_few_volumes_are_spread_over_the_split(cohort):
 def test_tissues_are_compared_on_the_same_volumes():
     errors = {"wm": [5, 6, 7, 8], "gm": [4, 5, 6, 7], "csf": [6, 6, 6, 6]}
     tissues = {name: ModelAndProbeErrors(*[np.array(row)] * 2) for name, row in errors.items()}
-    found = tissue_error_differences(tissues)
+    found = linear_probe.tissue_error_differences(tissues)
     assert list(found) == [("gm", "csf"), ("wm", "gm")]
     first = found["gm", "csf"]
     assert first.low < first.value == -0.5 < first.high < 1.5
     # every volume a year more: no doubt is left
     assert found["wm", "gm"] == (1.0, 1.0, 1.0)
-    assert tissue_error_differences({"wm": tissues["wm"]}) == {}
+    assert linear_probe.tissue_error_differences({"wm": tissues["wm"]}) == {}
 
 
 def test_rising_steps_and_rank_correlations():
     # 5 of 6: the second subject's last step falls; standing still is no rise.
-    assert rising_step_share(np.array([[1.0, 2, 3, 4], [1, 2, 3, 2.5]])) == pytest.approx(5 / 6)
-    assert rising_step_share(np.array([[1.0, 1.0, 2.0]])) == 0.5
+    told = pytest.approx(5 / 6)
+    assert ageing_and_rescans.rising_step_share(np.array([[1.0, 2, 3, 4], [1, 2, 3, 2.5]])) == told
+    assert ageing_and_rescans.rising_step_share(np.array([[1.0, 1.0, 2.0]])) == 0.5
     ages, tied = [20, 40, 60, 90], [1, 1, 2, 2]
     predictions = np.array([[1.0, 4, 9, 16], [4, 3, 2, 1], tied, [5, 5, 5, 5], [2, 1, 4, 3]])
     # the last: 1 − 6·4/(4·15)
     expected = [1, -1, spearmanr(ages, tied).statistic, 0, 0.6]
-    assert rank_correlations(ages, predictions) == pytest.approx(expected)
+    assert ageing_and_rescans.rank_correlations(ages, predictions) == pytest.approx(expected)
 
 
 def test_only_age_changes_when_a_subject_is_aged():
     source = Source()
-    found = predict_ageing(Brightness(), UnseenPeopleSimulator(source), 3, (20, 50, 80), 2)
+    people = ageing_and_rescans.UnseenPeopleSimulator(source)
+    found = ageing_and_rescans.predict_ageing(Brightness(), people, 3, (20, 50, 80), 2)
     assert np.allclose(found, [[20, 50, 80]] * 3, atol=1e-4)
     # people from number 40 on are in no split
     asked = [(age, "FMF"[n], 7_000_040 + n, 0, 0) for n in range(3) for age in (20, 50, 80)]
@@ -417,7 +378,8 @@ def test_only_age_changes_when_a_subject_is_aged():
 def test_a_scan_again_and_at_another_site():
     source = Source()
     ages = np.linspace(20, 80, 4)
-    same, other = measure_simulated_rescans(Brightness(), UnseenPeopleSimulator(source), ages, 2)
+    people = ageing_and_rescans.UnseenPeopleSimulator(source)
+    same, other = ageing_and_rescans.measure_simulated_rescans(Brightness(), people, ages, 2)
     assert (same.value, other.value) == pytest.approx((0.1, 10.1), abs=1e-4)
     assert [asked[0] for asked in source.asked[:4]] == [20, 40, 60, 80]
     assert {asked[3:] for asked in source.asked} == {(0, 0), (1, 0), (1, 1)}
@@ -429,8 +391,8 @@ def test_sessions_within_the_time_are_pairs():
     rows = [("a", 50.0), ("b", 30.0), ("a", 51.0), ("a", 53.0), ("b", 30.5), ("c", 30.6)]
     subjects = [{"participant_id": name, "age": str(age)} for name, age in rows]
     # a: 50 → 51 yes, 51 → 53 no; b: 30 → 30.5; c is another person
-    assert session_pairs(subjects) == [(0, 2), (1, 4)]
-    assert session_pairs(subjects[:2]) == []
+    assert ageing_and_rescans.session_pairs(subjects) == [(0, 2), (1, 4)]
+    assert ageing_and_rescans.session_pairs(subjects[:2]) == []
 
 
 def test_sessions_of_one_person_are_compared_less_the_years_between(cohort, monkeypatch):
@@ -438,10 +400,12 @@ def test_sessions_of_one_person_are_compared_less_the_years_between(cohort, monk
     (a, b) = [place for place, row in enumerate(rows) if row["participant_id"] == "sub-test001"]
     years = abs(float(rows[a]["age"]) - float(rows[b]["age"]))
     monkeypatch.setattr(ageing_and_rescans, "RESCAN_YEARS", years / 2)
-    assert session_pairs(rows) == []
+    assert ageing_and_rescans.session_pairs(rows) == []
     monkeypatch.setattr(ageing_and_rescans, "RESCAN_YEARS", years + 1)
-    pairs = session_pairs(rows)
+    pairs = ageing_and_rescans.session_pairs(rows)
     assert len(pairs) == 1
-    found = compare_sessions(Brightness(), cohort, pairs, 2)
-    over = predicted_ages(Brightness(), cohort.test.images, 16) - cohort.test.labels
+    found = ageing_and_rescans.compare_sessions(Brightness(), cohort, pairs, 2)
+    over = (
+        ageing_and_rescans.predicted_ages(Brightness(), cohort.test.images, 16) - cohort.test.labels
+    )
     assert found.value == pytest.approx(abs(over[a] - over[b]))

@@ -9,22 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from moecore.core import routing_records
 from moecore.core.arrays_as_text import decode_float_array
 from moecore.core.files import UserError
-from moecore.core.routing_records import (
-    ModelOutput,
-    RoutingRecord,
-    TokenLayout,
-    chosen_first_scores,
-    first_choices,
-)
+from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout, first_choices
 from moecore.data.views.views import ViewsWithAffines
-from moecore.measure.exploring.expert_gallery import (
-    encode_expert_overlays,
-    expert_use_by_image,
-    parse_expert_grid,
-)
+from moecore.measure.exploring import expert_gallery
+from moecore.measure.exploring.expert_gallery import expert_use_by_image, parse_expert_grid
 from moecore.measure.robustness import expert_overlaps
+from moecore.measure.routing_metrics import two_view_agreement
 from moecore.measure.routing_metrics.epochs import (
     agreement_items,
     agreement_over_epochs,
@@ -47,12 +40,7 @@ from moecore.measure.routing_metrics.layer_metrics import (
     routing_confidence,
     tail_by_token,
 )
-from moecore.measure.routing_metrics.two_view_agreement import (
-    NAMES,
-    PRESETS,
-    augmented_row,
-    draw_two_views,
-)
+from moecore.measure.routing_metrics.two_view_agreement import NAMES, PRESETS, augmented_row
 from tests.measure.subjects import match_ratios
 from tests.methods import tiny
 
@@ -102,30 +90,20 @@ def test_load_and_entropy_by_hand(counts, cv2, entropy):
     assert normalised_load_entropy(counts) == pytest.approx(entropy)
 
 
-def test_violation_and_dead_experts_by_hand():
-    """The mean load is 30; 1 is under a tenth of it but not under a hundredth."""
+def test_load_choices_confidence_and_agreement_by_hand():
+    # The mean load is 30; 1 is under a tenth of it but not under a hundredth
     counts = torch.tensor([60, 30, 29, 1])
     assert max_load_violation(counts) == 1
     assert dead_expert_share(counts, 0.1) == 0.25 and dead_expert_share(counts) == 0
-
-
-def test_choices_a_token_by_hand():
-    """One image's tokens chose 2, 1, 0 and 1 experts; the other's one each."""
+    # One image's tokens chose 2, 1, 0 and 1 experts; the other's one each
     chosen = torch.zeros(2, 4, 3, dtype=torch.bool)
     chosen[0, [0, 0, 1, 3], [0, 1, 1, 2]] = True
     chosen[1, :, 0] = True
     found = choices_by_image(chosen)
-    assert found["experts_per_token"].tolist() == [1, 1]
-    assert found["unrouted"].tolist() == [0.25, 0]
-
-
-def test_confidence_by_hand():
+    assert found["experts_per_token"].tolist() == [1, 1] and found["unrouted"].tolist() == [0.25, 0]
     probs = torch.tensor([[[0.7, 0.1, 0.2, 0.0], [0.1, 0.3, 0.1, 0.5]]])
     assert [*routing_confidence(probs).values()] == pytest.approx((0.6, 0.25, 0.15))
     assert [*routing_confidence(torch.ones(1, 2, 1)).values()] == [1, 0, 0]
-
-
-def test_agreement_by_hand():
     ours = torch.tensor([[0, 0, 1, -1], [0, 1, 1, -1]])
     theirs = torch.tensor([[0, 0, 0, 1], [0, 1, 1, -1]])
     assert agreement_by_image(ours, theirs).tolist() == [0.5, 1.0]
@@ -139,22 +117,19 @@ def test_the_first_choice_is_the_most_probable_of_the_chosen():
     chosen = torch.tensor([[[False, True, True], [False, True, True], [False, False, False]]])
     record = RoutingRecord(probs.log(), probs, chosen.float(), chosen, probs * chosen)
     assert first_choices(record).tolist() == [[2, 1, -1]]
-    order = chosen_first_scores(record.logits, chosen).argsort(dim=-1, descending=True, stable=True)
+    scores = routing_records.chosen_first_scores(record.logits, chosen)
+    order = scores.argsort(dim=-1, descending=True, stable=True)
     assert order.tolist() == [[[2, 1, 0], [1, 2, 0], [0, 1, 2]]]
 
 
-def test_iou_by_hand():
+def test_iou_by_hand_and_changes_under_capacity():
     before = masks("xx..", "xx..", "xx..", "....", "....", "xx..")
     after = masks("xx..", "x.x.", "..xx", "....", "x...", "x...")
     assert choice_iou(before, after)[0].tolist() == pytest.approx([1, 1 / 3, 0, 1, 0, 0.5])
-
-
-def test_change_of_choice_and_of_processing_differ_under_capacity():
-    """The second token lost expert 2."""
+    # The second token lost expert 2
     chosen = masks("xx..", "x.x.")
     weights = torch.tensor([[[0.6, 0.4, 0, 0], [0.7, 0, 0, 0]]])
-    full = record(chosen)
-    overlaps = expert_overlaps((full,), (record(chosen, weights),))
+    overlaps = expert_overlaps((record(chosen),), (record(chosen, weights),))
     assert [float(1 - iou.mean()) for (iou,) in overlaps.values()] == [0.0, 0.25]
 
 
@@ -165,7 +140,7 @@ def test_overlays_skip_the_tokens_before_the_patches(prefix):
     for patch in range(8):  # the last patch is dropped
         combine[0, prefix + patch, patch + 3] = 0.5
         combine[0, prefix + patch, 0] = 0.1
-    stored = encode_expert_overlays(images, (record(combine > 0, combine),))
+    stored = expert_gallery.encode_expert_overlays(images, (record(combine > 0, combine),))
     assert stored.grids == ((("3 4 5", "6 7 8", "9 10 -"),),) and stored.experts == 12
     assert parse_expert_grid(stored.grids[0][0]).tolist() == [[3, 4, 5], [6, 7, 8], [9, 10, -1]]
     assert np.array_equal(stored.images(), images)
@@ -217,7 +192,6 @@ SCORES = torch.tensor(
 
 @st.composite
 def scores(draw, lowest=-1.0, width=32):
-    """One image of some tokens and experts."""
     tokens, experts = draw(st.integers(1, 6)), draw(st.integers(1, 6))
     values, number = st.floats(lowest, 1, width=width), tokens * experts
     drawn = draw(st.lists(values, min_size=number, max_size=number))
@@ -271,10 +245,8 @@ def test_bounds_and_definition(scores, threshold, k):
 def test_tail_of_probs_by_hand():
     # Sorted 0.6, 0.3, 0.1, 0 and four quarters.
     probs = torch.tensor([[[0.1, 0.6, 0.3, 0.0], [0.25, 0.25, 0.25, 0.25]]])
-    expected = [(0.4 + 0.75) / 2, (0.1 + 0.5) / 2, 0.125, 0, 0]
-    assert [float(tail_by_token(probs, k).mean()) for k in (1, 2, 3, 4, 9)] == pytest.approx(
-        expected
-    )
+    masses = [(0.4 + 0.75) / 2, (0.1 + 0.5) / 2, 0.125, 0, 0]
+    assert [float(tail_by_token(probs, k).mean()) for k in (1, 2, 3, 4, 9)] == pytest.approx(masses)
 
 
 @given(scores(0.001, width=64), st.integers(1, 7))
@@ -286,9 +258,7 @@ def test_bounds_of_the_tail_of_probs(weights, k):
     assert 0 <= mass <= largest + 1e-12 and (mass == 0) == (k >= experts)
     assert float(tail_by_token(torch.ones(1, 2, experts), k).mean()) == pytest.approx(largest)
     assert float(tail_by_token(probs, k + 1).mean()) <= mass, "more experts leave less outside"
-    assert float(tail_by_token(probs.flip(-1), k).mean()) == pytest.approx(mass), (
-        "relabelled experts"
-    )
+    assert float(tail_by_token(probs.flip(-1), k).mean()) == pytest.approx(mass), "relabelled"
     # eq. 12 where every expert is eligible
     assert eligible_tail_mass(probs, 0.0, k) == pytest.approx(mass)
 
@@ -297,7 +267,6 @@ IMAGES = np.random.default_rng(0).integers(0, 256, (12, 1, 8, 8), dtype=np.uint8
 
 
 def shares(found: dict) -> dict[str, float]:
-    """Return the means of ``augmented_row``."""
     return {name: interval.value for name, (_, interval) in found.items()}
 
 
@@ -321,7 +290,7 @@ def coded(count: int) -> np.ndarray:
 
 
 def test_partners_of_mirrored_views_are_found_through_the_affines():
-    views = draw_two_views(coded(250), PRESETS["flip"], 0)
+    views = two_view_agreement.draw_two_views(coded(250), PRESETS["flip"], 0)
     mirrored = (views.affines[:250] != views.affines[250:]).flatten(1).any(1)
     assert 90 < mirrored.sum() < 160, "about half of the pairs differ"
     found = shares(augmented_row(ByPixel(), views, 64))
@@ -367,14 +336,15 @@ def test_shares_by_hand():
 
 
 def test_the_same_view_twice_matches_everywhere():
-    found = augmented_row(tiny("vmoe"), draw_two_views(IMAGES, PRESETS["identity"], 0), 24)
+    views = two_view_agreement.draw_two_views(IMAGES, PRESETS["identity"], 0)
+    found = augmented_row(tiny("vmoe"), views, 24)
     assert [shares(found)[name] for name in NAMES] == [1] * 3
     assert found["match_top1"][1].limits == (1, 1)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("vmoe", "randaugment"), ("ermoe", "crop")])
 def test_ratios_are_ordered_have_intervals_and_do_not_depend_on_the_batch(name, kind):
-    views = draw_two_views(IMAGES, PRESETS[kind], 3)
+    views = two_view_agreement.draw_two_views(IMAGES, PRESETS[kind], 3)
     found, parts = (augmented_row(tiny(name), views, batch) for batch in (24, 5))
     first, ordered, sets = (shares(found)[key] for key in NAMES)
     assert ordered <= min(first, sets) and first < 1
@@ -391,22 +361,17 @@ THEIRS = torch.tensor(
 )
 
 
-def test_ratios_by_hand():
-    """Best expert, best and second in this order, two best as a set."""
-    every = torch.ones(1, 5, dtype=torch.bool)
-    assert match_ratios(OURS, THEIRS, every) == [2 / 5, 1 / 5, 2 / 5]
+def test_ratios_by_hand_and_ties_go_to_the_lowest_index():
+    # Best expert, best and second in this order, two best as a set
+    assert match_ratios(OURS, THEIRS, torch.ones(1, 5, dtype=torch.bool)) == [2 / 5, 1 / 5, 2 / 5]
     some = torch.tensor([[False, True, True, True, False]])
     assert match_ratios(OURS, THEIRS, some) == pytest.approx([1 / 3, 0, 1 / 3])
-
-
-def test_ties_go_to_the_lowest_index():
     even = torch.full((1, 1, 40), 1 / 40)
     low, found = torch.eye(40)[0] + 0.5 * torch.eye(40)[1], torch.ones(1, 1, dtype=torch.bool)
     assert match_ratios(even, low.view(1, 1, 40), found) == [1, 1, 1]
     tied_second = torch.tensor([[[0.5, 0.1, 0.2, 0.2]]])
     for second, third, same in ((0.3, 0.2, [1, 1, 1]), (0.2, 0.3, [1, 0, 0])):
-        theirs = torch.tensor([[[0.4, 0.1, second, third]]])
-        assert match_ratios(tied_second, theirs, found) == same
+        assert match_ratios(tied_second, torch.tensor([[[0.4, 0.1, second, third]]]), found) == same
 
 
 @given(st.integers(0, 1000), st.integers(2, 5))
@@ -425,17 +390,12 @@ def test_ordered_pairs_are_rarer_than_sets_and_than_best_ones(seed, experts):
         assert top2_sets == 1 and top2_ordered == top1
 
 
-def test_epochs_by_hand():
+def test_epochs_and_pairs_by_hand():
     # Four tokens over three epochs: 0 → 1 shares two tokens, 1 → 2 three, 0 with the last one.
     epochs = [np.array([[0, 1], [2, 3]]), np.array([[0, 1], [0, 0]]), np.array([[0, 2], [0, 0]])]
-    assert agreement_over_epochs(epochs) == {
-        "with_final": [0.25, 0.75, 1.0],
-        "consecutive": [0.5, 0.75],
-    }
+    expected = {"with_final": [0.25, 0.75, 1.0], "consecutive": [0.5, 0.75]}
+    assert agreement_over_epochs(epochs) == expected
     assert agreement_over_epochs(epochs[:1]) == {"with_final": [1.0], "consecutive": []}
-
-
-def test_pairs_are_counted_image_by_image():
     ours, theirs = OURS.expand(2, -1, -1), torch.cat([THEIRS, THEIRS.roll(1, dims=1)])
     found = torch.tensor([[True, True, True, True, True], [False, True, True, False, False]])
     # Second image: theirs is (1, 2), (0, 1), (1, 0), (0, 2), (2, 1); second and third are there.

@@ -8,26 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from moecore.core.files import UserError
+from moecore import UserError, predict_in_batches
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.core.streams import derived_seed, generator_for
 from moecore.data.views.views import make_random_views
-from moecore.measure.routing_metrics import epochs
-from moecore.measure.routing_metrics.alternative_choices import (
-    SweepImages,
-    copy_with_router,
-    routing_means_over_layers,
-    sweep_k,
-    sweep_threshold,
-)
+from moecore.measure.routing_metrics import alternative_choices, epochs, two_view_agreement
+from moecore.measure.routing_metrics.alternative_choices import SweepImages, sweep_k
 from moecore.measure.routing_metrics.layer_metrics import class_expert_probs
-from moecore.measure.routing_metrics.two_view_agreement import (
-    PRESETS,
-    Preset,
-    TwoViewAugmentation,
-    draw_two_views,
-)
-from moecore.nn.predict import predict_in_batches
+from moecore.measure.routing_metrics.two_view_agreement import PRESETS, Preset, TwoViewAugmentation
 from moecore.nn.routing_traces import build_image_traces
 from moecore.tasks.classification import Classification
 from moecore.training.single_tissue_volumes import keep_only_tissue
@@ -62,9 +50,7 @@ def test_rows_by_hand():
     volumes[:, 0, 0, 0, 0], regions[:, 0, 0, 0, 0] = 0.9, 255
     for volume, place in ((0, (3, 3, 3)), (1, (3, 3, 3)), (1, (0, 3, 3))):
         volumes[(volume, 0, *place)], regions[(volume, 1, *place)] = 0.1, 255
-    rows = {
-        row.region: row for row in epochs.region_rows(Bright(), volumes, regions, ("a", "b"), NAMES)
-    }
+    rows = {row.region: row for row in epochs.region_rows(Bright(), volumes, regions, "ab", NAMES)}
     assert list(rows) == ["a", "b", "random_a", "random_b"]
     for tissue, best in (("a", "wm"), ("b", "gm")):
         names, scores = zip(*rows[tissue].experts, strict=True)
@@ -81,14 +67,12 @@ def test_a_share_scales_the_voxels():
 
 def test_the_control_keeps_as_much_inside_the_brain_and_nothing_outside():
     image, regions = ball(60, 0)
-    share, brain = torch.from_numpy(regions[None, 0]), torch.from_numpy(image > 0)
-    found = epochs.shuffle_tissue_in_brain(share, brain, 3)
-    assert torch.equal(found[brain].sort().values, share[brain].sort().values)
-    assert (found[~brain] == 0).all() and not torch.equal(found, share)
-    assert not torch.equal(found, epochs.shuffle_tissue_in_brain(share, brain, 4))
-    two = epochs.shuffle_tissue_in_brain(
-        share.expand(2, -1, -1, -1), brain.expand(2, -1, -1, -1), 3
-    )
+    part, brain = torch.from_numpy(regions[None, 0]), torch.from_numpy(image > 0)
+    found = epochs.shuffle_tissue_in_brain(part, brain, 3)
+    assert torch.equal(found[brain].sort().values, part[brain].sort().values)
+    assert (found[~brain] == 0).all() and not torch.equal(found, part)
+    assert not torch.equal(found, epochs.shuffle_tissue_in_brain(part, brain, 4))
+    two = epochs.shuffle_tissue_in_brain(part.expand(2, -1, -1, -1), brain.expand(2, -1, -1, -1), 3)
     assert torch.equal(two[0], found[0]) and not torch.equal(two[0], two[1])
 
 
@@ -114,14 +98,14 @@ PICTURES = np.random.default_rng(0).integers(0, 256, (12, 1, 8, 8), dtype=np.uin
 @pytest.mark.parametrize("kind", get_args(Preset))
 def test_views_are_functions_of_seed_and_place(kind):
     random = torch.get_rng_state()
-    views = draw_two_views(PICTURES, PRESETS[kind], 1, 7)
+    views = two_view_agreement.draw_two_views(PICTURES, PRESETS[kind], 1, 7)
     assert torch.equal(torch.get_rng_state(), random) and PRESETS[kind].name == kind
     assert views.images.shape == (24, 1, 8, 8) and views.affines.shape == (24, 3, 3)
     assert 0 <= views.images.min() <= views.images.max() <= 1
-    again = draw_two_views(PICTURES, PRESETS[kind], 1, 7)
+    again = two_view_agreement.draw_two_views(PICTURES, PRESETS[kind], 1, 7)
     assert torch.equal(views.images, again.images) and torch.equal(views.affines, again.affines)
     for draws in ((2, 7), (1, 8), (1,)):
-        other = draw_two_views(PICTURES, PRESETS[kind], *draws)
+        other = two_view_agreement.draw_two_views(PICTURES, PRESETS[kind], *draws)
         assert torch.equal(views.images, other.images) == (kind == "identity")
     assert torch.equal(views.images[:12], views.images[12:]) == (kind == "identity")
     still = kind in ("identity", "noise", "brightness", "contrast", "erasing")
@@ -130,7 +114,8 @@ def test_views_are_functions_of_seed_and_place(kind):
 
 def test_first_images_keep_their_views_when_there_are_more():
     images = np.random.default_rng(0).integers(0, 256, (130, 1, 8, 8), dtype=np.uint8)
-    few, many = (draw_two_views(part, PRESETS["crop"], 0) for part in (images[:100], images))
+    draw, crop = two_view_agreement.draw_two_views, PRESETS["crop"]
+    few, many = (draw(part, crop, 0) for part in (images[:100], images))
     assert torch.equal(many.images[:100], few.images[:100])
     assert torch.equal(many.affines[130:230], few.affines[100:])
     generator = generator_for(derived_seed("measured_views", 0), 100, 1)
@@ -141,7 +126,7 @@ def test_first_images_keep_their_views_when_there_are_more():
 
 def test_noise_has_its_size_and_moves_nothing():
     grey = np.full((40, 1, 8, 8), 128, np.uint8)
-    views = draw_two_views(grey, TwoViewAugmentation(name="noise", noise=0.1), 0)
+    views = two_view_agreement.draw_two_views(grey, TwoViewAugmentation(name="noise", noise=0.1), 0)
     noise = views.images - 128 / 255
     assert noise.std().item() == pytest.approx(0.1, rel=0.04) and abs(noise.mean()) < 0.006
     correlation = float((noise[:40] * noise[40:]).mean()) / 0.01
@@ -162,12 +147,10 @@ def test_places_are_spread_and_stay(tmp_path):
 
 
 def test_watched_epochs():
-    assert epochs.watched_epochs(1) == (1,)
-    assert epochs.watched_epochs(5) == (1, 2, 3, 4, 5)
+    assert epochs.watched_epochs(1) == (1,) and epochs.watched_epochs(5) == (1, 2, 3, 4, 5)
     many = epochs.watched_epochs(300)
     assert len(many) == 12 and (many[0], many[-1]) == (1, 300)
-    steps = {later - earlier for earlier, later in zip(many, many[1:], strict=False)}
-    assert steps <= {27, 28}
+    assert {later - earlier for earlier, later in zip(many, many[1:], strict=False)} <= {27, 28}
 
 
 def test_what_was_kept_is_what_the_model_did(tmp_path):
@@ -197,7 +180,7 @@ ERMOE = [name for name in KINDS if METHODS[name].router.kind == "eigenbasis"]
 @pytest.mark.parametrize("name", KINDS)
 def test_the_same_setting_gives_the_same_model(name):
     model = tiny(name)
-    other = copy_with_router(model, model.moe.router)
+    other = alternative_choices.copy_with_router(model, model.moe.router)
     assert other is not model and other.moe == model.moe and other.training == model.training
     ours, first = predict_in_batches(model, IMAGES, 12)
     theirs, second = predict_in_batches(other, IMAGES, 12)
@@ -224,7 +207,8 @@ def test_every_router_with_k_has_a_sweep_and_the_model_stays(name):
 @pytest.mark.parametrize("name", ["stable_moe", "teacher_routed", "hash_moe", "ermoe"])
 def test_the_changed_model_really_chooses_k(name):
     model = tiny(name)
-    _, records = predict_in_batches(copy_with_router(model, model.moe.router.with_k(3)), IMAGES, 12)
+    copied = alternative_choices.copy_with_router(model, model.moe.router.with_k(3))
+    _, records = predict_in_batches(copied, IMAGES, 12)
     numbers = torch.stack([record.chosen.sum(-1) for record in records])
     assert numbers.max() == 3 and (METHODS[name].router.kind == "eigenbasis" or numbers.min() == 3)
 
@@ -232,7 +216,7 @@ def test_the_changed_model_really_chooses_k(name):
 @pytest.mark.parametrize("name", ERMOE)
 def test_a_higher_threshold_falls_back_more_often(name):
     model = tiny(name)
-    rows = sweep_threshold(model, SAMPLE, (-1.0, 0.1, 0.5, 0.9, 1.0), 12)
+    rows = alternative_choices.sweep_threshold(model, SAMPLE, (-1.0, 0.1, 0.5, 0.9, 1.0), 12)
     fallback = [row["fallback"] for row in rows.values()]
     assert fallback[0] == 0 < fallback[3] and fallback[1] < fallback[3] and fallback[-1] == 1
     assert "tail_mass" not in rows[1.0] and rows[-1.0]["tail_mass"] > 0
@@ -241,7 +225,7 @@ def test_a_higher_threshold_falls_back_more_often(name):
 def test_routers_without_the_setting_have_no_rows():
     for name, numbers in (("soft_moe", []), ("vmoe", [1, 2])):
         assert list(sweep_k(tiny(name), SAMPLE, (1, 2), 12)) == numbers
-        assert sweep_threshold(tiny(name), SAMPLE, (0.1,), 12) == {}
+        assert alternative_choices.sweep_threshold(tiny(name), SAMPLE, (0.1,), 12) == {}
 
 
 @pytest.mark.parametrize("name", ["vmoe", "expert_choice"])
@@ -258,7 +242,6 @@ SCORES = torch.tensor(
 
 
 def record(scores: torch.Tensor, *chosen: str) -> RoutingRecord:
-    """A record of four images of one token."""
     mask = torch.tensor([[[mark == "x" for mark in token]] for token in chosen])
     probs = (scores / scores.sum(-1, keepdim=True))[:, None]
     return RoutingRecord(scores[:, None], probs, mask.float(), mask, probs * mask)
@@ -271,17 +254,14 @@ SECOND = record(torch.ones(4, 4) / 5, *("xx..",) * 4)
 
 
 def test_means_of_a_sweep_without_and_with_a_threshold():
-    means = routing_means_over_layers([FIRST, SECOND], k=2, threshold=None)
+    means = alternative_choices.routing_means_over_layers([FIRST, SECOND], k=2, threshold=None)
     assert means["load_cv2"] == pytest.approx((15 / 4 / (7 / 4) ** 2 - 1 + 1) / 2)
     # Outside the best two: (0.6 + 0.1)/2.35, 0.3/1.4, 0.5/1.4, 0.3/1.8; in the second layer 1/2.
     tails = [(0.7 / 2.35 + 0.3 / 1.4 + 0.5 / 1.4 + 0.3 / 1.8) / 4, 0.5]
-    assert means["tail_mass"] == pytest.approx(sum(tails) / 2)
-    assert "fallback" not in means
-    means = routing_means_over_layers([FIRST, FIRST], k=2, threshold=0.5)
+    assert means["tail_mass"] == pytest.approx(sum(tails) / 2) and "fallback" not in means
+    means = alternative_choices.routing_means_over_layers([FIRST, FIRST], k=2, threshold=0.5)
     # Above 0.5: three, one, none and two scores.
-    assert means["fallback"] == 0.25
-    assert means["tail_mass"] == pytest.approx(0.6 / 2.25 / 3)
+    assert means["fallback"] == 0.25 and means["tail_mass"] == pytest.approx(0.6 / 2.25 / 3)
     # a layer without eligible experts leaves no mean
-    means = routing_means_over_layers([FIRST, SECOND], k=2, threshold=0.5)
-    assert "tail_mass" not in means
-    assert means["fallback"] == (0.25 + 1) / 2
+    means = alternative_choices.routing_means_over_layers([FIRST, SECOND], k=2, threshold=0.5)
+    assert "tail_mass" not in means and means["fallback"] == (0.25 + 1) / 2
