@@ -10,9 +10,8 @@ from moecore.core import routing_records
 from moecore.core.routing_records import Batch, ModelOutput, RoutingRecord
 from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
-from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
-from moecore.tasks.classification import Classification
+from moecore.parts import Classification, ImageSpec
 from moecore.training.artifacts import Checkpoint
 from moecore.training.guide import build_guide
 from moecore.training.job import Objective, TrainingJob
@@ -21,25 +20,17 @@ from moecore.training.method import Method
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
 
-IMAGE = ImageSpec(
-    channels=1, size=8, task=Classification(classes=("dark", "light")), mean=(0.5,), std=(0.3,)
-)
+SHADES = Classification(classes=("dark", "light"))
+IMAGE = ImageSpec(channels=1, size=8, task=SHADES, mean=(0.5,), std=(0.3,))
 TIMED = ("images_per_second",)
 CPU = Runtime("cpu", "test", 1, "system", "highest", 0.0, 0.0)
 SETTINGS = Training(epochs=2, batch=8, learning_rate=1e-2, log_every=3, checkpoint_every=3)
-VMOE = Method(
-    router={"kind": "noisy_top_k", "k": 2},
-    experts={"kind": "mlp", "number": 4},
-    regularizers=[{"kind": "importance"}, {"kind": "load"}],
-)
-COMPETITION = {  # the router, whose experts compete in half of the steps
-    "kind": "competition",
-    "share": 0.5,
-    "warmup": 0.0,
-    "router_weight": 0.1,
-    "chosen_weight": 0.1,
-    "diversity_weight": 0.1,
-}
+BOTH = [{"kind": "importance"}, {"kind": "load"}]
+MLPS = {"kind": "mlp", "number": 4}
+VMOE = Method(router={"kind": "noisy_top_k", "k": 2}, experts=MLPS, regularizers=BOTH)
+# the router, whose experts compete in half of the steps
+COMPETITION = {"kind": "competition", "share": 0.5, "warmup": 0.0}
+COMPETITION |= {"router_weight": 0.1, "chosen_weight": 0.1, "diversity_weight": 0.1}
 
 
 def images(count: int, seed: int = 0) -> Split:
@@ -53,14 +44,10 @@ def images(count: int, seed: int = 0) -> Split:
 def task(method: Method = VMOE, seed: int = 0, guide=None, image: ImageSpec = IMAGE) -> TrainingJob:
     torch.manual_seed(seed)
     model = Vit(patch=4, width=16, depth=4, heads=2).build(image, method.moe)
-    return TrainingJob(
-        model,
-        load_split_where_it_fits(images(50), "cpu"),
-        load_split_where_it_fits(images(20, 1), "cpu"),
-        Objective(method.losses, distillation=method.distillation),
-        guide,
-        method.views,
-    )
+    train = load_split_where_it_fits(images(50), "cpu")
+    validation = load_split_where_it_fits(images(20, 1), "cpu")
+    objective = Objective(method.losses, distillation=method.distillation)
+    return TrainingJob(model, train, validation, objective, guide, method.views)
 
 
 def made(method: Method) -> TrainingJob:
@@ -73,7 +60,6 @@ def made(method: Method) -> TrainingJob:
 
 
 def step_batch(job: TrainingJob, settings: Training, seed: int, step: int) -> Batch:
-    """What a step learns from, as the loop makes it."""
     return batch_maker(job, settings, seed, range(step, step + 1), "cpu")(step)
 
 
@@ -87,9 +73,7 @@ def stop_training(job: TrainingJob, settings: Training, folder: Path, points: in
     checkpoint.wait()
 
 
-def assert_resumes(
-    make: Callable[[], TrainingJob], settings: Training, folder: Path, points: int
-) -> TrainingJob:
+def assert_resumes(make: Callable, settings: Training, folder: Path, points: int) -> TrainingJob:
     """A training that is stopped and resumed ends with the same bits; return one that was not."""
     whole, resumed = make(), make()
     expected = logged_points(iterate_training(whole, settings, 0, CPU))
@@ -104,15 +88,11 @@ def assert_resumes(
 
 
 def logged_points(metrics) -> list:
-    """Return step and values of what was logged, but for the pace."""
-    return [
-        (one.step, {name: value for name, value in one.values.items() if name not in TIMED})
-        for one in metrics
-    ]
+    points = [(one.step, one.values.items()) for one in metrics]
+    return [(step, {name: x for name, x in values if name not in TIMED}) for step, values in points]
 
 
 def assert_same_weights(one: TrainingJob, other: TrainingJob) -> None:
-    """Parameters and buffers."""
     ours, theirs = one.learners.state_dict(), other.learners.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())

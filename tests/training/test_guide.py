@@ -9,13 +9,12 @@ import pytest
 import torch
 import yaml
 
+from moecore.backbones import Vit, Vit3d
 from moecore.core import routing_records
 from moecore.core.files import UserError
 from moecore.data.loader import few_shot_indices, load_split_where_it_fits
 from moecore.data.prepared import Prepared, Split
 from moecore.measure.base import Skipped
-from moecore.nn.backbones.vit import Vit
-from moecore.nn.backbones.vit3d import Vit3d
 from moecore.run.history_file import read_lines, routing_points
 from moecore.run.run_record import record_run
 from moecore.run.training import TrainingRun
@@ -32,28 +31,16 @@ from moecore.training.phase_trainings import build_pretraining, iterate_router_f
 from moecore.training.settings import TeacherRouterFit, Training
 from tests.data.making import VOLUMES, ball
 from tests.measure.subjects import digits
-from tests.training.small import (
-    CPU,
-    IMAGE,
-    SETTINGS,
-    VMOE,
-    assert_resumes,
-    assert_same_weights,
-    logged_points,
-    task,
-)
+from tests.training import small
+from tests.training.small import CPU, IMAGE, SETTINGS, VMOE, assert_resumes, logged_points, task
 
 NOISY = {"router": {"kind": "noisy_top_k", "k": 2}, "experts": {"kind": "mlp", "number": 4}}
 TGR = Method(**NOISY, regularizers=[{"kind": "router_kl"}])
-JOINT = TGR.model_copy(
-    update={"teacher_router": TeacherRouter(fit="joint", load=0.1, entropy=0.01)}
-)
-ORACLE = Method(
-    router={"kind": "teacher_routed", "k": 2},
-    experts={"kind": "mlp", "number": 4},
-    regularizers=[{"kind": "router_kl"}],
-    teacher_router={"fit": "joint"},
-)
+FITTED = TeacherRouter(fit="joint", load=0.1, entropy=0.01)
+JOINT = TGR.model_copy(update={"teacher_router": FITTED})
+MLPS, KL = {"kind": "mlp", "number": 4}, [{"kind": "router_kl"}]
+JOINTLY = Method(router={"kind": "teacher_routed", "k": 2}, experts=MLPS, regularizers=KL)
+ORACLE = JOINTLY.model_copy(update={"teacher_router": TeacherRouter(fit="joint")})
 
 
 def guide(depth: int = 4, method: Method = TGR):
@@ -80,8 +67,7 @@ def test_fitting_makes_it_confident_and_balanced_and_leaves_the_teacher_alone():
 
 def test_a_guided_student_comes_nearer_to_its_guide():
     made = task(TGR, guide=guide().requires_grad_(False))
-    settings = SETTINGS.model_copy(update={"epochs": 6})
-    first, *_, last = iterate_training(made, settings, 0, CPU)
+    first, *_, last = iterate_training(made, SETTINGS.model_copy(update={"epochs": 6}), 0, CPU)
     assert last.values["router_kl"] < first.values["router_kl"]
 
 
@@ -166,19 +152,15 @@ def test_hard_distillation_by_hand():
         terms = objective.terms(made)
         found = {name: float(term) for name, term in terms.items()}
         assert found == pytest.approx({"task": ours, "distillation": teachers})
-        expected = (1 - share) * ours + share * teachers
-        assert float(objective.total(terms)) == pytest.approx(expected)
+        assert float(objective.total(terms)) == pytest.approx((1 - share) * ours + share * teachers)
 
 
-def test_with_one_head_it_learns_both_and_without_distillation_the_mean_of_the_heads_counts():
+def test_one_head_learns_both_two_their_mean_and_an_unfitting_teacher_is_an_error():
     one = step([0], [[[math.log(3), 0.0]]], teacher=[[0.1, 7.0]])
     terms = Objective(distillation=0.5).terms(one)
     assert float(terms["distillation"]) == pytest.approx(math.log(4))
     two = Objective().terms(step([0], [[[math.log(3), 0.0]], [[math.log(3), 0.0]]]))
     assert float(two["task"]) == pytest.approx(math.log(4 / 3)) and "distillation" not in two
-
-
-def test_a_missing_or_unfitting_teacher_is_an_error():
     with pytest.raises(UserError, match="no teacher in this step"):
         Objective(distillation=0.5).terms(step([0], [[[0.0, 1.0]]]))
     with pytest.raises(UserError, match="knows 3 classes, the student 2"):
@@ -212,8 +194,7 @@ AGES = torch.tensor([40.0, 60.0])
 
 def test_the_loss_of_ages_is_in_deviations_and_validation_in_years():
     torch.manual_seed(0)
-    vit = Vit3d(patch=8, width=24, depth=2, heads=2, mlp_ratio=2, stem="pooled")
-    model = vit.build(VOLUMES)
+    model = Vit3d(patch=8, width=24, depth=2, heads=2, mlp_ratio=2, stem="pooled").build(VOLUMES)
     # errors 4 and 10 years; the model's deviation is 20: (4 + 10) / 2 / 20
     answers = routing_records.ModelOutput(torch.tensor([[44.0], [50.0]]))
     terms = Objective().terms(
@@ -232,8 +213,7 @@ def sets(count: int, seed: int = 0) -> Split:
     random = np.random.default_rng(seed)
     labels = np.array([[1, 0], [0, 1], [1, 1]], np.uint8)[np.arange(count) % 3]
     bright = 180 * labels.repeat(4, axis=1)[:, None, None, :]
-    pixels = random.integers(0, 60, (count, 1, 8, 8)) + bright
-    return Split(pixels.astype(np.uint8), labels)
+    return Split((random.integers(0, 60, (count, 1, 8, 8)) + bright).astype(np.uint8), labels)
 
 
 SETS = IMAGE.model_copy(update={"task": MultiLabel(classes=("left", "right"))})
@@ -275,7 +255,6 @@ SOFT = Method(router={"kind": "soft_slots", "slots": 2}, experts={"kind": "mlp",
 
 
 def record(probs: list, chosen: list) -> routing_records.RoutingRecord:
-    """One image's."""
     shares = torch.tensor([probs])
     flags = torch.tensor([chosen], dtype=torch.bool)
     return routing_records.RoutingRecord(shares.log(), shares, flags.float(), flags, shares * flags)
@@ -301,10 +280,8 @@ def test_the_meter_adds_steps_and_layers_and_reads_them_with_its_terms():
         meter.add(step, 1, {"loss": torch.tensor(1.0)}, torch.tensor(1.0), output)
     values, totals = meter.take("")
     assert values["loss"] == 1.0
-    assert {name: layer.counts for name, layer in totals.items()} == {
-        "MoE 1": (2, 0),
-        "text MoE 1": (4, 0, 0),
-    }
+    counts = {name: layer.counts for name, layer in totals.items()}
+    assert counts == {"MoE 1": (2, 0), "text MoE 1": (4, 0, 0)}
 
 
 def totals(*counts: float) -> dict[str, LayerTotals]:
@@ -346,7 +323,7 @@ def test_a_training_is_bit_equal_with_and_without(method):
     alone = logged_points(iterate_training(without, SETTINGS, 0, CPU))
     points = list(iterate_training(watched, SETTINGS, 0, CPU, monitor=EVERY))
     assert logged_points(points) == alone
-    assert_same_weights(watched, without)
+    small.assert_same_weights(watched, without)
     # 3 steps of 8 images of 5 tokens in each of the last two blocks
     assert all(list(one.routing) == ["MoE 1", "MoE 2"] for one in points)
     assert {layer.tokens for one in points for layer in one.routing.values()} == {3 * 8 * 5}
@@ -391,9 +368,7 @@ def test_a_killed_training_tells_what_one_that_was_not_tells(tmp_path, monkeypat
     assert lines and f"pretrain: {lines[0]}" in capsys.readouterr().err
 
 
-def test_a_pretraining_and_its_teacher_learn_from_the_images_that_the_seed_draws(
-    tmp_path, monkeypatch
-):
+def test_a_pretraining_and_its_teacher_learn_from_images_that_the_seed_draws(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     digits(tmp_path / "artifacts/data/pretrain")
     data = Prepared.open("artifacts/data/pretrain")

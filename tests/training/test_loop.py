@@ -13,19 +13,13 @@ import torch
 from moecore.core.files import SEAL, UnusableFile, UserError, read_json, write_sealed
 from moecore.core.outside_packages import allow_packages, more_packages
 from moecore.core.safetensors_files import read_tensors, write_tensors
-from moecore.data.views.views import ViewSettings
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.moe import MoESettings
+from moecore.parts import Classification, MoESettings
 from moecore.pipeline.predict_cli import main
-from moecore.tasks.classification import Classification
-from moecore.training.artifacts import (
-    Checkpoint,
-    load_adapted_model,
-    load_card,
-    load_model,
-    save_model,
-)
+from moecore.teachers import Adversarial, Training, ViewSettings
+from moecore.training import artifacts
+from moecore.training.artifacts import Checkpoint, load_adapted_model, load_model, save_model
 from moecore.training.job import (
     BatchPrefetcher,
     Objective,
@@ -37,22 +31,11 @@ from moecore.training.loop import iterate_training, total_steps, validation_metr
 from moecore.training.meter import MEMORY
 from moecore.training.method import Method
 from moecore.training.outcome import TrainingLog, evaluate_trained_model
-from moecore.training.settings import Adversarial, Training
 from tests.data.making import write_classes
 from tests.measure.subjects import built, digits
 from tests.my_lab import forget_package, write_my_lab
-from tests.training.small import (
-    COMPETITION,
-    CPU,
-    IMAGE,
-    SETTINGS,
-    VMOE,
-    assert_resumes,
-    assert_same_weights,
-    logged_points,
-    stop_training,
-    task,
-)
+from tests.training import small
+from tests.training.small import COMPETITION, CPU, IMAGE, SETTINGS, VMOE, stop_training, task
 
 
 def test_it_learns_and_reports_every_third_step_and_every_epoch():
@@ -65,16 +48,15 @@ def test_it_learns_and_reports_every_third_step_and_every_epoch():
     assert found[-1].values["validation_accuracy"] == 1.0
     values = found[0].values
     assert set(values) >= {"learning_rate", "train_accuracy", "images_per_second"}
-    assert values["loss"] == pytest.approx(
-        values["task"] + 0.005 * values["importance"] + 0.005 * values["load"], rel=1e-5
-    )
+    total = values["task"] + 0.005 * values["importance"] + 0.005 * values["load"]
+    assert values["loss"] == pytest.approx(total, rel=1e-5)
 
 
 def test_a_seed_gives_the_same_run_and_another_another():
-    first, other = (logged_points(iterate_training(task(), SETTINGS, seed, CPU)) for seed in (0, 1))
+    first, other = (small.logged_points(iterate_training(task(), SETTINGS, s, CPU)) for s in (0, 1))
     made = task()
     torch.rand(1000)  # global randomness before the run does not matter
-    assert first == logged_points(iterate_training(made, SETTINGS, 0, CPU)) != other
+    assert first == small.logged_points(iterate_training(made, SETTINGS, 0, CPU)) != other
 
 
 MLPS = {"kind": "mlp", "number": 4}
@@ -104,18 +86,11 @@ STRONG = {"adversarial": {"steps": 2, "form": "strong"}}
 @pytest.mark.parametrize(
     ("stopped_after", "changes", "method"),
     [
-        (2, {}, VMOE),
-        (3, {"drop_path": 0.3}, VMOE),
-        (3, {"optimizer": {"kind": "adam"}}, VMOE),
-        (3, {"optimizer": {"kind": "sgd"}}, VMOE),
-        (3, STRONG, VMOE),
-        (2, {}, balanced("loss_free")),
-        (3, {}, balanced("quantile")),
-        (2, {}, RELU),
-        (2, {}, COMPETING),
-        (2, {}, biased(**COMPETITION)),
-        (2, {}, biased(kind="top_k_softmax", input_jitter=0.1, residual=True)),
-        (2, {}, DEEP),
+        *((2, {}, VMOE), (3, {"drop_path": 0.3}, VMOE), (3, {"optimizer": {"kind": "adam"}}, VMOE)),
+        *((3, {"optimizer": {"kind": "sgd"}}, VMOE), (3, STRONG, VMOE)),
+        *((2, {}, balanced("loss_free")), (3, {}, balanced("quantile")), (2, {}, RELU)),
+        *((2, {}, COMPETING), (2, {}, biased(**COMPETITION))),
+        *((2, {}, biased(kind="top_k_softmax", input_jitter=0.1, residual=True)), (2, {}, DEEP)),
     ],
 )
 def test_stopped_and_resumed_it_ends_bit_equal(tmp_path, stopped_after, changes, method):
@@ -127,7 +102,7 @@ def test_stopped_and_resumed_it_ends_bit_equal(tmp_path, stopped_after, changes,
         torch.manual_seed(0)
         return task(method)._replace(model=vit.build(IMAGE, method.moe))
 
-    whole = assert_resumes(make, settings, tmp_path, stopped_after)
+    whole = small.assert_resumes(make, settings, tmp_path, stopped_after)
     start = make().model.state_dict()
     moved = {name for name, one in whole.model.named_buffers() if name in start}
     assert all(not torch.equal(start[name], whole.model.get_buffer(name)) for name in moved)
@@ -195,7 +170,7 @@ def test_the_memory_of_the_second_step_is_told_once_and_changes_no_bit(monkeypat
     monkeypatch.setattr("moecore.training.loop.MEMORY_STEP", -1)
     plain = task()
     assert not any(MEMORY in one.values for one in iterate_training(plain, SETTINGS, 0, CPU))
-    assert_same_weights(weighed, plain)
+    small.assert_same_weights(weighed, plain)
 
 
 @pytest.mark.parametrize(("optimizer", "tensors"), [("adamw", 4), ("sgd", 3)])
@@ -213,9 +188,7 @@ def test_an_outcome_tells_what_a_step_costs(tmp_path):
     data = digits(tmp_path)
     model = built(Vit(patch=6, width=16, depth=2, heads=2), None, data, 1)
     made = build_training_job(model, data, Objective(()), "cpu")
-    points = [
-        (metrics.step, metrics.values) for metrics in iterate_training(made, SETTINGS, 0, CPU)
-    ]
+    points = [(row.step, row.values) for row in iterate_training(made, SETTINGS, 0, CPU)]
     found = evaluate_trained_model(model.eval(), data, SETTINGS, TrainingLog(points, 3.0))
     assert found.training_step_ms == pytest.approx(8000 / found.images_per_second)
     assert found.training_memory_mb == points[0][1][MEMORY]
@@ -270,9 +243,8 @@ def test_at_another_resolution_with_other_classes(tmp_path, model):
     image = IMAGE.model_copy(update={"size": 16, "task": Classification(classes=("a", "b", "c"))})
     larger = load_adapted_model(tmp_path, image, VMOE.moe)
     assert larger(torch.rand(2, 1, 16, 16)).prediction.shape == (2, 3)
-    assert larger.pos_embed.shape == (1, 17, 16) and torch.equal(
-        larger.pos_embed[:, 0], model.pos_embed[:, 0]
-    )
+    assert larger.pos_embed.shape == (1, 17, 16)
+    assert torch.equal(larger.pos_embed[:, 0], model.pos_embed[:, 0])
     assert torch.equal(larger.blocks[1].mlp.experts.up, model.blocks[1].mlp.experts.up)
 
 
@@ -286,22 +258,18 @@ def test_fine_tuning_keeps_the_drop_path_and_an_older_card_has_none(tmp_path, mo
     card = read_json(tmp_path / "model.json")
     del card["backbone"]["drop_path"]
     (tmp_path / "model.json").write_text(json.dumps(card))
-    assert load_card(tmp_path).backbone.drop_path == 0
+    assert artifacts.load_card(tmp_path).backbone.drop_path == 0
     images = torch.rand(3, 1, 8, 8)
     assert torch.equal(load_model(tmp_path)(images).prediction, dropping.eval()(images).prediction)
 
 
-def test_what_does_not_fit_is_refused(tmp_path, model):
+def test_what_does_not_fit_or_is_absurdly_large_is_refused(tmp_path, model):
     save_model(tmp_path, model)
     colour = IMAGE.model_copy(update={"channels": 3, "mean": (0.5,) * 3, "std": (0.5,) * 3})
     with pytest.raises(UserError, match="1 channels, the new images have 3"):
         load_adapted_model(tmp_path, colour, VMOE.moe)
     with pytest.raises(UserError, match="do not fit the model"):
         load_adapted_model(tmp_path, IMAGE, None)
-
-
-def test_settings_of_an_absurd_size_are_refused_before_they_take_memory(tmp_path, model):
-    save_model(tmp_path, model)
     card = json.loads((tmp_path / "model.json").read_text())
     card["backbone"] |= {"width": 2**16, "mlp_ratio": 1000}  # 17 GB in each matrix of an MLP
     write_sealed(tmp_path / "model.json", {key: card[key] for key in card if key != SEAL})
@@ -321,7 +289,7 @@ def test_a_model_whose_outputs_are_no_numbers_does_not_pass():
 
 def test_damaged_files_are_named(tmp_path, model):
     with pytest.raises(UserError, match="model.json"):
-        load_card(tmp_path)
+        artifacts.load_card(tmp_path)
     save_model(tmp_path, model)
     os.truncate(tmp_path / "model.safetensors", 100)
     with pytest.raises(UserError, match="model.safetensors"):
@@ -329,7 +297,7 @@ def test_damaged_files_are_named(tmp_path, model):
     card = read_json(tmp_path / "model.json")
     (tmp_path / "model.json").write_text(json.dumps(card | {"unknown": 1}))
     with pytest.raises(UserError, match=r"(?s)model\.json.*unknown"):
-        load_card(tmp_path)
+        artifacts.load_card(tmp_path)
 
 
 def flip(path, bit: int) -> None:
@@ -375,11 +343,10 @@ def test_a_checkpoint_on_a_full_disk_leaves_the_last_and_the_run_ends_bit_equal(
     with limited(1000), pytest.raises(UnusableFile) as error:
         list(run)
     assert str(error.value).startswith(f"{last}: file too large")
-    assert read_tensors(last)[1]["step"] == "3"
-    assert not list(tmp_path.glob(".*"))
+    assert read_tensors(last)[1]["step"] == "3" and not list(tmp_path.glob(".*"))
     resumed = task(seed=99)
     list(iterate_training(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path)))
-    assert_same_weights(resumed, whole)
+    small.assert_same_weights(resumed, whole)
 
 
 ROUTER = {"kind": "my_lab.cosine", "k": 1}
@@ -388,7 +355,6 @@ WRITTEN = "written with my_lab, version: source tree"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Iterator[Path]:
-    """The folder of a saved model, in which my_lab lies too."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     write_my_lab(tmp_path)
     with more_packages(["my_lab"]):

@@ -26,15 +26,14 @@ import torch
 from torch.multiprocessing import start_processes
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from moecore.backbones import SwinV2, Vit
 from moecore.core.files import UserError
 from moecore.core.ranks import MEETING, Ranks, join_ranks, leave_ranks
 from moecore.core.safetensors_files import read_tensors
 from moecore.core.source_layout import ROOT
 from moecore.core.streams import BatchDraws, generator_for
-from moecore.data.views.views import Mix, ViewSettings
-from moecore.nn.backbones.swin_v2 import SwinV2
-from moecore.nn.backbones.vit import Vit
 from moecore.study.document import load_yaml_document
+from moecore.teachers import Adversarial, Mix, Training, ViewSettings
 from moecore.training import loop
 from moecore.training.distributed_training import to_full_tensor
 from moecore.training.job import TrainingJob
@@ -42,7 +41,6 @@ from moecore.training.loop import iterate_training
 from moecore.training.method import Method
 from moecore.training.monitor import Monitor
 from moecore.training.runtime import CompiledBlocks
-from moecore.training.settings import Adversarial, Training
 from tests import forked
 from tests.data.making import balls
 from tests.methods import REPRESENTATIVE
@@ -57,7 +55,6 @@ MLPS = {"kind": "mlp", "number": 4}
 
 
 def noisy(**settings) -> dict:
-    """A method of four experts with the router noisy_top_k."""
     return {"router": {"kind": "noisy_top_k"} | settings, "experts": MLPS}
 
 
@@ -132,9 +129,8 @@ WORDS = {
     "regularizers": [{"kind": kind} for kind in ("z_loss", "entropy", "group_sparsity")],
 }
 METHODS = {name: Method.model_validate(entry) for name, entry in ENTRIES.items()}
-SETTINGS = Training(
-    epochs=1, batch=16, learning_rate=1e-3, log_every=1, clip=None, views=ViewSettings(shift=1)
-)
+MOVED = ViewSettings(shift=1)
+SETTINGS = Training(epochs=1, batch=16, learning_rate=1e-3, log_every=1, clip=None, views=MOVED)
 MORE = {  # settings that draw, or compute, over the whole batch; all with V-MoE
     "mix": {"mix": Mix(mixup=0.4, cutmix=1.0)},
     "clip": {"clip": 0.05},
@@ -164,7 +160,6 @@ def meshed_cases(size: int, mesh: str) -> list[str]:
 
 
 def cases():
-    """Name → (job, settings)."""
     for name, method in METHODS.items():
         yield name, made(method), SETTINGS
     for name, changed in MORE.items():
@@ -198,9 +193,8 @@ def cases():
         settings = test_tissue_isolation.SETTINGS.model_copy(update={"log_every": 1})
         yield "regions", test_tissue_isolation.task(data), settings
         # Half of the volumes teach no age after the first epoch: unequally many of each rank's.
-        half = test_tissue_isolation.METHOD.regions.model_copy(
-            update={"warm_start_epochs": 1, "isolated": 0.5}
-        )
+        changes = {"warm_start_epochs": 1, "isolated": 0.5}
+        half = test_tissue_isolation.METHOD.regions.model_copy(update=changes)
         method = test_tissue_isolation.METHOD.model_copy(update={"regions": half})
         yield "isolated", test_tissue_isolation.task(data, method), settings
 
@@ -229,11 +223,9 @@ def computed(job: TrainingJob, settings: Training, epochs: int) -> dict:
     points = []
     weights = []
     for metrics in iterate_training(job, settings, 0, CPU, monitor=Monitor(every=1)):
-        chosen = {
-            f"{name}, expert {expert}": count
-            for name, layer in metrics.routing.items()
-            for expert, count in enumerate(layer.counts)
-        }
+        layers = metrics.routing.items()
+        counts = [(name, *pair) for name, layer in layers for pair in enumerate(layer.counts)]
+        chosen = {f"{name}, expert {expert}": count for name, expert, count in counts}
         points.append(metrics.values | chosen)
         if metrics.epoch == len(weights) + 1:
             values = [told(*one) for one in job.learners.named_parameters()]
@@ -242,17 +234,13 @@ def computed(job: TrainingJob, settings: Training, epochs: int) -> dict:
         if len(weights) == epochs:
             break
     hook.remove()
-    terms = {
-        name: value
-        for name, value in points[0].items()
-        if name not in ("images_per_second", "learning_rate", "memory_mb")
-        and not name.startswith("validation")
-    }
+    other = ("images_per_second", "learning_rate", "memory_mb")
+    values = {name: value for name, value in points[0].items() if name not in other}
+    terms = {name: value for name, value in values.items() if not name.startswith("validation")}
     return {"gradient": gradients[0], "terms": terms, "weights": weights}
 
 
 def main(target: str) -> None:
-    """Four ranks, which share imports and cases."""
     start_processes(compare_rank, (list(cases()), target), nprocs=4, start_method="fork")
 
 
@@ -276,8 +264,7 @@ def compare_rank(rank: int, built: list, target: str) -> None:
             if name not in meshed_cases(size, mesh):
                 continue
             settings = settings.model_copy(update={"shard": shard, "expert_parallel": apart})
-            epochs = settings.epochs if shard == 1 else 1
-            both = computed(copy.deepcopy(job), settings, epochs)
+            both = computed(copy.deepcopy(job), settings, settings.epochs if shard == 1 else 1)
             if name in alone:
                 found[f"{name} {size // shard}×{mesh}"] = differences(both, alone[name])
 
@@ -332,13 +319,9 @@ def differences(both: dict, one: dict) -> dict:
 def refusals() -> dict[str, str]:
     """What is said of settings that ranks cannot share."""
     found = {}
-    for name, changes in {
-        "batch": {"batch": 15},
-        "shard": {"shard": 3},
-        "group": {"batch": 10},
-        "apart": {"expert_parallel": 2},
-        "experts": {"shard": 3, "expert_parallel": 3},
-    }.items():
+    wrong = {"batch": {"batch": 15}, "shard": {"shard": 3}, "group": {"batch": 10}}
+    wrong |= {"apart": {"expert_parallel": 2}, "experts": {"shard": 3, "expert_parallel": 3}}
+    for name, changes in wrong.items():
         settings = SETTINGS.model_copy(update=changes)
         try:
             next(iterate_training(made(METHODS["capacity"]), settings, 0, CPU))
@@ -354,20 +337,14 @@ HISTORY = "artifacts/history/pretrain/vmoe/0/history.jsonl"
 
 
 def launched(words: list[str], folder: Path):
-    """``local_ranks`` with two ranks."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "moecore.run.local_ranks", "2", "-m", *words],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = [sys.executable, "-m", "moecore.run.local_ranks", "2", "-m", *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory) -> dict[str, dict]:
-    """What ``main`` finds, of all ranks."""
     target = tmp_path_factory.mktemp("ranks") / "found"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.training.test_ranks", str(target)]
@@ -394,32 +371,21 @@ def test_several_ranks_compute_what_one_computes(compared, size, mesh, case):
     close(compared["found"][f"{case} {size // int(mesh[0])}×{mesh}"])
 
 
-def test_ranks_compile_their_blocks_and_learn_the_same(compared):
+def test_ranks_compile_learn_the_same_and_refuse_what_they_cannot_share(compared):
     assert len(compared["compiled"]) == 2 and max(compared["compiled"].values()) < 1e-4
-
-
-def test_what_ranks_cannot_share_is_refused(compared):
-    keys = {
-        "batch": "batch is 15",
-        "shard": "shard is 3",
-        "group": "group_size is 4",
-        "apart": "expert_parallel is 2",
-        "experts": "expert_parallel is 3",
-    }
+    keys = {"batch": "batch is 15", "shard": "shard is 3", "group": "group_size is 4"}
+    keys |= {"apart": "expert_parallel is 2", "experts": "expert_parallel is 3"}
     assert compared["refused"].keys() == keys.keys()
     for name, said in compared["refused"].items():
         assert said.startswith(keys[name]) and "allowed: " in said
 
 
-def test_experts_of_several_ranks_are_not_merged():
+def test_experts_of_several_ranks_are_not_merged_and_rows_are_equal_parts():
     from moecore.training.distributed_training import check_expert_parallel
 
     apart = SETTINGS.model_copy(update={"shard": 2, "expert_parallel": 2})
     with pytest.raises(UserError, match="^expert_parallel is 2, and the router merges .*; allowed"):
         check_expert_parallel(made(METHODS["merged"]).model, apart)
-
-
-def test_rows_are_equal_parts():
     assert Ranks(0, 1).rows(5) is None
     assert [Ranks(rank, 3).rows(6).tolist() for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(UserError, match="batch is 7, and 3 ranks share it"):
@@ -441,9 +407,8 @@ def test_the_draws_of_some_images_are_those_of_the_whole_batch():
 @pytest.fixture(scope="module")
 def replicated(tmp_path_factory) -> Project:
     """A project before the pretraining that two ranks share."""
-    exact = PARAMS.replace(
-        BATCH, f"  {{precision: float32, shard: 1, expert_parallel: 1,{BATCH[3:]}"
-    )
+    more = f"  {{precision: float32, shard: 1, expert_parallel: 1,{BATCH[3:]}"
+    exact = PARAMS.replace(BATCH, more)
     found = Project(tmp_path_factory.mktemp("replicated"), exact)
     for stage in ("prepare pretrain", "teacher 0", "teacher_router vmoe 0"):
         found.stage(*stage.split())
@@ -469,7 +434,6 @@ def ended(stages: list[forked.Stage]) -> tuple[list[int], str]:
 
 
 def trained(project: Project) -> dict[str, torch.Tensor]:
-    """The weights after the stage has run to its end on two ranks."""
     codes, said = ended(begun(project))
     assert codes == [0, 0], said
     return read_tensors(project.folder / MODEL)[0]
@@ -524,9 +488,8 @@ def test_sharded_ranks_end_with_the_same_bits_killed_and_on_a_full_disk(replicat
         rank.kill()
     assert_a_full_disk_leaves_the_last_checkpoint(sharded)
     alone = sharded.attempt_stage(*STAGE)
-    assert alone.returncode == 1 and alone.stderr.strip() == (
-        "pretrain vmoe 0: shard is 2, and there is one rank; allowed: 1, or more ranks"
-    )
+    said = "pretrain vmoe 0: shard is 2, and there is one rank; allowed: 1, or more ranks"
+    assert alone.returncode == 1 and alone.stderr.strip() == said
     assert_same(trained(sharded), whole)
 
 

@@ -33,17 +33,8 @@ from moecore.training.settings import (
     learning_rate,
 )
 from tests.attacks.models import Linear
-from tests.training.small import (
-    CPU,
-    IMAGE,
-    SETTINGS,
-    VMOE,
-    assert_same_weights,
-    images,
-    logged_points,
-    step_batch,
-    task,
-)
+from tests.training import small
+from tests.training.small import CPU, IMAGE, SETTINGS, VMOE, images, logged_points, step_batch, task
 
 GUIDED = Method(regularizers=[{"kind": "router_kl"}, {"kind": "z_loss"}]).regularizers
 TGR = VMOE.model_copy(update={"regularizers": GUIDED})
@@ -54,11 +45,8 @@ LINES = """finetune:
   learning_rate: 0.1
 """
 
-PRC = Method(
-    router={"kind": "noisy_top_k"},
-    experts={"kind": "mlp", "number": 4},
-    regularizers=[{"kind": "pairwise_consistency"}],
-)
+FOUR, PAIRS = {"kind": "mlp", "number": 4}, [{"kind": "pairwise_consistency"}]
+PRC = Method(router={"kind": "noisy_top_k"}, experts=FOUR, regularizers=PAIRS)
 
 
 def test_what_it_provides_and_whether_it_is_guided():
@@ -139,8 +127,7 @@ def test_an_odd_machine_setting_is_one_line(monkeypatch, name, value):
 def test_rates_by_hand():
     # 3 warm-up steps: 1/4, 2/4, 3/4; then cosine over 4 steps: full, and half way (1 + 0.2) / 2
     rates = [learning_rate(step, 7, 3, STEEP) for step in range(7)]
-    assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
-    assert rates[5] == pytest.approx(0.6)
+    assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0]) and rates[5] == pytest.approx(0.6)
     assert rates[6] == pytest.approx(0.2 + 0.8 * (1 - 2**-0.5) / 2)
 
 
@@ -152,9 +139,8 @@ def test_only_matrices_decay():
     assert len(names) == sum(len(group["params"]) for group in optimizer.param_groups)
     assert [optimizer.param_groups[index]["weight_decay"] for index in (0, 1)] == [0.3, 0.0]
     experts, router = "blocks.1.mlp.experts", "blocks.1.mlp.router"
-    assert (
-        names["blocks.0.attn.qkv.weight"] and names[f"{experts}.up"] and names[f"{router}.weight"]
-    )
+    assert names["blocks.0.attn.qkv.weight"] and names[f"{experts}.up"]
+    assert names[f"{router}.weight"]
     free = ("cls_token", "pos_embed", "head.bias", "norm.weight", "blocks.0.norm1.bias")
     assert not any(names[name] for name in (*free, f"{experts}.up_bias"))
 
@@ -192,8 +178,7 @@ def test_what_an_optimizer_does_not_have_is_refused(lines, said):
 def test_without_decay_written_each_optimizer_has_its_own():
     sgd = written("optimizer: {kind: sgd}")
     assert sgd.weight_decay == 0 and Finetuning.model_validate(sgd.model_dump()) == sgd
-    assert written("weight_decay: 0", "optimizer: {kind: adam}")
-    assert written().weight_decay == 0.05
+    assert written("weight_decay: 0", "optimizer: {kind: adam}") and written().weight_decay == 0.05
 
 
 def under(adversarial: Adversarial | None, **changed) -> Training:
@@ -266,20 +251,17 @@ def test_epsilon_0_is_plain_training_bit_for_bit(form):
     expected = logged_points(iterate_training(plain, SETTINGS, 0, CPU))
     settings = under(Adversarial(epsilon=0, form=form))
     assert logged_points(iterate_training(attacked, settings, 0, CPU)) == expected
-    assert_same_weights(plain, attacked)
+    small.assert_same_weights(plain, attacked)
     assert logged_points(iterate_training(task(), under(Adversarial(steps=2)), 0, CPU)) != expected
 
 
-def test_the_random_start_is_a_function_of_seed_and_step():
+def test_the_random_start_is_of_seed_and_step_and_both_views_are_attacked():
     settings, drawn = under(Adversarial(steps=1, form="strong")), Pgd(steps=1, form="strong")
     first, clean = step_batch(task(), settings, 2, 5), training_batch(task(), settings, 2, 5)
     with eval_mode(made := task().model):
         generator = generator_for(2, 5, 3)
         found = drawn(made, IMAGE.task, clean.images, clean.labels, 8 / 255, generator)
     torch.testing.assert_close(first.images, found)
-
-
-def test_both_views_are_attacked_and_training_goes_on():
     made, settings = task(PRC), under(Adversarial(steps=2), views=type(SETTINGS.views)(shift=1))
     clean, found = training_batch(made, settings, 0, 0), step_batch(made, settings, 0, 0)
     moved = (found.images - clean.images).abs().flatten(1).amax(dim=1)
@@ -302,11 +284,8 @@ def test_sets_of_classes_are_attacked_through_their_sigmoids():
 
 
 def test_a_model_that_asks_its_teacher_is_attacked_together_with_it():
-    method = Method(
-        router={"kind": "teacher_routed"},
-        experts={"kind": "mlp", "number": 4},
-        regularizers=[{"kind": "router_kl"}],
-    )
+    kl = [{"kind": "router_kl"}]
+    method = Method(router={"kind": "teacher_routed"}, experts=FOUR, regularizers=kl)
     torch.manual_seed(0)
     guide = build_guide(Vit(patch=4, width=16, depth=4, heads=2).build(IMAGE), method, (4,))
     made, settings = task(method, guide=guide), under(Adversarial(steps=2))

@@ -8,35 +8,24 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from moecore.core.files import UserError
+from moecore import UserError, predict_in_batches
 from moecore.nn.kernels import grouped
 from moecore.nn.layers.block import Block
 from moecore.nn.layers.moe import MoEFeedForward
-from moecore.nn.predict import predict_in_batches
+from moecore.training import runtime
 from moecore.training.job import TrainingJob
 from moecore.training.loop import iterate_training, train_step
 from moecore.training.method import Method
-from moecore.training.runtime import (
-    COMPILE,
-    MIN_COMPILED_STEPS,
-    TRACE,
-    CompiledBlocks,
-    compile_policy,
-    iterate_traced_steps,
-    trace_file,
-)
+from moecore.training.runtime import COMPILE, MIN_COMPILED_STEPS, TRACE, CompiledBlocks
 from moecore.training.settings import build_optimizer
 from tests.methods import METHODS, REPRESENTATIVE
 from tests.training.small import CPU, SETTINGS, VMOE, made, step_batch, task
 
 TOP_K = {"kind": "noisy_top_k", "k": 1, "capacity_factor": 0.7}
-ROUTERS = {
-    "capacity by gates": {**TOP_K, "batch_priority": True, "group_size": 3},
-    "groups": {"kind": "expert_choice", "capacity_factor": 1.1, "group_size": 3},
-    "softmax over the chosen": {"kind": "top_k_softmax"},
-    "positions": {"kind": "hash", "k": 2, "by": "position"},
-    "merged": {"kind": "merged"},
-}
+ROUTERS = {"capacity by gates": {**TOP_K, "batch_priority": True, "group_size": 3}}
+ROUTERS |= {"groups": {"kind": "expert_choice", "capacity_factor": 1.1, "group_size": 3}}
+ROUTERS |= {"softmax over the chosen": {"kind": "top_k_softmax"}}
+ROUTERS |= {"positions": {"kind": "hash", "k": 2, "by": "position"}, "merged": {"kind": "merged"}}
 WHOLE = [name for name in REPRESENTATIVE if name != "expert_choice"]  # "groups" is it, and more
 CASES = {name: METHODS[name] for name in WHOLE} | {  # each has dense blocks too
     name: Method(router=router, experts={"kind": "mlp", "number": 4})
@@ -44,9 +33,7 @@ CASES = {name: METHODS[name] for name in WHOLE} | {  # each has dense blocks too
 }
 
 
-def compiled(
-    job: TrainingJob, how="required", steps=MIN_COMPILED_STEPS, backend="eager"
-) -> CompiledBlocks:
+def compiled(job: TrainingJob, how="required", steps=MIN_COMPILED_STEPS, backend="eager"):
     """The job's blocks after a first step, which is not compiled."""
     torch.compiler.reset()
     blocks = CompiledBlocks([job.model, job.guide], how, steps, backend)
@@ -55,7 +42,6 @@ def compiled(
 
 
 def counted(backend: str):
-    """A backend that counts its graphs."""
     from torch._dynamo.testing import CompileCounterWithBackend  # its import takes a second
 
     return CompileCounterWithBackend(backend)
@@ -68,11 +54,8 @@ def learned(job: TrainingJob, blocks: CompiledBlocks | None, step: int, dtype=to
     torch.manual_seed(step)
     with blocks.inside() if blocks else nullcontext():
         terms, *_ = train_step(job, SETTINGS, optimizer, batch, 0.0, dtype, step / 4)
-    gradients = {
-        name: parameter.grad
-        for name, parameter in job.learners.named_parameters()
-        if parameter.grad is not None
-    }
+    named = job.learners.named_parameters()
+    gradients = {name: one.grad for name, one in named if one.grad is not None}
     return terms | gradients
 
 
@@ -150,38 +133,33 @@ def test_what_cannot_be_compiled_ends_the_training_or_goes_on_without(capsys):
 
 def test_the_environment_decides(monkeypatch):
     monkeypatch.delenv(COMPILE, raising=False)
-    assert (compile_policy("cuda"), compile_policy("cpu")) == ("tried", "off")
+    assert (runtime.compile_policy("cuda"), runtime.compile_policy("cpu")) == ("tried", "off")
     monkeypatch.setenv(COMPILE, "true")
-    assert compile_policy("cpu") == "required"
+    assert runtime.compile_policy("cpu") == "required"
     monkeypatch.setenv(COMPILE, "1")
     with pytest.raises(UserError, match="found '1'; allowed: auto, true, false"):
-        compile_policy("cpu")
+        runtime.compile_policy("cpu")
 
 
 def test_a_training_is_traced_by_the_parts_of_its_steps(tmp_path, monkeypatch):
     monkeypatch.setenv(TRACE, str(tmp_path / "traces"))
-    file = trace_file("pretrain vmoe 0")
+    file = runtime.trace_file("pretrain vmoe 0")
     plain = [metrics.values["loss"] for metrics in iterate_training(task(), SETTINGS, 0, CPU)]
-    seen = [
-        metrics.values["loss"] for metrics in iterate_training(task(), SETTINGS, 0, CPU, trace=file)
-    ]
-    assert seen == plain
-    assert file == tmp_path / "traces/pretrain_vmoe_0.json.gz"
+    seen = [row.values["loss"] for row in iterate_training(task(), SETTINGS, 0, CPU, trace=file)]
+    assert seen == plain and file == tmp_path / "traces/pretrain_vmoe_0.json.gz"
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     names = [event.get("name") for event in events if event.get("cat") == "user_annotation"]
     for name in ("batch", "forward", "losses", "backward", "optimizer"):
         assert names.count(name) == 4, name
-    assert [name for name in names if name.startswith("step ")] == [
-        f"step {n}" for n in range(4, 8)
-    ]
+    assert [one for one in names if one.startswith("step ")] == [f"step {n}" for n in range(4, 8)]
     assert any(event.get("name") == "aten::mm" for event in events)
     monkeypatch.delenv(TRACE)
-    assert trace_file("pretrain vmoe 0") is None
+    assert runtime.trace_file("pretrain vmoe 0") is None
 
 
 @pytest.mark.parametrize("steps", [range(0), range(7, 9), range(20)])
 def test_all_steps_come_whatever_is_traced(tmp_path, steps):
     file = tmp_path / "trace.json.gz"
-    assert list(iterate_traced_steps(steps, file, "cpu")) == list(steps)
+    assert list(runtime.iterate_traced_steps(steps, file, "cpu")) == list(steps)
     assert file.exists() == bool(steps)
-    assert list(iterate_traced_steps(steps, None, "cpu")) == list(steps)
+    assert list(runtime.iterate_traced_steps(steps, None, "cpu")) == list(steps)

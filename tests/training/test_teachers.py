@@ -8,15 +8,12 @@ import torch
 from safetensors.torch import save_file
 from torch.nn.functional import normalize
 
-from moecore.core.files import UserError
-from moecore.data.prepared import Prepared
-from moecore.data.sources.clusters import Clusters
-from moecore.data.sources.digits import Digits
-from moecore.nn.backbones.base_model import ImageSpec
+from moecore import Prepared, UserError
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.predict import meta_device_context
+from moecore.parts import Classification, ImageSpec
+from moecore.sources import Clusters, Digits
 from moecore.study.check import check_study
-from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import ImageText
 from moecore.testing import check_teacher
 from moecore.training.method import Method
@@ -44,16 +41,10 @@ def weights() -> dict[str, torch.Tensor]:
     def draw_norm(name: str, width: int) -> None:
         found[f"{name}.weight"], found[f"{name}.bias"] = 1 + draw(width), draw(width)
 
-    found = {
-        "logit_scale": torch.tensor(3.0),
-        "visual.conv1.weight": draw(WIDTH, 3, PATCH, PATCH),
-        "visual.class_embedding": draw(WIDTH),
-        "visual.positional_embedding": draw(5, WIDTH),
-        "visual.proj": draw(WIDTH, JOINT),
-        "token_embedding.weight": draw(WORDS, TEXT),
-        "positional_embedding": draw(CONTEXT, TEXT),
-        "text_projection": draw(TEXT, JOINT),
-    }
+    found = {"logit_scale": torch.tensor(3.0), "visual.conv1.weight": draw(WIDTH, 3, PATCH, PATCH)}
+    found |= {"visual.class_embedding": draw(WIDTH), "visual.positional_embedding": draw(5, WIDTH)}
+    found |= {"visual.proj": draw(WIDTH, JOINT), "token_embedding.weight": draw(WORDS, TEXT)}
+    found |= {"positional_embedding": draw(CONTEXT, TEXT), "text_projection": draw(TEXT, JOINT)}
     for name, width in (("visual.ln_pre", WIDTH), ("visual.ln_post", WIDTH), ("ln_final", TEXT)):
         draw_norm(name, width)
     for tower, width, depth in (("visual.", WIDTH, 3), ("", TEXT, 2)):
@@ -148,18 +139,15 @@ def test_both_towers_are_clips(checkpoint, activation):
     torch.testing.assert_close(sides[:, :JOINT], math.exp(3) * unit, atol=1e-4, rtol=1e-4)
     words = captions(5)
     unit = normalize(torch.stack([clip_text(one[0].long(), given, quick) for one in words]))
-    texts = model.targets(words)
-    torch.testing.assert_close(texts[:, 0, :JOINT], unit, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(model.targets(words)[:, 0, :JOINT], unit, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
 def test_experts_of_its_mlps_say_what_it_says_though_pixels_are_normalised_otherwise(checkpoint):
     teacher = OpenClip(checkpoint=checkpoint, activation="quick_gelu").build(IMAGE)
-    entry = {
-        "router": {"kind": "noisy_top_k", "k": 2, "renormalise": True},
-        "experts": {"kind": "mlp", "number": 4, "hidden_ratio": 4, "activation": "quick_gelu"},
-        "blocks": [1],
-    }
+    experts = {"kind": "mlp", "number": 4, "hidden_ratio": 4, "activation": "quick_gelu"}
+    router = {"kind": "noisy_top_k", "k": 2, "renormalise": True}
+    entry = {"router": router, "experts": experts, "blocks": [1]}
     method = Method.model_validate(entry | {"text": entry, "upcycle": True})
     assert isinstance(teacher.config, TwoTowers)
     model = method.merge_model_settings(teacher.config).build(IMAGE, method.moe)
@@ -225,13 +213,10 @@ def test_the_teacher_is_timms_model_with_timms_normalisation(timm_checkpoint):
         torch.testing.assert_close(teacher(images).prediction, expected, atol=1e-4, rtol=0)
 
 
-def test_another_resolution_and_grey_images(timm_checkpoint):
+def test_another_resolution_and_grey_images_and_what_cannot_be_a_teacher(timm_checkpoint):
     _, path = timm_checkpoint
     grey = IMAGENET.model_copy(update={"channels": 1, "size": 64, "mean": (0.1,), "std": (1.0,)})
     check_teacher(Timm(name=NAME, checkpoint=path), grey)
-
-
-def test_what_cannot_be_a_teacher_is_refused():
     with pytest.raises(UserError, match="allowed: a timm model name"):
         Timm(name="no_such_model").build(IMAGENET)
     with pytest.raises(UserError, match="pickled checkpoints are not loaded"):
@@ -348,10 +333,8 @@ def test_the_check_of_a_study_names_file_line_and_key(tmp_path):
 
 
 def test_a_dense_teachers_own_data_are_prepared_once(tmp_path):
-    settings = {
-        "model": {"kind": "vit", "patch": 8, "width": 8, "depth": 1, "heads": 1},
-        "training": {"epochs": 1, "batch": 4, "learning_rate": 1e-3},
-    }
+    settings = {"model": {"kind": "vit", "patch": 8, "width": 8, "depth": 1, "heads": 1}}
+    settings["training"] = {"epochs": 1, "batch": 4, "learning_rate": 1e-3}
     Digits(size=16).write(tmp_path / "pretrain")
     first = Prepared.open(tmp_path / "pretrain")
     assert Dense(**settings).open_data(first, tmp_path) is first

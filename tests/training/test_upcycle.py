@@ -6,36 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from moecore.core.files import UserError
+from moecore import UserError, routing_loss
+from moecore.backbones import LanguageModel, Sfcn, SingleLayer, Swin, SwinMoe, SwinV2, Vit, Vit3d
 from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
-from moecore.nn.backbones.language_model import LanguageModel
-from moecore.nn.backbones.sfcn import Sfcn
-from moecore.nn.backbones.single_layer import SingleLayer
-from moecore.nn.backbones.swin import Swin
-from moecore.nn.backbones.swin_moe import SwinMoe
-from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.backbones.two_towers import TextTowerSettings, TwoTowers
-from moecore.nn.backbones.vit import Vit
-from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoELayer, MoESettings, build_moe_feed_forward
 from moecore.nn.router_hooks import routing_collector
-from moecore.nn.routers.cosine import Cosine
-from moecore.nn.routers.depth import Depth
-from moecore.nn.routers.hash import Hash
-from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.nn.routers.top_k_softmax import TopKSoftmax
-from moecore.tasks.classification import Classification
-from moecore.tasks.image_text import ImageText
-from moecore.tasks.next_token import NextToken
-from moecore.tasks.regression import Regression
+from moecore.regularizers import GroupSparsity, Importance, JensenShannon, Load, ZLoss
+from moecore.routers import Cosine, Depth, Hash, NoisyTopK, TopKSoftmax
+from moecore.tasks import Classification, ImageText, NextToken, Regression
 from moecore.testing.check_helpers import IMAGE, draw_weights
-from moecore.training.job import routing_loss
-from moecore.training.regularizers.group_sparsity import GroupSparsity
-from moecore.training.regularizers.importance import Importance
-from moecore.training.regularizers.jensen_shannon import JensenShannon
-from moecore.training.regularizers.load import Load
-from moecore.training.regularizers.z_loss import ZLoss
 from moecore.training.settings import Drop, Granular, redraw_units, repeat_router_rows
 from moecore.training.teachers.timm import define_missing_operators
 from moecore.training.upcycle import fill_experts, upcycle_in_place, upcycle_model
@@ -47,12 +28,10 @@ CAPTIONS = ImageText(words=20, context=7, captions=2, end=2, vocabulary="0" * 64
 CAPTIONED = IMAGE.model_copy(update={"task": CAPTIONS})
 ROUTER = {"kind": "noisy_top_k", "k": 2, "renormalise": True}
 # Another value of every setting, the teacher's; "kind" is always compared.
-TRANSFORMER = (
-    {"patch": 2, "width": 32, "depth": 3, "heads": 4, "mlp_ratio": 1.0, "pooling": "mean"}
-    | {"position_on_class": False, "layer_scale": 0.1, "qkv_bias": False, "pre_norm": True}
-    | {"activation": "quick_gelu", "norm_eps": 0.01, "drop_path": 0.1}
-    | {"initial_std": 0.1, "position_std": 0.3}
-)
+TRANSFORMER = {"patch": 2, "width": 32, "depth": 3, "heads": 4, "mlp_ratio": 1.0, "pooling": "mean"}
+TRANSFORMER |= {"position_on_class": False, "layer_scale": 0.1, "qkv_bias": False}
+TRANSFORMER |= {"pre_norm": True, "activation": "quick_gelu", "norm_eps": 0.01, "drop_path": 0.1}
+TRANSFORMER |= {"initial_std": 0.1, "position_std": 0.3}
 STEM = {"stem": "conv", "stem_width": 8}
 VOLUME_TRANSFORMER = STEM | {"pool": 2, "positions": "sinusoidal"}
 SWIN = {"patch": 1, "width": 32, "depths": (1, 2), "heads": (2, 4), "mlp_ratio": 1.0}
@@ -60,41 +39,24 @@ SWIN |= {"qkv_bias": False, "drop_path": 0.1}
 LANGUAGE = {"width": 16, "depth": 3, "heads": 4, "span": 2, "layers": "momentum"}
 LANGUAGE |= {"mlp_ratio": 1.0, "dropout": 0.1}
 SINGLE = {"hidden": 64, "activation": "quick_gelu"}
-TEXT_TOWER = {
-    "width": 32,
-    "depth": 3,
-    "heads": 4,
-    "mlp_ratio": 1.0,
-    "mask": "full",
-    "pooling": "class",
-    "activation": "quick_gelu",
-    "frozen": "always",
-}
+TEXT_TOWER = {"width": 32, "depth": 3, "heads": 4, "mlp_ratio": 1.0, "mask": "full"}
+TEXT_TOWER |= {"pooling": "class", "activation": "quick_gelu", "frozen": "always"}
 SMALL_VIT = Vit(patch=4, width=16, depth=2, heads=2, mlp_ratio=2.0)
 SMALL_SWIN = {"patch": 2, "width": 16, "depths": (2, 2), "heads": (2, 2), "window": 2}
 SMALL_TEXT = TextTowerSettings(width=16, depth=2, heads=2, mlp_ratio=2.0)
+CUBES = Vit3d(patch=4, width=24, depth=2, heads=2, mlp_ratio=2.0)
+WORDS = LanguageModel(width=8, depth=2, heads=2, span=4, mlp_ratio=2.0, dropout=0.0)
+TOWERS = {"joint": 8, "pairs": "sigmoid", "image.heads": 4, "image.drop_path": 0.1}
+TOWERS |= {f"text.{name}": value for name, value in TEXT_TOWER.items()}
 BACKBONES = {
     "vit": (SMALL_VIT, IMAGE, TRANSFORMER | STEM),
-    "vit3d": (
-        Vit3d(patch=4, width=24, depth=2, heads=2, mlp_ratio=2.0),
-        VOLUMES,
-        VOLUME_TRANSFORMER,
-    ),
+    "vit3d": (CUBES, VOLUMES, VOLUME_TRANSFORMER),
     "swin": (Swin(**SMALL_SWIN, mlp_ratio=2.0), IMAGE, SWIN),
     "swin_moe": (SwinMoe(**SMALL_SWIN, mlp_ratio=2.0), IMAGE, {}),
     "swin_v2": (SwinV2(**SMALL_SWIN, mlp_ratio=2.0), IMAGE, {}),
     "single_layer": (SingleLayer(hidden=128), IMAGE, SINGLE),
-    "language_model": (
-        LanguageModel(width=8, depth=2, heads=2, span=4, mlp_ratio=2.0, dropout=0.0),
-        TEXT,
-        LANGUAGE,
-    ),
-    "two_towers": (
-        TwoTowers(image=SMALL_VIT, text=SMALL_TEXT, joint=6),
-        CAPTIONED,
-        {"joint": 8, "pairs": "sigmoid", "image.heads": 4, "image.drop_path": 0.1}
-        | {f"text.{name}": value for name, value in TEXT_TOWER.items()},
-    ),
+    "language_model": (WORDS, TEXT, LANGUAGE),
+    "two_towers": (TwoTowers(image=SMALL_VIT, text=SMALL_TEXT, joint=6), CAPTIONED, TOWERS),
 }
 CASES = [(name, key) for name, (_, _, others) in BACKBONES.items() for key in others]
 
@@ -112,13 +74,9 @@ SMALL = {"num_classes": 3, "img_size": 32}
 TIMM_VIT = {"patch_size": 8, "embed_dim": 16, "depth": 4, "num_heads": 2}
 TIMM_SWIN = {"patch_size": 2, "embed_dim": 8, "depths": (2, 2), "num_heads": (2, 2)}
 TIMM_SWIN["window_size"] = 4
-MODELS = {
-    "vit_tiny_patch16_224": TIMM_VIT,
-    "deit_tiny_distilled_patch16_224": TIMM_VIT,
-    "deit3_small_patch16_224": TIMM_VIT,
-    "swin_tiny_patch4_window7_224": TIMM_SWIN,
-    "swinv2_tiny_window8_256": TIMM_SWIN,
-}
+MODELS = {"vit_tiny_patch16_224": TIMM_VIT, "deit_tiny_distilled_patch16_224": TIMM_VIT}
+MODELS |= {"deit3_small_patch16_224": TIMM_VIT, "swin_tiny_patch4_window7_224": TIMM_SWIN}
+MODELS |= {"swinv2_tiny_window8_256": TIMM_SWIN}
 
 
 def changed(config, key: str, value):
@@ -130,7 +88,6 @@ def changed(config, key: str, value):
 
 
 def build(config, image: ImageSpec, is_sparse: bool = False) -> BackboneModel:
-    """Return the model, dense or with experts in its last block."""
     torch.manual_seed(0)
     if not is_sparse:
         return config.build(image).eval()
@@ -172,8 +129,7 @@ def assert_begins_as(sparse: BackboneModel, dense: BackboneModel) -> None:
 def test_a_model_begins_as_its_teacher_whose_pixels_were_normalised_otherwise(kind):
     config, image, _ = BACKBONES[kind]
     assert_begins_as(build(config, image, is_sparse=True), draw(build(config, image)))
-    other = image.model_copy(update={"mean": (0.4,) * image.channels})
-    dense = draw(build(config, other))
+    dense = draw(build(config, image.model_copy(update={"mean": (0.4,) * image.channels})))
     if kind in ("single_layer", "language_model"):
         with pytest.raises(UserError, match=r"^upcycle: the teacher's pixels have means of \(0.4"):
             upcycle_model(build(config, image, is_sparse=True), dense)
@@ -410,9 +366,8 @@ def test_half_of_each_copys_units_are_drawn_anew_by_the_seed():
         model = timm_model()
         fc1 = model.blocks[3].mlp.fc1.weight.clone()
         drop = Drop(ratio=0.5)
-        (layer,) = upcycle_in_place(
-            model, router=NOISY, experts=EXPERTS, blocks=(3,), kind=drop, seed=seed
-        )
+        settings = {"router": NOISY, "experts": EXPERTS, "blocks": (3,)}
+        (layer,) = upcycle_in_place(model, **settings, kind=drop, seed=seed)
         kept = (layer.feed_forward.experts.up.transpose(1, 2) == fc1).all(dim=-1)
         assert kept.sum(dim=1).tolist() == [32] * 4, "of 64 hidden units of each expert"
         units.append(layer.feed_forward.experts.up)

@@ -36,14 +36,11 @@ def test_layers_are_summed(term):
 UNEVEN = [[[0.75, 0.25], [0.5, 0.5]], [[1.0, 0.0], [0.75, 0.25]]]
 
 
-def test_importance_by_hand():
+def test_importance_by_hand_whose_gradient_at_balance_is_zero():
     # Importance: 0.75 + 0.5 + 1 + 0.75 = 3 and 1. Mean 2, population variance ((3−2)² + (1−2)²)/2 =
     # 1: 1/2² = 0.25. The sample variance would give 0.5; per-image or per-token statistics would
     # give other values again.
     assert importance(probs=torch.tensor(UNEVEN)).item() == pytest.approx(0.25)
-
-
-def test_importance_gradient_at_balance_is_zero_not_nan():
     logits = torch.zeros(2, 3, 4, requires_grad=True)
     importance(probs=logits.softmax(-1)).backward()
     assert torch.equal(logits.grad, torch.zeros_like(logits))
@@ -74,11 +71,8 @@ PROBS = [[[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]]]
 ENTROPY = 0.75 * math.log(2)
 
 
-def test_entropy_by_hand():
+def test_entropy_by_hand_and_finite_at_probabilities_of_zero():
     assert entropy(probs=torch.tensor(PROBS)).item() == pytest.approx(ENTROPY)
-
-
-def test_entropy_at_probabilities_of_zero_stays_finite():
     probs = torch.tensor(PROBS, requires_grad=True)
     entropy(probs=probs).backward()
     assert probs.grad.isfinite().all()
@@ -113,20 +107,14 @@ def test_gradient_is_student_minus_teacher_and_the_teacher_gets_none():
     assert theirs is None
 
 
-def test_probabilities_of_zero_stay_finite():
+def test_router_kl_is_finite_at_zero_acts_until_its_share_and_needs_guidance():
     student = torch.tensor([[[1.0, 0.0]]], requires_grad=True)
     loss = router_kl(teacher=torch.tensor([[[0.5, 0.5]]]), student=student)
     loss.backward()
     assert loss.isfinite() and student.grad.isfinite().all()
-
-
-def test_it_acts_until_its_share_of_the_training():
     for progress, value in ((0.499, VALUE), (0.5, 0)):
         one = step(record(probs=STUDENT), guidance=[TEACHER], progress=progress)
         assert RouterKl(until=0.5)(one).item() == pytest.approx(value)
-
-
-def test_router_kl_without_guidance_is_explained():
     with pytest.raises(UserError, match="no teacher guidance"):
         RouterKl()(step(record(probs=STUDENT)))
     with pytest.raises(UserError, match="guides 1 MoE layers and the student has 2"):
@@ -194,8 +182,7 @@ def test_no_label_no_loss():
     scores = torch.rand(1, 3, 2, requires_grad=True)
     loss = region_routing_loss(scores=scores, belongs=torch.full((1, 3), -1), temperature=0.1)
     loss.backward()
-    assert loss == 0 and (scores.grad == 0).all()
-    assert region_routing(torch.rand(1, 3, 2), None) == 0
+    assert loss == 0 and (scores.grad == 0).all() and region_routing(torch.rand(1, 3, 2), None) == 0
 
 
 SWITCH = [

@@ -67,17 +67,13 @@ def by_loops(probs, size, sigma):
     return total / len(tokens)
 
 
-def test_average_filter_by_hand():
+def test_average_and_gaussian_filter_by_hand():
     # 4 × 4 map, 3 × 3 windows of weight 1/9: four windows. A corner lies in one of them, an edge in
     # two, the middle in all four.
     assert value(one_hot(0)) == near(1 / 3) and value(one_hot(15)) == near(1 / 3)
-    assert value(one_hot(1)) == near(2 / 3)
-    assert value(one_hot(5)) == near(4 / 3)
+    assert value(one_hot(1)) == near(2 / 3) and value(one_hot(5)) == near(4 / 3)
     # Uniform: the mean of 1/16² in each of four windows, 4·(1/16).
     assert value(torch.full((16,), 1 / 16)) == near(1 / 4)
-
-
-def test_gaussian_filter_by_hand():
     # Weights: 1/16 in the corners, 1/8 on the edges, 1/4 in the middle. Expert 5, at (1, 1), is the
     # middle of the first window, on an edge of two and in the corner of the last: ½ + 2/√8 + ¼.
     assert value(one_hot(0), BINARY) == near(1 / 4)
@@ -109,13 +105,10 @@ def test_agrees_with_loops(experts, size, sigma, seed):
     assert found == pytest.approx(by_loops(probs, size, sigma), rel=1e-3)
 
 
-def test_probabilities_of_zero_stay_finite():
+def test_probabilities_of_zero_stay_finite_and_autocast_rounds_nothing():
     probs = torch.stack([one_hot(0), torch.zeros(16)])[None].requires_grad_()
     group_sparsity(probs=probs, size=3, sigma=1.5).backward()
     assert probs.grad.isfinite().all() and probs.grad[0, 0, 0] > 0
-
-
-def test_autocast_rounds_nothing():
     probs = torch.randn(2, 3, 16).softmax(-1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         low = group_sparsity(probs=probs, size=3, sigma=1.5)
@@ -195,23 +188,17 @@ def of_model(model):
     return Orthogonality(weight=7.0)(step()._replace(model=model))
 
 
-def test_value_by_hand():
+def test_orthogonality_by_hand_its_gradient_and_under_autocast():
     # Expert 0: columns (1, 1, 0) and (0, 2, 0): BᵀB = [[2, 2], [2, 4]], minus I = [[1, 2], [2, 3]]:
     # 1 + 4 + 4 + 9 = 18. Expert 1: columns (0, 0, 0) and (0, 0, 1): BᵀB − I = [[−1, 0], [0, 0]]: 1.
     # Together 19, not their mean and not a norm.
     basis = torch.tensor([[[1.0, 0], [1, 2], [0, 0]], [[0, 0], [0, 0], [0, 1]]])
     assert orthogonality_penalty(basis=basis).item() == 19
     assert orthogonality_penalty(basis=basis[1:]).item() == 1
-
-
-def test_gradient_of_the_penalty():
     basis = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
     # d/dB ‖BᵀB − I‖² = 4 B (BᵀB − I)
     (gradient,) = torch.autograd.grad(orthogonality_penalty(basis=basis), basis)
     torch.testing.assert_close(gradient, 4 * basis @ (basis.mT @ basis - torch.eye(3)))
-
-
-def test_autocast_does_not_round_it():
     basis = torch.linalg.qr(torch.randn(2, 64, 40)).Q
     with torch.autocast("cpu", torch.bfloat16):
         value = orthogonality_penalty(basis=basis)
@@ -316,14 +303,11 @@ def test_pairs_agree_with_loops(seed, diagonal, off_diagonal):
     assert ours == pytest.approx(pairs_by_loops(first, second, found, **weights))
 
 
-def test_no_pair_is_no_loss_and_no_gradient():
+def test_no_pair_is_no_loss_and_autocast_rounds_no_correlation():
     probs = SPREAD.clone().requires_grad_()
     loss = pairwise_consistency(probs, probs, ~ALL, diagonal=1.0, off_diagonal=1.0)
     loss.backward()
     assert loss.item() == 0 and torch.equal(probs.grad, torch.zeros_like(probs))
-
-
-def test_autocast_does_not_round_the_correlation():
     loss = partial(pairwise_consistency, *random_pairs(0, torch.float32))
     expected = loss(diagonal=0.3, off_diagonal=0.7)
     with torch.autocast("cpu", dtype=torch.bfloat16):
