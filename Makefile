@@ -40,7 +40,7 @@ quick-test: setup                 ## the parts, one pipeline, one kill, one look
 	set -o pipefail; $(PYTEST) -m "not slow" | $(DURATIONS)
 
 soak: setup data                 ## a hundred and more kills at random moments, thirty edits of code, hundreds of params.yaml, a hundred drawn studies; SEED=1 draws others
-	MOECORE_SOAK=100 MOECORE_SOAK_SEED=$(or $(SEED),0) OMP_NUM_THREADS=1 python -m pytest -s tests/pipeline/test_soak.py tests/pipeline/test_what_reruns.py tests/study/test_hostile.py -k "killed or code_that_it_runs or nothing_else or hostile"
+	MOECORE_SOAK=100 MOECORE_SOAK_SEED=$(or $(SEED),0) OMP_NUM_THREADS=1 python -m pytest -s tests/pipeline/test_soak.py tests/pipeline/test_what_reruns.py tests/study/test_writing.py -k "killed or code_that_it_runs or nothing_else or traceback"
 	OMP_NUM_THREADS=1 python -m tools.fuzz_studies --first $(or $(SEED),0)000 --accepted 100 --out .state/fuzzed
 
 lint: setup                      ## format, lint, imports, types

@@ -25,9 +25,7 @@ STAGES = ("calibrate", "robustness", "cohort_checks")
 TASK = Regression(target="age", unit="years", mean=60.0, deviation=10.0)
 
 
-def write_ages(
-    root: Path, methods: dict[str, bool], seeds: list[int], simulated: bool = True
-) -> None:
+def write_ages(root: Path, methods: dict, seeds: list[int], simulated: bool = True) -> None:
     """Everything that ``compare`` reads of a study of one phase; methods as in write_results."""
     write_json(root / "artifacts/data/pretrain/card.json", card(simulated))
     for number, (method, routed) in enumerate(methods.items()):
@@ -40,18 +38,16 @@ def write_ages(
 
 
 def card(simulated: bool = True) -> dict[str, Any]:
-    return generated.card("pretrain") | {
-        "name": "Small cohort",
-        "task": TASK.model_dump(),
-        "size": [64, 64, 64],
-        "images": {"train": 60, "validation": 20, "test": 40},
-        "counts": {split: {"F": 5, "M": 5} for split in ("train", "validation", "test")},
-        "target_range": [40.5, 85.0],
+    counts = {split: {"F": 5, "M": 5} for split in ("train", "validation", "test")}
+    changes = {"name": "Small cohort", "task": TASK.model_dump(), "size": [64] * 3}
+    changes |= {"images": {"train": 60, "validation": 20, "test": 40}, "target_range": [40.5, 85.0]}
+    changes |= {
         "regions": ["wm", "gm", "csf"],
-        "voxel_mm": [3.0, 3.0, 3.0],
-        "simulated": simulated,
+        "voxel_mm": [3.0] * 3,
         "skipped": [],
+        "counts": counts,
     }
+    return generated.card("pretrain") | changes | {"simulated": simulated}
 
 
 def limits(value: float, width: float = 0.5) -> dict[str, float]:
@@ -66,20 +62,10 @@ def trained(number: int, seed: int, routed: bool) -> Outcome:
         validation = {"validation_mae": 10.0 / step + number}
         curve.append({"step": step, "epoch": float(step)} | losses | validation)
     probes = [{"epoch": epoch, "rows": probe(epoch)} for epoch in (1, 5, 9)] if routed else []
-    return Outcome(
-        task=TASK,
-        test_score=limits(4 + number + 0.1 * seed),
-        validation_score=limits(4.5),
-        test_loss=0.4,
-        test_count=40,
-        epochs=9,
-        images_per_second=20.0,
-        seconds=60.0 + seed,
-        parameters=1000,
-        active_parameters=600 if routed else 1000,
-        curve=curve,
-        region_routing=probes,
-    )
+    facts = {"test_loss": 0.4, "test_count": 40, "epochs": 9, "images_per_second": 20.0}
+    facts |= {"seconds": 60.0 + seed, "parameters": 1000, "curve": curve, "region_routing": probes}
+    facts |= {"active_parameters": 600 if routed else 1000, "validation_score": limits(4.5)}
+    return Outcome(task=TASK, test_score=limits(4 + number + 0.1 * seed), **facts)
 
 
 def probe(epoch: int) -> list[dict[str, Any]]:
@@ -98,19 +84,13 @@ def calibrated(number: int, seed: int, simulated: bool) -> Found:
     generator = np.random.default_rng(seed)
     ages = generator.uniform(45, 85, 40)
     raw = 15 + 0.75 * ages + generator.normal(0, 2, 40)
-    points = {
-        "age": ages.tolist(),
-        "sex": ["F", "M"] * 20,
-        "raw": raw.tolist(),
-        "pooled": ((raw - 15) / 0.75).tolist(),
-    }
+    points = {"age": ages.tolist(), "sex": ["F", "M"] * 20, "raw": raw.tolist()}
+    points["pooled"] = ((raw - 15) / 0.75).tolist()
     out = Values(METRICS, TASK, lambda name, compute: compute())
     out.put("median_mae", 10.0)
-    for name, (mae, corr, slope) in {
-        "raw": (4.0, -0.6, 0.75),
-        "pooled": (3.5, -0.1, 0.95),
-        "sex_specific": (3.6, -0.125, 0.94),
-    }.items():
+    lines = {"raw": (4.0, -0.6, 0.75), "pooled": (3.5, -0.1, 0.95)}
+    lines["sex_specific"] = (3.6, -0.125, 0.94)
+    for name, (mae, corr, slope) in lines.items():
         error = mae + number + 0.1 * seed
         out.put(f"mae_{name}", half_a_year(error))
         out.put(f"corr_{name}", half_a_year(corr))
@@ -121,19 +101,10 @@ def calibrated(number: int, seed: int, simulated: bool) -> Found:
             out.put("mae_of_median", error / 10)
     out.put("interval_radius", 7.0)
     out.put("interval_coverage", Interval(0.9, 0.85, 0.95))
-    out.facts |= {
-        "uses_age": False,
-        "simulated": simulated,
-        "n_test": 40,
-        "fit_on": "out_of_fold",
-        "refused": None,
-        "age_range": [45.0, 85.0],
-        "by_sex": groups("FM"),
-        "by_decade": groups(("50–59", "60–69")),
-        "by_site": groups("a"),
-        "diagnosis_gaps": [],
-        "points": points,
-    }
+    out.facts |= {"uses_age": False, "simulated": simulated, "n_test": 40, "fit_on": "out_of_fold"}
+    out.facts |= {"refused": None, "age_range": [45.0, 85.0], "by_sex": groups("FM")}
+    out.facts |= {"by_decade": groups(("50–59", "60–69")), "by_site": groups("a")}
+    out.facts |= {"diagnosis_gaps": [], "points": points}
     return out.found()
 
 
@@ -148,10 +119,8 @@ def groups(names) -> list[dict[str, Any]]:
 
 def attacked(number: int) -> Found:
     """4 + method + 255 ε years under each attack, half a year more under the worst."""
-    curves = {
-        name: [row(number, step, half) for step in (0, 1, 2)]
-        for name, half in (("pgd-10", 0.5), ("fgsm", -0.5))
-    }
+    halves = {"pgd-10": 0.5, "fgsm": -0.5}
+    curves = {name: [row(number, step, halves[name]) for step in (0, 1, 2)] for name in halves}
     changes = dict.fromkeys(curves, [0.0, 0.1, 0.2])
     line = {"name": "deterministic model", "holds": True, "text": "two passes agree"}
     return found_under_attack(curves, TASK, 40, changes, 1, audit=[line])
@@ -160,14 +129,10 @@ def attacked(number: int) -> Found:
 def row(number: int, step: int, half: float) -> ScoresAtEpsilon:
     """Images err by ``half`` a year more or less in turn; methods differ by ± 0.01, too."""
     error = 4.0 + number + step
-    return ScoresAtEpsilon(
-        epsilon=step / 255,
-        score=error,
-        low=error - 1,
-        high=error + 1,
-        scores=[error + sign * half + 0.01 * number * more for more in (1, -1) for sign in (1, -1)]
-        * 10,
-    )
+    signs = [(more, sign) for more in (1, -1) for sign in (1, -1)]
+    scores = [error + sign * half + 0.01 * number * more for more, sign in signs] * 10
+    limits = {"low": error - 1, "high": error + 1}
+    return ScoresAtEpsilon(epsilon=step / 255, score=error, scores=scores, **limits)
 
 
 def checked(seed: int, routed: bool) -> Found:
@@ -197,18 +162,12 @@ def checked(seed: int, routed: bool) -> Found:
 def generalised(seed: int) -> RegionExperts:
     # Isolated 0.9, mixed 0.7 + 0.01 · seed, whole 0.6, of the other generator 0.8 and 0.5; chance
     # 0.375.
-
     def agreement(share: float) -> TissueAgreement:
         over = share - 0.375
-        return TissueAgreement(
-            people=9,
-            cubes=90,
-            agreement=Interval(share, share - 0.0625, share + 0.0625),
-            permuted=0.375,
-            fixed=0.65,
-            same_place=0.55,
-            over_chance=Interval(over, over - 0.125, over + 0.125),
-        )
+        agreed = Interval(share, share - 0.0625, share + 0.0625)
+        gained = Interval(over, over - 0.125, over + 0.125)
+        shares = {"permuted": 0.375, "fixed": 0.65, "same_place": 0.55}
+        return TissueAgreement(people=9, cubes=90, agreement=agreed, over_chance=gained, **shares)
 
     ranks = {name: Interval(0.5, 0.25, 0.75) for name in ("wm", "gm", "csf")}
     return RegionExperts(

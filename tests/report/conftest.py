@@ -21,7 +21,6 @@ def undrawn(monkeypatch, request) -> None:
         return
     empty = empty_figure(1, 1)
     monkeypatch.setattr(drawing, "draw_in_style", lambda draw, *args, **kwargs: empty)
-    monkeypatch.setattr(
-        report_page, "svg", lambda figure, label: f'<svg aria-label="{escape(label)}"></svg>'
-    )
+    labelled = lambda figure, label: f'<svg aria-label="{escape(label)}"></svg>'
+    monkeypatch.setattr(report_page, "svg", labelled)
     monkeypatch.setattr(report_page, "png", lambda figure: "data:,")

@@ -5,12 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
+from moecore.measure import ExpertRoles, ExpertWorth, RouterRegret
 from moecore.measure.base import MeasuredModel
-from moecore.measure.expert_worth import ExpertWorth
 from moecore.measure.explorer import Explorer, Result
-from moecore.measure.router_regret import RouterRegret
 from moecore.measure.routing_metrics.epochs import explorer_image_indices
-from moecore.measure.routing_metrics.expert_roles import ExpertRoles
 from moecore.measure.trained import Trained, collect_outcome_values
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import build_image_traces
@@ -34,7 +32,6 @@ def study() -> Results:
 
 
 def alone(model: MeasuredModel, settings: Explorer = FEW) -> Results:
-    """A study of one model."""
     return Results({"pretrain": phase(model.data, {"vmoe": measured(model, settings)})})
 
 
@@ -42,16 +39,13 @@ def phase(data, models: Mapping[str, Measured], name: str = "pretrain") -> Phase
     return Phase(name, data.card, data.task, {method: {0: m} for method, m in models.items()})
 
 
-def measured(
-    model: MeasuredModel, settings: Explorer = FEW, watched: tuple[WatchedEpoch, ...] = ()
-) -> Measured:
+def measured(model: MeasuredModel, settings: Explorer = FEW, watched: tuple = ()) -> Measured:
     result = settings.collect_result(model, compute_without_cache)
     outcome = trained(0, 0, True, "pretrain").model_copy(update={"watched": watched})
     return Measured({Explorer: result, Trained: collect_outcome_values(outcome)})
 
 
 def first_explored(results: Results) -> Result:
-    """Return what is shown of vmoe in the first phase."""
     return Result.model_validate(results.phases["pretrain"].first(Explorer)["vmoe"].facts)
 
 

@@ -12,11 +12,8 @@ from moecore.core.files import to_jsonable, write_json
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.measure import attack_audit, calibration
 from moecore.measure.base import Estimate, Skipped
-from moecore.measure.exploring.expert_gallery import (
-    encode_expert_overlays,
-    encode_thumbnails,
-    overlapping_crops,
-)
+from moecore.measure.exploring import expert_gallery
+from moecore.measure.exploring.expert_gallery import encode_thumbnails, overlapping_crops
 from moecore.measure.robustness import METRICS, put_scores
 from moecore.measure.routing_metrics import layer_metrics
 from moecore.measure.routing_metrics.alternative_choices import fallback_slopes
@@ -371,7 +368,7 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
     four = tuple(RoutingRecord(*(field[:4] for field in record[:5])) for record in records)
     facts = {
         "load": [layer_metrics.load_shares(one) for one in counts],
-        "overlays": encode_expert_overlays(images, four),
+        "overlays": expert_gallery.encode_expert_overlays(images, four),
         "corresponding": overlapping_crops(images, TokenLayout(1, (4, 4), (28, 28)), 0),
         "roles": None,
     }

@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from moecore.measure.cohort_checks import CohortChecks
-from moecore.measure.robustness import Robustness
+from moecore.measure import CohortChecks, Robustness
 from moecore.report.figures.charts import attack_points
 from moecore.report.page.report_page import render_report
 from moecore.report.pictures import cohort_checks
@@ -144,8 +143,7 @@ def test_region_experts_where_they_were_not_taught(three, text):
     assert rows["Isolated, as taught"][0].startswith("90")
     percent = NumberFormat("share", 1).value
     assert rows["Two tissues mixed"][:2] == [percent(0.71), percent(0.375)]
-    assert rows["Other generator, whole"][2].startswith("0.1")
-    assert "no finding" in grid.below
+    assert rows["Other generator, whole"][2].startswith("0.1") and "no finding" in grid.below
     assert "Region experts where they were not taught" in text
     assert "Not checked, generalisation" not in text
     (first, *_) = three.phases["pretrain"].of(CohortChecks)["vmoe"]
@@ -182,8 +180,7 @@ def test_one_seed_has_the_bootstraps_limits(tmp_path):
         assert found_limits == pytest.approx(expected), name
     phase = found.phases["pretrain"]
     values = scores_by_epsilon(phase.models["dense"][0].of(Robustness), "pgd-10")
-    last = attack_points([values], phase.task.score)[-1]
-    assert last == pytest.approx((2.0, 6.0, 5.0, 7.0))
+    assert attack_points([values], phase.task.score)[-1] == pytest.approx((2.0, 6.0, 5.0, 7.0))
 
 
 def test_csv_files(three):
@@ -200,11 +197,9 @@ def test_csv_files(three):
 def test_the_summary_in_the_terminal(three):
     found = headline_rows(compare_methods(three))
     assert [row["method"] for row in found] == list(METHODS)
-    assert found[2]["test_mae"] == "6.10 [5.85 – 6.35]"
-    assert found[0]["own_expert_gain"] == "–"
+    assert found[2]["test_mae"] == "6.10 [5.85 – 6.35]" and found[0]["own_expert_gain"] == "–"
     assert found[0]["monotone"].startswith("75.0 %") and "test_accuracy" not in found[0]
-    assert "attacked_mae_worst_case" in found[0]
-    assert found[0]["isolated_gm"].startswith("8.10 [")
+    assert "attacked_mae_worst_case" in found[0] and found[0]["isolated_gm"].startswith("8.10 [")
     probes = [found[0][f"probe_{name}"][:4] for name in ("wm", "gm", "csf")]
     assert probes == ["6.70", "6.20", "4.45"]
 

@@ -13,17 +13,10 @@ from moecore.core.source_layout import ROOT
 from moecore.measure.base import Estimate
 from moecore.measure.routing import Routing
 from moecore.measure.values import Value
+from moecore.report.claims import evaluation
 from moecore.report.claims.answers import judge_again
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row, claims_markdown
-from moecore.report.claims.evaluation import (
-    claim_entry,
-    compare_json_claims,
-    describe_method_without_metric,
-    difference_from_json,
-    evaluate_claims,
-    judge_difference,
-    p_of,
-)
+from moecore.report.claims.evaluation import claim_entry, compare_json_claims, evaluate_claims
 from moecore.report.page.report_page import render_report
 from moecore.report.study_results import Measured, Phase, Results
 from moecore.report.tables.metrics_by_method import compare_methods, expected_metrics
@@ -76,7 +69,6 @@ def study(**methods: list) -> Results:
 
 
 def flat_claims(evaluated) -> dict:
-    """The entry ``claims`` of compare.json."""
     return compare_json_claims(evaluated).get("claims", {})
 
 
@@ -139,8 +131,8 @@ def test_verdicts(better, value, half, expected):
     for sign, good in ((1, "higher"), (-1, "lower")):
         asked = claim(better=good if better == "higher" else better, **margin)
         difference = found(sign * value, half)
-        p = p_of(difference, asked, good)
-        assert judge_difference(difference, asked, good) == expected
+        p = evaluation.p_of(difference, asked, good)
+        assert evaluation.judge_difference(difference, asked, good) == expected
         assert (p is None) == (half is None) and (p is None or (p < 0.05) == (expected != "open"))
 
 
@@ -148,8 +140,7 @@ def test_the_column_knows_what_is_worse():
     # differences 0.01, 0.02, 0.03: t(2), one-sided 2.919986: limit 0.02 − 2.92 · 0.01/√3 = 0.003
     shown = study(vmoe=[0.1, 0.5, 0.2], prc=[0.11, 0.52, 0.23])
     asked = {"better": "no_worse", "margin": 0.001}
-    turned = asked | {"method": "vmoe", "against": "prc"}
-    cases = [claim(**asked), claim(**turned), claim()]
+    cases = [claim(**asked), claim(**(asked | {"method": "vmoe", "against": "prc"})), claim()]
     verdicts = [one.verdict for one in evaluate_claims(cases, shown)]
     assert verdicts == ["holds", "open", "open"]  # 95 %: 0.02 ± 4.302653 · 0.01/√3 = ± 0.0248
     assert "no worse within 0" in claims_markdown(evaluate_claims(cases, shown))
@@ -171,8 +162,7 @@ def test_an_interval_excludes_what_the_paper_prints(effect, better, said):
     row = build_claim_row(claim_entry(one))
     assert one.verdict == "open" and bool(row.excludes) == said
     printed = f"{effect:+.2%}".replace("-", "−").replace("%", " pp") if effect else ""
-    assert row.effect == printed
-    assert row.excludes in claims_markdown([one])
+    assert row.effect == printed and row.excludes in claims_markdown([one])
     assert row.excludes in claim_lines(flat_claims([one]))[0]
 
 
@@ -250,8 +240,7 @@ def test_an_open_verdict_says_what_could_have_been_seen():
     # deviation 0.1, standard error 0.1/√3; t(2): 4.302653 and 1.060660
     assert found.difference.smallest == pytest.approx((4.302653 + 1.060660) * 0.1 / math.sqrt(3))
     assert "detectable: 31" in claims_markdown([found])
-    entry = next(iter(flat_claims([found]).values()))
-    assert entry["smallest"] == found.difference.smallest
+    assert next(iter(flat_claims([found]).values()))["smallest"] == found.difference.smallest
     assert "detectable: 31" in claim_lines(flat_claims([found]))[0]
     sure = evaluate_claims([claim()], study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89]))[0]
     assert sure.verdict == "holds" and "detectable" not in claims_markdown([sure]).splitlines()[-1]
@@ -314,8 +303,7 @@ def test_without_an_interval_a_claim_is_open():
     assert one.verdict == "open" and one.p is None and one.p_holm is None
     assert "no interval: identical for all seeds" in claims_markdown([one])
     (one,) = evaluate_claims([claim()], study(vmoe=[0.1], prc=[0.9]))
-    assert one.verdict == "open"
-    assert one.difference.interval() == (pytest.approx(0.8), None, None)
+    assert one.verdict == "open" and one.difference.interval() == (pytest.approx(0.8), None, None)
     assert "one seed, no interval" in claims_markdown([one])
     assert "(no interval)" in claim_lines(flat_claims([one]))[0]
 
@@ -340,13 +328,11 @@ def test_what_is_not_there_is_named(changes, expected):
 
 def test_a_method_without_the_metric_is_told():
     shown = study(dense=[None, None], vmoe=[0.1, 0.2], prc=[0.3, 0.4])
-    assert describe_method_without_metric(claim(), shown) == ""
-    assert (
-        describe_method_without_metric(claim(against="dense"), shown) == "dense has no match_top1"
-    )
-    assert (
-        describe_method_without_metric(claim(metric="tail_mass"), shown) == "prc has no tail_mass"
-    )
+    assert evaluation.describe_method_without_metric(claim(), shown) == ""
+    told = "dense has no match_top1"
+    assert evaluation.describe_method_without_metric(claim(against="dense"), shown) == told
+    wanted = "prc has no tail_mass"
+    assert evaluation.describe_method_without_metric(claim(metric="tail_mass"), shown) == wanted
 
 
 def test_an_interval_of_one_model_counts_by_its_value():
@@ -395,15 +381,10 @@ def test_where_claims_are_shown(tmp_path):
     assert [row["method"] for row in rows[:3]] == ["dense", "vmoe", "tgr"]
 
 
-def test_the_page_of_all_claims_is_fresh():
-    """docs/claims.md is what `make pages` makes of the committed files."""
+def test_the_pages_of_all_claims_and_questions_are_fresh():
     written = (ROOT / "docs/claims.md").read_text(encoding="utf-8")
     assert written == pages.render_claims_page(ROOT), "run `make pages`"
     assert "## Claims of other sources" not in written, "each claim is in a row of a paper"
-
-
-def test_the_pages_of_all_questions_are_fresh():
-    """The READMEs of pipelines/ are what `make pages` makes of the committed files."""
     for path, text in pages.render_study_pages(ROOT).items():
         assert (ROOT / path).read_text(encoding="utf-8") == text, f"{path}: run `make pages`"
     first_screen = (ROOT / pages.STUDIES_PAGE).read_text(encoding="utf-8")[:3000]
@@ -415,12 +396,9 @@ def small_project(root, compared: dict | None, **settings) -> str:
     """The page over one study of two claims and a question, with these numbers and settings."""
     alike = claim(source="table 3", better="equivalent", margin=0.1)
     odd = claim(paper="Someone", source="a letter", metric="imed")
-    params = {
-        "run": {"methods": ["prc", "vmoe"], "seeds": [0, 1], "phases": ["pretrain"]},
-        "claims": [asked.model_dump(exclude_none=True) for asked in (claim(), alike, odd)],
-        "questions": [question().model_dump(exclude_none=True)],
-        **settings,
-    }
+    params = {"run": {"methods": ["prc", "vmoe"], "seeds": [0, 1], "phases": ["pretrain"]}}
+    params |= {"claims": [asked.model_dump(exclude_none=True) for asked in (claim(), alike, odd)]}
+    params |= {"questions": [question().model_dump(exclude_none=True)], **settings}
     write_whole(root / "params.yaml", "")
     stages = ["teacher_router", "pretrain", "compare"]
     write_whole(root / "pipelines/own/one.yaml", json.dumps({"stages": stages} | params))
@@ -457,8 +435,7 @@ def test_a_study_that_was_run(tmp_path):
     assert "over seeds (3 seeds) | not significant (detectable: " in four
     assert "of a paper: 1 equivalent, 1 not significant, 1 not run yet." in text
     assert "not run yet with this claim" in text, "the one of a letter was not asked then"
-    other = question(better="lower")
-    assert other.asks not in text.split("## What no paper claims")[0]
+    assert question(better="lower").asks not in text.split("## What no paper claims")[0]
     wider = claim(source="table 3", better="equivalent", margin=0.2)
     now = [asked.model_dump(exclude_none=True) for asked in (claim(), wider)]
     changed = small_project(tmp_path / "changed", compared, claims=now)
@@ -525,15 +502,10 @@ def test_readers_questions_are_answered_from_the_results(tmp_path):
     write_whole(tmp_path / "pipelines/own/README.md", "# own: ours\n")
     cited = {"study": "own/one", "data": "numbers by hand", "metric": "match_top1"}
     cited |= {"method": "prc", "against": "vmoe"}
+    first = {"question": "Does PRC agree more?", "answer": "by {match_top1 prc - vmoe:.1f} points"}
+    second = {"question": "Which agrees?", "answer": "pRC"}
     content = {
-        "questions": [
-            {
-                "question": "Does PRC agree more?",
-                "answer": "by {match_top1 prc - vmoe:.1f} points",
-                "evidence": [cited],
-            },
-            {"question": "Which agrees?", "answer": "pRC", "evidence": [cited]},
-        ],
+        "questions": [asked | {"evidence": [cited]} for asked in (first, second)],
         "methods": [{"method": "prc", "says": "PRC"}, {"method": "tgr", "says": "TGR"}],
     }
     file = tmp_path / "pipelines/answers.yaml"
@@ -549,9 +521,8 @@ def test_readers_questions_are_answered_from_the_results(tmp_path):
     assert "| TGR (`tgr`) | – | – | – | – | – |" in text
     content["questions"][1]["evidence"] = [cited | {"metric": "imed"}]
     write_whole(file, json.dumps(content))
-    with pytest.raises(
-        UserError, match=r"answers.yaml:1:\d+: questions.1..evidence.0.: found imed"
-    ):
+    said = r"answers.yaml:1:\d+: questions.1..evidence.0.: found imed"
+    with pytest.raises(UserError, match=said):
         pages.render_study_pages(tmp_path)
 
 
@@ -582,14 +553,17 @@ def test_a_stored_difference_is_the_one_that_was_taken(shift, kind):
     shown = of_items(ours, theirs) if kind == comparisons.BOTH else of_items(ours[:1], theirs[:1])
     if kind == "seeds":
         shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.1 + shift, 0.51 + shift, 0.79 + shift])
-    asked = [claim(), claim(better="equivalent", margin=0.11)]
-    for one in evaluate_claims(asked, shown):
+    for one in evaluate_claims([claim(), claim(better="equivalent", margin=0.11)], shown):
         assert one.difference.kind == kind and (one.p < 0.05) == (one.verdict != "open")
         entry = as_json(claim_entry(one))
-        assert difference_from_json(entry) == one.difference
+        assert evaluation.difference_from_json(entry) == one.difference
         no_worse = claim(better="no_worse", margin=0.3, effect=-0.5)
         judged = judge_again(entry, no_worse, "higher")
-        assert judged["verdict"] == judge_difference(one.difference, no_worse, "higher") == "holds"
+        assert (
+            judged["verdict"]
+            == evaluation.judge_difference(one.difference, no_worse, "higher")
+            == "holds"
+        )
         assert judged["asked"]["effect"] == -0.5 and judged["method"] == entry["method"]
 
 
@@ -622,14 +596,10 @@ def test_answers_whose_settings_were_changed_are_marked(tmp_path):
 
 
 def test_two_models_are_held_against_each_other_by_what_was_counted():
-    compared = {
-        "my_lab.sizes": {
-            "parameters_plain_1": {"mean": 2e8, "form": "count"},
-            "parameters_other": {"mean": 1e8, "form": "count"},
-            "gflops_plain_1": {"mean": 40.0, "form": "number"},
-            "gflops_other": {"mean": 41.0, "form": "number"},
-        }
-    }
+    sizes, flops = {"plain_1": 2e8, "other": 1e8}, {"plain_1": 40.0, "other": 41.0}
+    cells = {f"parameters_{key}": {"mean": n, "form": "count"} for key, n in sizes.items()}
+    cells |= {f"gflops_{key}": {"mean": n, "form": "number"} for key, n in flops.items()}
+    compared = {"my_lab.sizes": cells}
     names = {"places": ("plain, 1", "other"), "printed": ("V-MoE", "ERMoE")}
     asked = ComputedPair(study="ours/sizes", **names, metrics=("parameters", "gflops"))
     assert pages.describe_computed_pair(asked, {}) == ""
@@ -670,8 +640,7 @@ def test_one_method_is_judged_by_two_metrics():
     (other,) = evaluate_claims([claim(**turned)], shown)
     assert one.difference.value == pytest.approx(-other.difference.value)
     gap = one.ours.interval.value - one.theirs.interval.value
-    assert one.difference.value == pytest.approx(gap) and gap != 0
-    assert one.verdict == other.verdict
+    assert one.difference.value == pytest.approx(gap) and gap != 0 and one.verdict == other.verdict
     (words,) = flat_claims([one])
     assert words.endswith("match_top1 of prc lower than test_accuracy of prc")
     assert "against test_accuracy" in claims_markdown([one])
@@ -686,7 +655,6 @@ def test_the_page_of_all_claims_on_a_full_disk_leaves_the_earlier_one(tmp_path, 
     with limited(1000), pytest.raises(UnusableFile) as error:
         pages.write_claims_page(tmp_path)
     assert str(error.value).startswith(f"{target}: file too large")
-    assert target.read_text() == "the earlier one"
-    assert list(target.parent.iterdir()) == [target]
+    assert target.read_text() == "the earlier one" and list(target.parent.iterdir()) == [target]
     pages.write_claims_page(tmp_path)
     assert target.read_text().startswith("# The papers' claims")

@@ -4,9 +4,8 @@ import pytest
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, write_json
+from moecore.measure import Robustness, Routing
 from moecore.measure.corruptions import Corruptions, errors_of, errors_of_dense, relative_error
-from moecore.measure.robustness import Robustness
-from moecore.measure.routing import Routing
 from moecore.measure.trained import collect_outcome_values
 from moecore.measure.values import Found
 from moecore.report.claims.evaluation import evaluate_claims
@@ -97,8 +96,7 @@ def test_worst_case_and_both_changes_of_the_routing(whole):
     assert found["routing_change_fgsm"].value == pytest.approx(0.5)
     assert found["processing_change_fgsm"].value == pytest.approx(0.25)
     layers = [found[f"routing_change_pgd-10_layer_{number}"].value for number in (1, 2, 3)]
-    assert layers == pytest.approx([0.5] * 3)
-    assert "routing_change_pgd-10_layer_4" not in found
+    assert layers == pytest.approx([0.5] * 3) and "routing_change_pgd-10_layer_4" not in found
     assert "routing_change_pgd-10_layer_1" not in cells(whole, "dense")
 
 
@@ -161,16 +159,12 @@ def test_augmentations_are_details(whole, text):
     assert "match_top1_flip" in compare_methods(whole)["vmoe"]["pretrain"]
 
 
-def test_accuracy_within_five(whole):
+def test_accuracy_within_five_and_the_controls_of_group_sparsity(whole):
     found = cells(whole, "vmoe")
     kept = whole.phases["pretrain"].models["vmoe"][0].outcome.test_top5
     assert found["test_accuracy_top5"] == pytest.approx((kept.value, kept.low, kept.high))
     against = compare_methods(whole)["vmoe"]["pretrain"]["test_accuracy_top5"]["against"]
     assert set(against) == {"dense"}, "paired by images: the calibration keeps the hits"
-
-
-def test_the_controls_of_group_sparsity(whole):
-    found = cells(whole, "vmoe")
     # distances 0.11, 0.21, 0.31; beside each twice as much and 1 − d
     assert found["imed_normalised"].value == pytest.approx(0.42)
     assert found["agreement_transformed"].value == pytest.approx(0.79)
@@ -247,8 +241,7 @@ def test_few_shots(tmp_path):
     row = build_table(found, found.phases["pretrain"]).cells["vmoe"]
     assert row["few_shot_5"].interval == pytest.approx((0.6, 0.5, 0.7))
     assert row["few_shot_5"].kind == "draws"
-    assert row["few_shot_5_leaky"].interval.value == pytest.approx(0.7)
-    assert "few_shot_25" not in row
+    assert row["few_shot_5_leaky"].interval.value == pytest.approx(0.7) and "few_shot_25" not in row
     text = render_report(found)
     assert_self_contained(text)
     assert "5-shot accuracy" in text and "draws of few-shot images" in text

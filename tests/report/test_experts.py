@@ -7,35 +7,21 @@ import pytest
 import torch
 
 from moecore.core.files import UserError, to_jsonable, write_json
-from moecore.measure.expert_worth import ExpertWorth
-from moecore.measure.router_regret import RouterRegret
+from moecore.measure import ExpertWorth, RouterRegret
+from moecore.measure.routing_metrics import expert_similarity
 from moecore.measure.routing_metrics.expert_roles import (
     ExpertRoles,
     compare_seeds,
     read_encoded_choices,
 )
-from moecore.measure.routing_metrics.expert_similarity import (
-    chance_agreement,
-    decode_choices,
-    indicator_correlation,
-    match_experts,
-    matched_agreement_by_image,
-    seed_agreement,
-)
+from moecore.measure.routing_metrics.expert_similarity import decode_choices, seed_agreement
 from moecore.measure.trained import Trained, collect_outcome_values
 from moecore.measure.truth import Truth, truth_layer
 from moecore.measure.values import Found, Value
-from moecore.nn.routers.expert_choice import ExpertChoice
-from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.nn.routers.told import Told
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.column import Column
-from moecore.report.figures.overview import (
-    draw_clean_against_attacked,
-    draw_method_rows,
-    methods_to_label,
-    overview_charts,
-)
+from moecore.report.figures import overview
+from moecore.report.figures.overview import methods_to_label, overview_charts
 from moecore.report.headline_quantities import QuantityByMethod, phase_quantities
 from moecore.report.page import explorer_page
 from moecore.report.page.report_page import main_finding
@@ -46,6 +32,7 @@ from moecore.report.tables.cells import Cell, keep_percent_on_line
 from moecore.report.tables.headline_metrics import draw_run_figures
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
 from moecore.report.tables.terminal_summary import first_sentence
+from moecore.routers import ExpertChoice, NoisyTopK, Told
 from moecore.statistics import intervals
 from moecore.statistics.comparisons import encode_item_values
 from moecore.statistics.intervals import Interval
@@ -62,21 +49,20 @@ SECOND = np.eye(3, dtype=bool)[[1, 1, 2, 2, 0, 0, 1, 0]]
 def test_matching_by_hand():
     """Expert 0 is the other's 1, exactly; of the tokens of 1 the other's 2 lacks one."""
     expected = [[-0.6, 1, -0.447214], [-0.066667, -0.6, 0.745356], [0.745356, -0.447214, -1 / 3]]
-    correlation = indicator_correlation(FIRST, SECOND)
+    correlation = expert_similarity.indicator_correlation(FIRST, SECOND)
     assert correlation == pytest.approx(np.array(expected), abs=1e-6)
-    assert match_experts(correlation).tolist() == [1, 2, 0]
+    assert expert_similarity.match_experts(correlation).tolist() == [1, 2, 0]
     assert correlation[range(3), [1, 2, 0]].mean() == pytest.approx(0.830237, abs=1e-6)
-    nobody = indicator_correlation(FIRST, np.zeros_like(SECOND))
-    assert (nobody == 0).all()
+    assert (expert_similarity.indicator_correlation(FIRST, np.zeros_like(SECOND)) == 0).all()
 
 
 def test_compared_where_it_was_not_matched():
     """Images of one token: matched on 0, 2, 4, 6, compared on the others."""
     agreement = seed_agreement(FIRST[:, None], SECOND[:, None], np.arange(8) % 2 == 0)
     assert agreement.partners.tolist() == [1, 2, 0]
-    assert agreement.correlation == pytest.approx(0.718234, abs=1e-6)
-    assert agreement.overlap == 0.75
-    rest = matched_agreement_by_image(FIRST[1::2, None], SECOND[1::2, None], agreement.partners)
+    assert agreement.correlation == pytest.approx(0.718234, abs=1e-6) and agreement.overlap == 0.75
+    sides = FIRST[1::2, None], SECOND[1::2, None]
+    rest = expert_similarity.matched_agreement_by_image(*sides, agreement.partners)
     assert rest["correlation"].mean() == pytest.approx(0.718234, abs=1e-6)
     assert rest["overlap"].tolist() == [1, 1, 1, 0]
     with pytest.raises(UserError, match="one shape"):
@@ -88,7 +74,8 @@ def test_unrelated_seeds_agree_by_chance():
     ours, theirs = np.eye(4, dtype=bool)[random.integers(0, 4, (2, 100, 9))]
     is_fit = np.arange(100) % 2 == 0
     assert abs(seed_agreement(ours, theirs, is_fit).correlation) < 0.08
-    assert chance_agreement(ours, theirs, is_fit) == pytest.approx((0, 0.25), abs=0.03)
+    told = pytest.approx((0, 0.25), abs=0.03)
+    assert expert_similarity.chance_agreement(ours, theirs, is_fit) == told
 
 
 def test_mean_over_pairs():
@@ -147,10 +134,8 @@ def test_seeds_that_are_told_the_same_agree():
 def test_worth_and_regret_of_a_model():
     """Columns of compare.json hold their means, and the page draws their curves."""
     measured = subject(NoisyTopK(k=1))
-    worth, regret = (
-        one.collect_result(measured, compute_without_cache)
-        for one in (ExpertWorth(images=20, draws=1), RouterRegret(images=4, tokens=2))
-    )
+    asked = (ExpertWorth(images=20, draws=1), RouterRegret(images=4, tokens=2))
+    worth, regret = (one.collect_result(measured, compute_without_cache) for one in asked)
     results = {ExpertWorth: worth, RouterRegret: regret}
     phase = Phase("pretrain", {}, measured.model.image.task, {"vmoe": {0: Measured(results)}})
     compared = compare_methods(Results({"pretrain": phase}))["vmoe"]["pretrain"]
@@ -171,12 +156,8 @@ def test_worth_and_regret_of_a_model():
 def test_what_the_explorer_knows_of_experts():
     """Of 4 experts 0 is chosen with 2 three times as often as with 1, 3 never; by hand."""
     together = [[0, 0.25, 0.75, 0], [1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
-    assert explorer_page.list_partners(together, 3) == [
-        [(2, 0.75), (1, 0.25)],
-        [(0, 1)],
-        [(0, 1)],
-        [],
-    ]
+    partners = explorer_page.list_partners(together, 3)
+    assert partners == [[(2, 0.75), (1, 0.25)], [(0, 1)], [(0, 1)], []]
     assert explorer_page.match_choices(FIRST[:, None], SECOND[:, None]) == [1, 2, 0]
     losses = intervals.Interval(0.02, -0.01, 0.05), intervals.Interval(-0.01, -0.04, 0.02)
     assert explorer_page.worth_words(losses, IMAGE.task.score) == [
@@ -196,11 +177,9 @@ def test_roles_are_a_part_of_what_the_stage_routing_wrote(tmp_path):
     path = tmp_path / f"artifacts/measured/{item}.json"
     asked = routing_with_roles(windows=(2,))
     read, drawn = [], []
-    for settings, router in (
-        (asked, NoisyTopK(k=1)),
-        (asked.model_copy(update={"roles": None}), NoisyTopK(k=1)),
-        (asked, ExpertChoice()),
-    ):
+    none = asked.model_copy(update={"roles": None})
+    top = NoisyTopK(k=1)
+    for settings, router in ((asked, top), (none, top), (asked, ExpertChoice())):
         result = settings.collect_result(subject(router), compute_without_cache)
         write_json(path, to_jsonable(result))
         read.append(display.read(path, "routing"))
@@ -236,11 +215,8 @@ RIGHT = {"dense": 4, "vmoe": 6, "told": 9}  # of ten images
 
 def trained(right: int, seed: int) -> Measured:
     scores = (np.arange(10) + seed) % 10 < right
-    changes = {
-        "purity": (0.3, right / 10),
-        "test_score": generated.estimate(right / 10, 0.0, 1.0),
-        "test_items": encode_item_values(scores.astype(float)),
-    }
+    changes = {"purity": (0.3, right / 10), "test_score": generated.estimate(right / 10, 0.0, 1.0)}
+    changes |= {"test_items": encode_item_values(scores.astype(float))}
     outcome = generated.trained(0, seed, False, "pretrain").model_copy(update=changes)
     result = Found(values=changed(right), facts={"counts": []})
     return Measured({Trained: collect_outcome_values(outcome), Truth: result})
@@ -300,11 +276,8 @@ def test_the_ceiling_is_never_the_best():
         assert [name for name in cells if cells[name]["test_accuracy"].marked] == [best]
     quantities = phase_quantities(known, build_table(found, known), found.controls)
     said = first_sentence(found)
-    assert (
-        "(dense and vmoe; not compared: told; 3 seeds): vmoe is 40 p" in said
-        and said.count("told") == 1
-    )
-    assert list(quantities.score.floor_and_ceiling) == ["dense", "told"]
+    assert "(dense and vmoe; not compared: told; 3 seeds): vmoe is 40 p" in said
+    assert said.count("told") == 1 and list(quantities.score.floor_and_ceiling) == ["dense", "told"]
 
 
 def test_of_many_points_the_figure_names_floor_ceiling_and_the_best():
@@ -315,7 +288,7 @@ def test_of_many_points_the_figure_names_floor_ceiling_and_the_best():
     errors = QuantityByMethod("", Column("x", "x", float, "lower"), as_cells(values))
     assert methods_to_label(score, errors) == {"dense", "told", "m0", "m8", "m9", "m10"}
     looks = {name: {"color": "black", "marker": "o"} for name in values}
-    (axes,) = draw_clean_against_attacked(score, errors, looks).axes
+    (axes,) = overview.draw_clean_against_attacked(score, errors, looks).axes
     assert {text.get_text() for text in axes.texts} == methods_to_label(score, errors)
     assert len([line for line in axes.lines if line.get_marker() == "o"]) == 13
 
@@ -326,7 +299,10 @@ def test_labels_of_an_axis_do_not_touch_where_scores_are_within_two_points(first
     looks = {name: {"color": "black", "marker": "o"} for name in values}
     score = QuantityByMethod("", Column("x", "x", float, "higher", "share"), as_cells(values))
     score = score._replace(phrase="on clean test data")
-    figures = draw_clean_against_attacked(score, score, looks), draw_method_rows([score] * 3, looks)
+    figures = (
+        overview.draw_clean_against_attacked(score, score, looks),
+        overview.draw_method_rows([score] * 3, looks),
+    )
     for figure in figures:
         figure.canvas.draw()
         labels = figure.axes[0].get_xticklabels()

@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from moecore.measure import Explorer, RouterRegret
 from moecore.measure.base import MeasuredModel
-from moecore.measure.explorer import Explorer
-from moecore.measure.router_regret import RouterRegret
 from moecore.measure.routing_metrics import expert_roles
 from moecore.measure.routing_metrics.expert_similarity import decode_choices
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.nn.routers.told import Told
 from moecore.report.page.explorer_page import match_choices
+from moecore.routers import NoisyTopK, Told
 from tests.browser import LOOKS, clipped, opened
 from tests.measure.subjects import NASTY, OF_VOLUMES, built, images, moe, subject, volumes
 from tests.measure.test_truth import subject as measured_on_dialects
@@ -49,7 +47,6 @@ def whole(folder) -> Path:
 
 
 def best(model, pixels, layer: int, image: int) -> list[str]:
-    """The expert of every patch."""
     _, records = predict_in_batches(model.model, pixels, 5)
     return [str(int(one)) for one in records[layer].combine[image, 1:].argmax(-1)]
 
@@ -94,8 +91,7 @@ def test_the_slider_marks_what_changed(browser, whole):
         assert panel.locator(".count").inner_text() == "clean image"
         page.locator("#step").focus()
         page.keyboard.press("End")
-        assert state(page)["step"] == "4"
-        assert page.locator("#label").inner_text() == "σ = 0.4"
+        assert state(page)["step"] == "4" and page.locator("#label").inner_text() == "σ = 0.4"
         assert page.locator("#step").get_attribute("aria-valuetext") == "σ = 0.4"
         moved = numbers(page)
         arrows = [text for text in moved if "→" in text]
@@ -126,8 +122,7 @@ def test_a_laptop_shows_every_control_without_scrolling(browser, whole):
         page.locator("#tint").check()
         assert page.evaluate(background) != "rgba(0, 0, 0, 0)"
         page.select_option("#beside", "")
-        assert state(page)["beside"] == ""
-        assert page.locator(".panel:visible").count() == 1
+        assert state(page)["beside"] == "" and page.locator(".panel:visible").count() == 1
 
 
 def test_pointing_at_a_patch_shows_its_probabilities_in_both(browser, whole):
@@ -139,8 +134,7 @@ def test_pointing_at_a_patch_shows_its_probabilities_in_both(browser, whole):
         assert heads.all_inner_texts() == ["Patch in row 3, column 3"] * 2
         for panel in (0, 1):
             rows = page.locator(f".panel >> nth={panel}").locator(".details li")
-            assert rows.count() == 4
-            assert rows.locator(".mark", has_text="chosen").count() == 2
+            assert rows.count() == 4 and rows.locator(".mark", has_text="chosen").count() == 2
             shares = [float(text.split()[0]) for text in rows.locator(".number").all_inner_texts()]
             assert sum(shares) == pytest.approx(100, abs=3)
         page.locator("h1").hover()
@@ -172,8 +166,7 @@ def test_an_expert_shows_its_load_classes_and_patches(browser, whole):
         dim = panel.locator(".cell.dim").all_text_contents()
         assert dim and not [text for text in dim if text.split("→")[-1] == "3"]
         panel.locator("[data-expert='3']").click()
-        assert "expert" not in state(page)
-        assert panel.locator(".cell.dim").count() == 0
+        assert "expert" not in state(page) and panel.locator(".cell.dim").count() == 0
 
 
 def test_by_keyboard_alone(browser, whole):
@@ -209,8 +202,7 @@ def test_by_keyboard_alone(browser, whole):
         assert "expert" in state(page)
         page.keyboard.press("Escape")
         assert "expert" not in state(page)
-        outline = "getComputedStyle(document.activeElement).outlineStyle"
-        assert page.evaluate(outline) == "solid"
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
 def test_epochs_of_a_training(browser, whole):
@@ -240,12 +232,10 @@ def test_an_address_brings_the_view_back(browser, whole):
 def test_a_dense_model_says_that_there_is_nothing_to_see(browser, whole):
     with opened(browser, address(whole, "#method=dense&beside=prc"), 1400, "light") as page:
         settled(page)
-        first = page.locator(".panel >> nth=0")
-        assert first.inner_text().endswith(DENSE[1:] + ".")
+        assert page.locator(".panel >> nth=0").inner_text().endswith(DENSE[1:] + ".")
         assert page.locator(".panel >> nth=1").locator(".cell").count() == 9
         option = page.locator("#beside option[value=dense]")
-        assert option.is_disabled()
-        assert option.inner_text() == "dense (no experts: no routing)"
+        assert option.is_disabled() and option.inner_text() == "dense (no experts: no routing)"
 
 
 def test_volumes_are_three_slices(browser, folder, tmp_path):
@@ -274,8 +264,7 @@ def test_four_hundred_experts_and_a_thousand_classes(browser, folder):
     path = written(folder / "many.html", alone(subject(images(classes=1000), moe(400))))
     with opened(browser, address(path, "#expert=399&step=2"), 390, "dark") as page:
         settled(page)
-        assert clipped(page) == []
-        assert page.locator("[role=option][data-expert]").count() == 400
+        assert clipped(page) == [] and page.locator("[role=option][data-expert]").count() == 400
         inside = page.locator(".list").first.bounding_box()
         row = page.locator("[data-expert='399']").first.bounding_box()
         assert inside["y"] <= row["y"] <= inside["y"] + inside["height"]
@@ -289,8 +278,7 @@ def test_one_layer_and_large_colour_images(browser, folder):
     with opened(browser, path, 390, "light") as page:
         settled(page)
         assert page.locator("#layer option").all_inner_texts() == ["1 of 1"]
-        assert page.locator(".cell").count() == 256
-        assert clipped(page) == []
+        assert page.locator(".cell").count() == 256 and clipped(page) == []
 
 
 def test_the_true_kind_stands_beside_the_expert(browser, folder):
@@ -349,8 +337,7 @@ def test_two_seeds_side_by_side(browser, tmp_path):
         assert 0 < sum(unlike) < 9
         for panel in page.locator(".panel").all():
             unlike_cells = "cells => cells.map(cell => cell.classList.contains('unlike'))"
-            marks = panel.locator(".cell").evaluate_all(unlike_cells)
-            assert marks == unlike
+            assert panel.locator(".cell").evaluate_all(unlike_cells) == unlike
             assert f"◥ {sum(unlike)} of 9 patches" in panel.locator(".image").inner_text()
         tint = "rows => rows.map(row => row.querySelector('.badge').getAttribute('style'))"
         panels = page.locator(".panel").all()
@@ -364,9 +351,8 @@ def test_two_seeds_side_by_side(browser, tmp_path):
         assert "it most often follows, in the layer before" in texts
         assert "followed by" not in texts, "there are two layers"
         panel = page.locator(".panel >> nth=0")
-        (explored, *_), (regret, *_) = (
-            found.phases["pretrain"].of(kind)["vmoe"] for kind in (Explorer, RouterRegret)
-        )
+        phase = found.phases["pretrain"]
+        (explored, *_), (regret, *_) = (phase.of(kind)["vmoe"] for kind in (Explorer, RouterRegret))
         image = explored.facts["images"][3]
         (best,) = [one for one in regret.facts["best"][1] if one["image"] == image]
         words = ", ".join(map(str, best["experts"])) or "no other experts"
@@ -390,8 +376,7 @@ def test_two_seeds_side_by_side(browser, tmp_path):
         page.locator("#step").fill("0")
         page.select_option("#beside", "prc")
         settled(page)
-        assert page.locator(".unlike").count() == 0
-        assert "set routing.roles for" in seed.inner_text()
+        assert page.locator(".unlike").count() == 0 and "set routing.roles for" in seed.inner_text()
 
 
 def test_keys_that_no_control_takes(browser, tmp_path):
@@ -418,11 +403,9 @@ def test_a_text_is_words_with_their_experts(browser, tmp_path):
     path = written(tmp_path / "text.html", explored)
     for width, scheme in LOOKS:
         with opened(browser, address(path, "#image=1&patch=2"), width, scheme) as page:
-            shown = [re.sub("[0-9]$", "", one) for one in numbers(page)]
-            assert shown == list(result.words[1])
+            assert [re.sub("[0-9]$", "", one) for one in numbers(page)] == list(result.words[1])
             assert clipped(page) == [] and page.locator("#kind").is_hidden()
             assert page.locator(".details h3").inner_text() == f"Token 3, {result.words[1][2]}"
             page.locator("[data-expert='3']").click()
             words = [word for word, _ in result.layers[0].experts[3].words]
-            names = settled(page).locator(".expert .name").all_inner_texts()
-            assert names == words != []
+            assert settled(page).locator(".expert .name").all_inner_texts() == words != []

@@ -36,9 +36,8 @@ def test_expert_load_draws_one_panel_a_layer(experts):
 
 def chart_of(points: list[charts.Point]):
     """The axes of a chart of a method without points and of one with these."""
-    return charts.curves_chart(
-        {"dense": [], "vmoe": points}, charts.ChartSpec("", "k", "y", True)
-    ).axes[0]
+    spec = charts.ChartSpec("", "k", "y", True)
+    return charts.curves_chart({"dense": [], "vmoe": points}, spec).axes[0]
 
 
 def test_curves_have_their_colour_whole_ticks_and_room():
@@ -91,21 +90,17 @@ def test_a_legend_of_long_names_lies_within_its_figure():
     assert box.y1 <= figure.axes[0].get_tightbbox().y0
 
 
-def test_settings_of_matplotlib_are_left_alone(tmp_path):
+def test_svg_leaves_settings_alone_follows_the_page_and_has_a_label(tmp_path):
     before = dict(matplotlib.rcParams)
     pictures.svg(training_figures.confusion_matrix([[3, 1], [0, 4]], ["a", "b"]), "confusion")
     assert dict(matplotlib.rcParams) == before
     figure = expert_load([shares(4)])
     figure.savefig(tmp_path / "load.png")
     assert figure.axes[0].get_xticklabels()[0].get_color() == INK, "whoever saves a figure"
-
-
-def test_svg_follows_the_page_and_has_a_label():
     text = pictures.svg(expert_load([shares(4)]), 'load of "x"')
     assert text.startswith("<svg") and "currentColor" in text
     assert INK not in text and "<metadata" not in text
-    assert 'aria-label="load of &quot;x&quot;"' in text
-    assert ' height="' not in text.split(">")[0]
+    assert 'aria-label="load of &quot;x&quot;"' in text and ' height="' not in text.split(">")[0]
     assert pictures.png(expert_load([shares(4)])).startswith("data:image/png;base64,")
 
 
@@ -123,8 +118,7 @@ def test_expert_maps_draws_a_tile_a_class_on_the_experts_grid():
     tiles = [np.asarray(image.get_array()) for image in axes.images]
     assert [tile.shape for tile in tiles] == [(4, 8, 4)] * 6
     words = [text.get_text() for text in axes.texts]
-    assert words[:5] == ["MoE", "MoGE", "a", "b", "c"]
-    assert words[5] == f"0 – {maps[0].max():.2g}"
+    assert words[:5] == ["MoE", "MoGE", "a", "b", "c"] and words[5] == f"0 – {maps[0].max():.2g}"
     brightest = np.unravel_index(maps[0].argmax(), (3, 32))
     # One scale a row: the largest of the row is magma's last colour, and the only one of its kind.
     row = np.concatenate([tile.reshape(32, 4) for tile in tiles[:3]])
@@ -136,10 +130,8 @@ def test_expert_maps_draws_a_tile_a_class_on_the_experts_grid():
 
 def trained_with(losses: list[float], per_epoch: int) -> Outcome:
     """Logged after every ten steps."""
-    curve = [
-        {"step": 10 * place, "epoch": 10 * place / per_epoch, "train_loss": loss}
-        for place, loss in enumerate(losses, start=1)
-    ]
+    points = [(10 * place, loss) for place, loss in enumerate(losses, start=1)]
+    curve = [{"step": n, "epoch": n / per_epoch, "train_loss": loss} for n, loss in points]
     return trained(0, 0, True, "pretrain").model_copy(update={"curve": tuple(curve)})
 
 
@@ -164,9 +156,8 @@ def test_steps_to_the_loss_of_another_training():
 
 def test_of_text_perplexities_are_drawn():
     result = trained_with([4.0, 2.0, 1.0, 3.0], 10)
-    curve = tuple(
-        row | {"train_nats": 6 - n, "validation_nats": 5 - n} for n, row in enumerate(result.curve)
-    )
+    nats = [{"train_nats": 6 - n, "validation_nats": 5 - n} for n in range(len(result.curve))]
+    curve = tuple(row | more for row, more in zip(result.curve, nats, strict=True))
     words = result.model_copy(update={"curve": curve, "task": NextToken(words=9)})
     loss, below = training_figures.training_curves({"smoe": [words], "smoge": [words]}).axes[:2]
     assert loss.lines[0].get_ydata() == pytest.approx(np.exp([6, 5, 4, 3]))
@@ -181,8 +172,7 @@ def test_the_schedule_of_sigma_is_that_of_the_regularizer():
     lines = {line.get_label(): line.get_xydata() for line in figure.axes[0].lines}
     assert {"γ = 0", "γ = 0.3", "γ = 1", "γ = 3"} <= set(lines)
     for name, points in lines.items():
-        assert points[0][0] == 0 and points[-1][0] == 45_000
-        assert points[-1][1] == pytest.approx(2)
+        assert points[0][0] == 0 and points[-1][0] == 45_000 and points[-1][1] == pytest.approx(2)
         assert points[0][1] == (2 if name == "γ = 0" else 10)
     # linear for γ = 1; early for γ < 1, late above
     middle = {name: points[100][1] for name, points in lines.items()}
@@ -268,9 +258,8 @@ def test_what_there_is_to_explore():
     has_images, page = explore(data, pretrain=unmeasured)
     assert not has_images and "the stage measure then writes" in page and "<script" not in page
     has_images, page = explore(data, pretrain={"dense": explored.skipped()})
-    assert (
-        not has_images and "no method of this study has experts" in page and "<script" not in page
-    )
+    assert not has_images and "no method of this study has experts" in page
+    assert "<script" not in page
     measured = {"vmoe": explored.measured(subject(data, moe()))}
     has_images, page = explore(data, pretrain=measured, finetune=unmeasured)
     assert has_images and [phase["name"] for phase in data_of(page)["phases"]] == ["pretrain"]

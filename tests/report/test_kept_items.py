@@ -35,8 +35,7 @@ def write_result(path: Path, shown, comparisons=ASKED, **record) -> Path:
 
 def drawn_items(steps: int):
     """Two sides of three seeds of 301 items, whose values are steps of a score; 0: any number."""
-    generator = np.random.default_rng(3)
-    sides = generator.random((2, 3, 301)) + [[[0.1]], [[0.0]]]
+    sides = np.random.default_rng(3).random((2, 3, 301)) + [[[0.1]], [[0.0]]]
     return of_items(*[[(one * steps).round() if steps else one for one in side] for side in sides])
 
 
@@ -145,10 +144,8 @@ def test_a_table_is_planned_as_a_whole_by_the_papers_effects():
     assert lines[0] == f"{start}7.5 pp {words}precise enough"
     assert lines[1].endswith("higher than of vmoe: the paper prints no effect")
     assert lines[2].endswith("no interval: identical for all seeds")
-    assert (
-        lines[3]
-        == "one: PRC, table 4, finetune: match_top1 of prc higher than of vmoe: not run yet"
-    )
+    told = "one: PRC, table 4, finetune: match_top1 of prc higher than of vmoe: not run yet"
+    assert lines[3] == told
     # t(7)·0.03/√8 = 2.365·0.0106 = 0.0251 > 0.025 > t(8)·0.03/√9: 6 more, 2 min each
     plan = describe_plans([wide, narrow], studies)
     assert plan == [f"{start}2.5 pp {words}9 seeds (12 min of training)"]
@@ -196,20 +193,16 @@ def test_a_question_is_older_than_its_answer(asked):
     path = Path("pipelines/own/one.yaml")
     assert result_evidence.committed_at(asked, path) is None, "it is not committed"
     first = commit(asked)
-    assert (
-        result_evidence.committed_at(asked, path) == first
-        and result_evidence.date_questions(one) == []
-    )
+    assert result_evidence.committed_at(asked, path) == first
+    assert result_evidence.date_questions(one) == []
     record = {"commit": first, "file": str(path)}
     write_result(one.results, drawn_items(1), [claim()], asked=record)
     (dated,) = result_evidence.date_questions(one)
     words = "pretrain: match_top1 of prc higher than of vmoe: asked in "
     assert dated.line == f"{words}{first[:8]}, answered in no commit" and not dated.is_late
     second = commit(asked)
-    assert (
-        result_evidence.date_questions(one)[0].line
-        == f"{words}{first[:8]}, answered in {second[:8]}"
-    )
+    told = f"{words}{first[:8]}, answered in {second[:8]}"
+    assert result_evidence.date_questions(one)[0].line == told
     lower = claim(better="lower")
     one = ask(asked, claim(), lower)
     assert result_evidence.committed_at(asked, path) is None, "it was edited since"

@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from moecore.measure import invariance
-from moecore.measure.routing import Routing
+from moecore.measure import Routing, invariance
 from moecore.measure.trained import halfway_agreement
 from moecore.measure.values import place_slug
 from moecore.report.claims.evaluation import evaluate_claims
@@ -62,8 +61,7 @@ def test_the_values_come_from_where_they_are_stored(whole):
     for place in ("highest", "second", "others"):
         of_layers = routed.curve(f"confidence_{place}_layer", "layer").values()
         assert cells[f"confidence_{place}"].interval.value == pytest.approx(sum(of_layers) / 3)
-    assert len(trained.agreement_with_final) == 10
-    assert cells["imed_rotation_5"].kind == "bootstrap"
+    assert len(trained.agreement_with_final) == 10 and cells["imed_rotation_5"].kind == "bootstrap"
     assert cells["imed_rotation_5"].interval == pytest.approx((0.11, 0.09, 0.13))
 
 
@@ -84,8 +82,7 @@ def test_names_are_unique_and_papers_are_known(whole):
     names = {metric.name for metric in metrics}
     assert len(names) == len(metrics)
     order = [metric.paper for metric in metrics]
-    assert set(order) == {"", *PAPERS}
-    assert order == sorted(order, key=["", *PAPERS].index)
+    assert set(order) == {"", *PAPERS} and order == sorted(order, key=["", *PAPERS].index)
     assert all(found.paper in PAPERS for found in REPORTED)
     values = {name for found in REPORTED if found.paper != "ages" for name in found.values}
     assert {name for name in values if not name.startswith("imed_")} <= names
@@ -100,8 +97,7 @@ def test_one_table_a_paper_with_its_own_numbers(whole):
     assert text.count("<h4>") == 7
     assert all(number in text for number in ("63.04 %", "0.0297", "41.7 %", "0.0473"))
     tgr = text[text.index("TGR: ") : text.index("MoGE: ")]
-    assert "Without these metrics: dense." in tgr
-    assert ">dense<" not in tgr
+    assert "Without these metrics: dense." in tgr and ">dense<" not in tgr
     prc = text[text.index("PRC: ") : text.index("ERMoE: ")]
     assert prc.count("<dt>") == 2 and prc.count('class="paper"') == 14
     assert ">dense<" in text[text.index("On the adversarial") :]
@@ -149,14 +145,12 @@ def test_a_study_with_some_stages(tmp_path, together):
 
 
 def test_agreement_over_epochs(tmp_path):
-    phase = study(tmp_path, seeds=(0, 1, 2)).phases["pretrain"]
-    seeds = phase.outcomes["vmoe"]
+    seeds = study(tmp_path, seeds=(0, 1, 2)).phases["pretrain"].outcomes["vmoe"]
     final, _, consecutive = (agreement_points(seeds, name) for name in AGREEMENTS)
     # method 1: 0.11, 0.13, 0.15 in the first epoch: mean 0.13, half 4.302653 · 0.02 / √3
     assert final[0] == pytest.approx((1, 0.13, 0.080317, 0.179683), abs=1e-6)
     assert [point.x for point in final] == list(range(1, 11))
-    assert [point.x for point in consecutive] == list(range(2, 11))
-    assert final[-1].high == 1.0
+    assert [point.x for point in consecutive] == list(range(2, 11)) and final[-1].high == 1.0
     assert consecutive[-1].value == pytest.approx(0.91)
     one = agreement_points(seeds[:1], "agreement_with_final")[0]
     assert one.low == one.value == one.high == pytest.approx(0.11)
@@ -226,12 +220,8 @@ def test_a_metric_is_foreseen():
 
 
 def test_a_metric_that_the_study_will_not_have_is_refused():
-    near = {
-        "test_acuracy": "test_accuracy",
-        "accuracy_pgd-20": "accuracy_pgd-10",
-        "match_top1_flip": "match_top1",
-        "agreement_before_after": "agreement_consecutive",
-    }
+    near = {"test_acuracy": "test_accuracy", "accuracy_pgd-20": "accuracy_pgd-10"}
+    near |= {"match_top1_flip": "match_top1", "agreement_before_after": "agreement_consecutive"}
     for metric in (*near, "test_mae", "imed", "ece_after", "early_choice"):
         ((keys, text),) = misnamed(metric)
         hint = f", did you mean {near[metric]!r}?" if metric in near else ""
@@ -252,18 +242,14 @@ def test_a_metric_that_one_method_alone_lacks_is_refused():
         assert problems == [(("questions", 0, "against"), words)]
 
 
-def test_a_metric_that_the_settings_decide_is_refused():
+def test_a_metric_of_the_settings_or_between_too_few_seeds_is_refused():
     for metric in ("parameters", "border_cells"):
         ((keys, text),) = misnamed(metric)
         assert keys == ("questions", 0, "metric") and text.startswith(f"found {metric}: ")
-
-
-def test_a_metric_between_seeds_needs_two():
     text = SETTINGS.replace("routing: {", "routing: {roles: {}, ")
     text += f"questions: [{{{ASKED}, metric: seed_stability, phase: pretrain}}]\n"
     ((keys, problem),) = problems_of(text)
-    assert keys[2] == "metric"
-    assert "compares seeds, and run.seeds has 1; allowed: two" in problem
+    assert keys[2] == "metric" and "compares seeds, and run.seeds has 1; allowed: two" in problem
     assert problems_of(text.replace("[0]", "[0, 1]", 1)) == []
 
 
@@ -273,8 +259,7 @@ def test_two_points_of_a_curve_that_can_only_rise_are_no_direction():
     ((keys, text),) = misnamed("fallback_threshold_0_9", asked=asked)
     assert keys == ("questions", 0, "against_metric") and "another point of fallback" in text
     within = asked.replace("higher", "equivalent, margin: 0.1")
-    of_others = asked.replace("against: prc", "against: vmoe")
-    for fair in (within, of_others):
+    for fair in (within, asked.replace("against: prc", "against: vmoe")):
         assert misnamed("fallback_threshold_0_9", asked=fair) == []
     assert misnamed("score_k_4", asked=asked.replace("fallback_threshold_0_5", "score_k_2")) == []
 

@@ -97,8 +97,7 @@ def test_tables_sort_by_mouse_and_by_keyboard(browser, written):
         button.press("Enter")
         assert head.get_attribute("aria-sort") == "descending"
         button.press("Space")
-        assert head.get_attribute("aria-sort") == "none"
-        assert names.all_inner_texts() == before
+        assert head.get_attribute("aria-sort") == "none" and names.all_inner_texts() == before
         table.get_by_role("button", name="Method").click()
         assert names.all_inner_texts() == sorted(METHODS)
 
@@ -129,14 +128,12 @@ def follow(link) -> None:
 def test_the_bar_follows_and_marks(browser, written, width):
     with opened(browser, written, width, "light") as shown:
         bar = shown.locator(".bar")
-        current = bar.locator(".places [aria-current]")
-        assert current.inner_text() == "Answer"
+        assert bar.locator(".places [aria-current]").inner_text() == "Answer"
         bar.get_by_role("link", name="Fine-tuned on Digits").click()
         assert bar.bounding_box()["y"] == 0
         shown.wait_for_function(f"{PLACE} === '#finetune'")
         assert bar.locator(".parts:visible").count() == 1
-        parts = bar.locator(".parts:visible")
-        follow(parts.get_by_role("link", name="Robustness", exact=True))
+        follow(bar.locator(".parts:visible").get_by_role("link", name="Robustness", exact=True))
         fold = shown.locator("#finetune-robustness")
         shown.wait_for_function("document.getElementById('finetune-robustness').open")
         # What the link leads to lies below the bar and its list of parts.
@@ -166,8 +163,7 @@ def test_a_link_opens_the_fold_and_the_pane_that_it_points_into(browser, written
 @pytest.mark.parametrize("width", [1400, 390])
 def test_a_word_is_explained_where_it_stands(browser, written, width):
     with opened(browser, written, width, "dark") as shown:
-        table = shown.locator("#pretrain table").first
-        asked = table.get_by_role("button", name="What is mCE?")
+        asked = shown.locator("#pretrain table").first.get_by_role("button", name="What is mCE?")
         asked.scroll_into_view_if_needed()
         said = shown.locator("#word-mce")
         assert not said.is_visible()
@@ -277,8 +273,7 @@ def test_nothing_from_outside_is_markup(browser, tmp_path, made, seen, scripts):
         shown.wait_for_function("document.readyState === 'complete'")
         if made is hostile_explorer:
             shown.wait_for_selector("main[data-drawn]")
-        assert shown.evaluate("window.ran") is None
-        assert shown.locator("script").count() == scripts
+        assert shown.evaluate("window.ran") is None and shown.locator("script").count() == scripts
         every = "[...document.querySelectorAll('*')]"
         handlers = f"{every}.filter(one => one.getAttributeNames().some(n => n.startsWith('on')))"
         assert shown.evaluate(f"{handlers}.length") == 0

@@ -10,15 +10,14 @@ from pydantic import ValidationError
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.measure.cost import Cost
-from moecore.measure.robustness import Robustness
+from moecore.measure import Cost, Robustness
 from moecore.report.column import Column
 from moecore.report.page.page_objects import format_column
 from moecore.report.page.report_page import render_report
 from moecore.report.report_files import robustness_csv, training_csv
 from moecore.report.results import read_results
 from moecore.report.study_results import Measured
-from moecore.report.tables import terminal_summary
+from moecore.report.tables import metrics_by_method, terminal_summary
 from moecore.report.tables.cells import (
     Cell,
     NumberFormat,
@@ -26,11 +25,7 @@ from moecore.report.tables.cells import (
     format_epsilon,
     shorten_epsilons,
 )
-from moecore.report.tables.metrics_by_method import (
-    best_by_disjoint_intervals,
-    build_table,
-    compare_methods,
-)
+from moecore.report.tables.metrics_by_method import best_by_disjoint_intervals, compare_methods
 from moecore.statistics.intervals import Interval
 from moecore.study.sections import Selection
 from moecore.study.stages import MEASURED_STAGES
@@ -59,8 +54,7 @@ def assert_self_contained(text: str) -> None:
     assert not re.search(r"""(src|href|url|@import)\s*[=(]?\s*["']?\s*(https?:)?//""", text)
     assert "<script " not in text and text.count("<script>") == 1 and "<link" not in text
     ids = re.findall(r'\bid="([^"]+)"', text)
-    assert len(ids) == len(set(ids))
-    assert set(re.findall(r'href="#([^"]+)"', text)) <= set(ids)
+    assert len(ids) == len(set(ids)) and set(re.findall(r'href="#([^"]+)"', text)) <= set(ids)
 
 
 def test_the_page_is_self_contained_and_complete(one_seed):
@@ -91,11 +85,10 @@ def test_dense_alone_and_several_seeds(tmp_path):
 def test_intervals_of_the_table(one_seed, tmp_path):
     found = compare_methods(one_seed)["vmoe"]["pretrain"]
     assert found["test_accuracy"]["interval"] == "wilson"
-    assert found["ece_after"]["interval"] == "bootstrap"
-    assert "low" not in found["load_cv2"]
+    assert found["ece_after"]["interval"] == "bootstrap" and "low" not in found["load_cv2"]
     assert found["parameters"] == {"mean": 1_240_000, "seeds": 1, "form": "count"}
     assert "load_cv2" not in compare_methods(one_seed)["dense"]["pretrain"]
-    columns = build_table(one_seed, one_seed.phases["pretrain"]).metrics
+    columns = metrics_by_method.build_table(one_seed, one_seed.phases["pretrain"]).metrics
     assert "agreement_before_after" not in {column.name for column in columns}, "no method has it"
     many = compare_methods(results(tmp_path, seeds=[0, 1]))["tgr"]["finetune"]
     assert many["test_accuracy"]["interval"] == "t" and many["test_accuracy"]["seeds"] == 2
@@ -106,7 +99,6 @@ def test_intervals_of_the_table(one_seed, tmp_path):
 def test_several_seeds_have_an_interval_over_items_and_seeds():
     # By hand: seeds have 1 and 3, items 1 and 3, so A = B = 1 and half² = 2·t(1)²; t(1) = 12.706.
     # A mean that no item moves, of one item, or of unlike numbers of them, has Student's.
-
     def cell(read, *seeds):
         mean = lambda result: float(np.mean(result.items))
         column = Column("a", "a", mean, kind=Kept, read_items=read)
@@ -236,19 +228,13 @@ def test_csv_for_dvc_plots(one_seed):
     assert {row["attack"] for row in attacks} == {"fgsm", "pgd-10"}
 
 
-def test_numbers_for_readers():
-    texts = {
-        "share": {0.9123: "91.2 %"},
-        "count": {12345: "12,345"},
-        "seconds": {75: "1 min 15 s", 3725: "1 h 02 min", 9: "9 s"},
-        "number": {0.0712: "0.0712", -0.0712: "−0.0712", 0.00001: "0.000010", 0: "0.0"},
-    }
+def test_numbers_and_limits_for_readers():
+    texts = {"share": {0.9123: "91.2 %"}, "count": {12345: "12,345"}}
+    texts |= {"seconds": {75: "1 min 15 s", 3725: "1 h 02 min", 9: "9 s"}}
+    texts |= {"number": {0.0712: "0.0712", -0.0712: "−0.0712", 0.00001: "0.000010", 0: "0.0"}}
     texts["number"] |= {0.0000001: "< 0.000001", 12934.6: "12,935", 2.5e6: "2,500,000"}
     for form, expected in texts.items():
         assert {value: NumberFormat(form).value(value) for value in expected} == expected
-
-
-def test_limits_have_two_figures_of_their_half_width():
     limits = (0.00002, 0.009), (0.00002, 0.00003), (43.85, 3505.2), (-0.4, 0.31)
     texts = ["0.0000 – 0.0090", "0.000020 – 0.000030", "44 – 3,505", "−0.40 – 0.31"]
     assert [NumberFormat().interval(*pair) for pair in limits] == texts
@@ -273,15 +259,12 @@ def test_digits_follow_the_width_of_the_intervals(values, form, expected):
     assert NumberFormat.of(form, [Interval(*value) for value in values]).places == expected
 
 
-def test_a_column_has_one_notation():
+def test_a_column_has_one_notation_and_epsilons_are_named():
     cells = [Cell(Interval(value), "", 1) for value in (4.76e-04, 0.0, 0.02, 0.4)]
     texts = [item.text for item in format_column(COLUMN, cells)]
     assert texts == ["0.0005", "0.0000", "0.0200", "0.4000"]
     tiny = format_column(COLUMN, [Cell(Interval(value), "", 1) for value in (4.76e-06, 0.02, 0.4)])
     assert [item.text for item in tiny] == ["< 0.0001", "0.0200", "0.4000"]
-
-
-def test_epsilons_are_named():
     assert [format_epsilon(8 / 255), format_epsilon(0.0313725)] == ["8/255"] * 2
     assert format_epsilon(0.05) == "0.05"
     said = "accuracy 3 %, at ε = 0.0313725; a guess has 10 % at ε = 0.5"

@@ -1,24 +1,123 @@
-"""The control of every study: whether a learned router is told from a fixed hash."""
+"""Beside a verdict: the report's first sentence, the control of every study, earlier runs."""
 
+import json
+from collections import Counter
+
+import numpy as np
 import pytest
 
-from moecore.core.source_layout import ROOT
-from moecore.report.claims.answers import collect_answers
-from moecore.report.claims.evaluation import (
-    ControlPair,
-    describe_sensitivity,
-    evaluate_claims,
-    excludes_zero,
-    find_control_pair,
-    list_unasked_controls,
-)
-from moecore.report.tables.terminal_summary import first_sentence
+from moecore.core.files import UserError, write_whole
+from moecore.measure.baselines import LOGISTIC, Baselines
+from moecore.measure.trained import Trained, collect_outcome_values
+from moecore.measure.values import Found, Value
+from moecore.report.claims import evaluation, result_evidence
+from moecore.report.claims.answers import collect_answers, evaluate_results
+from moecore.report.claims.evaluation import ControlPair, excludes_zero, list_unasked_controls
+from moecore.report.page.sections import with_reference_rows
+from moecore.report.study_results import Measured, Phase, Results
+from moecore.report.tables.metrics_by_method import build_table, compare_methods
+from moecore.report.tables.terminal_summary import find_guess, first_sentence, headline_rows
+from moecore.statistics.comparisons import BOTH, SEEDS, Difference, VarianceSource
 from moecore.statistics.intervals import Interval
+from moecore.statistics.pooling import combined_p, correct_for_looks
+from moecore.study import papers
 from moecore.study.questions import load_rounds
-from moecore.study.sections import Question
-from tests.report.test_first_sentence import AGES, FIRST, SECOND, THIRD, study
-from tools import data_sensitivity
-from tools.pooled_claims import PooledAnswer
+from moecore.study.sections import Claim, Question, design_digest
+from moecore.tasks import MultiLabel, NextToken, Regression, Task
+from tests.project import ROOT
+from tests.report import generated
+from tests.report.test_claims import claim
+from tools import data_sensitivity, pooled_claims
+from tools.earlier_answers import derive_variances
+from tools.pooled_claims import PooledAnswer, Run, judge_runs, load_earlier_answers
+
+AGES = Regression(target="age", unit="years", mean=60.0, deviation=10.0)
+CONTROL = "methods: {tgr: {}, vmoe: {}, told: {router: {kind: told}}}"
+
+
+def study(task: Task = generated.TASK, settings: str = "", **scores) -> Results:
+    """A phase whose methods have these test scores, one per seed, without items."""
+    models = {}
+    for method, values in scores.items():
+        models[method] = {}
+        for seed, value in enumerate(values):
+            changes = {"task": task, "test_score": generated.estimate(value, value - 0.1, value)}
+            changes["median_mae"] = 9.0 if task is AGES else None
+            outcome = generated.trained(0, 0, False, "pretrain").model_copy(update=changes)
+            models[method][seed] = Measured({Trained: collect_outcome_values(outcome)})
+    return Results({"pretrain": Phase("pretrain", CARD, task, models)}, settings)
+
+
+CARD = generated.card("pretrain")
+# Differences 0.1, 0.11, 0.09: ± 4.3027 · 0.01 / √3 = 0.0248; of the third 0.09, 0.01, 0.11
+FIRST, SECOND, THIRD = (0.6, 0.61, 0.59), (0.5, 0.5, 0.5), (0.51, 0.6, 0.48)
+RISING = (0.465, 0.5, 0.535)
+LEAD = "tgr is 10.0 percentage points more accurate than vmoe (95 % interval 7.5 – 12.5)"
+LOWER = "of tgr is 0.100 {} lower than that of vmoe (95 % interval 0.075 – 0.125)"
+NONE = "no difference in accuracy is shown between tgr and"
+GUESS = "no method is shown to beat a guess (always T-shirt, the most frequent class)"  # 1 / 6
+APART = (
+    "tgr is 30.0 percentage points more accurate than vmoe (their 95 % intervals do not overlap)"
+)
+CASES = (
+    (
+        study(tgr=FIRST, vmoe=SECOND, prc=THIRD),
+        f"{LEAD}; no difference is shown between tgr and prc",
+    ),
+    (study(tgr=FIRST, prc=THIRD), f"{NONE} prc"),
+    # t = 0.1 · √3 / 0.035 = 4.95, p = 0.038, after Holm's correction 0.077
+    (study(tgr=[0.6] * 3, vmoe=RISING, prc=RISING[::-1]), f"{NONE} vmoe and prc"),
+    (study(tgr=[0.9], vmoe=[0.6]), APART),  # one seed: 0.8 – 0.9 and 0.5 – 0.6, then 0.75 – 0.85
+    (study(tgr=[0.9], vmoe=[0.85]), f"{NONE} vmoe"),
+    (study(tgr=[0.9]), "the accuracy of tgr is 90.0 % (80.0 – 90.0)"),
+    (study(tgr=[0.2]), f"the accuracy of tgr is 20.0 % (10.0 – 20.0); {GUESS}"),
+    (study(AGES, tgr=SECOND, vmoe=FIRST), f"the mean absolute error {LOWER.format('years')}"),
+    (
+        study(NextToken(words=9), tgr=SECOND, vmoe=FIRST),
+        f"the cross-entropy {LOWER.format('nats per token')}",
+    ),
+)
+
+
+@pytest.mark.parametrize(("results", "finding"), CASES)
+def test_only_what_a_test_shows_is_said(results, finding):
+    assert first_sentence(results).partition("): ")[2] == f"{finding}."
+
+
+def test_controls_are_named_and_not_compared():
+    found = study(settings=CONTROL, vmoe=SECOND, tgr=FIRST, told=FIRST)
+    start = "2 methods on Fashion-MNIST (vmoe and tgr; not compared: told; 3 seeds): "
+    assert first_sentence(found) == f"{start}{LEAD}."
+    assert first_sentence(Results({})) == "Nothing was trained; calculated: nothing."
+
+
+def test_a_guess_is_the_best_constant_answer_and_ends_the_table():
+    results = study(tgr=[0.2], vmoe=[0.9])  # intervals 0.1 – 0.2, around 1 / 6, and 0.8 – 0.9
+    (phase,) = results.phases.values()
+    table = build_table(results, phase)
+    column = next(column for column in table.metrics if column.name == "test_accuracy")
+    linear = Value(metric="baseline", at={"classifier": LOGISTIC}, value=0.25, low=0.2, high=0.3)
+    fitted = Found(values=(linear,), facts={"images": 4000})
+    phase = phase._replace(together={Baselines: fitted})
+    grid = with_reference_rows(phase, [column], table.cells, ())
+    assert [line.items[0].note for line in grid.lines] == ["not shown to beat a guess", ""]
+    assert [line.items[0].text for line in grid.foot] == ["16.7 %", "25.0 %"]
+    assert grid.foot[1].items[0].small == "20.0 – 30.0"
+    assert grid.foot[1].head.note == "on the pixels of 4,000 training images"
+    results = results._replace(phases={"pretrain": phase})
+    assert first_sentence(results).endswith("; logistic regression on pixels reaches 25.0 %.")
+    compared = compare_methods(results)
+    assert compared["baselines"]["pretrain"][LOGISTIC]["mean"] == 0.25
+    assert [row["method"] for row in headline_rows(compared)] == ["tgr", "vmoe"]
+    counts = {"test": dict.fromkeys(generated.CLASSES, 100) | {"Coat": 400}}
+    phase = phase._replace(card={**CARD, "counts": counts, "images": {"test": 600}})
+    assert find_guess(phase) == (400 / 900, "always Coat, the most frequent class")
+    several = MultiLabel(classes=generated.CLASSES)  # an image may have several of them
+    assert find_guess(phase._replace(task=several)).value == 400 / 600
+    assert find_guess(phase._replace(task=NextToken(words=9))).value == pytest.approx(np.log(9))
+    (ages,) = study(AGES, tgr=[2.0]).phases.values()
+    assert find_guess(ages) == (9.0, "always the median age")
+
 
 MLP = {"kind": "mlp", "number": 8}
 LEARNED = {"router": {"kind": "noisy_top_k", "k": 2}, "experts": MLP}
@@ -45,7 +144,7 @@ methods:
     ],
 )
 def test_the_pair_differs_in_its_router_alone(methods, pair):
-    assert find_control_pair(methods) == (pair and ControlPair(*pair))
+    assert evaluation.find_control_pair(methods) == (pair and ControlPair(*pair))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +159,7 @@ def test_the_pair_differs_in_its_router_alone(methods, pair):
 )
 def test_the_first_sentence_ends_with_what_the_data_can_show(learned, fixed, shown):
     results = study(settings=SETTINGS, tgr=learned, vmoe=learned, hash_moe=fixed)
-    described = describe_sensitivity(results, results.phases["pretrain"])
+    described = evaluation.describe_sensitivity(results, results.phases["pretrain"])
     assert described == (shown and f"vmoe − hash_moe = {shown}")
     assert first_sentence(results).endswith(f"; {described}." if shown else "vmoe.")
 
@@ -72,7 +171,7 @@ def test_the_control_is_asked_once_and_judged():
     assert list_unasked_controls(results, [control]) == []
     other = Question(**control.model_dump() | {"method": "hash_moe", "against": "vmoe"})
     assert list_unasked_controls(results, [other]) == [control]
-    (answer,) = evaluate_claims([control], results)
+    (answer,) = evaluation.evaluate_claims([control], results)
     assert answer.verdict == "holds" and answer.difference.value == pytest.approx(-0.1)
     assert list_unasked_controls(study(settings=SETTINGS, vmoe=[0.1], hash_moe=[0.2]), []) == []
     assert list_unasked_controls(study(settings=SETTINGS, vmoe=SECOND, tgr=FIRST), []) == []
@@ -81,10 +180,8 @@ def test_the_control_is_asked_once_and_judged():
 @pytest.mark.parametrize(
     ("interval", "excludes"),
     [
-        (Interval(1.0, 0.5, 1.5), True),
-        (Interval(-1.0, -1.5, -0.5), True),
-        (Interval(0.1, -0.5, 1.5), False),
-        (Interval(0.1, 0.0, 0.2), False),
+        *((Interval(1.0, 0.5, 1.5), True), (Interval(-1.0, -1.5, -0.5), True)),
+        *((Interval(0.1, -0.5, 1.5), False), (Interval(0.1, 0.0, 0.2), False)),
         (Interval(1.0), False),
     ],
 )
@@ -94,7 +191,6 @@ def test_an_interval_that_touches_zero_tells_nothing(interval, excludes):
 
 @pytest.fixture(scope="module")
 def stored():
-    """The rounds of this repository, their answers, and the controls of their data."""
     rounds = load_rounds(ROOT)
     studies, answers = collect_answers(rounds)
     return rounds, answers, data_sensitivity.find_controls(rounds, studies)
@@ -103,10 +199,8 @@ def stored():
 def test_the_control_of_stored_answers_is_of_the_same_data_and_training(stored):
     rounds, answers, controls = stored
     named = {study.name: study for study in rounds}
-    sensitive = {
-        name: data_sensitivity.describe_round(named[name], controls)
-        for name in ("ours/dialects", "tgr/tables_4_to_7", "prc/tables_2_4_5")
-    }
+    names = ("ours/dialects", "tgr/tables_4_to_7", "prc/tables_2_4_5")
+    sensitive = {name: data_sensitivity.describe_round(named[name], controls) for name in names}
     assert "= +17.0 pp [+15.8 to +18.3] in ours/" in sensitive["ours/dialects"]
     assert "these data can tell routers apart (pretrain)" in sensitive["ours/dialects"]
     assert "in ours/controls: these data are not shown" in sensitive["tgr/tables_4_to_7"]
@@ -115,29 +209,177 @@ def test_the_control_of_stored_answers_is_of_the_same_data_and_training(stored):
 
 def test_decided_claims_about_accuracy_are_counted_as_insensitive(stored):
     rounds, answers, controls = stored
-    decided = [
-        answer._replace(entry=answer.entry | {"verdict": "holds", "verdict_holm": "holds"})
-        for answer in answers
-        if answer.entry
-    ]
-    marked = data_sensitivity.mark_insensitive(
-        [PooledAnswer(answer) for answer in decided], rounds, controls
-    )
-    counted = {
-        (each.answer.study, each.answer.claim.metric): each.answer.entry.get("insensitive")
-        for each in marked
-    }
+    positive = {"verdict": "holds", "verdict_holm": "holds"}
+    decided = [one._replace(entry=one.entry | positive) for one in answers if one.entry]
+    pooled = [PooledAnswer(answer) for answer in decided]
+    marked = data_sensitivity.mark_insensitive(pooled, rounds, controls)
+    said = [each.answer for each in marked]
+    counted = {(one.study, one.claim.metric): one.entry.get("insensitive") for one in said}
     assert "ours/controls" in counted["tgr/tables_4_to_7", "test_accuracy"]
     assert counted["prc/tables_2_4_5", "test_accuracy"] == data_sensitivity.UNKNOWN
     assert counted["ours/dialects", "test_accuracy"] is None
     assert counted["prc/tables_2_4_5", "match_top1_layer_1"] is None  # not about accuracy
-    verdicts = {
-        data_sensitivity.counted_verdict(each.answer) == "insensitive"
-        for each in marked
-        if "insensitive" in each.answer.entry
-    }
+    told = [each for each in marked if "insensitive" in each.answer.entry]
+    verdicts = {data_sensitivity.counted_verdict(each.answer) == "insensitive" for each in told}
     assert verdicts == {True}
-    undecided = marked[0].answer._replace(
-        entry=marked[0].answer.entry | {"insensitive": "why", "verdict_holm": "open"}
-    )
+    entry = marked[0].answer.entry | {"insensitive": "why", "verdict_holm": "open"}
+    undecided = marked[0].answer._replace(entry=entry)
     assert data_sensitivity.counted_verdict(undecided) == "not significant"
+
+
+ANSWER = json.loads(
+    """{"claim": "tgr/8_experts", "question": "ablations", "commit": "fd0e097", "seeds": [0, 1],
+    "date": "2026-11-23", "better": "higher", "verdict": "open", "mean": 0.014, "low": 0.002,
+    "high": 0.026, "method": 0.8, "against": 0.79, "kind": "seeds", "items": 0, "design": "0123",
+    "variances": [1e-5], "freedoms": [1]}"""
+)
+
+
+@pytest.fixture(scope="module")
+def rounds():
+    return load_rounds(ROOT)
+
+
+@pytest.fixture(scope="module")
+def pooled(rounds):
+    pooled = pooled_claims.evaluate_pooled(rounds)[1]
+    return [each for each in pooled if isinstance(each.answer.claim, Claim)]
+
+
+def test_tgr_with_eight_experts(pooled):
+    key = ("TGR", "table 4", "tgr")
+    said = [(each, each.answer.claim) for each in pooled if each.answer.entry]
+    said = [(each, (one.paper, each.answer.source, one.method)) for each, one in said]
+    (found,) = [each for each, name in said if name == key]
+    entry = found.answer.entry
+    assert [len(run["seeds"]) for run in entry["runs"]] == [5, 12]
+    assert entry["difference"]["seeds"] == 17 and entry["looks"] == 2
+    assert entry["difference"]["mean"] == pytest.approx((5 * 0.014 + 12 * 0.0132859) / 17, abs=1e-6)
+    assert entry["verdict_holm"] == "holds"
+    assert [before.verdict_holm for before in found.earlier] == ["open"]
+    assert found.designs is not None and len(found.designs.estimates) == 5
+    assert found.designs.effects.interval == pytest.approx((-0.0122, -0.0467, 0.0224), abs=1e-4)
+    text = pooled_claims.describe_history(found)
+    assert "ablations +1.4 pp (5 seeds), tgr/tables_4_to_7 +1.3 pp (12 seeds)" in text
+    assert "holds in 1 of 5 designs" in text and "(not with Holm)" in text
+    (aged,) = [each for each in pooled if each.answer.claim.metric == "mae_pooled"]
+    assert "9 seeds > 0, 0 < 0, sign test p = 0.0039" in pooled_claims.describe_history(aged)
+
+
+def test_claims_with_one_answer_are_unchanged_and_other_p_follow_from_the_runs(rounds, pooled):
+    _, alone = evaluate_results(rounds)
+    before = {(each.study, each.claim): each.entry for each in alone}
+    numbers = Counter()
+    for each in pooled:
+        answer = each.answer
+        entry = {key: answer.entry.get(key) for key in answer.entry if "holm" not in key}
+        if "runs" not in entry:
+            former = before[answer.study, answer.claim]
+            assert entry == {key: former[key] for key in former if "holm" not in key}
+            numbers["alone"] += 1
+            continue
+        runs = []
+        for run in entry["runs"]:
+            sources = tuple(map(VarianceSource, run["variances"], run["freedoms"]))
+            kind = SEEDS if len(sources) == 1 else BOTH
+            runs.append(Difference(run["mean"], sources, kind, len(run["seeds"]), 0))
+        assert sum(run.seeds for run in runs) == entry["difference"]["seeds"]
+        if answer.claim.margin is None:
+            p = combined_p(runs, 0.0, entry["difference"]["mean"])
+            assert entry["p_combined"] == pytest.approx(p)
+        assert entry["p"] == correct_for_looks(entry["p_combined"], entry["looks"])
+        numbers["pooled"] += 1
+    assert numbers["alone"] > 10 and numbers["pooled"] > 60
+
+
+def run_of(design: str, seeds: tuple[int, ...], value: float) -> Run:
+    sources = (VarianceSource(1e-4 / len(seeds), len(seeds) - 1),)
+    return Run("one", design, seeds, Difference(value, sources, SEEDS, len(seeds), 0), (1, 0), None)
+
+
+def test_of_runs_with_common_seeds_the_last_counts_and_each_design_is_apart():
+    runs = [run_of("a", (0, 1), 1), run_of("b", (0, 1), 2), run_of("a", (1, 2, 3), 3)]
+    runs.append(run_of("a", (4, 5), 4))
+    by_design = pooled_claims.pool_by_design(runs)
+    values = {name: [run.difference.value for run in of] for name, of in by_design.items()}
+    assert values == {"a": [3, 4], "b": [2]}
+
+
+@pytest.mark.parametrize(
+    ("better", "good", "expected"),
+    [("higher", "", "holds"), ("lower", "", "differs"), ("no_worse", "lower", "differs")],
+)
+def test_a_verdict_needs_its_corrected_p(better, good, expected):
+    asked = claim(better=better, margin=0.005 if better == "no_worse" else None)
+    runs = [run_of("a", (0, 1, 2), 0.04), run_of("a", (3, 4, 5, 6), 0.05)]
+    entry = {"form": "share", "method": {"mean": 1.0}, "against": {"mean": 0.0}}
+    judged = judge_runs(entry, asked, good, runs, 2)
+    assert judged["verdict"] == expected and judged["method"]["mean"] == 1.0
+    assert judged["p"] == pytest.approx(4 * judged["p_combined"])
+    assert judge_runs(entry, asked, good, runs, 9)["verdict"] == "open"
+    assert judge_runs(entry, asked, good, runs[:1], 1) == entry
+
+
+def test_a_design_is_its_settings_without_seeds_and_sizes():
+    study = json.loads(
+        """{"run": {"seeds": [0]}, "model": {"width": 8}, "pretrain": {"epochs": 2},
+        "data": {"pretrain": {"kind": "digits", "test_limit": 5}}, "teacher": {"kind": "dense"},
+        "methods": {"prc": {"guided_finetuning": true}, "vmoe": {"k": 2}, "tgr": {"k": 1}},
+        "routing": {"images": 100, "views": 1}, "finetune": {"epochs": 1}}"""
+    )
+    digest = design_digest(study, claim(), "routing")
+    same = json.loads(
+        """{"run": {"seeds": [1]}, "data": {"pretrain": {"kind": "digits", "root": "x"}},
+        "methods": {"prc": {"guided_finetuning": false}, "vmoe": {"k": 2}}, "teacher": null,
+        "finetune": null, "routing": {"images": 200, "views": 1}}"""
+    )
+    assert design_digest(study | same, claim(), "routing") == digest
+    for section in ("model", "pretrain", "methods", "data", "routing"):
+        assert design_digest(study | {section: None}, claim(), "routing") != digest, section
+    taught = study | {"methods": {"prc": {"distillation": 0.5}}}
+    assert design_digest(taught, claim()) != design_digest(taught | {"teacher": None}, claim())
+    later = claim(phase="finetune")
+    assert design_digest(study, later) != design_digest(study | {"finetune": {}}, later)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"claim": "tgr/8_expert"}, "answers.0..claim: found 'tgr/8_expert', did you mean"),
+        ({"seeds": [0]}, "found a list of 1; allowed: tuple should have at least 2 items"),
+        ({"verdict": "maybe"}, "answers.0..verdict: found"),
+        ({"freedoms": None}, "answers.0..variances: found 1 variances and 0 freedoms; allowed: 1"),
+        ({"mode": 1}, "answers.0..mode"),
+    ],
+)
+def test_a_damaged_file_of_earlier_answers_is_one_line(tmp_path, change, message):
+    path = tmp_path / result_evidence.EARLIER
+    named = papers.load_named_claims(ROOT)
+    assert load_earlier_answers(tmp_path, named) == ()
+    write_whole(path, json.dumps({"answers": [ANSWER]}))
+    (answer,) = load_earlier_answers(tmp_path, named)
+    assert answer.difference is not None and answer.difference.half() is not None
+    write_whole(path, json.dumps({"answers": [ANSWER | change]}))
+    with pytest.raises(UserError, match=message) as caught:
+        load_earlier_answers(tmp_path, named)
+    assert "\n" not in str(caught.value)
+    write_whole(path, json.dumps({"answers": [ANSWER, ANSWER]}))
+    with pytest.raises(UserError, match="found tgr/8_experts of ablations again; allowed: each"):
+        load_earlier_answers(tmp_path, named)
+
+
+def test_variances_follow_from_the_interval_and_the_detectable_difference():
+    sources = (VarianceSource(4e-4, 4), VarianceSource(1e-4, 199))
+    known = Difference(0.02, sources, "items × seeds", 5, 200)
+    interval = known.interval()
+    stored = {"mean": 0.02, "low": interval.low, "high": interval.high, "items": 200}
+    entry = {"difference": stored | {"interval": "items × seeds"}}
+    for more in ({"smallest": known.smallest}, {"p": known.p}):
+        derived = derive_variances(entry | more, 5, None)
+        assert derived is not None and derived[0] == pytest.approx([4e-4, 1e-4], rel=1e-6)
+    assert derive_variances(entry, 5, None) is None, "one number does not give two"
+    by_seeds = {"difference": stored | {"interval": "t"}}
+    assert derive_variances(by_seeds, 5, None) == (
+        [pytest.approx((known.half() / 2.776445) ** 2)],
+        [4],
+    )

@@ -8,10 +8,10 @@ import pytest
 from scipy.special import stdtr
 
 from moecore.core.arrays_as_text import encode_exact
-from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.measure.robustness import Robustness
 from moecore.measure.trained import Trained
+from moecore.parts import Classification, Config
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.claims.significance import differences_from, possible_test
 from moecore.report.column import Column, find_moe_baseline, references
@@ -23,7 +23,6 @@ from moecore.report.page.sections import describe_claims, describe_phase_finding
 from moecore.report.study_results import Measured, Results
 from moecore.report.tables import metrics_by_method
 from moecore.statistics.intervals import Interval
-from moecore.tasks.classification import Classification
 from tests.report.generated import changed, model_with_results, trained, with_values
 from tests.report.test_ages import results as results_of_ages
 from tests.report.test_claims import claim
@@ -46,7 +45,6 @@ def model(hits=None, value: float | None = 0.0) -> Measured:
 
 
 def sized(parameters: int = 10) -> Measured:
-    """A trained model with these parameters, of which a token uses ten."""
     sizes = {"parameters": parameters, "active_parameters": 10}
     return model_with_results(trained(0, 0, False, "pretrain").model_copy(update=sizes))
 
@@ -138,13 +136,10 @@ def test_without_a_paired_test_the_intervals_decide():
     assert marked(VALUE, seeds(a=(0.5,), b=(0.1,))) == []
 
 
-def test_a_method_without_the_metric_takes_no_part():
+def test_without_the_metric_none_takes_part_and_other_images_or_seeds_are_an_error():
     models = seeds(a=(0.2, 0.61, 0.89), b=(0.1, 0.5, 0.8), dense=(None, None, None))
     found = metrics_by_method.cells_with_best_marked(VALUE, models)
     assert found["dense"] is None and found["b"].marked and not found["a"].marked
-
-
-def test_different_images_or_seeds_are_an_error():
     with pytest.raises(UserError, match="100 images, another method's of 90"):
         differences_from(SHARE, one_seed(a=right(1), b=right(1, count=90)), "b")
     models = seeds(a=(1.0, 2.0), b=(1.0, 2.0))
@@ -159,25 +154,20 @@ def test_what_methods_are_compared_with():
     assert find_moe_baseline({"dense": plain, "prc": routed, "vmoe": routed}) == "vmoe"
     assert references({"dense": plain, "prc": routed, "tgr": routed}) == ["prc", "dense"]
     assert references({"told": routed, "prc": routed, "dense": plain}) == ["prc", "dense"]
-    assert references({"a": plain}) == []
-    assert find_moe_baseline({"a": plain}) == ""
+    assert references({"a": plain}) == [] and find_moe_baseline({"a": plain}) == ""
 
 
 def test_compare_json_has_the_tests_and_the_page_names_them(tmp_path):
     one = results(tmp_path / "one")
     many = results(tmp_path / "many", seeds=(0, 1, 2))
     compared = metrics_by_method.compare_methods(one)["tgr"]["pretrain"]
-    for name, images in (
-        ("test_accuracy", 600),
-        ("accuracy_fgsm", 200),
-        ("accuracy_worst_case", 200),
-    ):
+    for name, n in (("test_accuracy", 600), ("accuracy_fgsm", 200), ("accuracy_worst_case", 200)):
         assert set(compared[name]["against"]) == {"vmoe", "dense"}
         tested = compared[name]["against"]["vmoe"]
         assert tested["test"] == "mcnemar" and 0 <= tested["p"] <= tested["p_holm"] <= 1
         assert tested["low"] <= tested["difference"] <= tested["high"]
         more = tested["only_first"] - tested["only_second"]
-        assert tested["difference"] == pytest.approx(more / images)
+        assert tested["difference"] == pytest.approx(more / n)
     assert "against" not in compared["ece_after"] and "against" not in compared["parameters"]
     found = metrics_by_method.compare_methods(many)
     vmoe, tgr = (found[method]["pretrain"] for method in ("vmoe", "tgr"))
@@ -235,10 +225,8 @@ def test_one_seed_shows_no_difference_of_the_routing(tmp_path):
     words = "50.0 %. Under the worst attack tgr is 3.0 percentage points more accurate than vmoe"
     assert text.startswith(overlap + words)
     assert text.endswith("Attack: FGSM, PGD 10; " + CHANGED), "named only, without their settings"
-    attacked = found._replace(
-        settings="robustness: {attacks: [kind: fgsm, {kind: pgd, steps: 10}]}"
-    )
-    assert answered(attacked).endswith("Attack: FGSM, PGD (10 steps); " + CHANGED)
+    other = found._replace(settings="robustness: {attacks: [kind: fgsm, {kind: pgd, steps: 10}]}")
+    assert answered(other).endswith("Attack: FGSM, PGD (10 steps); " + CHANGED)
     phase = found.phases["pretrain"]
     result = with_values(phase.models["tgr"][0].of(Robustness), "routing_change", value=0.3)
     phase.models["tgr"][0] = changed(phase.models["tgr"][0], result, kind=Robustness)
@@ -350,7 +338,6 @@ def test_pairs_of_seeds_are_tested_by_the_jackknife():
     models = seeds(ours=[0, 1, 2], theirs=[3, 4, 5])
     (tested,) = differences_from(between, models, "theirs").values()
     assert tested.difference == pytest.approx((0.2, 0.2 - 0.496828, 0.2 + 0.496828), abs=1e-6)
-    assert tested.p == pytest.approx(2 * stdtr(2, -(3**0.5)))
-    assert marked(between, models) == []
+    assert tested.p == pytest.approx(2 * stdtr(2, -(3**0.5))) and marked(between, models) == []
     two = seeds(ours=[0, 1], theirs=[3, 4])
     assert differences_from(between, two, "theirs") == {} and marked(between, two) == []

@@ -12,7 +12,6 @@ from tests.project import PARAMS
 
 @pytest.fixture
 def place(tmp_path) -> Path:
-    """A project with a params.yaml, a dvc.yaml, and no question."""
     shutil.copy(ROOT / "dvc.yaml", tmp_path)
     (tmp_path / "params.yaml").write_text(PARAMS, encoding="utf-8")
     return tmp_path

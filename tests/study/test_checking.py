@@ -17,9 +17,7 @@ from tests.data.making import image_classes
 from tests.project import PARAMS, check_params, compose_shipped, write_question
 
 QUESTIONS = ("ermoe/image_text", "moge/swin", "ours/routers", "prc/paper_scale")
-STAGES = tuple(
-    name for name in load_yaml_document(ROOT / "dvc.yaml").data["stages"] if name != "code"
-)
+STAGES = tuple(key for key in load_yaml_document(ROOT / "dvc.yaml").data["stages"] if key != "code")
 
 VOLUMES = dump_inline_yaml(compose_shipped("ermoe/brain_age").document.data)
 WORDS = """\
@@ -107,9 +105,7 @@ CLAIMS = [
 
 def wrong_settings(part: str) -> list[tuple[str, dict[str, Any], str]]:
     """Return text, edits and key of the cases of wrong_settings.yaml."""
-    return [
-        (TEXTS[name], edits, key) for name, cases in WRONG[part].items() for key, edits in cases
-    ]
+    return [(TEXTS[name], edit, key) for name, cases in WRONG[part].items() for key, edit in cases]
 
 
 @pytest.mark.parametrize("name", QUESTIONS)  # `moecore study check --all` tries all
@@ -117,8 +113,7 @@ def test_our_files_are_in_order_and_editors_accept_them(tmp_path, name):
     path = write_question(tmp_path, name)
     study = check_params(path)
     assert set(study.run.methods) <= set(study.methods)
-    jsonschema = pytest.importorskip("jsonschema")
-    jsonschema.validate(load_yaml_document(path).data, check.params_schema())
+    pytest.importorskip("jsonschema").validate(load_yaml_document(path).data, check.params_schema())
 
 
 def test_the_file_of_the_root_is_in_order_and_names_the_schema():
@@ -208,12 +203,9 @@ def test_routers_that_look_ahead_are_refused_line_by_line(project, text, tower):
         assert "found" in lines[number] and "allowed" in lines[number]
 
 
-def test_a_measurement_may_be_switched_off():
+def test_a_measurement_may_be_off_and_problems_come_in_the_order_of_the_file():
     text = edited(IMAGES, {"run.measurements": ["cost"]})
     assert check.read_study_and_problems(parse_yaml_document(text), STAGES)[1] == []
-
-
-def test_problems_of_all_sorts_come_together_in_the_order_of_the_file():
     text = edited(IMAGES, {"run.seeds": [0, 0], "pretrain.unknown": 1})
     one, other = check.read_study_and_problems(parse_yaml_document(text), STAGES)[1]
     assert "run.seeds[1]" in one and "pretrain.unknown: unknown key" in other
@@ -225,11 +217,10 @@ def test_a_thousand_mistakes_are_twenty_lines_and_their_number(project):
 
 
 def test_a_study_in_order_says_what_its_data_are(project):
+    said = "1,294 train, 144 validation, 359 test; 10 classes"
     assert check.check_study(project / "params.yaml").notes[:2] == (
-        "data.pretrain: Digits; images of 1×16×16; 1,294 train, 144 validation, 359 test; "
-        "10 classes",
-        "data.finetune: Digits; images of 1×24×24; 1,294 train, 144 validation, 359 test; "
-        "10 classes",
+        f"data.pretrain: Digits; images of 1×16×16; {said}",
+        f"data.finetune: Digits; images of 1×24×24; {said}",
     )
     head, *notes = check.check_and_describe_study(project / "params.yaml").splitlines()
     assert head.endswith("params.yaml: in order (dense, vmoe, tgr; seeds 0)") and len(notes) == 5
@@ -261,21 +252,16 @@ def test_missing_data_are_named_and_the_rest_is_checked(project):
     assert "data.pretrain.root: flowers: no such folder; set `root`" in missing
     assert rest.endswith("params.yaml: all else is in order")
     lines = refused(path, root | {"finetune.batch": 401, "run.seeds": [0, 0]})
-    assert [line.split(": ")[1] for line in lines] == [
-        "run.seeds[1]",
-        "data.pretrain.root",
-        "finetune.batch",
-    ], "the file comes before its data and models"
+    keys = [line.split(": ")[1] for line in lines]
+    assert keys == ["run.seeds[1]", "data.pretrain.root", "finetune.batch"], "first the file"
 
 
 def test_a_download_is_said_and_no_mistake(project):
     cifar = {"kind": "cifar", "download": True, "size": 16}
-    (project / "params.yaml").write_text(
-        edited(IMAGES, {"data.pretrain": cifar, "data.finetune": cifar}), encoding="utf-8"
-    )
-    assert (
-        "prepare will download it into data/" in check.check_study(project / "params.yaml").notes[0]
-    )
+    text = edited(IMAGES, {"data.pretrain": cifar, "data.finetune": cifar})
+    (project / "params.yaml").write_text(text, encoding="utf-8")
+    (note, *_) = check.check_study(project / "params.yaml").notes
+    assert "prepare will download it into data/" in note
 
 
 def test_paths_count_from_the_folder_of_the_study_and_from_the_repository(tmp_path, monkeypatch):

@@ -40,16 +40,13 @@ def test_a_value_is_that_of_the_last_layer_that_has_it(ask):
     assert question.rounds[1].command == "moecore study run own/asked --round 2"
 
 
-def test_sections_given_whole_inherit_nothing(ask):
+def test_sections_given_whole_and_settings_of_another_kind_inherit_nothing(ask):
     question = ask(
         "world: one\nwhole: [routing]\nrouting: {images: 5}\n",
         one="whole: [pretrain]\npretrain: {epochs: 1}\nrouting: {overlays: 0}\n",
     )
     assert values(question)["routing"] == {"images": 5}
     assert values(question)["pretrain"] == {"epochs": 1}
-
-
-def test_settings_of_another_kind_inherit_nothing(ask):
     question = ask("methods: {vmoe: {router: {kind: told}}}\n")
     vmoe = BASE["methods"]["vmoe"] | {"router": {"kind": "told"}}
     assert values(question)["methods"]["vmoe"] == vmoe
@@ -157,11 +154,8 @@ def test_claims_of_a_paper_are_written_out(ask, place):
     composed = ask("asks: [mine/faster]\n").round(1).compose()
     with pytest.raises(UserError, match=r"mine/paper.yaml:5:52: claims\[0\].method: found 'fast'"):
         check_document(composed.document, composed.all_stages)
-    files = [path.relative_to(place) for path in question.asking_files if place in path.parents]
-    assert [str(path) for path in files] == [
-        "pipelines/own/asked.yaml",
-        "pipelines/mine/paper.yaml",
-    ]
+    seen = [path.relative_to(place) for path in question.asking_files if place in path.parents]
+    assert [str(path) for path in seen] == ["pipelines/own/asked.yaml", "pipelines/mine/paper.yaml"]
     assert list_question_names(place) == ["own/asked"], "a paper's file is no question"
 
 
@@ -318,26 +312,20 @@ def test_a_question_is_found_by_its_name_its_file_and_its_old_name(ask, place):
     assert find_question(place, "ours/asked").round(None).number == 1
 
 
-def test_a_study_of_an_earlier_version_is_one_line(tmp_path):
+def test_old_studies_are_named_in_one_line_and_have_one_new_name(tmp_path):
     (tmp_path / "pipelines/mine").mkdir(parents=True)
     for name in ("overlay.yaml", "dvc.yaml"):
         (tmp_path / "pipelines/mine" / name).write_text("stages: {}\n")
     with pytest.raises(UserError, match="mine/overlay.yaml: found a study's folder of moecore 0.2"):
         find_question(tmp_path, "mine")
-
-
-def test_every_old_study_has_one_new_name():
     rounds = load_rounds(ROOT)
     old = [one.was for one in rounds if one.was]
-    assert len(old) == len(set(old)) >= 54
-    assert all(one.question.text("question") for one in rounds)
+    assert len(old) == len(set(old)) >= 54 and all(one.question.text("question") for one in rounds)
     assert len(list_question_names(ROOT)) < len(rounds)
 
 
 def test_new_dialects_begin_with_the_models_of_dialects():
-    dialects, new = (
-        values(QuestionFile(ROOT, f"ours/{name}")) for name in ("dialects", "new_dialects")
-    )
+    dialects, new = (values(QuestionFile(ROOT, f"ours/{n}")) for n in ("dialects", "new_dialects"))
     for section in ("model", "teacher", "teacher_router", "pretrain"):
         assert new[section] == dialects[section]
     assert new["data"]["pretrain"] == dialects["data"]["pretrain"]

@@ -15,13 +15,8 @@ from pydantic import Field, model_validator
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
-from moecore.study import settings
-from moecore.study.document import (
-    cap_line_count,
-    load_yaml_document,
-    parse_yaml_document,
-    spell_keys,
-)
+from moecore.study import document, settings
+from moecore.study.document import cap_line_count, load_yaml_document, parse_yaml_document
 from moecore.study.layers import merge_settings
 from moecore.study.settings import params_keys_by_field, read_params
 from moecore.study.stages import SECTIONS
@@ -79,24 +74,20 @@ def test_yaml_1_2():
 
 
 def test_merge_keys_and_their_places():
-    document = parse_yaml_document(
-        "base: &b {k: 1, l: {n: 2}}\nm: {<<: *b, k: 5}\no: [3, {p: 4}]\n"
-    )
-    assert document.data["m"] == {"k": 5, "l": {"n": 2}}
-    assert list(document.data["m"]) == ["k", "l"], "merged keys come first"
-    assert document.place(["m", "k"]) == "params.yaml:2:13"
-    assert document.place(["m", "l"]) == "params.yaml:2:1", "the mapping that merges it"
-    assert document.place(["m", "l", "n"]) == "params.yaml:1:21"
-    assert document.place(["o", 1, "p"]) == "params.yaml:3:9"
-    assert document.place(["o", 5]) == "params.yaml:3:1"
-    assert document.below("m").place(["k"]) == "params.yaml:2:13"
+    parsed = parse_yaml_document("base: &b {k: 1, l: {n: 2}}\nm: {<<: *b, k: 5}\no: [3, {p: 4}]\n")
+    assert parsed.data["m"] == {"k": 5, "l": {"n": 2}}
+    assert list(parsed.data["m"]) == ["k", "l"], "merged keys come first"
+    assert parsed.place(["m", "k"]) == "params.yaml:2:13"
+    assert parsed.place(["m", "l"]) == "params.yaml:2:1", "the mapping that merges it"
+    assert parsed.place(["m", "l", "n"]) == "params.yaml:1:21"
+    assert parsed.place(["o", 1, "p"]) == "params.yaml:3:9"
+    assert parsed.place(["o", 5]) == "params.yaml:3:1"
+    assert parsed.below("m").place(["k"]) == "params.yaml:2:13"
     assert len(parse_yaml_document(MERGES).data["m8"]) == 9, "merges of merges are read at once"
 
 
-LAUGHS = "".join(
-    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}' if level else 'x'] * 9)}]\n"
-    for level in range(9)
-)
+LEVELS = [(n, ", ".join([f"*a{n - 1}" if n else "x"] * 9)) for n in range(9)]
+LAUGHS = "".join(f"a{n}: &a{n} [{names}]\n" for n, names in LEVELS)
 MERGES = "m0: &m0 {x: 1}\n" + "".join(
     f"m{level}: &m{level} {{<<: [{', '.join([f'*m{level - 1}'] * 8)}], k{level}: 1}}\n"
     for level in range(1, 9)
@@ -175,7 +166,10 @@ def test_what_is_no_file_of_text_is_said(tmp_path):
 
 
 def test_a_line_is_a_line_and_no_longer_than_a_screen():
-    assert spell_keys(("a\nb\u2028", 0, "c" * 200)) == rf"a\nb\u2028[0].{'c' * 28}...{'c' * 28}"
+    assert (
+        document.spell_keys(("a\nb\u2028", 0, "c" * 200))
+        == rf"a\nb\u2028[0].{'c' * 28}...{'c' * 28}"
+    )
     assert cap_line_count(["p:1:1: a"] * 20) == "\n".join(["p:1:1: a"] * 20)
     lines = cap_line_count(["p:1:1: a"] * 10_000).split("\n")
     assert len(lines) == 21 and lines[-1] == "p: and 9,980 more; mend these first"
@@ -298,8 +292,7 @@ def types_in(annotation: Any) -> set[type]:
 def test_a_stage_reads_sections_with_the_types_of_the_whole(script):
     params = params_of(script)
     assert params is not None
-    keys = params_keys_by_field(params)
-    for name, key in keys.items():
+    for name, key in params_keys_by_field(params).items():
         if key in Study.model_fields:
             whole = types_in(Study.model_fields[key].annotation)
             assert whole == types_in(params.model_fields[name].annotation)

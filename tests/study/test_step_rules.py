@@ -14,15 +14,8 @@ from moecore.study.check import check_study
 from moecore.study.document import load_yaml_document
 from moecore.study.study import Study, read_study
 from moecore.study.trial_rules import outside_part_misfits, trial_step_misfits
-from tests.my_lab import (
-    BRIGHTNESS,
-    BRIGHTNESS_PAGE,
-    CALM,
-    COSINE,
-    SECTIONS,
-    forget_package,
-    write_my_lab,
-)
+from tests import my_lab
+from tests.my_lab import BRIGHTNESS, BRIGHTNESS_PAGE, CALM, COSINE, SECTIONS, write_my_lab
 from tests.project import SHIPPED
 
 PARAMS = f"""\
@@ -49,7 +42,7 @@ def folder(tmp_path, monkeypatch) -> Iterator[Path]:
     (tmp_path / "params.yaml").write_text(PARAMS, encoding="utf-8")
     yield tmp_path
     allow_packages((), ())
-    forget_package()
+    my_lab.forget_package()
 
 
 def with_all_methods(study: Study) -> Study:
@@ -57,13 +50,10 @@ def with_all_methods(study: Study) -> Study:
     return study.model_copy(update={"run": run})
 
 
-def test_our_methods_make_a_step():
+def test_our_methods_and_parts_without_fault_make_a_step(folder):
     before = torch.get_rng_state()
     assert list(trial_step_misfits(with_all_methods(read_study(load_yaml_document(SHIPPED))))) == []
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_parts_without_fault(folder):
     write_my_lab(folder)
     assert check_study(also=unfit_metric_problems).study.run.methods == ("mine",)
 
@@ -122,7 +112,7 @@ def test_what_parts_of_ones_own_say_has_its_place(folder):
     first, second = str(raised.value).split("\n")
     assert first == ("params.yaml:9:35: methods.mine.router.k: found 4 experts; allowed: at most 3")
     assert second.startswith(f"{CALMING}which needs luck, but my_lab.cosine and mlp provide ")
-    forget_package()
+    my_lab.forget_package()
     write_my_lab(folder, cosine=cosine.replace("    def build(", LUCKY), calm=calm)
     (folder / "params.yaml").write_text(PARAMS.replace("number: 4", "number: 3"))
     assert check_study().notes[1] == "methods.mine.router.k: one expert is few"
@@ -141,11 +131,9 @@ def test_what_parts_of_ones_own_say_has_its_place(folder):
 def test_a_fault_of_no_part_alone_is_one_of_the_method(folder, term, words):
     write_my_lab(folder, calm=CALM.replace("record.logits.square().mean()", term))
     (folder / "params.yaml").write_text(PARAMS.replace("number: 4", "number: 3"))
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(UserError) as told:
         check_study()
-    assert str(raised.value).startswith(
-        f"params.yaml:8:3: methods.mine: a small step fails: {words}"
-    )
+    assert str(told.value).startswith(f"params.yaml:8:3: methods.mine: a small step fails: {words}")
 
 
 def test_parts_of_a_text_tower_are_tried_too(folder):
@@ -206,8 +194,7 @@ def test_a_part_of_every_other_family_is_tried(folder, section, parent, body, wo
     write_my_lab(folder, own=CHILD.format(module=parent[0], parent=parent[1]) + body)
     key = SECTION[section].partition(":")[0]
     lines = [line for line in PARAMS.splitlines() if not line.startswith(key)]
-    text = "\n".join([*lines, SECTION[section], ""])
-    (folder / "params.yaml").write_text(text, encoding="utf-8")
+    (folder / "params.yaml").write_text("\n".join([*lines, SECTION[section], ""]), encoding="utf-8")
     try:
         assert check_study().untried == () and not words
     except UserError as error:
@@ -248,7 +235,7 @@ def test_a_task_and_a_teacher_are_tried(folder):
     (folder / "params.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=r"data.pretrain: found my_lab.classed, .*mean of the item"):
         check_study()
-    forget_package()
+    my_lab.forget_package()
     teacher = CHILD.format(module="moecore.training.teachers.timm", parent="Timm")
     write_my_lab(folder, own=f"{teacher}{DEAF}")
     text = f"{PARAMS}teacher: {{kind: my_lab.own, name: vit}}\n"
@@ -269,7 +256,7 @@ def test_a_measurement_is_held_to_its_promises_and_noted_where_it_fails_in_small
     write_my_lab(folder, brightness=drawing)
     with pytest.raises(UserError, match=r"^params.yaml:2:10: my_lab.brightness: .*no global"):
         check_study(also=unfit_metric_problems)
-    forget_package()
+    my_lab.forget_package()
     write_my_lab(folder, brightness=BRIGHTNESS.replace("subject.data.test", "subject.data.lost"))
     [note] = check_study(also=unfit_metric_problems).untried
     assert note.startswith("my_lab.brightness was not tried in small: it fails on a small ViT")
