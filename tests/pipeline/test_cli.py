@@ -64,10 +64,8 @@ def test_a_file_in_order_says_what_its_data_are(place):
     said = moecore("check").stdout
     head, *data = said.splitlines()
     assert head == "params.yaml: in order (dense, vmoe, prc, ermoe, tgr, moge; seeds 0)"
-    assert [line.split(";")[0] for line in data if line.startswith("  data.")] == [
-        "  data.pretrain: Digits",
-        "  data.finetune: Digits",
-    ]
+    told = [line.split(";")[0] for line in data if line.startswith("  data.")]
+    assert told == ["  data.pretrain: Digits", "  data.finetune: Digits"]
 
 
 def test_data_that_appear_and_go_are_checked_anew(place):
@@ -192,10 +190,8 @@ def prepared(finished, tmp_path_factory):
 @pytest.fixture
 def project(prepared):
     """The same with params.yaml and data put back after the test."""
-    params, images = (
-        prepared.folder / "params.yaml",
-        prepared.folder / "artifacts/data/pretrain/train_images.npy",
-    )
+    params = prepared.folder / "params.yaml"
+    images = prepared.folder / "artifacts/data/pretrain/train_images.npy"
     kept = {path: path.read_bytes() for path in (params, images)}
     yield prepared
     for path, content in kept.items():
@@ -212,10 +208,8 @@ def test_truncated_data(project):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(project):
-    project.edit(
-        "pretrain:\n  {epochs: 2, batch: 64, learning_rate: 0.001,",
-        "pretrain:\n  {epochs: 2, batch: 64, learning_rate: 1.0e+38, clip: null,",
-    )
+    old = "pretrain:\n  {epochs: 2, batch: 64, learning_rate: "
+    project.edit(f"{old}0.001,", f"{old}1.0e+38, clip: null,")
     done = project.attempt_stage("pretrain", "vmoe", "0")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     said = ("the loss is not finite since step", "importance", "checkpoint")
@@ -273,11 +267,9 @@ def test_a_folder_of_pictures_runs_to_the_page_and_to_a_prediction(tmp_path):
     assert done.returncode == 0, done.stderr
     with open(project.folder / "predictions.csv", newline="", encoding="utf-8") as handle:
         rows = list(csv.DictReader(handle))
-    assert len(rows) == 90
-    assert {row["prediction"] for row in rows} <= set(COLOURS)
+    assert len(rows) == 90 and {row["prediction"] for row in rows} <= set(COLOURS)
     said = r"accuracy of this model: .* test items of .*; its calibration was not measured"
-    assert re.search(said, done.stdout)
-    assert (project.folder / "predictions.html").is_file()
+    assert re.search(said, done.stdout) and (project.folder / "predictions.html").is_file()
 
 
 @pytest.fixture(scope="module")
@@ -312,8 +304,7 @@ def test_the_first_look_ends_with_a_page(looked):
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[1] for line in lines if line[:1] == ["pretrain"]] == ["dense", "vmoe", "told"]
     result = read_json(looked.folder / "pipelines/results/ours/quick.json")
-    asked = result.pop("asked")
-    assert asked == {"commit": None, "file": "pipelines/ours/quick.yaml"}
+    assert result.pop("asked") == {"commit": None, "file": "pipelines/ours/quick.yaml"}
     assert result == read_json(reports / "compare.json")
 
 
@@ -355,9 +346,7 @@ def test_the_notebook_runs(looked):
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources=there).execute()
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     said = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
-    drawn = [
-        cell for cell in cells for output in cell.outputs if "image/png" in output.get("data", {})
-    ]
+    drawn = [cell for cell in cells for out in cell.outputs if "image/png" in out.get("data", {})]
     assert "of 4 patches went to another expert" in said and "told  agreement" in said
     assert len(drawn) == 2, "the routing of one image, clean and attacked"
     assert "Warning" not in said

@@ -11,12 +11,7 @@ import pytest
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
 from moecore.pipeline import code_hashes
-from moecore.pipeline.code_hashes import (
-    hash_code_files,
-    hash_source_files,
-    import_closure,
-    part_files,
-)
+from moecore.pipeline.code_hashes import hash_code_files, import_closure, part_files
 from moecore.run.inputs import hash_syntax
 from moecore.study.document import parse_yaml_document
 from tests.my_lab import SECTIONS, forget_package, write_my_lab
@@ -60,28 +55,19 @@ def names(files: set[Path]) -> set[str]:
     return {file.as_posix().removeprefix("moecore/") for file in files}
 
 
-def test_closure_follows_modules_but_no_family(tree):
+def test_closure_follows_modules_in_rooms_that_decide_and_parts_bring_helpers(tree):
     reached = names(import_closure("moecore/stages/train.py", tree))
     assert reached == {
         *"stages/train.py nn/layers/__init__.py nn/routers/base.py nn/layers/block.py".split(),
         *"core/config.py data/helper.py data/atlas/map.bin core/written.py".split(),
     }
-
-
-def test_only_the_rooms_that_decide_a_result_are_followed(tree):
     assert names(import_closure("moecore/stages/compare.py", tree)) == {"stages/compare.py"}
     rooms = (*code_hashes.DECIDING, "report")
     reached = names(import_closure("moecore/stages/compare.py", tree, rooms))
     files = "stages/compare.py report/html.py report/templates/page.html core/config.py"
     assert reached == set(files.split())
-
-
-def test_parts_bring_their_helpers(tree):
-    section = {
-        "router": {"kind": "top", "k": 2},
-        "experts": {"kind": "both"},
-        "deep": [{"x": {"kind": "unknown"}}],
-    }
+    section = {"router": {"kind": "top", "k": 2}, "experts": {"kind": "both"}}
+    section["deep"] = [{"x": {"kind": "unknown"}}]
     assert names(part_files(section, tree)) == {
         *"nn/routers/top.py nn/routers/odds.py nn/routers/plan.py data/helper.py".split(),
         *"data/atlas/map.bin core/written.py core/config.py nn/experts/both.py".split(),
@@ -91,7 +77,7 @@ def test_parts_bring_their_helpers(tree):
 def test_only_an_edit_of_a_used_part_changes_the_fingerprint(tree):
     def print_of() -> dict:
         forget_files()
-        return hash_source_files(part_files({"router": {"kind": "top"}}, tree), tree)
+        return code_hashes.hash_source_files(part_files({"router": {"kind": "top"}}, tree), tree)
 
     before = print_of()
     (tree / "moecore/nn/routers/new.py").write_text("x = 1")
@@ -130,16 +116,13 @@ def files() -> dict[str, dict[str, str]]:
     return hash_code_files(parse_yaml_document(EVERY_PART))
 
 
-def test_there_is_a_file_for_whatever_a_stage_depends_on(files):
+def test_there_is_a_file_for_whatever_a_stage_depends_on_with_the_parts_it_names(files):
     scripts = {f"stages/{file.name[:-3]}.json" for file in (ROOT / "stages").glob("[a-z]*.py")}
     assert {name for name in files if name.startswith("stages/")} == scripts
     others = {name.removesuffix(".json") for name in files if not name.startswith("stages/")}
     sections = {f"sections/{name}" for name in ("data.pretrain", "calibrate")}
     measured = {f"{kind}/{name}" for kind in ("sections", "measure") for name in MEASURED}
     assert others == {"methods/vmoe"} | sections | measured
-
-
-def test_a_method_and_a_measurement_have_the_parts_that_they_name(files):
     method, measurement = set(files["methods/vmoe.json"]), set(files["measure/corruptions.json"])
     assert {"moecore/nn/routers/noisy_top_k.py", "moecore/nn/backbones/vit.py"} <= method
     assert "moecore/nn/routers/hash.py" not in method
@@ -149,11 +132,8 @@ def test_a_method_and_a_measurement_have_the_parts_that_they_name(files):
 
 def test_stages_and_measurements_of_all_methods_reach_no_router_and_no_experts():
     """So an edit of such a part reruns only methods that name it; merging makes a folded router."""
-    scripts = [
-        *(ROOT / "moecore/stages").glob("[a-z]*.py"),
-        *(ROOT / "moecore/measure").glob("*.py"),
-    ]
-    for file in scripts:
+    files = [*(ROOT / "moecore/stages").glob("[a-z]*.py"), *(ROOT / "moecore/measure").glob("*.py")]
+    for file in files:
         for reached in import_closure(file.relative_to(ROOT)):
             if reached.parent.name in ("routers", "experts") and reached.stem != "folded":
                 text = (ROOT / reached).read_text(encoding="utf-8")
@@ -230,14 +210,11 @@ def test_an_installed_wheel_is_hashed_by_its_record(folder):
     assert mine["my_lab/table.bin"] == "cc" and "my_lab/cache.nbi" not in mine
 
 
-def test_a_measurement_has_its_module_and_the_page_what_shows_it(folder):
+def test_measurements_pages_and_public_names_lead_to_where_they_live(folder):
     assert "my_lab/brightness.py" in hashes("measure/my_lab.brightness.json")
     assert "my_lab/pages/brightness.py" not in hashes("measure/my_lab.brightness.json")
     assert "my_lab/pages/brightness.py" in hashes("stages/compare.json")
     assert "my_lab/brightness.py" not in hashes("stages/measure.json")
-
-
-def test_a_name_of_a_public_module_leads_to_the_file_where_it_lives(folder):
     mine = hashes("methods/mine.json")
     assert "moecore/nn/routers/token_choice.py" in mine
     others = {"moecore/parts.py", "moecore/__init__.py", "moecore/training/regularizers/base.py"}
@@ -261,12 +238,9 @@ def test_a_name_of_a_public_module_leads_to_the_file_where_it_lives(folder):
 )
 def test_what_is_used_by_its_public_name_is_hashed(folder, line, used):
     (folder / "my_lab/directions.py").write_text(f"{line}\n")
-    files = {
-        "metrics": "moecore/measure/routing_metrics/layer_metrics.py",
-        "teacher": "moecore/training/teachers/base.py",
-        "router": "moecore/nn/routers/hash.py",
-        "attack": "moecore/attacks/fgsm.py",
-    }
+    files = {"metrics": "moecore/measure/routing_metrics/layer_metrics.py"}
+    files |= {"teacher": "moecore/training/teachers/base.py"}
+    files |= {"router": "moecore/nn/routers/hash.py", "attack": "moecore/attacks/fgsm.py"}
     mine = hashes("methods/mine.json")
     assert {name for name, file in files.items() if file in mine} == used
 
@@ -320,18 +294,11 @@ def test_words_and_layout_change_nothing(one, other):
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("x = 1", "x = 1.0"),
-        ("x = 1", "x = True"),
-        ("x = ['', y]", "x = [y]"),
-        ("x = [y, z]", "x = [[y], z]"),
-        ("f(a, b)", "f(a, *b)"),
-        ("f(a)", "f(a=a)"),
-        ("x: int", "x: int = 0"),
-        ("x = y.z", "x = z.y"),
-        ("def f(a, b=1): f", "def f(a, *, b=1): f"),
-        ("x = 'a', 'b'", "x = 'a' 'b'"),
-        ("x = f'{y}'", "x = f'{y!r}'"),
-        ("if x:\n    f()\n    g()", "if x:\n    f()\ng()"),
+        *(("x = 1", "x = 1.0"), ("x = 1", "x = True"), ("x = ['', y]", "x = [y]")),
+        *(("x = [y, z]", "x = [[y], z]"), ("f(a, b)", "f(a, *b)"), ("f(a)", "f(a=a)")),
+        *(("x: int", "x: int = 0"), ("x = y.z", "x = z.y")),
+        *(("def f(a, b=1): f", "def f(a, *, b=1): f"), ("x = 'a', 'b'", "x = 'a' 'b'")),
+        *(("x = f'{y}'", "x = f'{y!r}'"), ("if x:\n    f()\n    g()", "if x:\n    f()\ng()")),
         ("x = '''a'''", "x = ''' a'''"),
     ],
 )

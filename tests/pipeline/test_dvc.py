@@ -21,21 +21,15 @@ from tests import project
 from tests.project import compose_shipped
 
 NO_PART = ("code", "numbers")  # the hashes of the code, and a copy of a file
-STAGES = {
-    name: stage.get("do", stage)
-    for name, stage in dvc.stage_definitions([*stage_table.STAGES]).items()
-    if name not in NO_PART
-}
+STAGES = dvc.stage_definitions([*stage_table.STAGES])
+STAGES = {name: stage.get("do", stage) for name, stage in STAGES.items() if name not in NO_PART}
 
 
-def test_the_main_dvc_yaml_is_what_the_table_of_stages_says():
+def test_the_main_dvc_yaml_is_the_table_of_stages_with_a_command_per_line(monkeypatch):
     text = (ROOT / "dvc.yaml").read_text(encoding="utf-8")
     assert text == dvc.main_dvc_yaml_text(), "run `moecore study write`"
     assert parse_yaml_document(text).data == {"stages": dvc.stage_definitions()}
     assert len(text.splitlines()) <= 170
-
-
-def test_another_word_of_a_command_is_one_line_of_dvc_yaml(monkeypatch):
     before = dvc.main_dvc_yaml_text().splitlines()
     row = stage_table.STAGES["pretrain"]._replace(words="{method} {seed} again")
     monkeypatch.setitem(stage_table.STAGES, "pretrain", row)
@@ -48,8 +42,7 @@ def test_what_is_written_is_read_also_where_a_kind_of_stage_has_its_file():
     definitions = dvc.stage_definitions([*stage_table.STAGES])
     [whole] = dvc.study_dvc_yaml_texts(definitions, {}).values()
     assert parse_yaml_document(whole).data == {"stages": definitions}
-    run = {"methods": range(100), "seeds": range(100)}
-    texts = dvc.study_dvc_yaml_texts(definitions, run)
+    texts = dvc.study_dvc_yaml_texts(definitions, {"methods": range(100), "seeds": range(100)})
     step = parse_yaml_document(texts["steps/prune/dvc.yaml"]).data
     assert step["vars"] == ["../../params.yaml"]
     assert step["stages"] == {"prune": {"wdir": "../..", **definitions["prune"]}}
@@ -73,30 +66,22 @@ def tree_of(script: str) -> ast.Module:
     return ast.parse((ROOT / "stages" / f"{script}.py").read_text(encoding="utf-8"))
 
 
+def calls_of(script: str, name: str) -> list[ast.Call]:
+    calls = [node for node in ast.walk(tree_of(script)) if isinstance(node, ast.Call)]
+    return [call for call in calls if getattr(call.func, "id", "") == name]
+
+
 def argument_names(script: str) -> list[str]:
     """The arguments of the function that the script hands to ``run_stage``."""
-    (called,) = (
-        node.args[0].id
-        for node in ast.walk(tree_of(script))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "run_stage"
-    )
+    (called,) = (call.args[0].id for call in calls_of(script, "run_stage"))
     module = importlib.import_module(f"moecore.stages.{script}")
     return list(inspect.signature(getattr(module, called)).parameters)
 
 
 def read_calls(script: str) -> dict[str, str]:
     """What fills the templates: `read_params(Params, data=name)` says that `{data}` is `name`."""
-    calls = (
-        node
-        for node in ast.walk(tree_of(script))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "read_params"
-    )
-    return {
-        word.arg: word.value.id
-        for call in calls
-        for word in call.keywords
-        if word.arg and isinstance(word.value, ast.Name)
-    }
+    words = [word for call in calls_of(script, "read_params") for word in call.keywords]
+    return {w.arg: w.value.id for w in words if w.arg and isinstance(w.value, ast.Name)}
 
 
 def keys_of(stage: dict) -> dict[str, str]:
@@ -114,10 +99,8 @@ def keys_of(stage: dict) -> dict[str, str]:
         return {}
     filled = dict(zip(argument_names(script), words, strict=True))
     fills = {slot: filled[argument] for slot, argument in read_calls(script).items()}
-    return {
-        field: re.sub(r"\{(\w+)\}", lambda match: fills[match[1]], template)
-        for field, template in params_keys_by_field(params).items()
-    }
+    keys, fill = params_keys_by_field(params), lambda match: fills[match[1]]
+    return {field: re.sub(r"\{(\w+)\}", fill, template) for field, template in keys.items()}
 
 
 def params_of(stage: dict) -> type | None:
@@ -146,11 +129,8 @@ def test_a_stage_depends_on_the_params_that_it_reads_on_its_script_and_on_their_
         return
     for field, key in keys_of(STAGES[name]).items():
         modules = parts_in(params_of(STAGES[name]).model_fields[field].annotation)
-        if not any(
-            f"moecore.{family.replace('/', '.')}." in text
-            for family in FAMILIES
-            for text in modules
-        ):
+        parts = [f"moecore.{family.replace('/', '.')}." for family in FAMILIES]
+        if not any(part in text for part in parts for text in modules):
             continue
         top = key.split(".")[0]
         exact = {"data": f"sections/{key}", "methods": key.replace(".", "/", 1)}
@@ -160,8 +140,7 @@ def test_a_stage_depends_on_the_params_that_it_reads_on_its_script_and_on_their_
 
 def paths_dvc_leaves_out(value: object, path: tuple = ()) -> Iterator[tuple]:
     """Yield the paths of settings that are not in the key of DVC's run cache."""
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, inner in items:
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
         if key in ("size", "nfiles"):
             yield (*path, key)
         elif isinstance(inner, (dict, list)):
@@ -175,8 +154,7 @@ def test_settings_that_dvcs_run_cache_leaves_out_have_a_hash_that_stages_depend_
     paths = list(paths_dvc_leaves_out(document.data))
     assert paths
     for path in paths:
-        is_deep = path[0] in ("data", "methods", "paper_models")
-        key = ".".join(path[: 1 + is_deep])
+        key = ".".join(path[: 1 + (path[0] in ("data", "methods", "paper_models"))])
         if key not in before:
             assert path[1] not in document.data["run"]["methods"], "a method that no stage trains"
             continue

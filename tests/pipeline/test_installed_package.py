@@ -23,23 +23,14 @@ from tools.distribution import build_distribution
 BUILT_FROM = ("moecore", "stages", "pipelines", "params.yaml", "dvc.yaml", "pyproject.toml")
 BUILD = "import sys, setuptools.build_meta as build; print(build.build_wheel(sys.argv[1]))"
 SMALL = (  # seconds in the place of a minute
-    "run.methods=[vmoe, cosine]",
-    "run.measurements=[truth, my_study.brightness]",
-    "methods.vmoe.regularizers=[{kind: my_study.calm}]",
-    "my_study={brightness: {images: 8}}",
-    "pretrain.epochs=1",
-    "data.pretrain.train=1000",
-    "robustness.images=20",
-    "robustness.audit.images=10",
-    "routing.images=20",
-    "truth.images=10",
+    *("run.methods=[vmoe, cosine]", "run.measurements=[truth, my_study.brightness]"),
+    *("methods.vmoe.regularizers=[{kind: my_study.calm}]", "my_study={brightness: {images: 8}}"),
+    *"pretrain.epochs=1 data.pretrain.train=1000 robustness.images=20".split(),
+    *"robustness.audit.images=10 routing.images=20 truth.images=10".split(),
 )
 OF_COSINE = (  # the stages of a method
-    "teacher_router@cosine",
-    "pretrain@cosine",
-    "robustness@pretrain-cosine",
-    "routing@pretrain-cosine",
-    "measure@truth-pretrain-cosine",
+    *"teacher_router@cosine pretrain@cosine robustness@pretrain-cosine".split(),
+    *"routing@pretrain-cosine measure@truth-pretrain-cosine".split(),
     "measure@my_study.brightness-pretrain-cosine",
 )
 
@@ -52,19 +43,12 @@ class Installed(NamedTuple):
 
     def attempt(self, *words: str | Path, folder: Path | None = None):
         """Run a command of the environment; nothing of this clone is on its path."""
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("DVC", "MLFLOW", "MOECORE", "PYTHON"))
-        }
+        ours = ("DVC", "MLFLOW", "MOECORE", "PYTHON")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         path = f"{self.environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
-        return subprocess.run(
-            [str(word) for word in words],
-            cwd=folder or self.place,
-            env=kept | {"PATH": path, "DVC_NO_ANALYTICS": "1", "MOECORE_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
+        kept |= {"PATH": path, "DVC_NO_ANALYTICS": "1", "MOECORE_THREADS": "1"}
+        given = {"cwd": folder or self.place, "env": kept, "text": True}
+        return subprocess.run([str(word) for word in words], capture_output=True, **given)
 
     def run(self, *words: str | Path, folder: Path | None = None) -> str:
         """Run a command that must succeed; returns what it printed."""
@@ -75,9 +59,8 @@ class Installed(NamedTuple):
     def install(self, source: Path) -> None:
         """Build a wheel of a source tree and install it, without a network."""
         wheels = source.parent / f"{source.name}_wheels"
-        subprocess.run(
-            [sys.executable, "-c", BUILD, str(wheels)], cwd=source, check=True, capture_output=True
-        )
+        command = [sys.executable, "-c", BUILD, str(wheels)]
+        subprocess.run(command, cwd=source, check=True, capture_output=True)
         (wheel,) = wheels.glob("moecore-*.whl")
         pip = [sys.executable, "-m", "pip", "--python", str(self.environment / "bin/python")]
         words = ["install", "--no-deps", "--no-index", "--no-compile", "--force-reinstall", "-q"]
@@ -195,10 +178,8 @@ def test_make_sets_up_tests_and_checks(installed, project):
 
 
 def test_its_model_loads_elsewhere(installed, project):
-    code = (
-        "import sys, torch; from moecore.training.artifacts import load_model\n"
-        "print(load_model(sys.argv[1])(torch.rand(2, 4, 28, 28)).prediction.shape)"
-    )
+    code = "import sys, torch; from moecore.training.artifacts import load_model\n"
+    code += "print(load_model(sys.argv[1])(torch.rand(2, 4, 28, 28)).prediction.shape)"
     model = shutil.copytree(project / "artifacts/pretrain/vmoe/0", installed.place / "model")
     assert installed.run("python", "-c", code, model) == "torch.Size([2, 40])\n"
 
@@ -210,10 +191,9 @@ def test_a_patched_wheel_says_what_runs_again_and_then_the_project_is_its(instal
     new = f"{old.rpartition('.')[0]}.99"
     text = pyproject.read_text(encoding="utf-8")
     pyproject.write_text(text.replace(f'version = "{old}"', f'version = "{new}"'))
-    for file, more in {
-        "nn/routers/noisy_top_k.py": "EDITED = True",
-        "pipeline/project_template/Makefile": "# patched",
-    }.items():
+    edits = {"nn/routers/noisy_top_k.py": "EDITED = True"}
+    edits["pipeline/project_template/Makefile"] = "# patched"
+    for file, more in edits.items():
         with open(source / "moecore" / file, "a", encoding="utf-8") as handle:
             handle.write(f"\n{more}\n")
     installed.install(source)

@@ -39,11 +39,8 @@ ABOVE = {
     "measure@invariance-pretrain-prc-0": {"pretrain@prc-0"},
     "transfer@pretrain-0": {"pretrain@vmoe-0", "pretrain@prc-0"},
     "compare": {
-        "measure@invariance-finetune-vmoe-0",
-        "measure@invariance-pretrain-vmoe-0",
-        "calibrate@pretrain-vmoe-0",
-        "measure@invariance-pretrain-prc-0",
-        "transfer@pretrain-0",
+        *("measure@invariance-finetune-vmoe-0", "measure@invariance-pretrain-vmoe-0"),
+        *("calibrate@pretrain-vmoe-0", "measure@invariance-pretrain-prc-0", "transfer@pretrain-0"),
     },
 }
 QUIET = parallel.StageDisplay({}, 1, is_verbose=False)
@@ -85,15 +82,12 @@ def test_each_seed_has_a_teacher_and_several_are_trained_at_once():
         for method in ("vmoe", "tgr"):
             above[f"teacher_router@{method}-{seed}"] = {f"teacher@{seed}"}
             above[f"pretrain@{method}-{seed}"] = {f"teacher_router@{method}-{seed}"}
-    first = next_job_stages(above, set(), set())
-    assert first == ("teacher@0",)
+    assert next_job_stages(above, set(), set()) == ("teacher@0",)
     assert next_job_stages(above, set(), {"teacher@0"}) == ("teacher@1",)
     teachers = {"teacher@0", "teacher@1"}
     routers = ("teacher_router@vmoe-0", "teacher_router@tgr-0")
     assert next_job_stages(above, teachers, teachers) == routers, "those of one seed"
-    assert next_job_stages(above, {"teacher@0"}, teachers) == routers, (
-        "while the other teacher learns"
-    )
+    assert next_job_stages(above, {"teacher@0"}, teachers) == routers, "the other teacher learns"
 
 
 @pytest.fixture
@@ -114,12 +108,8 @@ def test_all_cores_are_for_what_runs_alone(started):
     one = {"MOECORE_THREADS": "1"}
     assert run_stages(above, [one, one], 2, QUIET) == []
     given = {stage: environment for stages, environment in started for stage in stages}
-    assert {stage for stage, environment in given.items() if not environment} == {
-        "code",
-        "prepare@pretrain",
-        "teacher@0",
-        "measure@cost-finetune-vmoe-0",
-    }
+    alone = {stage for stage, environment in given.items() if not environment}
+    assert alone == {*"code prepare@pretrain teacher@0 measure@cost-finetune-vmoe-0".split()}
     assert given.keys() == above.keys()
 
 
@@ -147,9 +137,8 @@ Traceback (most recent call last):
 @pytest.mark.parametrize("live", [True, False])
 def test_a_terminal_has_a_row_per_stage_and_a_log_a_prefix(live, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: live)
-    display = parallel.StageDisplay(
-        {"pretrain@vmoe-0": 9.0, "compare": 120.0}, jobs=2, is_verbose=False
-    )
+    usual = {"pretrain@vmoe-0": 9.0, "compare": 120.0}
+    display = parallel.StageDisplay(usual, jobs=2, is_verbose=False)
     stage = ""
     tables = []
     for line in PRINTED.splitlines(keepends=True):
@@ -176,13 +165,9 @@ def test_nothing_starts_after_a_failure(started):
 
 
 def test_what_is_timed_runs_alone_and_last():
-    above = {
-        "pretrain@a-0": set(),
-        "measure@cost-pretrain-a-0": {"pretrain@a-0"},
-        "pretrain@b-0": set(),
-        "measure@cost-pretrain-b-0": {"pretrain@b-0"},
-        "routing@pretrain-b-0": {"pretrain@b-0"},
-    }
+    above = {"pretrain@a-0": set(), "measure@cost-pretrain-a-0": {"pretrain@a-0"}}
+    above |= {"pretrain@b-0": set(), "measure@cost-pretrain-b-0": {"pretrain@b-0"}}
+    above |= {"routing@pretrain-b-0": {"pretrain@b-0"}}
     assert next_job_stages(above, set(), set()) == ("pretrain@a-0",)
     done = {"pretrain@a-0"}
     assert next_job_stages(above, done, done) == ("pretrain@b-0",)
@@ -240,8 +225,7 @@ def test_a_server_of_stages_may_take_long_to_import(tmp_path, monkeypatch):
     """An hour passes with each look at the clock; it is waited for as long as it lives."""
     monkeypatch.setattr(time, "monotonic", count(0, 3600).__next__)
     listens = "time.sleep(0.1); open(sys.argv[1], 'w').close(); time.sleep(60)"
-    server = start_stage_server(write_server(tmp_path, monkeypatch, listens))
-    assert (server / "socket").exists()
+    assert (start_stage_server(write_server(tmp_path, monkeypatch, listens)) / "socket").exists()
 
 
 @pytest.mark.parametrize(
@@ -277,9 +261,7 @@ def test_nothing_computes_before_a_fork():
     """A process with several threads must not fork: their locks would stay taken for ever."""
     socket = str(forked.server() / "socket")
     # The first of them; the others are its forks, each waiting for a stage.
-    server = min(
-        int(name) for name in os.listdir("/proc") if name.isdigit() and served(name, socket)
-    )
+    server = min(int(pid) for pid in os.listdir("/proc") if pid.isdigit() and served(pid, socket))
     assert len(os.listdir(f"/proc/{server}/task")) == 1
 
 
@@ -293,8 +275,7 @@ def served(process: str, socket: str) -> bool:
 
 def test_the_command_python(copied):
     done = copied.attempt(["python", "-m", "moecore.stages.prepare", "nothing"])
-    assert done.returncode == 1
-    assert "data.nothing" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 1 and "data.nothing" in done.stderr and "Traceback" not in done.stderr
     done = copied.attempt(["python", "-c", "import sys; print('plain', file=sys.stderr)"])
     assert done.returncode == 0 and "plain" in done.stderr
 
@@ -316,7 +297,6 @@ def test_a_stage_ends_with_who_started_it(copied):
 
 
 def running(project: Project) -> list[str]:
-    """Processes that work in the folder of the project."""
     found = []
     for process in os.listdir("/proc"):
         try:
@@ -331,9 +311,8 @@ def test_a_second_driver_is_told_who_is_there_and_a_killed_one_leaves_nothing_ru
     copied.forked = False  # so that it starts a server of its own
     copied.edit("pretrain:\n  {epochs: 2, batch: 64", "pretrain:\n  {epochs: 2000, batch: 64")
     words = [sys.executable, "-c", COMMAND, "run", "--jobs", "2"]
-    driver = subprocess.Popen(
-        words, cwd=copied.folder, env=copied.environment, stdout=subprocess.DEVNULL
-    )
+    place = {"cwd": copied.folder, "env": copied.environment}
+    driver = subprocess.Popen(words, **place, stdout=subprocess.DEVNULL)
     while not any((copied.folder / ".state").rglob("checkpoint.safetensors")):
         assert driver.poll() is None, "it ended before a first checkpoint"
         time.sleep(0.05)
@@ -369,11 +348,7 @@ def test_what_killed_processes_left_is_removed_by_the_next(tmp_path):
     write_json(tmp_path / "out.json", {})
     with whole_folder(tmp_path / "out"):
         pass
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "out.json",
-        "out",
-        *(path.name for path in kept),
-    }
+    assert set(os.listdir(tmp_path)) == {"out.json", "out", *(path.name for path in kept)}
 
 
 @pytest.fixture
@@ -406,13 +381,11 @@ def test_a_large_studys_stages_run_from_files_of_their_own(tmp_path, monkeypatch
     Path("steps/train/dvc.yaml").write_text(APART)
     Path("dvc.yaml").write_text("stages: {all: {cmd: ls out > all, deps: [out], outs: [all]}}\n")
     Project.at(tmp_path).with_dvc()
-    pipeline = query_pipeline_status()
-    assert set(pipeline.edges) == {("train@a", "all"), ("train@b", "all")}
+    assert set(query_pipeline_status().edges) == {("train@a", "all"), ("train@b", "all")}
     assert run_job_stages(("train@a", "train@b"), {}, [], Event(), QUIET) == 0
     assert run_job_stages(("all",), {}, [], Event(), QUIET) == 0
     assert set(read_dvc_locks()) == {"train@a", "train@b", "all"}
-    assert Path("all").read_text() == "a\nb\n"
-    assert not query_pipeline_status().status
+    assert Path("all").read_text() == "a\nb\n" and not query_pipeline_status().status
 
 
 STAGE = """\
@@ -459,11 +432,8 @@ def test_a_page_that_finds_no_room_leaves_page_and_numbers_as_they_are(copied):
         "from moecore.run.stage_entry import run_stage; run_stage(compare)"
     )
     done = copied.attempt([sys.executable, "-c", script])
-    said = "compare: reports/index.html: file too large"
-    assert done.stderr.startswith(said)
+    assert done.stderr.startswith("compare: reports/index.html: file too large")
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
-    assert sorted(reports.rglob("*")) == before
-    assert page.read_text() == numbers.read_text() == "{}"
+    assert sorted(reports.rglob("*")) == before and page.read_text() == numbers.read_text() == "{}"
     copied.stage("compare")
-    assert page.stat().st_size > 60_000
-    assert numbers.stat().st_size > 1000
+    assert page.stat().st_size > 60_000 and numbers.stat().st_size > 1000

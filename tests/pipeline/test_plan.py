@@ -16,39 +16,24 @@ from moecore.core.files import UserError, file_checksum, read_json, write_json, 
 from moecore.core.source_layout import CODE
 from moecore.data.prepared import Prepared
 from moecore.data.sources.dialects import Dialects
-from moecore.pipeline import pilot
+from moecore.pipeline import pilot, plan
 from moecore.pipeline.cli import app
 from moecore.pipeline.code_hashes import hash_code_files
-from moecore.pipeline.plan import (
-    DvcStatus,
-    PlannedStage,
-    plan_stages,
-    query_pipeline_status,
-    stages_changed_by_code,
-    sum_lengths,
-)
+from moecore.pipeline.plan import DvcStatus, PlannedStage, plan_stages, stages_changed_by_code
 from moecore.study.document import parse_yaml_document
-from moecore.tasks.classification import Classification
-from moecore.tasks.next_token import NextToken
+from moecore.tasks import Classification, NextToken
 from tests.data.making import image_classes
 from tests.project import PARAMS, Project
 
 EDGES = [
-    ("prepare", "train@a"),
-    ("prepare", "train@b"),
-    ("train@a", "compare"),
-    ("train@b", "compare"),
-    ("code", "prepare"),
-    ("code", "train@a"),
-    ("code", "train@b"),
+    *(("prepare", "train@a"), ("prepare", "train@b"), ("train@a", "compare")),
+    *(("train@b", "compare"), ("code", "prepare"), ("code", "train@a"), ("code", "train@b")),
 ]
 
 
 def test_changes_flow_downstream_in_order():
-    status = {
-        "train@a": [{"changed deps": {"params.yaml": {"methods.a.k": "modified"}}}],
-        "other": [{"changed command": None}, "always changed"],
-    }
+    status = {"train@a": [{"changed deps": {"params.yaml": {"methods.a.k": "modified"}}}]}
+    status["other"] = [{"changed command": None}, "always changed"]
     assert plan_stages(DvcStatus(status, EDGES), {"train@b": 4.0, "compare": 1.0}) == [
         PlannedStage("other", ("changed command", "always changed"), None),
         PlannedStage("train@a", ("methods.a.k modified",), 4.0),
@@ -68,9 +53,9 @@ def test_lengths_are_those_of_all_stages_and_unknown_ones_are_counted():
     def planned(*seconds: float | None) -> list[PlannedStage]:
         return [PlannedStage(str(index), (), one) for index, one in enumerate(seconds)]
 
-    assert sum_lengths(planned(5400.0)) == "1 h 30 min (1 stage)"
-    assert sum_lengths(planned(31.0, 28.4, None)) == "59 s (3 stages, 1 of unknown length)"
-    assert sum_lengths(planned(3590.0, 10.0)) == "1 h (2 stages)"
+    assert plan.sum_lengths(planned(5400.0)) == "1 h 30 min (1 stage)"
+    assert plan.sum_lengths(planned(31.0, 28.4, None)) == "59 s (3 stages, 1 of unknown length)"
+    assert plan.sum_lengths(planned(3590.0, 10.0)) == "1 h (2 stages)"
 
 
 EDITED = {"code": [{"changed deps": {"moecore/nn": "modified"}}]}
@@ -109,8 +94,7 @@ def test_which_stages_an_edit_concerns(tmp_path, monkeypatch):
     assert stages_changed_by_code(DvcStatus({"code": ["always changed"]}, EDGES)) == {}
     router = "moecore/nn/routers/hash.py"
     write_json(CODE / "methods/a.json", files["methods/a.json"] | {router: "0"})
-    edges = [*EDGES, ("train@a", "transfer")]
-    found = stages_changed_by_code(DvcStatus(EDITED, edges))
+    found = stages_changed_by_code(DvcStatus(EDITED, [*EDGES, ("train@a", "transfer")]))
     assert found == {"train@a": (f"{router} edited",), "transfer": (f"{router} edited",)}
     known = stages_changed_by_code(DvcStatus(EDITED, EDGES))
     assert known.keys() == {"train@a"}, "a stage of the lock that the study no longer has"
@@ -129,21 +113,20 @@ def test_files_that_a_kill_of_dvc_left_empty_are_named(monkeypatch, tmp_path):
     Path("out").unlink()
     for content in ("", "stages: ["):
         Path("dvc.lock").write_text(content)
-        with pytest.raises(
-            UserError, match="dvc.lock: is not as DVC writes it .*; delete it: what"
-        ):
-            query_pipeline_status()
+        said = "dvc.lock: is not as DVC writes it .*; delete it: what"
+        with pytest.raises(UserError, match=said):
+            plan.query_pipeline_status()
     Path("dvc.lock").unlink()
     # while `first` runs: DVC's locks name what is written
     Path("dvc.yaml").write_text("stages: {first: {cmd: echo 2 > out, outs: [out]}}\n")
     busy = {"write": {str(Path("out").resolve()): {"pid": os.getpid(), "cmd": "dvc repro"}}}
     write_json(Path(".dvc/tmp/rwlock"), busy)
-    assert query_pipeline_status(is_locked=False).status == {"first": ["runs now"]}
+    assert plan.query_pipeline_status(is_locked=False).status == {"first": ["runs now"]}
     with pytest.raises(UserError, match="is busy"):
-        query_pipeline_status()
+        plan.query_pipeline_status()
     Path(".dvc/tmp/rwlock").write_text("")  # DVC's own words name the file
     with pytest.raises(UserError, match="dvc: .*rwlock"):
-        query_pipeline_status()
+        plan.query_pipeline_status()
     Path(".dvc/tmp/rwlock").unlink()
     with Repo() as repo:
         repo.reproduce()
@@ -282,12 +265,9 @@ def test_a_study_without_an_oracle_trains_wide_vmoe_and_hash(study):
     moe = {"experts": STUDY["methods"]["told"]["experts"], "blocks": [0]}
     noisy = {"kind": "noisy_top_k", "k": 1}
     losses = [{"kind": "importance"}, {"kind": "load"}]
-    methods = {
-        "dense": {},
-        "broad": {"model": {"mlp_ratio": 1}},
-        "routed": {**moe, "router": noisy, "regularizers": losses},
-        "fixed": {**moe, "router": {"kind": "hash", "k": 1}},
-    }
+    methods = {"dense": {}, "broad": {"model": {"mlp_ratio": 1}}}
+    methods |= {"routed": {**moe, "router": noisy, "regularizers": losses}}
+    methods |= {"fixed": {**moe, "router": {"kind": "hash", "k": 1}}}
     run = STUDY["run"] | {"methods": [*methods]}
     model = {"kind": "vit", "patch": 4, "width": 8, "depth": 1, "heads": 1}
     text = json.dumps(STUDY | {"run": run, "methods": methods, "model": model})
@@ -302,8 +282,7 @@ def test_a_study_without_an_oracle_trains_wide_vmoe_and_hash(study):
 @pytest.mark.parametrize("lacking", ["dense", "told"])
 def test_without_a_floor_or_a_ceiling_nothing_is_trained(study, lacking):
     methods = {name: one for name, one in STUDY["methods"].items() if name != lacking}
-    run = STUDY["run"] | {"methods": [*methods]}
-    text = json.dumps(STUDY | {"run": run, "methods": methods})
+    text = json.dumps(STUDY | {"run": STUDY["run"] | {"methods": [*methods]}, "methods": methods})
     (study / "params.yaml").write_text(text, encoding="utf-8")
     said = run_pilot_command(study)
     assert said.exit_code == 1 and said.stderr.count("\n") == 1 and not said.stdout

@@ -1,32 +1,40 @@
-"""Every preset is right, names its sources and builds its models; drawn studies run to the end."""
+"""Every preset is right and builds its models; ermoe/brain_age at a tiny size; drawn studies."""
 
-# Nothing is trained and no data are needed: models are built without memory (torch's meta device).
+# Presets need no training and no data: models are built without memory (torch's meta device).
 
+import json
 import os
 import re
 from contextlib import chdir
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import yaml
 from paper_models.sizes import PaperModel, count_sized_model
 from pydantic import TypeAdapter
 
+from moecore.brain import prediction_table as brain_out_of_fold
 from moecore.core.config import list_own_names
 from moecore.core.source_layout import ROOT
+from moecore.measure.base import Skipped, read_result
+from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec, parameter_counts
-from moecore.nn.experts.base import Experts
 from moecore.nn.predict import meta_device_context
-from moecore.nn.routers.base import Router
+from moecore.parts import Classification, Experts, Regularizer, Router
 from moecore.pipeline.code_hashes import write_code
+from moecore.pipeline.study_runs import write_dvc_files
 from moecore.report.tables.cells import REPORTED
+from moecore.stages import calibrate as calibrate_stage
+from moecore.stages import compare, measure, out_of_fold, prepare, pretrain, teacher, teacher_router
+from moecore.stages import robustness as robustness_stage
 from moecore.study.questions import QuestionFile
-from moecore.tasks.classification import Classification
 from moecore.tasks.regression import Regression
 from moecore.training.meter import LiveBytes
 from moecore.training.method import Method
-from moecore.training.regularizers.base import Regularizer
+from moecore.training.outcome import Outcome
 from tests import forked
 from tests.data.making import VOLUMES
 from tests.project import check_params, compose_shipped, write_question
@@ -37,27 +45,19 @@ PAGE = (ROOT / "docs/brain_preprocessing.md").read_text(encoding="utf-8")
 PAPERS = ("prc", "tgr", "moge", "ermoe")
 DIRECTIVES = tuple(f"{name}:" for name in ("whole", "stages", "question", "answer", "world", "was"))
 TOGETHER = [  # combinations that the READMEs name
-    ("prc", ("flowers", "top_1")),
-    ("tgr", ("base", "cifar10")),
-    ("tgr", ("pets", "unguided")),
+    *(("prc", ("flowers", "top_1")), ("tgr", ("base", "cifar10")), ("tgr", ("pets", "unguided"))),
     ("moge", ("tiny_imagenet", "swin_tiny_imagenet", "experts_128", "top_2")),
     ("moge", ("imagenet", "swin_imagenet", "experts_64")),
-    ("moge", ("imagenet_upcycled", "swin_b_upcycled")),
-    ("moge", ("imagenet", "swin_moe_b")),
-    ("moge", ("tiny_imagenet", "vit_b")),
-    ("ermoe", ("tiny_imagenet", "top_4")),
-    ("ermoe", ("one_layer", "experts_32")),
-    ("adversarial", ("imagenet",)),
+    *(("moge", ("imagenet_upcycled", "swin_b_upcycled")), ("moge", ("imagenet", "swin_moe_b"))),
+    *(("moge", ("tiny_imagenet", "vit_b")), ("ermoe", ("tiny_imagenet", "top_4"))),
+    *(("ermoe", ("one_layer", "experts_32")), ("adversarial", ("imagenet",))),
 ]
 ALTERNATIVES = [
-    ("prc", ("imagenet", "cifar10", "flowers")),
-    ("tgr", ("small", "base")),
+    *(("prc", ("imagenet", "cifar10", "flowers")), ("tgr", ("small", "base"))),
     ("tgr", ("cifar10", "pets")),
     ("tgr", ("experts_4", "experts_32", "experts_64", "experts_128")),
-    ("moge", ("tiny_imagenet", "imagenet")),
-    ("moge", ("top_2", "top_5", "top_9")),
-    ("moge", ("swin_moe_s", "swin_moe_b")),
-    ("ermoe", ("tiny_imagenet", "cifar10")),
+    *(("moge", ("tiny_imagenet", "imagenet")), ("moge", ("top_2", "top_5", "top_9"))),
+    *(("moge", ("swin_moe_s", "swin_moe_b")), ("ermoe", ("tiny_imagenet", "cifar10"))),
     ("ermoe", ("top_1", "top_3", "top_4", "top_6")),
 ]
 
@@ -72,14 +72,11 @@ def question_of(study: str) -> str:
 
 
 def data_of(study: str, names: tuple[str, ...] = ()) -> dict:
-    """The whole params.yaml of a question with presets, as plain data."""
     return compose_shipped(question_of(study), names).document.data
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """The folder of a question with presets laid over it."""
-
     def write(study: str, names: tuple[str, ...] = ()) -> Path:
         name = question_of(study) if "/" not in study else study
         return write_question(tmp_path / ".runs" / study, name, names).parent
@@ -115,9 +112,8 @@ def test_every_value_names_its_source(study):
                 or re.fullmatch(r"\s*\w+:( &\w+)?", line)
             )
             bare = bare or directive or re.fullmatch(r"\s*\w+: +# .*|  \{.*|\s*\w+: \{", line)
-            assert bare or re.search(r"\s# \S", line), (
-                f"{path}:{number}: no comment says where this value comes from"
-            )
+            where = f"{path}:{number}"
+            assert bare or re.search(r"\s# \S", line), f"{where}: no comment gives its source"
 
 
 @pytest.mark.parametrize(("study", "names"), ALTERNATIVES)
@@ -131,9 +127,7 @@ def test_of_alternative_presets_the_last_one_counts(study, names):
 def test_the_readme_names_what_there_is(study):
     text = (ROOT / "pipelines" / study / "README.md").read_text(encoding="utf-8")
     assert "Not run here" in text or "not run here" in text
-    commands = re.findall(
-        r"^moecore study preset (\w+/\w+ ?[^#\n]*?)\s*(?:#|$)", text, re.MULTILINE
-    )
+    commands = re.findall(r"^moecore study preset (\w+/\w+ ?[^#\n]*?)\s*(?:#|$)", text, re.M)
     assert commands
     for words in commands:
         name, *given = [word for word in words.split() if not word.startswith("-") and word != "1"]
@@ -148,9 +142,7 @@ def millions(study: str, names: tuple[str, ...], method: str, folder) -> float:
     return sum(parameter.numel() for parameter in model.parameters()) / 1e6
 
 
-@pytest.mark.parametrize(
-    ("names", "count"), [((), 19.23), (("small",), 47.26), (("base",), 186.53)]
-)
+@pytest.mark.parametrize("names, count", [((), 19.23), (("small",), 47.26), (("base",), 186.53)])
 def test_tgr_models_have_as_many_parameters_as_table_s9_says(folder, names, count):
     # By hand, Tiny: DeiT-Ti with distillation token 5.911 M; 3 layers get 15 more MLPs of
     # 2·192·768 + 768 + 192 = 295,872 and a 16 × 192 router.
@@ -172,14 +164,12 @@ def test_the_models_under_attack_are_near_table_1(folder):
     printed = {one.model: one.values for one in REPORTED if one.paper == "cost"}
     for name in settings.run.methods:
         number = name.rpartition("_")[2]
-        title = {"dense": "ViT-B/32", "dense_big": "ViT-B++/32"}.get(
-            name, f"V-MoE-B/32, {number} experts"
-        )
+        titles = {"dense": "ViT-B/32", "dense_big": "ViT-B++/32"}
+        title = titles.get(name, f"V-MoE-B/32, {number} experts")
         method = settings.methods[name]
         sized = method.merge_model_settings(settings.model)
-        counts = count_sized_model(
-            PaperModel(name=name, model=sized, method=method, size=224, classes=18291)
-        )
+        sizes = {"size": 224, "classes": 18291}
+        counts = count_sized_model(PaperModel(name=name, model=sized, method=method, **sizes))
         # The authors' ViT has one layer more before its head; XLA counts empty seats of experts.
         assert counts["parameters"] == pytest.approx(printed[title]["parameters"], rel=0.007)
         assert counts["gflops"] == pytest.approx(printed[title]["gflops"], rel=0.06)
@@ -209,8 +199,7 @@ def test_a_step_of_volumes_of_1_mm_fits_a_gpu(name):
     parameters = parameter_counts(model)["parameters"]
     memory = 16 * parameters + study["pretrain"]["batch"] * kept  # fp32 weights, gradients, Adam's
     row = re.search(rf"^\| `{name}`.*$", PAGE, re.MULTILINE)[0].split("|")
-    assert row[2].strip() == f"{parameters:,}"
-    assert row[4].strip() == f"{kept / 1e9:.2f} GB"
+    assert row[2].strip() == f"{parameters:,}" and row[4].strip() == f"{kept / 1e9:.2f} GB"
     assert row[5].strip() == f"{memory / 1e9:.1f} GB" and memory < 40e9
 
 
@@ -252,7 +241,6 @@ def test_an_accepted_study_runs_to_its_end(first, raw, tmp_path):
 
 
 def test_every_part_is_drawn(raw):
-    """New ones too: the drawer reads them from the schema."""
     drawn: dict[str, set[str]] = {"router": set(), "experts": set(), "regularizers": set()}
     worlds, models = set(), set()
     for seed in range(300):
@@ -267,3 +255,114 @@ def test_every_part_is_drawn(raw):
     assert worlds == set(WORLDS) and models == set(list_own_names(Backbone))
     for key, family in (("router", Router), ("experts", Experts), ("regularizers", Regularizer)):
         assert drawn[key] == set(list_own_names(family)) - NOT_DRAWN
+
+
+RESULTS = dict.fromkeys(("calibrate", "robustness", "routing", "cohort_checks"), Found)
+RESULTS["out_of_fold"] = brain_out_of_fold.OutOfFoldResult
+STUDY = "ermoe/brain_age"
+METHODS = ("dense", "ermoe")
+SMALL = {
+    "run": {"methods": list(METHODS), "seeds": [0], "phases": ["pretrain"]},
+    "data": {"pretrain": {"kind": "phantom", "subjects": 16, "age_groups": 2}},
+    "model": {"kind": "vit3d", "patch": 16, "width": 16, "depth": 4, "heads": 2, "mlp_ratio": 1},
+    "teacher_router": {"steps": 1, "batch": 4, "learning_rate": 0.01},
+    "cohort_checks": {
+        "subjects": 2,
+        "ages": [25, 50, 80],
+        "rescans": 2,
+        "generalisation": {"volumes": 2, "subjects": 2},
+    },
+    "claims": [],
+    "questions": [],
+}
+
+
+def small() -> str:
+    """The study's params.yaml, smaller; one of two epochs is the region experts' warm start."""
+    params = compose_shipped(STUDY).document.data | SMALL
+    params["pretrain"] |= {"epochs": 2, "batch": 4, "warmup_epochs": 0}
+    params["pretrain"] |= {"log_every": 1, "checkpoint_every": 2}
+    for method in params["methods"].values():
+        if "regions" in method:
+            method["regions"] |= {"after": 0, "warm_start_epochs": 1}
+    attacks = [{"kind": "fgsm", "inside": True}, {"kind": "pgd", "inside": True, "steps": 2}]
+    sweeps = {"k": [1, 2], "threshold": [0.5], "images": 2}
+    params["routing"] |= {"images": 3, "overlays": 1, "augmentation_images": 2, "sweeps": sweeps}
+    params["routing"]["augmentations"] = ["identity", "affine"]
+    params["robustness"] |= {"images": 4, "epsilons": [0.05], "attacks": attacks}
+    params["robustness"]["audit"] = {"images": 2, "steps": 2}
+    return yaml.safe_dump(params, sort_keys=False)
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory) -> Path:
+    """The folder in which all stages ran."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("brain_age")
+        patch.chdir(folder)
+        patch.setenv("MOECORE_THREADS", "1")
+        patch.delenv("MOECORE_PARAMS", raising=False)
+        (folder / "params.yaml").write_text(small(), encoding="utf-8")
+        write_dvc_files(folder, compose_shipped(STUDY).stages)
+        write_code("params.yaml")
+        prepare.prepare("pretrain")
+        teacher.teacher(0)
+        for method in METHODS:
+            teacher_router.teacher_router(method, 0)
+            pretrain.pretrain(method, 0)
+            out_of_fold.out_of_fold(method, 0)
+            calibrate_stage.calibrate("pretrain", method, 0)
+            robustness_stage.robustness("pretrain", method, 0)
+            for what in ("routing", "cohort_checks"):
+                measure.measure(what, "pretrain", method, 0)
+        compare.compare()
+        yield folder
+
+
+def measured(study: Path, stage: str, method: str):
+    """What a stage found, as the type that it writes."""
+    if stage == "pretrain":
+        return read_result(study / f"artifacts/measured/pretrain/{method}/0.json", Outcome, stage)
+    path = study / f"artifacts/measured/{stage}/pretrain/{method}/0.json"
+    return read_result(path, RESULTS[stage], stage)
+
+
+def test_the_cohort_is_called_simulated(study):
+    card = json.loads((study / "artifacts/data/pretrain/card.json").read_text())
+    assert card["simulated"] is True and "imulated" in card["name"]
+    assert card["task"]["target"] == "age" and card["size"] == [64, 64, 64]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_goes_through_all_stages(study, method):
+    assert measured(study, "pretrain", method).test_score.value > 0
+    calibrated = measured(study, "calibrate", method)
+    assert calibrated.find("mae_raw").value > 0 and calibrated.find("median_mae").value > 0
+    assert isinstance(measured(study, "out_of_fold", method), Skipped)
+    attacked = measured(study, "robustness", method)
+    whole = measured(study, "cohort_checks", method).find("whole_mae").value
+    assert attacked.find("clean").value == pytest.approx(whole, rel=1e-4), "the same test volumes"
+    routed = measured(study, "routing", method)
+    if method == "dense":
+        assert isinstance(routed, Skipped), "it has no experts"
+    else:
+        assert len(routed.facts["load"]) == 2
+    assert (study / f"artifacts/calibrate/pretrain/{method}/0/predictions.csv").stat().st_size > 100
+
+
+def test_subjects_are_aged_and_scanned_again_and_experts_tried_where_not_taught(study):
+    found = measured(study, "cohort_checks", "ermoe")
+    assert found.facts["not_checked"] == {}
+    assert all(found.find(f"isolated_{name}") for name in ("wm", "gm", "csf"))
+    assert np.shape(found.facts["ageing"]["predictions"]) == (2, 3)
+    assert found.find("rescan").value > 0
+    assert len(found.all("mixture_agreement")) == 6 * 3, "pairs of tissues, shares of the second"
+    assert found.find("whole_people").value == found.find("other_generator_people").value == 2
+    dense = measured(study, "cohort_checks", "dense")
+    assert dense.find("whole_agreement") is None
+    assert "no region experts" in dense.facts["not_checked"]["generalisation"]
+
+
+def test_the_report_has_every_method(study):
+    page = (study / "reports/index.html").read_text(encoding="utf-8")
+    assert all(method in page for method in METHODS) and "imulated" in page

@@ -1,4 +1,4 @@
-"""`moecore new`: a whole project or nothing; what the commands say where there is none."""
+"""`moecore new`: a whole project or nothing; projects that earlier versions began, upgraded."""
 
 import json
 import os
@@ -7,9 +7,10 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import chdir
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -22,7 +23,8 @@ from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
 from moecore.pipeline.project import hash_text, moecore_requirement
 from moecore.pipeline.project_files import template_texts
 from moecore.study import params_file
-from moecore.study.document import load_yaml_document, parse_yaml_document
+from moecore.study.check import params_schema
+from moecore.study.document import MOVED, load_yaml_document, parse_yaml_document
 from moecore.study.params_file import RENAMED_KEYS, RenamedKey, rename_keys_in_text
 from moecore.study.questions import find_question
 from moecore.tracking.mlflow_connection import experiment_name, project_root
@@ -98,8 +100,7 @@ def test_it_may_begin_as_any_study(empty, study):
         if vmoe := expected.get("methods", {}).get("vmoe"):
             router = {"kind": "own.cosine", "k": vmoe["router"]["k"]}
             regularizers = [{"kind": "importance", "weight": 0.005}]
-            cosine = vmoe | {"router": router, "regularizers": regularizers}
-            expected["methods"]["cosine"] = cosine
+            expected["methods"]["cosine"] = vmoe | {"router": router, "regularizers": regularizers}
             expected["run"]["methods"].append("cosine")
         assert load_yaml_document(empty / "own/params.yaml").data == expected
 
@@ -143,8 +144,7 @@ def test_moecore_is_required_from_where_ours_came(tmp_path, monkeypatch, recorde
     if recorded is not None:
         (metadata / "direct_url.json").write_text(json.dumps(recorded))
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert moecore_requirement() == requirement
-    assert Requirement(requirement).name == "moecore"
+    assert moecore_requirement() == requirement and Requirement(requirement).name == "moecore"
 
 
 @pytest.mark.parametrize("origin", [f"git+{CLONE}@5ed6621", WHEEL])
@@ -218,7 +218,6 @@ def test_a_disk_that_is_full_leaves_no_half_project(empty, limited):
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory) -> Path:
-    """What `moecore new own` writes."""
     folder = tmp_path_factory.mktemp("begun")
     with chdir(folder), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [*sys.path])
@@ -285,8 +284,7 @@ def test_an_upgrade_keeps_the_stages_that_the_project_has(empty, monkeypatch, st
     assert moecore("check").exit_code == 0
     assert moecore("upgrade", "--yes").stdout.endswith("written\n")
     assert {*load_yaml_document(dvc).data["stages"]} == stages
-    assert "Older. " not in dvc.read_text("utf-8")
-    assert moecore("check").exit_code == 0
+    assert "Older. " not in dvc.read_text("utf-8") and moecore("check").exit_code == 0
 
 
 def test_an_upgrade_renames_keys_and_keeps_comments(older, monkeypatch):
@@ -301,9 +299,8 @@ def test_an_upgrade_renames_keys_and_keeps_comments(older, monkeypatch):
     text = params.read_text(encoding="utf-8") + "\n# the end\n"
     params.write_text(text, encoding="utf-8")
     assert moecore("upgrade", "--yes").exit_code == 0
-    expected = text.replace("router: {kind:", "router: {sort:").replace(
-        "robustness:\n  images:", "robustness:\n  pictures:"
-    )
+    expected = text.replace("router: {kind:", "router: {sort:")
+    expected = expected.replace("robustness:\n  images:", "robustness:\n  pictures:")
     assert params.read_text(encoding="utf-8") == expected
     params.write_text("robustness: {images: 1, pictures: 2}\n", encoding="utf-8")
     answer(moecore="0.0.1")
@@ -389,3 +386,72 @@ def test_the_parts_that_docs_show_run_as_shown(empty, monkeypatch):
     done = subprocess.run(tested, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
     assert done.returncode == 0, done.stdout.decode()
     assert "found calibrat; allowed: code, " in moecore("upgrade", "--stage", "calibrat").stderr
+
+
+OLD = {  # name → (commit, what its metadata said)
+    "0.1.0": ("ac0663af", "0.1.0"),
+    "25_november": ("7189a9c2", "0.2.0"),
+    "0.2.0": ("0c36ca83", "0.2.0"),
+}
+FILES = ("moecore", "stages", "pipelines", "params.yaml", "dvc.yaml")
+
+
+@pytest.fixture(scope="module", params=OLD)
+def old(request, tmp_path_factory) -> Path:
+    """A project that the code of this commit began, from ``quick``, with its schema."""
+    commit, version = OLD[request.param]
+    home = tmp_path_factory.mktemp("old")
+    source = home / "source"
+    archive = ["git", "archive", "-o", str(home / "source.tar"), commit, *FILES]
+    if subprocess.run(archive, cwd=ROOT, capture_output=True).returncode:
+        pytest.skip("git has no history here, or a part of it")
+    source.mkdir()
+    subprocess.run(["tar", "-xf", home / "source.tar", "-C", source], check=True)
+    metadata = source / f"moecore-{version}.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.4\nName: moecore\nVersion: {version}\n", "utf-8")
+    command = [sys.executable, "-m", "moecore.pipeline.cli"]
+    environment = os.environ | {"PYTHONPATH": str(source)}
+    for words, folder in ((["new", "own"], home), (["schema"], home / "own")):
+        done = subprocess.run([*command, *words], cwd=folder, env=environment, capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
+    return home / "own"
+
+
+def test_an_upgraded_project_is_in_order_with_the_stages_that_it_had(old, monkeypatch):
+    monkeypatch.chdir(old)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr("moecore.pipeline.project_files.print_plan", lambda: None)
+    stages = {*load_yaml_document(Path("dvc.yaml")).data["stages"]}
+    forget_package("own")
+    for words in (["upgrade", "--yes"], ["check"], ["study", "new", "mine"]):
+        done = CliRunner().invoke(app, words, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+    forget_package("own")
+    assert {*load_yaml_document(Path("dvc.yaml")).data["stages"]} == stages
+
+
+def list_keys(
+    schema: Mapping[str, Any], node: Any, above: tuple[str, ...] = (), used: tuple[str, ...] = ()
+) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every key that a schema knows; parts of a family share their paths."""
+    if reference := node.get("$ref", "").removeprefix("#/$defs/"):
+        if reference not in used:
+            yield from list_keys(schema, schema["$defs"][reference], above, (*used, reference))
+        return
+    for entry in (*node.get("anyOf", ()), *node.get("oneOf", ()), *node.get("allOf", ())):
+        yield from list_keys(schema, entry, above, used)
+    for name, entry in node.get("properties", {}).items():
+        yield (*above, name)
+        yield from list_keys(schema, entry, (*above, name), used)
+    for name in ("items", "additionalProperties"):
+        if isinstance(node.get(name), dict):
+            yield from list_keys(schema, node[name], (*above, "*"), used)
+
+
+def test_every_key_of_then_is_a_key_of_now_or_is_renamed(old):
+    then, now = json.loads((old / "params.schema.json").read_text("utf-8")), params_schema()
+    gone = {*list_keys(then, then)} - {*list_keys(now, now)}
+    known = {step.key for step in RENAMED_KEYS}
+    assert not {".".join(path) for path in gone if path[0] not in MOVED} - known
+    assert known <= {".".join(path) for path in gone}, "no key is in the list in vain"

@@ -154,13 +154,8 @@ class Killer:
         more, after = self.environment(project, most)
         path = {"PYTHONPATH": f"{self.hook}{os.pathsep}{project.environment['PYTHONPATH']}"}
         with open(project.folder / ".soak.log", "a") as log:
-            started = subprocess.Popen(
-                words,
-                cwd=project.folder,
-                env=project.environment | path | more,
-                stdout=log,
-                stderr=log,
-            )
+            given = {"cwd": project.folder, "env": project.environment | path | more}
+            started = subprocess.Popen(words, **given, stdout=log, stderr=log)
             try:
                 started.wait(None if math.isinf(after) else after)
             except subprocess.TimeoutExpired:
@@ -285,19 +280,15 @@ def test_an_import_killed_at_random_knows_every_run_once(finished, server, tmp_p
         killer.command(project, words, 15)
     project.run(words)
     client = MlflowClient(f"sqlite:///{project.folder / 'mlflow.db'}")
-    known = [
-        run
-        for experiment in client.search_experiments()
-        for run in client.search_runs([experiment.experiment_id], max_results=5000)
-        if run.data.tags.get("level") == "stage"
-    ]
+    names = [experiment.experiment_id for experiment in client.search_experiments()]
+    runs = [run for name in names for run in client.search_runs([name], max_results=5000)]
+    known = [run for run in runs if run.data.tags.get("level") == "stage"]
     histories = [read_lines(file.parent) for file in project.folder.rglob("history.jsonl")]
     assert sorted(run.data.tags[UID] for run in known) == sorted(h[0]["uid"] for h in histories)
     ids = {run.data.tags[UID]: run.info.run_id for run in known}
     for history in histories:
-        expected = [
-            (step, values["loss"]) for step, _, values in logged_points(history) if "loss" in values
-        ]
+        points = [(step, values) for step, _, values in logged_points(history)]
+        expected = [(step, values["loss"]) for step, values in points if "loss" in values]
         found = client.get_metric_history(ids[history[0]["uid"]], "loss/total")
         assert [(point.step, point.value) for point in found] == expected
     print(f"seed {SEED}, sync: {killer.killed}")

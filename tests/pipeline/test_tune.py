@@ -1,23 +1,25 @@
-"""``moecore tune``: equal trainings for every method, the choice, and where it is used."""
+"""`moecore tune`, what is derived from pictures or a sweep, and `moecore pull`."""
 
 import json
+import platform
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from moecore.core.files import UserError, read_json, write_json
 from moecore.data.prepared import Prepared, Split
-from moecore.pipeline import tune
-from moecore.pipeline.tune import (
-    best_rate,
-    choose_threshold,
-    keep_tuned_rates,
-    list_edge_choices,
-    plan_tuning,
-    untuned_problems,
-)
-from moecore.study.document import parse_yaml_document
+from moecore.pipeline import study_runs, tune
+from moecore.pipeline.project import LOCK, hold_project
+from moecore.pipeline.pull import unpack_run
+from moecore.pipeline.study_runs import write_derived_run
+from moecore.study.check import check_study
+from moecore.study.document import load_yaml_document, parse_yaml_document
 from moecore.study.questions import QuestionFile
-from tests.project import Project
+from tests.data.making import image_classes
+from tests.project import PARAMS, Project
+from tools.release import pack_run
 
 QUESTION = """\
 stages: [prepare, teacher_router, pretrain, compare]
@@ -46,7 +48,7 @@ def question(project: Project) -> QuestionFile:
 
 def kept_rates(project: Project, **chosen: float) -> dict:
     """Write the file of a tuning that chose these rates, without training."""
-    run = plan_tuning(question(project))
+    run = tune.plan_tuning(question(project))
     rates = list(run.tuning.learning_rates)
     methods = {name: {"learning_rate": rate, "scores": []} for name, rate in chosen.items()}
     kept = {"settings": run.digest, "learning_rates": rates, "methods": methods}
@@ -55,7 +57,7 @@ def kept_rates(project: Project, **chosen: float) -> dict:
 
 
 def test_every_method_of_every_round_is_trained_with_every_rate(project):
-    run = plan_tuning(question(project))
+    run = tune.plan_tuning(question(project))
     data = parse_yaml_document(run.text).data
     assert run.methods == ("dense", "vmoe", "few")
     assert data["run"]["seeds"] == [8, 9] and len(data["run"]["methods"]) == 9
@@ -85,7 +87,7 @@ def test_a_round_has_the_chosen_rates_of_its_methods_alone(project):
     ],
 )
 def test_the_best_rate_is_that_of_the_best_mean(scores, better, best):
-    assert best_rate(scores, better) == best
+    assert tune.best_rate(scores, better) == best
 
 
 EIGEN = "eigen: {router: {kind: eigenbasis, threshold: 0.5}, experts: {kind: eigen, number: 4}}"
@@ -101,10 +103,10 @@ def with_threshold(project) -> QuestionFile:
 
 
 def test_a_threshold_is_trained_with_and_then_used_by_all_methods_that_have_one(with_threshold):
-    entries = parse_yaml_document(plan_tuning(with_threshold).text).data["methods"]
+    entries = parse_yaml_document(tune.plan_tuning(with_threshold).text).data["methods"]
     thresholds = [settings["router"]["threshold"] for settings in entries.values()]
     assert thresholds == [-0.2, 0, 0.2] and set(entries) == {f"eigen_rate_{n}" for n in (1, 2, 3)}
-    run = plan_tuning(with_threshold, 0.0)
+    run = tune.plan_tuning(with_threshold, 0.0)
     entries = parse_yaml_document(run.text).data["methods"]
     assert len(entries) == 9 and entries["eigen_rate_3"]["pretrain"] == {"learning_rate": 1e-2}
     assert entries["eigen_rate_3"]["router"]["threshold"] == 0
@@ -114,7 +116,7 @@ def test_a_threshold_is_trained_with_and_then_used_by_all_methods_that_have_one(
     }
     kept = {"settings": run.digest, "learning_rates": [1e-4, 2e-3, 1e-2], "methods": methods}
     write_json(with_threshold.tuned_file, kept | {"threshold": {"chosen": 0.0}})
-    assert not list(untuned_problems(with_threshold))
+    assert not list(tune.untuned_problems(with_threshold))
     used = with_threshold.rounds[1].compose().document.data["methods"]["eigen"]
     assert used["router"]["threshold"] == 0 and used["pretrain"] == {"learning_rate": 2e-3}
 
@@ -130,43 +132,40 @@ def test_the_threshold_with_the_nearest_fallback_is_chosen(
     monkeypatch.setattr(
         tune, "routing_means_over_layers", lambda _, k, value: {"fallback": fallback[value]}
     )
-    run = plan_tuning(with_threshold)
+    run = tune.plan_tuning(with_threshold)
     if chosen is None:
         with pytest.raises(UserError, match=r"tune.threshold.values: found -0.2 as the best"):
-            choose_threshold(run, run.tuning.threshold)
+            tune.choose_threshold(run, run.tuning.threshold)
     else:
-        assert choose_threshold(run, run.tuning.threshold)["chosen"] == chosen
+        assert tune.choose_threshold(run, run.tuning.threshold)["chosen"] == chosen
 
 
 def test_a_threshold_of_a_method_without_one_is_refused(with_threshold):
     text = with_threshold.path.read_text("utf-8").replace("method: eigen", "method: vmoe")
     with_threshold.path.write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=r"tune.threshold.method: found vmoe; allowed: eigen"):
-        plan_tuning(QuestionFile(with_threshold.root, with_threshold.name))
+        tune.plan_tuning(QuestionFile(with_threshold.root, with_threshold.name))
 
 
 def test_a_choice_at_an_end_of_the_grid_is_refused(project):
     kept = kept_rates(project, dense=1e-4, vmoe=2e-3, few=1e-2)
-    lines = list(list_edge_choices(question(project), kept))
-    assert lines == list(untuned_problems(question(project)))
+    lines = list(tune.list_edge_choices(question(project), kept))
+    assert lines == list(tune.untuned_problems(question(project)))
     where = f"{question(project).path}:5:8: tune.learning_rates: "
     end = " an end of the grid; allowed: a grid that goes on to"
-    assert lines == [
-        f"{where}found 0.0001 as the best rate of dense,{end} lower rates",
-        f"{where}found 0.01 as the best rate of few,{end} higher rates",
-    ]
+    first = f"{where}found 0.0001 as the best rate of dense,{end} lower rates"
+    assert lines == [first, f"{where}found 0.01 as the best rate of few,{end} higher rates"]
 
 
 def test_rates_chosen_for_other_settings_are_refused(project):
-    (missing,) = untuned_problems(question(project))
+    (missing,) = tune.untuned_problems(question(project))
     assert "own/tuned.tuned.json: does not exist; run `moecore tune own/tuned`" in missing
     done = project.moecore("study", "run", "own/tuned")
     assert done.returncode and missing in done.stderr
     kept_rates(project, dense=2e-3, vmoe=2e-3, few=2e-3)
-    assert not list(untuned_problems(question(project)))
-    path = question(project).path
-    path.write_text(QUESTION.replace("number: 2", "number: 3"), encoding="utf-8")
-    (changed,) = untuned_problems(question(project))
+    assert not list(tune.untuned_problems(question(project)))
+    question(project).path.write_text(QUESTION.replace("number: 2", "number: 3"), encoding="utf-8")
+    (changed,) = tune.untuned_problems(question(project))
     assert "rates were chosen for other settings" in changed
 
 
@@ -180,10 +179,9 @@ def test_rates_chosen_for_other_settings_are_refused(project):
     ],
 )
 def test_a_wrong_grid_is_one_line(project, old, new, message):
-    path = question(project).path
-    path.write_text(QUESTION.replace(old, new), encoding="utf-8")
+    question(project).path.write_text(QUESTION.replace(old, new), encoding="utf-8")
     with pytest.raises(UserError) as error:
-        plan_tuning(question(project))
+        tune.plan_tuning(question(project))
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -195,16 +193,184 @@ def test_rates_are_chosen_by_trainings_and_used(project):
     path.write_text(text.partition("rounds:")[0] + "seeds: [0]\n", encoding="utf-8")
     done = project.moecore("tune", "own/tuned")
     kept = read_json(question(project).tuned_file)
-    run = plan_tuning(question(project))
-    assert kept == json.loads(json.dumps(keep_tuned_rates(run)))
+    run = tune.plan_tuning(question(project))
+    assert kept == json.loads(json.dumps(tune.keep_tuned_rates(run)))
     for name in ("dense", "vmoe"):
         choice = kept["methods"][name]
         means = [seeds[0] for seeds in choice["scores"]]
         assert choice["learning_rate"] == kept["learning_rates"][means.index(max(means))]
         history = run.folder / f"artifacts/measured/pretrain/{name}_rate_1/8.json"
         assert history.is_file() and len(choice["curves"]) == 3 and choice["curves"][0]
-    is_edge = any(
-        choice["learning_rate"] != kept["learning_rates"][1] for choice in kept["methods"].values()
-    )
+    rates = [choice["learning_rate"] for choice in kept["methods"].values()]
+    is_edge = any(rate != kept["learning_rates"][1] for rate in rates)
     assert ("an end of the grid" in done.stderr) == is_edge == bool(done.returncode)
     assert "validation accuracy at a learning rate of" in done.stdout
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Iterator[Path]:
+    """A project with a folder of 90 grey pictures, which nothing has run."""
+    Project(tmp_path).with_dvc()
+    image_classes(tmp_path / "pictures", dict.fromkeys("abc", 30), size=(50, 45), mode="L")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def derive(folder: Path | str) -> dict:
+    return parse_yaml_document(study_runs.derive_params_text(Path(folder))).data
+
+
+def test_settings_follow_from_the_pictures(place, monkeypatch):
+    """90 pictures: 18 test (0.2), 9 validation, 63 train, so batches of 63 / 4."""
+    values = derive("pictures")
+    source = values["data"]["pretrain"]
+    assert (source["size"], source["channels"], values["model"]["patch"]) == (48, 1, 6)
+    assert values["pretrain"]["batch"] == 15
+    assert values["pretrain"]["epochs"] * values["pretrain"]["updates"] == 1200
+    assert values["few_shot"]["shots"] == [1, 5, 10]
+    image_classes(place / "pictures", {"d": 2400}, size=(9, 70))
+    monkeypatch.setattr(study_runs, "MIN_STEPS", 200)  # 10 epochs of 1,743 / 64 are 270
+    values = derive("pictures")
+    source = values["data"]["pretrain"]
+    assert (source["size"], source["channels"], values["pretrain"]["batch"]) == (32, 3, 64)
+    assert values["pretrain"]["updates"] is None and values["pretrain"]["epochs"] == 10
+    # Every class has a picture in each split, also of 14 classes with three
+    image_classes(place / "few", {f"c{number}": 3 for number in range(14)})
+    checked = check_study(write_derived_run(Path("few"), (), is_sweep=False) / "params.yaml")
+    assert "14 train, 14 validation, 14 test" in checked.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("folder", "problem"),
+    [
+        ("pictures/a", "a: found 0 class folders, and 30 images outside of them; allowed: two or"),
+        ("empty", "empty: found 0 class folders, and 0 images outside of them; allowed: two or"),
+        ("single", r"single/b: found 1 pictures; allowed: 3 or more per class"),
+        ("damaged", r"damaged/a/000\.png: cannot identify image file: .*; repair it, or remove it"),
+        ("nowhere", "nowhere: no such folder"),
+    ],
+)
+def test_an_unusable_folder_is_one_line_and_begins_nothing(place, folder, problem):
+    (place / "empty").mkdir()
+    image_classes(place / "single", {"a": 5, "b": 1})
+    image_classes(place / "damaged", {"a": 5, "b": 5})
+    (place / "damaged/a/000.png").write_text("no picture", encoding="utf-8")
+    with pytest.raises(UserError, match=problem) as refused:
+        study_runs.derive_params_text(place / folder)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_training_too_short_to_learn_is_said(place):
+    folder = write_derived_run(Path("pictures"), ["pretrain.updates=1"], is_sweep=False)
+    assert "pretrain: 10 training steps" in check_study(folder / "params.yaml").notes[-1]
+    write_derived_run(Path("pictures"), ["pretrain.updates=10"], is_sweep=False)
+    assert len(check_study(folder / "params.yaml").notes) == 1
+
+
+def test_a_sweep_is_a_method_per_point(place):
+    sets = ["methods.vmoe.router.k=[1,4]", "methods.vmoe.regularizers.0.weight=[0,1.0e-3]"]
+    folder = write_derived_run(None, [*sets, "run.seeds=[0,1]", "pretrain.epochs=3"], is_sweep=True)
+    assert folder == Path(".runs/sweep.vmoe_k_weight")
+    values = load_yaml_document(folder / "params.yaml").data
+    points = ["vmoe_k1_weight0", "vmoe_k1_weight0_001", "vmoe_k4_weight0", "vmoe_k4_weight0_001"]
+    assert values["run"]["methods"] == ["dense", *points, "tgr"]
+    assert values["run"]["seeds"] == [0, 1] and values["pretrain"]["epochs"] == 3
+    method = values["methods"][points[3]]
+    assert (method["router"]["k"], method["regularizers"][0]["weight"]) == (4, 0.001)
+    assert method["experts"] == values["methods"]["vmoe"]["experts"]
+    check_study(folder / "params.yaml", Path())
+    assert (place / "params.yaml").read_text(encoding="utf-8") == PARAMS
+
+
+@pytest.mark.parametrize(
+    ("sets", "problem"),
+    [
+        ([], "--sweep: found no list to sweep over; allowed: such as -S 'meth"),
+        (
+            ["pretrain.epochs=[1,2]"],
+            r"-S pretrain.epochs: found 2 values; allowed: .* methods\.NAME",
+        ),
+        (["methods.vmoe=[1,2]"], "-S methods.vmoe: found 2 values; allowed: lists for keys below"),
+        (["methods.vmoe.router.k=[1]"], "router.k: found the key twice, or fewer than two values"),
+        (["methods.vmo.router.k=[1,2]"], "methods.vmo: missing, did you mean 'vmoe'"),
+        (["methods.vmoe.router.z=[1,2]"], "methods.vmoe_z1.router.z: unknown key"),
+        (["methods.vmoe.router.k=[1,1]"], "found two methods that would be called vmoe_k1; "),
+        # What a default says in other letters: DVC would train the same twice
+        (
+            ["methods.vmoe.regularizers.0.weight=[1.0, 1]"],
+            "methods.vmoe_weight1_0: found the same settings as vmoe_weight1 has",
+        ),
+    ],
+)
+def test_a_sweep_that_cannot_be_is_refused(place, sets, problem):
+    with pytest.raises(UserError, match=problem):
+        write_derived_run(None, sets, is_sweep=True)
+
+
+MODEL = "artifacts/pretrain/vmoe/0/model.json"
+
+
+@pytest.fixture
+def archive(copied, tmp_path):
+    return pack_run(copied.folder, tmp_path / "dist")
+
+
+@pytest.fixture
+def clone(tmp_path):
+    (tmp_path / "clone").mkdir()
+    return Project(tmp_path / "clone").with_dvc()
+
+
+def refused(clone: Project, *words: str) -> str:
+    done = clone.moecore("pull", *words)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def test_after_a_pull_nothing_runs_and_nothing_of_another_run_is_lost(archive, clone, copied):
+    source = ("--from", str(archive.parent))
+    leftover = clone.folder / f".state/.pull.{platform.node()}.99999999.part"  # of a killed pull
+    leftover.mkdir(parents=True)
+    (clone.folder / "dvc.lock").write_bytes((copied.folder / "dvc.lock").read_bytes())
+    done = clone.moecore("pull", *source)
+    assert "stages that would run: 0" in done.stdout, done.stderr
+    assert clone.stale() == {} and not leftover.exists()
+    for name in (MODEL, "reports/index.html", "reports/compare.json"):
+        assert (clone.folder / name).read_bytes() == (copied.folder / name).read_bytes()
+    card = (clone.folder / "artifacts/model_cards/finetune.vmoe.0.md").read_text(encoding="utf-8")
+    assert "router `noisy_top_k`" in card and "95 % interval" in card and "CC BY 4.0" in card
+    (clone.folder / MODEL).write_text("mine", encoding="utf-8")
+    assert MODEL in refused(clone, *source)
+    assert (clone.folder / MODEL).read_text(encoding="utf-8") == "mine"
+    (clone.folder / "dvc.lock").write_text("schema: '2.0'\n")
+    assert "dvc.lock: found another run" in refused(clone, *source)
+    assert clone.moecore("pull", *source, "--force").returncode == 0
+    assert (clone.folder / MODEL).read_bytes() == (copied.folder / MODEL).read_bytes()
+
+
+def test_what_cannot_be_pulled_is_one_line(archive, clone, copied):
+    assert "pull: found no remote" in refused(clone)
+    assert "No such file" in refused(clone, "--from", str(clone.folder))
+    with hold_project(clone.folder / LOCK):
+        assert "has been running the stages" in refused(clone, "--from", str(archive))
+    clone.edit("shots: 20", "shots: 21")
+    assert "finetune.shots: 21 → 20" in refused(clone, "--from", str(archive))
+    archive.write_bytes(b"x")
+    assert "damaged" in refused(clone, "--from", archive.as_uri())
+    assert not (clone.folder / "dvc.lock").exists()
+    copied.edit("shots: 20", "shots: 21")
+    with pytest.raises(UserError, match="stages that would run"):
+        pack_run(copied.folder, archive.parent)
+
+
+@pytest.mark.parametrize("name", ["../outside.txt", "/tmp/outside.txt", "link"])
+def test_an_archive_with_links_or_other_places_is_refused(tmp_path, name):
+    member = tarfile.TarInfo(name)
+    if name == "link":
+        member.type, member.linkname = tarfile.SYMTYPE, "/etc/hostname"
+    archive = tmp_path / "run.tar"
+    with tarfile.open(archive, "w") as tar:
+        tar.addfile(member)
+    with pytest.raises(UserError, match=r"a link or a place outside of the archive; allowed"):
+        unpack_run(archive)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.tar"]

@@ -50,18 +50,13 @@ def of_method(stage: str, *methods: str) -> bool:
 def changed_stages(project: Project) -> set[str]:
     """The stages whose code an edit changed, by the hashes and dvc.lock: DVC is not asked."""
     forget_files()
-    hashes = hash_code_files(
-        load_yaml_document(str(project.folder / "params.yaml")), project.folder
-    )
+    hashes = hash_code_files(load_yaml_document(project.folder / "params.yaml"), project.folder)
     files = [CODE / name for name in hashes]
     before = {file: read_json(project.folder / file) for file in files}
     changed = [file for file in files if before[file] != hashes[file.relative_to(CODE).as_posix()]]
-    return {
-        stage
-        for stage, entry in read_dvc_locks(project.folder).items()
-        for dep in entry.get("deps", ())
-        if any(file.is_relative_to(dep["path"]) for file in changed)
-    }
+    locks = read_dvc_locks(project.folder)
+    uses = [(stage, Path(dep["path"])) for stage in locks for dep in locks[stage].get("deps", ())]
+    return {stage for stage, dep in uses if any(file.is_relative_to(dep) for file in changed)}
 
 
 def test_what_decides_no_result_and_wording_rerun_nothing(edited, monkeypatch):
@@ -76,8 +71,7 @@ def test_what_decides_no_result_and_wording_rerun_nothing(edited, monkeypatch):
         if file.relative_to(edited.folder).parts[1] in ("study", "run", "tracking", "pipeline"):
             text += "EDITED = True\n"
         file.write_text(text, encoding="utf-8")
-    assert edited.repro() == [CODE_STAGE]
-    assert edited.changed_by_dvc() == set()
+    assert edited.repro() == [CODE_STAGE] and edited.changed_by_dvc() == set()
 
 
 def test_a_figure_or_a_column_reruns_compare_alone(edited):
@@ -100,8 +94,7 @@ def test_a_figure_or_a_column_reruns_compare_alone(edited):
 def test_a_part_reruns_the_methods_that_use_it(edited, file, rerun, others):
     edit(edited, f"moecore/{file}")
     changed = changed_stages(edited)
-    assert rerun <= changed
-    assert not [stage for stage in changed if of_method(stage, *others)]
+    assert rerun <= changed and not [stage for stage in changed if of_method(stage, *others)]
 
 
 def test_new_files_rerun_nothing(edited):
@@ -177,12 +170,12 @@ for name, (script, *words) in json.loads(sys.argv[1]).items():
 def used(finished, tmp_path_factory) -> dict[str, set[str]]:
     """The source files whose functions each stage calls, run where only its dependencies are."""
     folder = tmp_path_factory.mktemp("used")
+    start = "python -m moecore.stages."
     locks = {
         name: entry
         for name, entry in read_dvc_locks(finished.folder).items()
-        if entry["cmd"].startswith("python -m moecore.stages.")
-        and name != CODE_STAGE
-        and (not of_method(name, "dense", "vmoe") or name == "pretrain@dense-0")
+        if entry["cmd"].startswith(start) and name != CODE_STAGE
+        if not of_method(name, "dense", "vmoe") or name == "pretrain@dense-0"
     }
     words = {}
     for name, entry in locks.items():
@@ -194,62 +187,47 @@ def used(finished, tmp_path_factory) -> dict[str, set[str]]:
         outs = [folder / name / out["path"] for out in entry["outs"]]
         assert [path for path in outs if not path.exists()] == [], name
     home = f"{finished.folder}/"
+    files = {name: json.loads((folder / f"{name}.json").read_text()) for name in words}
+    ours = f"{home}moecore/"
     return {
-        name: {
-            file.removeprefix(home)
-            for file in json.loads((folder / f"{name}.json").read_text())
-            if file.startswith(f"{home}moecore/")
-        }
-        for name in words
+        name: {file.removeprefix(home) for file in called if file.startswith(ours)}
+        for name, called in files.items()
     }
 
 
 def depends_on(project: Project) -> dict[str, set[str]]:
     """The source files whose edit changes what a stage depends on, by dvc.lock and the hashes."""
-    hashes = {
-        path: set(json.loads(path.read_text()))
-        for path in (project.folder / "artifacts/code").rglob("*.json")
-    }
-    return {
-        name: {
-            file
-            for dep in entry.get("deps", ())
-            for path, files in hashes.items()
-            if path.is_relative_to(project.folder / dep["path"])
-            for file in files
-        }
-        for name, entry in read_dvc_locks(project.folder).items()
-    }
+    files = (project.folder / "artifacts/code").rglob("*.json")
+    hashes = {path: set(json.loads(path.read_text())) for path in files}
+    known = {}
+    for name, entry in read_dvc_locks(project.folder).items():
+        deps = [project.folder / dep["path"] for dep in entry.get("deps", ())]
+        hashed = [path for dep in deps for path in hashes if path.is_relative_to(dep)]
+        known[name] = set().union(*(hashes[path] for path in hashed))
+    return known
 
 
 def decides(file: str) -> bool:
-    room = file.split("/")[1]
-    return room in ("stages", *code_hashes.DECIDING)
+    return file.split("/")[1] in ("stages", *code_hashes.DECIDING)
 
 
 def test_a_stage_depends_on_all_code_that_it_runs(finished, used):
     known = depends_on(finished)
-    missing = {
-        name: sorted(lacking)
-        for name, files in used.items()
-        if (lacking := {file for file in files if decides(file)} - known[name])
-    }
+    ran = {name: {file for file in files if decides(file)} for name, files in used.items()}
+    lacking = {name: sorted(files - known[name]) for name, files in ran.items()}
+    missing = {name: files for name, files in lacking.items() if files}
     assert missing == {}
 
 
 def draw_files(project: Project, number: int) -> list[str]:
     """Files of all rooms, of those that decide a result twice as often."""
     draw = random.Random(int(os.environ.get("MOECORE_SOAK_SEED", "0")))
-    files = [
-        path.relative_to(project.folder).as_posix()
-        for path in sorted((project.folder / "moecore").glob("*/**/[a-z]*.py"))
-    ]
+    paths = sorted((project.folder / "moecore").glob("*/**/[a-z]*.py"))
+    files = [path.relative_to(project.folder).as_posix() for path in paths]
     rooms = sorted({file.split("/")[1] for file in files})
     others = [room for room in rooms if room not in code_hashes.DECIDING]
-    drawn = [
-        *draw.sample(code_hashes.DECIDING * 4, number - number // 3),
-        *draw.sample(others * 4, number // 3),
-    ]
+    drawn = draw.sample(code_hashes.DECIDING * 4, number - number // 3)
+    drawn += draw.sample(others * 4, number // 3)
     return [
         draw.choice([file for file in files if file.startswith(f"moecore/{room}/")])
         for room in drawn

@@ -141,13 +141,9 @@ for words in [sys.argv[1:]] if sys.argv[1:] else (["wrong", "0"], ["a"], ["a", "
 def start(*words: str, wrapper: tuple[str, ...] = ()) -> subprocess.Popen:
     Path("toy.py").write_text(STAGE)
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [*wrapper, sys.executable, "toy.py", *words],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    command = [*wrapper, sys.executable, "toy.py", *words]
+    return subprocess.Popen(command, env=env, text=True, **pipes)
 
 
 def test_run_stage_says_in_a_line_what_is_wrong():
@@ -211,20 +207,15 @@ def test_a_history_cut_at_a_checkpoint_is_read_anew(history):
     write(history, {"t": 1}, {"t": 2, "step": 10}, {"t": 3, "step": 20})
     old = history.read()
     write(history, {"t": 1}, {"t": 2, "step": 10}, {"t": 4, "resumed": True}, {"t": 5})
-    assert history.read() is not old
-    assert [line["t"] for line in history.read()] == [1, 2, 4, 5]
+    assert history.read() is not old and [line["t"] for line in history.read()] == [1, 2, 4, 5]
 
 
-def test_a_resumed_run_keeps_what_was_logged_before_its_first_step():
+def test_a_resumed_run_keeps_its_points_and_counts_no_time_between():
     lines = [{"uid": "a"}, {"step": 10}, {"tags": {}}, {"step": 20}]
     assert history_file.lines_before_step(lines, 20) == lines[:3]
     assert history_file.lines_before_step(lines, 30) == lines
-
-
-def test_the_time_between_kill_and_resume_does_not_count():
     lines = [{"t": 0}, {"t": 2}, {"t": 10, "resumed": True}, {"t": 13}]
-    assert history_file.spent_seconds(lines) == 5.0
-    assert history_file.spent_seconds([]) == 0.0
+    assert history_file.spent_seconds(lines) == 5.0 and history_file.spent_seconds([]) == 0.0
 
 
 def test_a_clock_that_is_set_back_changes_no_duration(monkeypatch):
@@ -248,10 +239,8 @@ def test_a_clock_that_is_set_back_changes_no_duration(monkeypatch):
 
 
 def test_params_are_flat_and_the_scalars_of_a_result_are_its_numbers_outside_of_lists():
-    assert history_file.flatten_keys({"a": {"b": [1, 2]}, "c": [{"d": None}]}) == {
-        "a.b": [1, 2],
-        "c.0.d": None,
-    }
+    nested = {"a": {"b": [1, 2]}, "c": [{"d": None}]}
+    assert history_file.flatten_keys(nested) == {"a.b": [1, 2], "c.0.d": None}
     found = {"a": 1, "b": {"c": [1.0], "d": 0.5}, "e": {"f": "text"}, "g": None, "h": True}
     assert history_file.keep_numbers(found) == {"a": 1, "b": {"d": 0.5}, "h": True}
 
@@ -278,14 +267,12 @@ def test_a_line_cut_off_by_a_kill_is_made_again(tmp_path):
     kept.part("b", lambda: [2.5])
     kept.path.write_bytes(kept.path.read_bytes()[:-5])
     again = KeptParts(tmp_path)
-    assert again.part("a", never) == [1.5]
-    assert again.part("b", lambda: [3.5]) == [3.5]
+    assert again.part("a", never) == [1.5] and again.part("b", lambda: [3.5]) == [3.5]
     assert [json.loads(line)["key"] for line in kept.path.read_text().splitlines()] == ["a", "b"]
 
 
 @pytest.fixture
 def now(monkeypatch):
-    """A clock that tells what is set."""
     time = {"now": 0.0}
     monkeypatch.setattr(run_record.time, "monotonic", lambda: time["now"])
     return time
@@ -301,14 +288,10 @@ def test_a_log_gets_a_line_every_ten_seconds_and_one_at_the_end(now, capsys):
         now["now"] = 21.0
         bar.update(100)
     # 20 steps in 20 s after the first ones: 70 s for the other 70; 90 steps in 21 s at the end
-    assert capsys.readouterr().err.splitlines() == [
-        "pretrain: 30/100 (30%), 1:10 left, validation loss 0.25",
-        "pretrain: 100/100 (100%), 0:00 left",
-    ]
-    assert (run_record.format_duration(123), run_record.format_duration(3723.4)) == (
-        "2:03",
-        "1:02:03",
-    )
+    first = "pretrain: 30/100 (30%), 1:10 left, validation loss 0.25"
+    assert capsys.readouterr().err.splitlines() == [first, "pretrain: 100/100 (100%), 0:00 left"]
+    shown = [run_record.format_duration(seconds) for seconds in (123, 3723.4)]
+    assert shown == ["2:03", "1:02:03"]
 
 
 @pytest.mark.parametrize(
@@ -342,21 +325,12 @@ def test_a_torn_or_deleted_history_beside_a_checkpoint(spoil, kept, said, capsys
 @pytest.mark.parametrize(
     "line",
     [
-        b"null",
-        b'{"t": "x"}',
-        b'{"t": NaN}',
-        b'{"t": 1e400}',
-        b'{"t": 1, "step": 1, "values": [1]}',
-        b'{"t": 1, "step": 1, "values": {"loss": {}}}',
-        b'{"t": 1, "step": 1, "values": {"loss": "x"}}',
-        b'{"t": 1, "step": "1", "values": {}}',
-        b'{"t": 1, "values": {}}',
-        b'{"t": 1, "step": 1, "routing": {"layers": 1}}',
-        b'{"t": 1, "summary": [1]}',
-        b'{"t": 1, "status": "FINISHED"}',
-        b'{"t": 1, "uid": "a"}',
-        b'{"t": 1, "pid": 1}',
-        b"[" * 100_000,
+        *(b"null", b'{"t": "x"}', b'{"t": NaN}', b'{"t": 1e400}'),
+        *(b'{"t": 1, "step": 1, "values": [1]}', b'{"t": 1, "step": 1, "values": {"loss": {}}}'),
+        *(b'{"t": 1, "step": 1, "values": {"loss": "x"}}', b'{"t": 1, "step": "1", "values": {}}'),
+        *(b'{"t": 1, "values": {}}', b'{"t": 1, "step": 1, "routing": {"layers": 1}}'),
+        *(b'{"t": 1, "summary": [1]}', b'{"t": 1, "status": "FINISHED"}', b'{"t": 1, "uid": "a"}'),
+        *(b'{"t": 1, "pid": 1}', b"[" * 100_000),
     ],
 )
 def test_a_line_that_is_of_no_history_ends_what_is_trusted(tmp_path, line):
@@ -368,8 +342,7 @@ def test_a_line_that_is_of_no_history_ends_what_is_trusted(tmp_path, line):
 def test_a_line_that_finds_no_room_is_said_and_what_was_there_is_read(limited):
     path = Path(HISTORY_FILE)
     append_line(path, encode_line({"t": 1, "step": 1}))
-    before = path.read_bytes()
-    with limited(len(before) + 10), pytest.raises(UnusableFile) as error:
+    with limited(len(path.read_bytes()) + 10), pytest.raises(UnusableFile) as error:
         append_line(path, encode_line({"t": 2, "text": "x" * 100}))
     assert str(error.value).startswith(f"{HISTORY_FILE}: file too large")
     assert [line["t"] for line in read_lines(Path())] == [1]
@@ -397,9 +370,7 @@ def test_a_history_that_finds_no_room_to_be_published_leaves_the_earlier_one(mon
         with pytest.raises(ZeroDivisionError), recorded() as run:
             run.log(1, {"loss": 1 / 0})
         assert capsys.readouterr().err.startswith(said), "what went wrong first is raised"
-    assert files_below(OUT) == before
-    assert not list(Path().rglob("*.part"))
+    assert files_below(OUT) == before and not list(Path().rglob("*.part"))
     with recorded() as run:
         run.log(1, {"loss": 2.0})
-    assert '"status": "FINISHED"' in (OUT / HISTORY_FILE).read_text()
-    assert files_below(OUT) != before
+    assert '"status": "FINISHED"' in (OUT / HISTORY_FILE).read_text() and files_below(OUT) != before

@@ -1,7 +1,9 @@
-"""Inputs that change while a stage runs, and settings that DVC's run cache does not tell apart."""
+"""Inputs that change while a stage runs; a part of a study waits for the rest."""
 
 import contextlib
+import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -11,9 +13,12 @@ from pathlib import Path
 import pytest
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, write_json
+from moecore.core.files import UserError, read_json, write_json
+from moecore.core.source_layout import ROOT
 from moecore.pipeline.code_hashes import write_code
 from moecore.pipeline.dvc import dvc_entry
+from moecore.pipeline.study_runs import keep_results, why_results_stay, write_run_folder
+from moecore.report.claims.evaluation import describe_waiting_claims, split_answerable_comparisons
 from moecore.run import history_file, inputs
 from moecore.run.history_file import read_dvc_locks, read_lines
 from moecore.run.inputs import (
@@ -23,7 +28,11 @@ from moecore.run.inputs import (
     stage_hash_files,
 )
 from moecore.run.run_record import record_run
+from moecore.stages.compare import Params
 from moecore.study.document import load_yaml_document
+from moecore.study.params_file import write_assignments
+from moecore.study.questions import QuestionFile, Round
+from moecore.study.settings import read_params
 from moecore.study.stages import STAGES
 from tests.project import PARAMS, Project
 
@@ -48,14 +57,9 @@ def checkpoints(project: Project) -> list[Path]:
 def repro_with_edit(project: Project, edit: Callable[[], None]) -> str:
     """Let ``dvc repro`` train, edit at the first checkpoint; return what the failed run printed."""
     before = read_dvc_locks(project.folder)[STAGE]
-    started = subprocess.Popen(
-        ["dvc", "repro", STAGE],
-        cwd=project.folder,
-        env=project.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    given = {"cwd": project.folder, "env": project.environment, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    started = subprocess.Popen(["dvc", "repro", STAGE], **given, **pipes)
     while not checkpoints(project):
         assert started.poll() is None, "it ended before its first checkpoint"
         time.sleep(0.02)
@@ -78,15 +82,13 @@ def test_a_setting_edited_while_a_stage_runs_files_no_result_and_is_named(projec
     assert "is 0.002" in line
     refused_at = logged_steps(project)[-1]
     assert checkpoints(project)
-
     project.edit(OTHER, f"{RATE}  # as before\n")
     assert project.repro(STAGE) == ["code", STAGE]
     history = read_lines(project.folder / "artifacts/history/pretrain/dense/0")
     assert any("resumed" in line for line in history)
     assert refused_at < logged_steps(project)[-1], "noticed at a checkpoint, not at the end"
     ran_with = read_dvc_locks(project.folder)[STAGE]["params"]["params.yaml"]
-    assert ran_with["pretrain"]["learning_rate"] == 0.001
-    assert not checkpoints(project)
+    assert ran_with["pretrain"]["learning_rate"] == 0.001 and not checkpoints(project)
 
 
 CODE = "moecore/training/settings.py"
@@ -99,14 +101,11 @@ def test_code_edited_while_a_stage_runs_files_no_result_and_is_named(project):
     project.forked = False  # from now on it runs the code of its own folder, which is edited
     file = project.folder / CODE
     text = file.read_text(encoding="utf-8")
-
     said = repro_with_edit(project, lambda: file.write_text(text + EDIT))
     (line,) = [line for line in said.splitlines() if CODE in line]
-    assert f"{file}: was edited after the stage `code` hashed it" in line
-    assert checkpoints(project)
+    assert f"{file}: was edited after the stage `code` hashed it" in line and checkpoints(project)
     refused = project.attempt([sys.executable, "-m", "moecore.stages.pretrain", "dense", "0"])
     assert refused.returncode == 1 and f"{file}: was edited" in refused.stderr, "at its start"
-
     file.write_text(f"# as before\n{text}")
     assert project.repro(STAGE) == ["code", STAGE]
     history = read_lines(project.folder / "artifacts/history/pretrain/dense/0")
@@ -135,13 +134,9 @@ def test_a_stage_compares_the_code_that_dvc_files_its_result_under(monkeypatch, 
         deps = [path for path in defined.get("do", defined)["deps"] if "/settings/" not in path]
         for template, name in names.items():
             deps = [path.replace(template, name) for path in deps]
-        named = {
-            file
-            for path in map(Path, deps)
-            if path.is_relative_to("artifacts/code")
-            for file in (path.glob("*") if path.is_dir() else [path])
-            if file.is_file()
-        }
+        code = [path for path in map(Path, deps) if path.is_relative_to("artifacts/code")]
+        listed = [file for path in code for file in (path.glob("*") if path.is_dir() else [path])]
+        named = {file for file in listed if file.is_file()}
         what = stage
         phase_and_method: tuple[str, ...] = ("pretrain", "vmoe")
         if stage in ("measure", "calculate"):
@@ -161,7 +156,7 @@ def test_dvc_tells_settings_apart_that_are_called_size(copied):
         assert json.loads(card.read_text())["size"] == size
 
 
-class Params(Config):
+class SizedParams(Config):
     epochs: int = 3
     parts: tuple[dict, ...] = ({"kind": "load", "weight": 0.1},)
 
@@ -188,7 +183,7 @@ def test_what_is_compared_are_values(file, text, key):
     with contextlib.ExitStack() as stack:
         if key:
             stack.enter_context(pytest.raises(UserError, match=key))
-        with record_run("pretrain", Params(), method="vmoe", seed=0):
+        with record_run("pretrain", SizedParams(), method="vmoe", seed=0):
             file.write_text(text)
     status = read_lines("artifacts/history/pretrain/vmoe/0")[-1]["status"]
     assert status == ("FAILED" if key else "FINISHED")
@@ -213,3 +208,90 @@ def test_a_whole_document_is_compared(file):
     file.write_text("epochs: 3\nparts: []\nmore: 1\n")
     with pytest.raises(UserError, match=r"params.yaml:2:1: parts.0.kind: was 'load'"):
         refuse_changed_document(document)
+
+
+NAME = "moge/fashion_150_epochs"
+NUMBERS = {"moe": {}, "claims": {"0: one": {}}}
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch) -> Round:
+    """A question with claims in a project of its own, whose run folder is written."""
+    for name in ("params.yaml", "dvc.yaml", f"pipelines/{NAME}.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    monkeypatch.chdir(tmp_path)
+    one = QuestionFile(Path(), NAME).rounds[0]
+    assert write_run_folder(one) == ["written"] and write_run_folder(one) == []
+    return one
+
+
+def finish(one: Round) -> None:
+    """Leave what `dvc repro` leaves at the end, as far as results go."""
+    write_json(one.folder / "reports/compare.json", NUMBERS)
+    (one.folder / "reports/items.safetensors").write_bytes(b"items")
+
+    def entry(path: str) -> dict[str, str]:
+        return {"path": path, "md5": hashlib.md5((one.folder / path).read_bytes()).hexdigest()}
+
+    copied = [entry(f"reports/{name}") for name in ("compare.json", "items.safetensors")]
+    stages = {"compare": {"deps": [entry("params.yaml")]}, "numbers": {"outs": copied}}
+    (one.folder / "dvc.lock").write_text(json.dumps({"stages": stages}), encoding="utf-8")
+
+
+def test_results_of_the_whole_study_are_kept_with_who_asked(study):
+    assert why_results_stay(study).startswith(f"{study.folder}/reports/compare.json does not exist")
+    finish(study)
+    assert keep_results(study) == study.results
+    asked = {"commit": None, "file": f"pipelines/{NAME}.yaml"}
+    assert read_json(study.results) == {"asked": asked} | NUMBERS
+    assert study.results.with_suffix(".safetensors").read_bytes() == b"items"
+    params = read_params(Params, str(study.folder / "params.yaml"))
+    ready, waiting = split_answerable_comparisons(params.claims, params.run)
+    assert ready == list(params.claims) and not waiting
+
+
+def test_a_part_leaves_the_results_and_its_claims_wait(study):
+    finish(study)
+    write_assignments(study.folder / "params.yaml", ["run.methods=[moge]", "run.seeds=[0]"])
+    with pytest.raises(UserError, match="left as it is: this run has other settings, run.methods"):
+        keep_results(study)
+    assert not study.results.exists()
+    params = read_params(Params, str(study.folder / "params.yaml"))
+    ready, waiting = split_answerable_comparisons([*params.claims, *params.questions], params.run)
+    assert ready == [] and waiting
+    said = describe_waiting_claims(waiting, params.run)
+    assert "\n" not in said and "method moe" in said and "a second seed" in said
+
+
+def test_numbers_that_are_not_of_these_settings_are_not_kept(study):
+    finish(study)
+    write_assignments(study.folder / "params.yaml", ["run.seeds=[0]"])
+    finish(study)
+    assert write_run_folder(study) == ["run.seeds: [0] → [0, 1, 2]"], "the question's, again"
+    assert "params.yaml is not what the stages compare and numbers saw" in why_results_stay(study)
+    finish(study)
+    write_json(study.folder / "reports/compare.json", {})
+    assert "reports/compare.json is not what the stages" in why_results_stay(study)
+
+
+def test_who_asked_is_known_before_the_run_and_stays(study):
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        return subprocess.check_output(["git", *who, *words], text=True)
+
+    git("init", "--quiet")
+    Path(".gitignore").write_text("/.runs/\n/data\n")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "one")
+    first = git("rev-parse", "HEAD").strip()
+    write_run_folder(study)
+    assert read_json(study.folder / "asked.json")["commit"] == first
+    finish(study)
+    git("commit", "--quiet", "--allow-empty", "-m", "two")
+    write_run_folder(study)
+    assert read_json(study.folder / "asked.json")["commit"] == first, "this commit has seen answers"
+    assert git("status", "--porcelain").strip() == ""
+    done = subprocess.run(["git", "log", "--format=%s"], cwd=study.folder, capture_output=True)
+    assert done.stdout == b"written by moecore\n", "DVC needs a repository that has these files"

@@ -23,12 +23,8 @@ import pytest
 from moecore.core.files import UserError
 from moecore.core.safetensors_files import read_tensors
 from moecore.pipeline import parallel
-from moecore.run.launch import (
-    launch_command,
-    launch_environment,
-    run_launcher,
-    variables_from_slurm,
-)
+from moecore.run import launch
+from moecore.run.launch import launch_command, launch_environment, variables_from_slurm
 from tests.project import PARAMS, Project
 
 CONFIG = """\
@@ -85,24 +81,15 @@ def two_nodes() -> Iterator[dict[str, str]]:
     settings = {"host": host, "plugins": plugins, "folder": folder, "port": ports[0]}
     text = CONFIG.replace("[{first}-{second}]", f"[{ports[1]},{ports[2]}]").format(**settings)
     (folder / "slurm.conf").write_text(text)
-    environment = os.environ | {
-        "SLURM_CONF": str(folder / "slurm.conf"),
-        "LD_LIBRARY_PATH": os.pathsep.join([str(plugins), str(library)]),
-        "PATH": os.pathsep.join([str(root / "usr/bin"), os.environ["PATH"]]),
-    }
+    environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+    environment["LD_LIBRARY_PATH"] = os.pathsep.join([str(plugins), str(library)])
+    environment["PATH"] = os.pathsep.join([str(root / "usr/bin"), os.environ["PATH"]])
     step = root / "usr/sbin/slurmstepd-wlm"
     daemons = [[root / "usr/sbin/slurmctld-wlm", "-D", "-c"]]
     node = [root / "usr/sbin/slurmd-wlm", "-D", "-d", step, "-N"]
     daemons += [[*node, name] for name in ("n1", "n2")]
-    running = [
-        subprocess.Popen(
-            list(map(str, words)),
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for words in daemons
-    ]
+    quiet = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+    running = [subprocess.Popen([*map(str, words)], env=environment, **quiet) for words in daemons]
     try:
         wait_for_nodes(environment, folder)
         yield environment
@@ -118,9 +105,8 @@ def wait_for_nodes(environment: dict[str, str], folder: Path) -> None:
     until = time.monotonic() + 60
     said = ""
     while time.monotonic() < until:
-        done = subprocess.run(
-            ["sinfo", "-h", "-N", "-o", "%N %t"], env=environment, capture_output=True, text=True
-        )
+        command = ["sinfo", "-h", "-N", "-o", "%N %t"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         said = done.stdout + done.stderr
         if said.split() == ["n1", "idle", "n2", "idle"]:
             return
@@ -189,12 +175,8 @@ def test_what_is_started(monkeypatch):
 
 def test_a_task_of_slurm_knows_its_rank():
     task = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
-    assert variables_from_slurm(task) == {
-        "RANK": "3",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-    }
+    ranks = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert variables_from_slurm(task) == ranks
     assert variables_from_slurm(task | {"SLURM_NTASKS": "1"}) == {}
     assert variables_from_slurm(task | {"RANK": "0"}) == {}, "torchrun has said it"
     four = {"MOECORE_THREADS": "4", "OMP_NUM_THREADS": "4"}
@@ -206,8 +188,7 @@ def test_the_exit_code_is_the_launchers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for script, code in (("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137)):
         words = ["sh", "-c", f'touch "$MOECORE_MEETING"; {script}']
-        assert run_launcher(words, 2) == code
-        assert not list(Path(".state/meetings").iterdir())
+        assert launch.run_launcher(words, 2) == code and not list(Path(".state/meetings").iterdir())
 
 
 def test_jobs_take_the_cards_that_were_given(monkeypatch):
@@ -243,9 +224,7 @@ def test_a_job_takes_a_card_per_rank(monkeypatch):
 def project(tmp_path_factory):
     """A project whose data are prepared, with a pretraining that can be ended on its way."""
     small = PARAMS.replace("[dense, vmoe, tgr]", "[vmoe]")
-    found = Project(
-        tmp_path_factory.mktemp("ranks"), small.replace("  {epochs: 2, batch: 64,", FP32)
-    )
+    found = Project(tmp_path_factory.mktemp("r"), small.replace("  {epochs: 2, batch: 64,", FP32))
     for stage in ("prepare pretrain", "teacher 0", "teacher_router vmoe 0"):
         found.stage(*stage.split())
     found.forked = False
@@ -259,9 +238,7 @@ def weights(project: Project) -> dict:
 def count_ranks(project: Project) -> list[int]:
     record = project.folder / "artifacts/history/pretrain/vmoe/0/history.jsonl"
     lines = map(json.loads, record.read_text().splitlines())
-    return [
-        line["tags"]["runtime.ranks"] for line in lines if "runtime.ranks" in line.get("tags", {})
-    ]
+    return [row["tags"]["runtime.ranks"] for row in lines if "runtime.ranks" in row.get("tags", {})]
 
 
 def test_ranks_of_this_machine_inside_a_job(project):
@@ -269,8 +246,7 @@ def test_ranks_of_this_machine_inside_a_job(project):
     around = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     project.given = around | {"MOECORE_RANKS": "2"}
     for stage in ("prepare pretrain", "pretrain vmoe 0"):
-        words = [PYTHON, "-m", *f"moecore.stages.{stage}".split()]
-        done = project.attempt(words, project.given)
+        done = project.attempt([PYTHON, "-m", *f"moecore.stages.{stage}".split()], project.given)
         assert done.returncode == 0, done.stderr
     assert count_ranks(project) == [2]
 
@@ -280,12 +256,10 @@ def test_srun_starts_ranks_on_two_nodes(project):
     if why := missing():
         pytest.skip(why)
     with two_nodes() as environment:
-        project.given = {name: environment[name] for name in ("SLURM_CONF", "LD_LIBRARY_PATH")} | {
-            "PATH": os.pathsep.join([str(Path(PYTHON).parent), environment["PATH"]]),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "MOECORE_LAUNCH": LAUNCH,
-            "MOECORE_RANKS": "2",
-        }
+        project.given = {name: environment[name] for name in ("SLURM_CONF", "LD_LIBRARY_PATH")}
+        path = os.pathsep.join([str(Path(PYTHON).parent), environment["PATH"]])
+        project.given |= {"PATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+        project.given |= {"MOECORE_LAUNCH": LAUNCH, "MOECORE_RANKS": "2"}
         done = project.attempt([PYTHON, *PRETRAIN], project.given)
         assert done.returncode == 0, done.stderr
         assert count_ranks(project) == [2]
@@ -313,15 +287,12 @@ def test_srun_starts_ranks_on_two_nodes(project):
 
 
 def queue(environment: dict[str, str]) -> list[str]:
-    """Names of the jobs that SLURM has."""
-    done = subprocess.run(
-        ["squeue", "-h", "-o", "%j"], env=environment, capture_output=True, text=True
-    )
+    command = ["squeue", "-h", "-o", "%j"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     return done.stdout.split()
 
 
 def wait_until(holds, seconds: float = 90.0) -> None:
-    """Until ``holds()``."""
     until = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < until, "waited in vain"

@@ -1,22 +1,24 @@
-"""The stages ``measure``, ``out_of_fold``, ``prepare`` and ``code``, and a way to the explorer."""
+"""The stages measure, calculate, out_of_fold, prepare and code, and a way to the explorer."""
 
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import get_type_hints
 
 import numpy as np
 import pytest
 
+from moecore import Prepared, UserError
 from moecore.brain import prediction_table as brain
 from moecore.brain.age_measurement import Ages, fit_age_line
 from moecore.brain.prediction_table import assign_folds, read_predictions
-from moecore.core.files import UserError
+from moecore.core.config import find_class
+from moecore.core.files import read_json
 from moecore.core.source_layout import ROOT
-from moecore.data.prepared import Prepared
 from moecore.measure import stability
-from moecore.measure.base import Skipped, find_measurement, read_result
+from moecore.measure.base import Measurement, Skipped, find_measurement, read_result
 from moecore.measure.calibrators.linear import Linear
 from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import ImageSpec
@@ -24,27 +26,28 @@ from moecore.pipeline import code_hashes
 from moecore.pipeline.code_hashes import write_code
 from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
 from moecore.report.figures.overview import draw_dataset_samples
+from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.stages import code as code_stage
 from moecore.stages import out_of_fold as stage
+from moecore.stages.calculate import calculate
+from moecore.stages.compare import compare
 from moecore.stages.measure import measure
 from moecore.stages.prepare import prepare
+from moecore.study.check import check_document, check_study
+from moecore.study.document import load_yaml_document, parse_yaml_document
+from moecore.testing import check_calculation
 from moecore.training.artifacts import save_model, save_no_guide
 from tests.data.making import leaning, write_cohort
 from tests.measure.subjects import digits, in_run
 from tests.methods import tiny
+from tests.my_lab import forget_package, write_my_lab
 from tests.project import PARAMS as SMALL_PARAMS
 from tests.project import Project
 
-SECTIONS = {
-    "routing": {
-        "images": 8,
-        "augmentations": ["flip"],
-        "sweeps": {"k": [1], "threshold": [], "images": 4},
-    },
-    "stability": {"images": 4, "steps": 2, "sigmas": [0.1, 0.2]},
-    "cohort_checks": {},
-    "methods": {"dense": {}},
-}
+SWEEPS = {"k": [1], "threshold": [], "images": 4}
+SECTIONS = {"routing": {"images": 8, "augmentations": ["flip"], "sweeps": SWEEPS}}
+SECTIONS |= {"stability": {"images": 4, "steps": 2, "sigmas": [0.1, 0.2]}, "cohort_checks": {}}
+SECTIONS |= {"methods": {"dense": {}}}
 NAMES = ("dense", "teacher_routed")
 
 
@@ -151,8 +154,7 @@ def test_the_page_shows_the_epochs_of_a_training(tmp_path):
     last = shown[-1]["trace"]
     assert last["answers"][:4] == clean["answers"], "the last epoch is the trained model"
     assert shown[-1]["label"] == "epoch 2 of 2"
-    first = shown[-2]["trace"]
-    assert first["values"][:4] != clean["values"]
+    assert shown[-2]["trace"]["values"][:4] != clean["values"]
 
 
 RESULT = "artifacts/measured/out_of_fold/pretrain/dense/0.json"
@@ -172,9 +174,8 @@ def test_folds_split_no_participant_and_have_old_and_young():
     folds = assign_folds(people, ages, 5, 0)
     assert (folds[::2] == folds[1::2]).all() and np.bincount(folds).tolist() == [12] * 5
     assert all(abs(ages[folds == fold].mean() - 65) < 5 for fold in range(5))
-    assert not np.array_equal(folds, assign_folds(people, ages, 5, 1)) and np.array_equal(
-        folds, assign_folds(people, ages, 5, 0)
-    )
+    assert not np.array_equal(folds, assign_folds(people, ages, 5, 1))
+    assert np.array_equal(folds, assign_folds(people, ages, 5, 0))
     with pytest.raises(UserError, match="at most 30, the participants"):
         assign_folds(people, ages, 31, 0)
 
@@ -185,9 +186,8 @@ def test_every_volume_is_predicted_by_a_model_without_its_participant(tmp_path, 
     monkeypatch.delenv("MOECORE_PARAMS", raising=False)
     (tmp_path / "params.yaml").write_text(OUT_OF_FOLD_PARAMS)
     write_code("params.yaml")
-    data = write_cohort(
-        tmp_path / "artifacts/data/pretrain", numbers={"train": 12, "validation": 4, "test": 4}
-    )
+    numbers = {"train": 12, "validation": 4, "test": 4}
+    data = write_cohort(tmp_path / "artifacts/data/pretrain", numbers=numbers)
     trained = []
     asked = []
     job_without = brain.build_fold_job
@@ -223,18 +223,15 @@ def test_every_volume_is_predicted_by_a_model_without_its_participant(tmp_path, 
 def test_nothing_is_trained_where_the_calibration_needs_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MOECORE_PARAMS", raising=False)
-    (tmp_path / "params.yaml").write_text(
-        OUT_OF_FOLD_PARAMS.replace("fit_on: out_of_fold", "fit_on: validation")
-    )
+    text = OUT_OF_FOLD_PARAMS.replace("fit_on: out_of_fold", "fit_on: validation")
+    (tmp_path / "params.yaml").write_text(text)
     write_code("params.yaml")
-    write_cohort(
-        tmp_path / "artifacts/data/pretrain", numbers={"train": 12, "validation": 4, "test": 4}
-    )
+    numbers = {"train": 12, "validation": 4, "test": 4}
+    write_cohort(tmp_path / "artifacts/data/pretrain", numbers=numbers)
     monkeypatch.setattr(brain, "build_fold_job", lambda *given: pytest.fail("a model was trained"))
     stage.out_of_fold("dense", 0)
-    assert [
-        path.name for path in (tmp_path / "artifacts/out_of_fold/pretrain/dense/0").iterdir()
-    ] == ["absent.json"]
+    files = (tmp_path / "artifacts/out_of_fold/pretrain/dense/0").iterdir()
+    assert [path.name for path in files] == ["absent.json"]
     result = read_result(tmp_path / RESULT, brain.OutOfFoldResult, "out_of_fold")
     assert isinstance(result, Skipped) and "other predictions" in result.skipped
 
@@ -249,8 +246,7 @@ def study(tmp_path, monkeypatch):
 
 def prepare_from(study: Path, source: str) -> None:
     """Write params.yaml with this source of data.finetune, and run ``code`` and ``prepare``."""
-    text = f"run: {{methods: []}}\ndata:\n  finetune: {source}\n"
-    (study / "params.yaml").write_text(text)
+    (study / "params.yaml").write_text(f"run: {{methods: []}}\ndata:\n  finetune: {source}\n")
     write_code("params.yaml")
     prepare("finetune")
 
@@ -259,31 +255,23 @@ def test_prepare_writes_data_and_history(study):
     prepare_from(study, "{kind: digits, size: 14, train_limit: 100}")
     opened = Prepared.open("artifacts/data/finetune", verify=True)
     assert opened.train.images.shape == (100, 1, 14, 14)
-    lines = [
-        json.loads(line)
-        for line in (study / "artifacts/history/prepare/finetune/history.jsonl")
-        .read_text()
-        .splitlines()
-    ]
+    history = study / "artifacts/history/prepare/finetune/history.jsonl"
+    lines = [json.loads(line) for line in history.read_text().splitlines()]
     assert any(line.get("dataset", {}).get("kind") == "digits" for line in lines)
 
 
-def test_a_failure_leaves_what_was_there(study):
+def test_a_failure_leaves_what_was_there_whose_contact_sheet_has_a_row_a_class(study):
     prepare_from(study, "{kind: digits}")
     with pytest.raises(UserError, match="nowhere: no such folder"):
         prepare_from(study, "{kind: image_folder, root: nowhere}")
-    assert Prepared.open("artifacts/data/finetune").card["kind"] == "digits"
-
-
-def test_contact_sheet_has_a_row_a_class(study):
-    prepare_from(study, "{kind: digits}")
-    axes = draw_dataset_samples(Prepared.open("artifacts/data/finetune"), shots=3).axes
+    opened = Prepared.open("artifacts/data/finetune")
+    axes = draw_dataset_samples(opened, shots=3).axes
+    assert opened.card["kind"] == "digits"
     assert len(axes) == 30 and [axis.get_ylabel() for axis in axes[::3]] == list("0123456789")
 
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch) -> list[str]:
-    """Return the paths whose models were checked, in a folder with a copy of the source."""
     source = tmp_path / "source"
     compiled = shutil.ignore_patterns("__pycache__")
     for name in ("moecore", "stages"):
@@ -367,3 +355,101 @@ def test_a_damaged_record_is_no_error(runs):
     code_stage.code()
     code_stage.code()
     assert len(runs) == 2
+
+
+BOUND = '''\
+from moecore.parts import Calculation, Chart, Metric, OnPage, Values
+
+class Bound(Calculation):
+    """Powers of two numbers."""
+    metrics = {
+        "power": Metric("Power {}", over="n"),
+        "largest": Metric("Largest power", form="count"),
+    }
+    page = OnPage("powers", charts=(Chart("power", "n", "Powers", "n", "power"),))
+    highest: int = 3
+
+    def places(self):
+        return {"n": range(1, self.highest + 1)}
+
+    def calculate(self, out: Values) -> None:
+        for n in self.places()["n"]:
+            out.piece(f"{n}", lambda part: part.put("power", np.array([2.0, 3.0, 4.0]) ** n, n=n))
+        out.put("largest", 4**self.highest)
+'''.replace("from", "import numpy as np\nfrom", 1)
+PICTURES = """\
+from matplotlib.figure import Figure
+from moecore.report.results import Pictures
+
+PICTURES = Pictures("my_lab.bound", lambda found: [("a_curve", Figure())])
+"""
+CALCULATED = """\
+packages: [my_lab]
+run: {methods: [], seeds: [], phases: [], calculations: [my_lab.bound]}
+my_lab: {bound: {highest: 2}}
+questions:
+  - {asks: do squares grow, metric: power_2, against_metric: power_1, better: higher,
+    method: my_lab.bound, against: my_lab.bound}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delenv("MOECORE_PARAMS", raising=False)
+    write_my_lab(tmp_path, bound=BOUND, pictures=PICTURES)
+    (tmp_path / "params.yaml").write_text(CALCULATED)
+    stages = stage_definitions(["calculate", "compare"])
+    (tmp_path / "dvc.yaml").write_text(study_dvc_yaml_texts(stages, {})["dvc.yaml"])
+    yield tmp_path
+    forget_package()
+
+
+def test_its_values_reach_the_page_and_answer_a_question(folder):
+    check_study(also=unfit_metric_problems)
+    write_code("params.yaml")
+    hashed = read_json(folder / "artifacts/code/measure/my_lab.bound.json")
+    assert "my_lab/bound.py" in hashed and "my_lab/pictures.py" not in hashed
+    assert "my_lab/pictures.py" in read_json(folder / "artifacts/code/stages/compare.json")
+    assert (folder / "artifacts/code/settings/my_lab.bound.json").is_file()
+    calculate("my_lab.bound")
+    assert (folder / "artifacts/history/my_lab.bound/history.jsonl").is_file()
+    compare()
+    compared = read_json(folder / "artifacts/compare.json")
+    means = {name: cell["mean"] for name, cell in compared["calculations"]["my_lab.bound"].items()}
+    assert means == pytest.approx({"power_1": 3, "power_2": 29 / 3, "largest": 16})
+    (answer,) = compared["questions"].values()
+    # n² − n = 2, 6, 12
+    assert answer["difference"]["mean"] == pytest.approx(20 / 3)
+    assert answer["difference"]["items"] == 3
+    page = (folder / "reports/index.html").read_text(encoding="utf-8")
+    assert 'id="my_lab_bound"' in page and "Largest power" in page and "Powers" in page
+    assert (folder / "reports/plots/my_lab.bound_a_curve.svg").is_file()
+
+
+def test_it_keeps_its_promises(folder):
+    check_document(load_yaml_document("params.yaml"), ("calculate", "compare"))
+    check_calculation(find_class(Measurement, "my_lab.bound"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("calculations: [my_lab.bound]", "calculations: [my_lab.brightness]", "has no settings"),
+        ("calculations:", "measurements:", "found my_lab.bound; allowed: in run.calculations"),
+        ("[my_lab.bound]", "[bound]", "found 'bound'; allowed: package.module of a listed"),
+        ("power_2", "power_3", "found 'power_3', did you mean 'power_2'?; allowed in my_lab.bound"),
+        ("against: my_lab.bound", "against: other", "found 'other'"),
+        ("questions:", "sizes: {}\nquestions:", "a calculation since 0.3.0: write packages: "),
+    ],
+)
+def test_what_is_wrong_is_named(folder, old, new, line):
+    (folder / "params.yaml").write_text(CALCULATED.replace(old, new, 1))
+    with pytest.raises(UserError, match=line.replace("[", r"\[").replace("?", r"\?")):
+        check_study(also=unfit_metric_problems)
+
+
+def test_a_calculation_needs_its_stage(folder):
+    with pytest.raises(UserError, match="run.calculations: found a list, but dvc.yaml has no sta"):
+        check_document(parse_yaml_document(CALCULATED, str(folder / "params.yaml")), ("compare",))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from moecore.backbones import Vit, Vit3d
 from moecore.brain.age_calibration import write_calibration_folder
 from moecore.brain.age_measurement import Ages, fit_age_line, summarize_age_errors
 from moecore.brain.prediction_table import read_predictions
@@ -22,14 +23,9 @@ from moecore.data.files.decode import decode_image
 from moecore.measure.calibrators.linear import FittedLinear, Linear
 from moecore.measure.calibrators.temperature import FittedTemperature
 from moecore.measure.values import Found, Value
-from moecore.nn.backbones.base_model import ImageSpec
-from moecore.nn.backbones.vit import Vit
-from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.nn.routers.told import Told
+from moecore.parts import Classification, ImageSpec, MoESettings
 from moecore.pipeline.predict_cli import main
 from moecore.predict.folder_predictions import (
     PredictionRequest,
@@ -40,7 +36,7 @@ from moecore.predict.folder_predictions import (
 )
 from moecore.predict.folder_predictions import predict_ages as predict
 from moecore.predict.model_quality import calibrator_folder
-from moecore.tasks.classification import Classification
+from moecore.routers import NoisyTopK, Told
 from moecore.training.artifacts import load_model, save_model
 from moecore.training.outcome import SCORE_FILE, ModelScore
 from tests.browser import clipped, opened
@@ -51,7 +47,6 @@ from tests.tasks.test_classification import MOSAIC
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A model and its calibrator, in the places of the pipeline."""
     root = tmp_path_factory.mktemp("trained")
     data = write_cohort(root / "data", numbers={"train": 20, "validation": 12, "test": 9})
     torch.manual_seed(0)
@@ -65,56 +60,41 @@ def trained(tmp_path_factory):
         warnings.simplefilter("ignore")
         ages = Ages.of(data, leaning(data), target / "model.safetensors")
         line = fit_age_line(ages, Linear(), None)
-        write_calibration_folder(
-            calibrator_folder(target),
-            ages,
-            line,
-            summarize_age_errors(ages, line),
-            "pretrain/dense/0",
-        )
+        errors = summarize_age_errors(ages, line)
+        write_calibration_folder(calibrator_folder(target), ages, line, errors, "pretrain/dense/0")
     return target, data, model
 
 
 def nifti(path, volume):
     path.parent.mkdir(parents=True, exist_ok=True)
-    nibabel.save(
-        nibabel.Nifti1Image(np.asarray(volume, np.float32), np.diag([3.0, 3.0, 3.0, 1.0])), path
-    )
+    nibabel.save(nibabel.Nifti1Image(np.asarray(volume, np.float32), np.diag([3.0, 3, 3, 1])), path)
 
 
 def brain(edge=10, gain=100.0, seed=0):
     """A skull-stripped cube of 3 mm voxels, as those of the cohort."""
     image = np.zeros((16, 16, 16))
     start = (16 - edge) // 2
-    image[(slice(start, start + edge),) * 3] = gain * (
-        0.6 + np.random.default_rng(seed).normal(0, 0.05, (edge,) * 3)
-    )
+    noise = np.random.default_rng(seed).normal(0, 0.05, (edge,) * 3)
+    image[(slice(start, start + edge),) * 3] = gain * (0.6 + noise)
     return image
 
 
 def test_a_bids_folder_with_ages(trained, tmp_path):
     target, data, model = trained
     for number in (1, 2, 3):
-        nifti(
-            tmp_path / f"sub-{number}/ses-a/anat/sub-{number}_ses-a_T1w.nii.gz", brain(seed=number)
-        )
+        place = tmp_path / f"sub-{number}/ses-a/anat"
+        nifti(place / f"sub-{number}_ses-a_T1w.nii.gz", brain(seed=number))
     (tmp_path / "participants.tsv").write_text(
         "participant_id\tage\tsex\tsite\nsub-1\t60.5\tF\tsite0\nsub-2\tn/a\tmale\telsewhere\n"
     )
     with pytest.warns(UserWarning, match="pooled line is used"):
         predict(target, tmp_path, tmp_path / "out.csv")
     rows = read_predictions(tmp_path / "out.csv")
-    assert [
-        (row["participant_id"], row["session_id"], row["split"], row["age"], row["sex"])
-        for row in rows
-    ] == [
-        ("sub-1", "ses-a", "new", "60.5000", "F"),
-        ("sub-2", "ses-a", "new", "", "M"),
-        ("sub-3", "ses-a", "new", "", ""),
-    ]
-    fitted = read_json_settings(
-        calibrator_folder(target) / "calibrator.json", FittedLinear, "a calibrator"
-    )
+    keys = ("participant_id", "session_id", "split", "age", "sex")
+    said = [",".join(row[key] for key in keys) for row in rows]
+    assert said == ["sub-1,ses-a,new,60.5000,F", "sub-2,ses-a,new,,M", "sub-3,ses-a,new,,"]
+    path = calibrator_folder(target) / "calibrator.json"
+    fitted = read_json_settings(path, FittedLinear, "a calibrator")
     for row, group in zip(rows, ("F", "M", "pooled"), strict=True):
         raw = float(row["predicted_age"])
         pooled = pytest.approx(fitted.pooled.invert(raw), abs=1e-3)
@@ -139,9 +119,8 @@ def test_a_prediction_is_the_models_for_the_prepared_volume(trained, tmp_path):
     low, high = np.percentile(inside, (1, 99))
     made = np.zeros_like(image)
     made[image > 0] = 0.01 + 0.99 * np.clip((inside - low) / (high - low), 0, 1)
-    said = predict_in_batches(model.eval(), made[None, None].astype(np.float16), 1, routing=False)[
-        0
-    ][0, 0]
+    volume = made[None, None].astype(np.float16)
+    said = predict_in_batches(model.eval(), volume, 1, routing=False)[0][0, 0]
     assert [row.participant_id for row in rows] == ["brighter", "one"]
     assert rows[1].predicted_age == pytest.approx(float(said), abs=1e-2)
     assert rows[0].predicted_age == pytest.approx(rows[1].predicted_age, abs=1e-2)
@@ -191,10 +170,8 @@ def test_what_is_found(tmp_path):
     nifti(tmp_path / "p1_mask.nii.gz", brain() > 0)
     nifti(tmp_path / "p2.nii", brain())
     found = find_volumes(tmp_path)
-    assert [(one.path.name, one.mask and one.mask.name) for one in found] == [
-        ("p1.nii.gz", "p1_mask.nii.gz"),
-        ("p2.nii", None),
-    ]
+    masks = [(one.path.name, one.mask and one.mask.name) for one in found]
+    assert masks == [("p1.nii.gz", "p1_mask.nii.gz"), ("p2.nii", None)]
     nifti(tmp_path / "sub-9/anat/sub-9_T1w.nii.gz", brain())
     nifti(tmp_path / "sub-9/anat/sub-9_desc-brain_mask.nii.gz", brain() > 0)
     (one,) = find_volumes(tmp_path)
@@ -217,7 +194,6 @@ NASTY = "<img src=x onerror=alert(1)>"
 
 
 def random_model(folder: Path) -> Path:
-    """A model with random weights, in the place of the pipeline."""
     torch.manual_seed(0)
     task = Classification(classes=("clover", NASTY, "sky"))
     image = ImageSpec(channels=3, size=16, task=task, mean=(0.5,) * 3, std=(0.5,) * 3)
@@ -252,18 +228,15 @@ def test_every_size_and_mode_gets_the_models_own_answer(model, pictures, tmp_pat
     with pytest.raises(SystemExit, match="^0$"):
         main([str(model), str(pictures), "--out", str(tmp_path / "out.csv"), "--batch", "5"])
     rows = rows_of(tmp_path / "out.csv")
-    assert [row["file"] for row in rows] == sorted(
-        path.relative_to(pictures).as_posix() for path in pictures.rglob("*.*")
-    )
+    files = sorted(path.relative_to(pictures).as_posix() for path in pictures.rglob("*.*"))
+    assert [row["file"] for row in rows] == files
     loaded = load_model(model)
     for row in rows:
         pixels = decode_image(pictures / row["file"], 16, 3)
         with torch.inference_mode():
             probs = loaded(torch.from_numpy(pixels.copy())[None] / 255).prediction.softmax(1)[0]
         names = loaded.image.task.classes
-        assert [float(row[f"p({name})"]) for name in names] == pytest.approx(
-            probs.tolist(), abs=1e-5
-        )
+        assert [float(row[f"p({n})"]) for n in names] == pytest.approx(probs.tolist(), abs=1e-5)
         assert row["prediction"] == names[int(probs.argmax())] and row["error"] == ""
         assert float(row["probability"]) == pytest.approx(float(probs.max()), abs=1e-5)
     told = capsys.readouterr().out
@@ -370,12 +343,10 @@ def test_links_out_of_the_folder_and_odd_names_keep_their_rows(model, pictures, 
     assert predict_folder(PredictionRequest(model, pictures, tmp_path / "out.csv")) == 3
     rows = {row["file"]: row for row in rows_of(tmp_path / "out.csv")}
     assert "found 'out.png', which leads out of this folder" in rows["out.png"]["error"]
-    assert "No such file" in rows["dead.png"]["error"]
-    assert rows["itself.png"]["error"]
+    assert "No such file" in rows["dead.png"]["error"] and rows["itself.png"]["error"]
     assert "'=1+1.png" in rows, "a spreadsheet would compute it"
-    assert {"in.png", r"two\nlines.png", r"\udcff.png"} <= {
-        name for name, row in rows.items() if row["prediction"]
-    }
+    expected = {name for name, row in rows.items() if row["prediction"]}
+    assert {"in.png", r"two\nlines.png", r"\udcff.png"} <= expected
 
 
 def test_volumes_that_lead_out_of_their_folder(trained, tmp_path):
@@ -384,11 +355,9 @@ def test_volumes_that_lead_out_of_their_folder(trained, tmp_path):
         nifti(tmp_path / f"in/{name}.nii.gz", brain())
     (tmp_path / "in/out.nii.gz").symlink_to(tmp_path / "away/v.nii.gz")
     (tmp_path / "in/b_mask.nii.gz").symlink_to(tmp_path / "away/v.nii.gz")
-    found = find_volumes(tmp_path / "in")
+    made = find_volumes(tmp_path / "in")
     reference = load_age_calibration(calibrator_folder(trained[0]), trained[0]).reference
-    said = dict(
-        zip((one.path.name for one in found), prepare_volumes(found, reference), strict=True)
-    )
+    said = dict(zip((one.path.name for one in made), prepare_volumes(made, reference), strict=True))
     assert "found 'out.nii.gz', which leads out of this folder" in said["out.nii.gz"]
     assert "found 'b_mask.nii.gz', which leads out" in said["b.nii.gz"]
     assert said["a.nii.gz"].ndim == 4
@@ -398,8 +367,7 @@ def test_volumes_that_lead_out_of_their_folder(trained, tmp_path):
 
 
 def test_alpha_stands_on_white_and_16_bits_are_scaled(tmp_path):
-    clear = Image.new("RGBA", (4, 4), (0, 0, 0, 0))
-    clear.save(tmp_path / "clear.png")
+    Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(tmp_path / "clear.png")
     assert (decode_image(tmp_path / "clear.png", 4, 3) == 255).all()
     Image.new("RGBA", (4, 4), (200, 100, 0, 128)).save(tmp_path / "half.png")
     half = decode_image(tmp_path / "half.png", 4, 3)[:, 0, 0]
@@ -440,8 +408,7 @@ def test_the_page_shows_pictures_and_experts(browser, model, pictures, tmp_path)
     spoil(pictures)
     predict_folder(PredictionRequest(model, pictures, tmp_path / "out.csv"))
     with opened(browser, tmp_path / "out.html", 390, "dark") as page:
-        assert clipped(page) == []
-        assert page.locator("li").count() == 24
+        assert clipped(page) == [] and page.locator("li").count() == 24
         assert page.locator("#failures + table tr").count() == 5
         painted = "canvas => canvas.toDataURL().length"
         canvas = page.locator("canvas").first

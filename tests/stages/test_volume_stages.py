@@ -5,17 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from moecore import UserError, predict_in_batches
 from moecore.brain.prediction_table import read_predictions
 from moecore.core import streams
 from moecore.core.config import read_json_settings
-from moecore.core.files import UserError
 from moecore.measure.base import read_result
 from moecore.measure.calibrators.linear import FittedLinear
 from moecore.measure.routing_metrics.epochs import EpochWatch
 from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit3d import Vit3d
-from moecore.nn.predict import predict_in_batches
 from moecore.pipeline.code_hashes import write_code
 from moecore.stages import calibrate as stage
 from moecore.stages.finetune import finetune
@@ -86,25 +85,20 @@ def measured(method, stage="pretrain"):
 
 def test_errors_are_in_years_with_limits(study):
     found = measured("vmoe")
-    assert found.task.score.name == "mae"
-    assert found.task.score.unit == "years"
-    assert found.task.target == "age"
-    assert found.test_count == 12
+    assert found.task.score.name == "mae" and found.task.score.unit == "years"
+    assert found.task.target == "age" and found.test_count == 12
     for score in (found.test_score, found.validation_score):
         assert 0 < score.low <= score.value <= score.high < 60
     last = found.curve[-1]["validation_mae"]
     assert found.validation_score.value == pytest.approx(last, rel=1e-4)
-    assert found.test_correct is None
-    assert found.confusion is None
-    assert found.class_maps == {}
+    assert found.test_correct is None and found.confusion is None and found.class_maps == {}
     # ages 20 … 90 in 12 even steps; the median of the training ages is 55: errors 35/11 · (1, 3, …,
     # 11), each twice
     assert found.median_mae == pytest.approx(35 / 11 * 6)
 
 
 def test_the_saved_model_predicts_what_was_reported(study):
-    model = load_model("artifacts/pretrain/ermoe_ba/0")
-    ages, _ = predict_in_batches(model, study.test.images, 5)
+    ages, _ = predict_in_batches(load_model("artifacts/pretrain/ermoe_ba/0"), study.test.images, 5)
     assert ages.shape == (12, 1)
     error = (ages[:, 0] - torch.tensor(study.test.labels)).abs().mean()
     assert float(error) == pytest.approx(measured("ermoe_ba").test_score.value, rel=1e-5)
@@ -125,19 +119,12 @@ def test_the_routing_of_tissues_is_seen_at_three_epochs(study):
     assert measured("dense").region_routing == ()
 
 
-def test_a_null_control_learns_from_permuted_ages(study):
+def test_a_control_learns_permuted_ages_and_fine_tuning_keeps_head_and_teacher(study):
     plain, control = measured("dense"), measured("control")
     assert plain.curve[0]["train_mae"] != control.curve[0]["train_mae"]
     assert plain.median_mae == control.median_mae
-
-
-def test_fine_tuning_keeps_the_head_and_has_no_warm_start(study):
     found = measured("ermoe_ba", "finetune")
-    assert found.test_score.value < 40
-    assert "region_routing" not in found.curve[-1]
-
-
-def test_a_method_keeps_its_teacher_in_fine_tuning_where_it_says_so(study):
+    assert found.test_score.value < 40 and "region_routing" not in found.curve[-1]
     assert "router_kl" in measured("tgr", "finetune").curve[-1]
 
 
@@ -148,9 +135,7 @@ def test_a_seed_shares_no_stream_with_its_teacher(study, monkeypatch):
 
     def run(stage, *item):
         said: set = set()
-        monkeypatch.setattr(
-            streams, "_hash_words", lambda *words: said.add(words) or digest(*words)
-        )
+        monkeypatch.setattr(streams, "_hash_words", lambda *key: said.add(key) or digest(*key))
         monkeypatch.setattr(torch, "manual_seed", lambda seed: said.add(seed) or seeded(seed))
         stage(*item)
         seeds[stage.__name__] = said
@@ -192,7 +177,6 @@ CALIBRATION = "calibrate: {calibrator: {kind: linear, min_slope: 1.0e-9}, batch:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """The stage ran for an untrained model, in this folder."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("calibrate")
         patch.chdir(folder)
@@ -200,9 +184,8 @@ def results(tmp_path_factory):
         patch.setenv("MOECORE_THREADS", "1")
         (folder / "params.yaml").write_text(NO_METHODS + CALIBRATION)
         write_code("params.yaml")
-        data = write_cohort(
-            folder / "artifacts/data/pretrain", numbers={"train": 20, "validation": 12, "test": 9}
-        )
+        numbers = {"train": 20, "validation": 12, "test": 9}
+        data = write_cohort(folder / "artifacts/data/pretrain", numbers=numbers)
         torch.manual_seed(1)
         model = Vit3d(patch=8, width=16, depth=1, heads=2).build(
             ImageSpec.from_card(data.card), None
@@ -220,17 +203,12 @@ def results(tmp_path_factory):
 def test_it_predicts_years_and_writes_everything(results):
     folder, data = results
     rows = read_predictions(folder / "artifacts/calibrate/pretrain/dense/0/predictions.csv")
-    said = predict_in_batches(
-        load_model(folder / "artifacts/pretrain/dense/0"), data.test.images, 9, routing=False
-    )[0][:, 0]
-    assert [float(row["predicted_age"]) for row in rows[-9:]] == pytest.approx(
-        said.tolist(), abs=1e-3
-    )
-    fitted = read_json_settings(
-        (folder / "artifacts/calibrate/pretrain/dense/0/calibrator.json"),
-        FittedLinear,
-        "a calibrator",
-    )
+    model = load_model(folder / "artifacts/pretrain/dense/0")
+    said = predict_in_batches(model, data.test.images, 9, routing=False)[0][:, 0]
+    told = pytest.approx(said.tolist(), abs=1e-3)
+    assert [float(row["predicted_age"]) for row in rows[-9:]] == told
+    path = folder / "artifacts/calibrate/pretrain/dense/0/calibrator.json"
+    fitted = read_json_settings(path, FittedLinear, "a calibrator")
     assert fitted.pooled.n == 20
     path = folder / "artifacts/measured/calibrate/pretrain/dense/0.json"
     found = read_result(path, Found, "calibrate")

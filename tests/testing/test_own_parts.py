@@ -6,33 +6,23 @@ import pytest
 import torch
 
 from moecore import backbones, experts, regularizers, routers, testing
-from moecore.attacks.apgd import Apgd
-from moecore.attacks.base import Attack
-from moecore.attacks.fgsm import Fgsm
-from moecore.attacks.pgd import Pgd
+from moecore.attacks import Apgd, Fgsm, Pgd
+from moecore.backbones import TextTowerSettings, Vit
 from moecore.core.config import Config, list_own_names, part_classes_by_kind
 from moecore.core.routing_records import RoutingContext
 from moecore.data.card import parse_card_task
-from moecore.data.sources.digits import Digits
-from moecore.data.sources.image_folder import ImageFolder
 from moecore.measure.base import Measurement, builtin_measurements
-from moecore.measure.calibrators.base import Calibrator
 from moecore.measure.values import Chart, Metric, OnPage
-from moecore.nn.backbones.base_model import ImageSpec
-from moecore.nn.backbones.two_towers import TextTowerSettings
-from moecore.nn.backbones.vit import Vit
-from moecore.nn.balances.base import Balance
 from moecore.nn.experts.mlp import Mlp, MlpExperts
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.token_choice import router_logits
+from moecore.parts import Attack, Balance, Calibrator, ImageSpec, Regularizer, Teacher
+from moecore.sources import Digits, ImageFolder
 from moecore.tasks.regression import Regression
+from moecore.teachers import Dense, Training
 from moecore.testing.check_helpers import IMAGE
-from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.load import Load
-from moecore.training.settings import Training
-from moecore.training.teachers.base import Teacher
-from moecore.training.teachers.dense import Dense
 
 CAPACITY = {"capacity_factor": 0.5, "batch_priority": True}
 BIAS = {"kind": "loss_free", "rate": 0.1}
@@ -101,11 +91,8 @@ REGULARIZERS = [
     regularizers.GroupSparsity(reduction="authors", padding="circular"),
 ]
 OBJECTIVES = ("task", "cross_entropy", "dlr", "balance", "routing_change")
-ATTACKS = [
-    attack.model_copy(update={"objective": objective})
-    for attack in (Fgsm(), Pgd(steps=3), Pgd(steps=3, form="strong"), Apgd(steps=5))
-    for objective in OBJECTIVES
-]
+TRIED = (Fgsm(), Pgd(steps=3), Pgd(steps=3, form="strong"), Apgd(steps=5))
+ATTACKS = [one.model_copy(update={"objective": aim}) for one in TRIED for aim in OBJECTIVES]
 TEXT = {"channels": 4, "size": (4,), "mean": (0.0,) * 4, "std": (1.0,) * 4}
 CAPTIONS = {"words": 9, "context": 4, "captions": 2, "end": 2, "vocabulary": "0" * 64}
 STAGED = {"patch": 1, "width": 16, "depths": (2, 2), "heads": (2, 4)}
@@ -144,12 +131,8 @@ MEASUREMENTS = [own for name, own in builtin_measurements().items() if name not 
 AMONG_EMPTY = (  # routers of experts without a network
     routers.NoisyTopK(score="sigmoid", renormalise=True, balance=BIAS),
     routers.NoisyTopK(**CAPACITY, group_size=2),
-    routers.TopKSoftmax(),
-    routers.TopP(),
-    routers.Relu(),
-    routers.Hash(by="position"),
-    routers.Eigenbasis(),
-    routers.Depth(share=0.5),
+    *(routers.TopKSoftmax(), routers.TopP(), routers.Relu(), routers.Hash(by="position")),
+    *(routers.Eigenbasis(), routers.Depth(share=0.5)),
 )
 CASES = [
     *((testing.check_router, router) for router in ROUTERS),
@@ -197,10 +180,8 @@ def test_our_part_keeps_its_promises(case):
 @pytest.mark.parametrize(
     ("family", "parts"),
     [
-        (routers.Router, ROUTERS),
-        (experts.Experts, EXPERTS),
-        (regularizers.Regularizer, REGULARIZERS),
-        (Attack, ATTACKS),
+        *((routers.Router, ROUTERS), (experts.Experts, EXPERTS)),
+        *((regularizers.Regularizer, REGULARIZERS), (Attack, ATTACKS)),
         (backbones.Backbone, [backbone for backbone, _ in BACKBONES]),
     ],
 )

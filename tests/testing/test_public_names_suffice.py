@@ -146,14 +146,11 @@ class Untrained(parts.Teacher):
             return moecore.backbones.Vit(patch=4, width=16, depth=1, heads=2).build(image)
 
 
-def test_a_source_of_an_earlier_version_is_told_what_to_write():
+def test_they_keep_what_families_promise_and_an_old_source_is_told_what_to_write(tmp_path):
     with pytest.raises(ImportError, match="DatasetInfo; allowed: Card, write_images"):
         exec("from moecore.parts import DatasetInfo")
     with pytest.raises(UserError, match="Old: found prepare; allowed: describe, write"):
         type("Old", (Stripes,), {"__module__": __name__, "prepare": Stripes.write})
-
-
-def test_they_keep_what_their_families_promise(tmp_path):
     assert testing.check_source(Stripes, tmp_path).task == STRIPED
     kilograms = np.array([60.0, 80.0], np.float32)
     testing.check_task(Weight(), torch.tensor([[61.0], [77.0]]), kilograms, np.array([np.nan]))

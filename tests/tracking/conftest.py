@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from moecore.core.config import Config
 from moecore.core.source_layout import ROOT
 from moecore.data.card import parse_card_task
 from moecore.measure.calibration import METRICS, PredictionQuality, put_quality
-from moecore.measure.values import Values
+from moecore.parts import Config, Values
 from moecore.run.run_record import record_run
 from moecore.statistics.intervals import Interval
 from moecore.tasks.class_task import reliability_bins
@@ -42,10 +41,7 @@ class Study:
         self.folder = folder
         self.store = store
 
-    def write(
-        self, seed: int = 0, steps: int = 3, method: str = "vmoe", stage: str = "pretrain"
-    ) -> None:
-        """A finished run of a training."""
+    def write(self, seed: int = 0, steps: int = 3, method: str = "vmoe", stage: str = "pretrain"):
         with record_run(stage, Params(), method=method, seed=seed) as run:
             for step in range(1, steps + 1):
                 run.log(step, {"loss": 1 / step, "share@1": 0.5})
@@ -79,17 +75,13 @@ class Study:
         return parent
 
     def view(self) -> dict[str, Any]:
-        """The saved view of the experiment."""
         experiment = self.client.get_experiment_by_name(self.folder.name)
         return json.loads(json.loads(experiment.tags[TAG])["state"])
 
     def parent_ids(self) -> dict[str, str]:
         """Stage → the id of its parent, of the current runs."""
-        return {
-            run.data.tags["stage"]: run.data.tags["mlflow.parentRunId"]
-            for run in self.runs()
-            if run.data.tags["dvc.current"] == "true"
-        }
+        tags = [run.data.tags for run in self.runs() if run.data.tags["dvc.current"] == "true"]
+        return {one["stage"]: one["mlflow.parentRunId"] for one in tags}
 
     def curve(self, run: Any, name: str) -> list[tuple[int, float]]:
         points = self.client.get_metric_history(run.info.run_id, name)
@@ -97,18 +89,12 @@ class Study:
 
     def start(self, *words: str, **env: str) -> subprocess.Popen:
         """``python words…`` in the study's folder, on the store of all tests."""
-        return subprocess.Popen(
-            [sys.executable, *words],
-            cwd=self.folder,
-            env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=hears_interrupts,
-        )
+        environment = os.environ | {"PYTHONPATH": str(ROOT)} | env
+        given = {"cwd": self.folder, "env": environment, "preexec_fn": hears_interrupts}
+        pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        return subprocess.Popen([sys.executable, *words], text=True, **given, **pipes)
 
     def moecore(self, *words: str) -> subprocess.Popen:
-        """``moecore words…`` in the study's folder."""
         return self.start("-c", "from moecore.pipeline.cli import app; app()", *words)
 
 

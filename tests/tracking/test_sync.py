@@ -46,10 +46,8 @@ def import_all() -> dict[str, int]:
 
 
 def everything(study) -> list:
-    return sorted(
-        (run.info.run_id, run.info.status, run.info.end_time, run.data.to_dictionary())
-        for run in study.every_run()
-    )
+    runs = [(run.info, run.data.to_dictionary()) for run in study.every_run()]
+    return sorted((info.run_id, info.status, info.end_time, data) for info, data in runs)
 
 
 def test_a_second_import_adds_nothing_and_a_grown_study_adds(study):
@@ -61,8 +59,7 @@ def test_a_second_import_adds_nothing_and_a_grown_study_adds(study):
     assert everything(study) == before
     study.write(seed=1)
     study.write(stage="finetune")
-    assert import_all() == {"runs added": 2, "current": 4}
-    assert len(study.parents()) == 2
+    assert import_all() == {"runs added": 2, "current": 4} and len(study.parents()) == 2
 
 
 def test_a_run_has_all_that_its_history_says(study):
@@ -101,8 +98,7 @@ def test_stages_are_children_of_one_run_with_headline_numbers_and_curves_in_a_vi
     own = dict.fromkeys(("pretrain", "finetune", "calibrate"), parent.info.run_id)
     assert study.parent_ids() == own | {"prepare": shared}
     assert study.curve(parent, "loss/finetune total") == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
-    assert parent.data.params["epochs"] == "3"
-    assert parent.data.metrics["ece/pretrain"] == 0.5
+    assert parent.data.params["epochs"] == "3" and parent.data.metrics["ece/pretrain"] == 0.5
     calibrate(ece=0.123456)
     import_all()
     assert study.parent().info.run_id == parent.info.run_id  # the model is the same
@@ -160,11 +156,8 @@ def test_numbers_relative_to_the_dense_model_follow_it(study, monkeypatch):
 
     given = []
     numbers = headline_metrics.read_headline_numbers
-    monkeypatch.setattr(
-        headline_metrics,
-        "read_headline_numbers",
-        lambda *a: (given.append((a[1], a[3])), numbers(*a))[1],
-    )
+    spy = lambda *a: (given.append((a[1], a[3])), numbers(*a))[1]
+    monkeypatch.setattr(headline_metrics, "read_headline_numbers", spy)
     study.write()
     study.write(method="dense")
     import_all()
@@ -185,8 +178,7 @@ def test_a_restored_training_has_its_old_parent_again(study):
     import_all()
     shutil.rmtree(PUBLISHED)
     shutil.copytree("kept", PUBLISHED)
-    assert import_all() == {"current": 1}
-    assert study.parent().info.run_id == old
+    assert import_all() == {"current": 1} and study.parent().info.run_id == old
     assert sorted(run.data.tags["dvc.current"] for run in study.runs()) == ["false", "true"]
 
 
@@ -250,8 +242,7 @@ def test_a_run_whose_history_and_process_are_gone_is_ended(study):
     study.client.set_tag(run.info.run_id, "pid", "999999")
     (PUBLISHED / "history.jsonl").unlink()
     study.write(seed=1)
-    assert import_all()["ended"] == 1
-    assert only_run(study).info.status == "KILLED"
+    assert import_all()["ended"] == 1 and only_run(study).info.status == "KILLED"
 
 
 def test_a_failed_run_says_why_and_what_was_deleted_in_the_store_is_imported_again(study):
@@ -305,8 +296,7 @@ def test_an_import_that_was_killed_is_completed_by_the_next(study, monkeypatch):
     assert import_all() == {"current": 2}
     [run] = [run for run in study.runs() if run.data.tags["stage"] == "pretrain"]
     assert study.curve(run, "loss/total") == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
-    assert study.parent().data.metrics["ece/pretrain"] == 0.5
-    assert len(study.every_run()) == 3
+    assert study.parent().data.metrics["ece/pretrain"] == 0.5 and len(study.every_run()) == 3
 
 
 def test_a_dead_server_is_one_line_without_the_password(study, monkeypatch):
