@@ -22,9 +22,8 @@ def browser() -> "Iterator[Browser]":
         pytest.skip("chromium is not installed (Debian: apt-get install chromium)")
     playwright_api = pytest.importorskip("playwright.sync_api")
     with playwright_api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
-        )
+        flags = ["--no-sandbox", "--disable-dev-shm-usage"]
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
         yield found
         found.close()
 
@@ -37,10 +36,9 @@ def opened(
     # known: what the errors of other people's pages hold, which are let pass.
     target = address.resolve().as_uri() if isinstance(address, Path) else address
     inside = "file:" if isinstance(address, Path) else "/".join(target.split("/")[:3])
-    context = browser.new_context(
-        viewport={"width": width, "height": 900},
-        color_scheme="dark" if scheme == "dark" else "light",
-    )
+    colours = "dark" if scheme == "dark" else "light"
+    view = {"width": width, "height": 900}
+    context = browser.new_context(viewport=view, color_scheme=colours)
     page = context.new_page()
     wrong: list[str] = []
 

@@ -26,27 +26,16 @@ os.environ.setdefault("MOECORE_THREADS", "1")
 # it out but for QUICK. The workers of `make test` take whole files in this order: the first makes
 # the finished project, for which those that use it would wait, so others come between.
 SLOW = (
-    "pipeline/test_pipeline.py",
-    "training/test_ranks.py",
-    "run/test_launch.py",
-    "pipeline/test_installed_package.py",
-    "training/test_speed.py",
-    "pipeline",
-    "run/test_inputs.py",
-    "predict",
-    "study",
-    "report",
-    "tracking",
-    "stages",
-    "testing",
-    "house/test_additions.py",
-    "house/test_docs.py",
+    *"pipeline/test_pipeline.py training/test_ranks.py run/test_launch.py".split(),
+    *"pipeline/test_installed_package.py training/test_speed.py pipeline".split(),
+    *"run/test_inputs.py predict study report tracking stages testing".split(),
+    *("house/test_additions.py", "house/test_docs.py"),
 )
 # One pipeline, one kill, one look at what reruns; and what starts nothing
 QUICK = (
     "pipeline/test_code_hashes.py",
     "pipeline/test_pipeline.py::test_everything_ran_once_and_then_nothing_runs",
-    "pipeline/test_kill_and_resume.py::test_killed_at_random_moments_it_ends_bit_equal[pretrain]",
+    "pipeline/test_pipeline.py::test_killed_at_random_moments_it_ends_bit_equal[pretrain]",
     "pipeline/test_what_reruns.py::test_a_part_reruns_the_methods_that_use_it",
 )
 
@@ -97,7 +86,6 @@ def finished(shared) -> Project:
 
 @pytest.fixture
 def copied(finished, tmp_path) -> Project:
-    """A copy of the finished project, to be changed."""
     return finished.copy(tmp_path / "project")
 
 
@@ -133,7 +121,6 @@ class Disk:
             os.posix_fallocate(file.fileno(), 0, taken)
 
     def clear(self) -> None:
-        """There is room again."""
         self._filler.unlink(missing_ok=True)
 
 

@@ -49,12 +49,10 @@ class Stage:
         self.pid = int(self.answer.readline())
 
     def kill(self) -> None:
-        """SIGKILL, and wait for the end."""
         os.kill(self.pid, signal.SIGKILL)
         self.answer.readline()
 
     def runs(self) -> bool:
-        """Whether it has not ended yet."""
         self.line.setblocking(False)
         try:
             return not self.line.recv(1, socket.MSG_PEEK)
@@ -64,7 +62,6 @@ class Stage:
             self.line.setblocking(True)
 
     def wait(self) -> tuple[int, str, str]:
-        """Exit code and what it printed."""
         code = int(self.answer.readline())
         for stream in self.printed:
             stream.seek(0)

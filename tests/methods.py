@@ -13,7 +13,6 @@ from tests.training.small import IMAGE
 
 
 def load_methods(path: str) -> dict[str, Method]:
-    """Return the methods that a params.yaml of this repository has, by name."""
     entries = load_yaml_document(str(ROOT / path)).data["methods"]
     return {name: Method.model_validate(entry) for name, entry in entries.items()}
 
@@ -24,9 +23,7 @@ REPRESENTATIVE = ("prc_moge", "ermoe", "tgr", "stable_moe", "expert_choice", "so
 
 
 # layer → the first method that has it
-ROUTED = {
-    method.moe.model_dump_json(): name for name, method in reversed(METHODS.items()) if method.moe
-}
+ROUTED = {each.moe.model_dump_json(): name for name, each in reversed(METHODS.items()) if each.moe}
 KINDS = tuple(reversed(ROUTED.values()))
 STRONGER = 30
 
@@ -36,20 +33,16 @@ def tiny(name: str, image: ImageSpec = IMAGE) -> nn.Module:
     method, patch = METHODS[name], image.size // 4
     torch.manual_seed(0)
     model = Vit(patch=patch, width=32, depth=4, heads=2).build(image, method.moe)
-    guide = (
-        build_guide(Vit(patch=patch, width=32, depth=2, heads=2).build(image), method, (4,))
-        if method.guided
-        else None
-    )
+    guide = None
+    if method.guided:
+        teacher = Vit(patch=patch, width=32, depth=2, heads=2).build(image)
+        guide = build_guide(teacher, method, (4,))
     with torch.no_grad():
-        for key, weight in [
-            *model.named_parameters(),
-            *(guide.named_parameters() if guide else ()),
-        ]:
+        for key, value in [*model.named_parameters(), *(guide.named_parameters() if guide else ())]:
             if "router" in key and "basis" not in key:
-                weight *= STRONGER
+                value *= STRONGER
             if "attn" in key or "patch_embed" in key:
-                weight *= 5
+                value *= 5
     return attach_required_guide(model, guide).eval()
 
 

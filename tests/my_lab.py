@@ -68,14 +68,8 @@ from my_lab.brightness import Result
 COLUMNS = (Column("brightness", "Brightness", lambda result: result.mean),)
 SHOWN = Shown("my_lab.brightness", "brightness", Result, COLUMNS)
 """
-FILES = {
-    "__init__": "",
-    "cosine": COSINE,
-    "directions": DIRECTIONS,
-    "calm": CALM,
-    "brightness": BRIGHTNESS,
-    "pages/brightness": BRIGHTNESS_PAGE,
-}
+FILES = {"__init__": "", "cosine": COSINE, "directions": DIRECTIONS, "calm": CALM}
+FILES |= {"brightness": BRIGHTNESS, "pages/brightness": BRIGHTNESS_PAGE}
 # of a params.yaml
 SECTIONS = """\
 packages: [my_lab]

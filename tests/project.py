@@ -4,6 +4,7 @@ import ast
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -103,14 +104,8 @@ def check_params(path: Path) -> Study:
 
 def forget_files() -> None:
     """Make this process read files of code again, which a test has edited."""
-    for cached in (
-        code_hashes._read_source,
-        code_hashes._imported_files,
-        code_hashes._code_hash,
-        code_hashes._module_file,
-        code_hashes._data_files,
-        wheel_record,
-    ):
+    caches = (code_hashes._read_source, code_hashes._imported_files, code_hashes._code_hash)
+    for cached in (*caches, code_hashes._module_file, code_hashes._data_files, wheel_record):
         cached.cache_clear()
 
 
@@ -152,7 +147,6 @@ class Project:
         self.write(params)
 
     def copy_code(self) -> None:
-        """Code and dvc.yaml as they are in this repository."""
         for name in COPIED:
             source, target = ROOT / name, self.folder / name
             if source.is_dir():
@@ -175,7 +169,6 @@ class Project:
 
     @classmethod
     def at(cls, folder: Path) -> "Project":
-        """The project that is in ``folder`` already."""
         project = cls.__new__(cls)
         project.folder = folder
         return project
@@ -212,11 +205,8 @@ class Project:
 
     @property
     def environment(self) -> dict[str, str]:
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("DVC", "MLFLOW", "MOECORE"))
-        }
+        ours = ("DVC", "MLFLOW", "MOECORE")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
         if self.forked:
             folders.insert(0, str(forked.server() / "bin"))
@@ -228,27 +218,17 @@ class Project:
             "PYTHONPATH": str(self.root or self.folder),
         }
 
-    def run(
-        self, command: list[str], env: dict[str, str] | None = None
-    ) -> subprocess.CompletedProcess:
+    def run(self, command: list[str], env: dict | None = None) -> subprocess.CompletedProcess:
         """Run a command that must succeed."""
         done = self.attempt(command, env)
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
         return done
 
-    def attempt(
-        self, command: list[str], env: dict[str, str] | None = None
-    ) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            command,
-            cwd=self.folder,
-            env=self.environment | (env or {}),
-            capture_output=True,
-            text=True,
-        )
+    def attempt(self, command: list[str], env: dict | None = None) -> subprocess.CompletedProcess:
+        given = self.environment | (env or {})
+        return subprocess.run(command, cwd=self.folder, env=given, capture_output=True, text=True)
 
     def moecore(self, *words: str) -> subprocess.CompletedProcess:
-        """The command ``moecore``."""
         if self.forked:
             command = ("command", json.dumps(["moecore", *words]))
             return forked.run(self.folder, command, self.environment)
@@ -260,10 +240,7 @@ class Project:
         assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
         return done
 
-    def attempt_stage(
-        self, *words: str, env: dict[str, str] | None = None
-    ) -> subprocess.CompletedProcess:
-        """Run a stage by hand."""
+    def attempt_stage(self, *words: str, env: dict | None = None) -> subprocess.CompletedProcess:
         self.hash_code()
         if self.forked:
             return forked.run(self.folder, words, self.environment | (env or {}))
@@ -278,11 +255,7 @@ class Project:
     def repro(self, *words: str) -> list[str]:
         """``dvc repro``; returns the stages that ran, in order."""
         done = self.run(["dvc", "repro", *words])
-        return [
-            line.split("'")[1]
-            for line in done.stdout.splitlines()
-            if line.startswith("Running stage")
-        ]
+        return re.findall("^Running stage '(.+?)'", done.stdout, re.M)
 
     def killed(self, *words: str, when) -> bool:
         """Start a stage and SIGKILL it as soon as ``when()``; False where it ended before."""
