@@ -28,9 +28,11 @@ from moecore.measure.retrieval import Retrieval as _Retrieval
 from moecore.measure.robustness import Robustness as _Robustness
 from moecore.measure.router_regret import RouterRegret as _RouterRegret
 from moecore.measure.routing import Routing as _Routing
+from moecore.measure.routing_certificate import RoutingCertificate as _RoutingCertificate
 from moecore.measure.routing_metrics.alternative_choices import SweepSettings as _SweepSettings
 from moecore.measure.routing_metrics.expert_roles import ExpertRoles as _ExpertRoles
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation as _TwoViewAugmentation
+from moecore.measure.smoothing import Smoothing as _Smoothing
 from moecore.measure.stability import Stability as _Stability
 from moecore.measure.truth import Truth as _Truth
 from moecore.measure.word_swaps import WordSwaps as _WordSwaps
@@ -240,6 +242,32 @@ class Routing(_Routing):
     """The trained weights under other k and thresholds (ERMoE, S3, S5)."""
     roles: _ExpertRoles | None = None
     """Analysis of the experts' roles, from the same pass; null: none."""
+
+class RoutingCertificate(_RoutingCertificate):
+    """Radii around images within which no change of the pixels changes a token's experts."""
+    images: int = 100
+    """Test images, evenly spread; the same for every method."""
+    epsilons: tuple[float, ...] = ...
+    """Radii, of pixels in [0, 1], at which certified tokens are counted."""
+    attacked: int = 64
+    """Tokens per norm that an attack checks."""
+    steps: int = 20
+    """Steps of this attack on a router's margin."""
+
+class Smoothing(_Smoothing):
+    """Certified accuracy of the model smoothed by Gaussian noise on the pixels."""
+    images: int = 100
+    """Test images, evenly spread; the same for every method."""
+    sigma: float = 0.25
+    """σ of the noise, of pixels in [0, 1]."""
+    guesses: int = 100
+    """Draws per image that choose its class (n₀)."""
+    draws: int = 1000
+    """Draws per image that certify this class (n)."""
+    alpha: float = 0.001
+    """Probability per image of a wrong certificate (α)."""
+    radii: tuple[float, ...] = ...
+    """ℓ2 radii of the curve, of pixels in [0, 1]."""
 
 class Stability(_Stability):
     """Score and routing under noise, and jumps of the prediction along a ramp of noise."""

@@ -34,7 +34,7 @@ def test_what_is_skipped_says_why_and_a_dense_model_has_no_routing(tmp_path, dat
     dense = base.MeasuredModel(built(SingleLayer(), None, data, 1), data)
     skipped = {what for what, found in base.builtin_measurements().items() if found.applies(dense)}
     routed = {"routing", "invariance", "explorer"}
-    routed |= {"expert_worth", "fewer_experts", "router_regret"}
+    routed |= {"expert_worth", "fewer_experts", "router_regret", "routing_certificate"}
     assert skipped == routed | ELSEWHERE
 
 
