@@ -2,7 +2,10 @@
 gradient steps.
 
     python -m benchmarks.attacks [--rounds 8] [--size default vit_tiny vit_s] [--steps 10] [--images
-    64] [--device cuda]
+    64] [--device cuda] [--autoattack linf --epsilon 0.0157 --queries 50]
+
+With --autoattack the whole ensemble of that norm races, each side from its own random numbers;
+labels are what the model answers, so that every image is right when clean.
 
 "Alone" is the package's APGD on the model as it was trained: parameters that take gradients,
 nothing frozen. All take turns in one process; a ratio is time over time of one round, so below 1
@@ -14,6 +17,7 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
+from pyautoattack import AutoAttack
 from pyautoattack.autopgd_base import APGDAttack
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +28,7 @@ from benchmarks.timing import LEAST, Ratio, Run, take_turns
 from benchmarks.training_step import bench, sizes
 from moecore.attacks.apgd import Apgd
 from moecore.attacks.attack_setup import BFloat16Model
+from moecore.attacks.autoattack import Autoattack
 from moecore.attacks.base import Attack, image_generators
 from moecore.attacks.pgd import Pgd
 from moecore.nn.backbones.base_model import BackboneModel
@@ -31,6 +36,7 @@ from moecore.nn.predict import eval_mode
 from moecore.training.runtime import tune_runtime
 
 EPSILON = 4 / 255
+BATCH = 250  # images per pass of AutoAttack
 ALONE = "pyautoattack alone"
 Attacked = Callable[[], Tensor]
 
@@ -68,9 +74,52 @@ def alone(model: nn.Module, images: Tensor, labels: Tensor, steps: int) -> Tenso
     return attack.perturb(images, labels, best_loss=True)
 
 
-def race(name: str, images: int, steps: int, rounds: int, device: str = "cpu") -> list[dict]:
-    """One row per contestant: images a second, and its time over that of the package alone."""
+def ensembles(
+    model: BackboneModel, images: Tensor, steps: int, queries: int, epsilon: float, norm: str
+) -> dict[str, Attacked]:
+    """AutoAttack of the package and ours; each call returns adversarial images (B, C, H, W)."""
+    with torch.no_grad():
+        labels = torch.cat([model(few).prediction.argmax(1) for few in images.split(BATCH)])
+
+    def package() -> Tensor:
+        name = {"linf": "Linf", "l2": "L2"}[norm]
+        attack = AutoAttack(
+            lambda pixels: model(pixels).prediction, norm=name, eps=epsilon, device=images.device
+        )
+        for part in (attack.apgd, attack.apgd_targeted, attack.fab):
+            part.n_iter = steps
+            # Checkpoints of APGD, which its constructor derives from 100 steps
+            part.n_iter_2, part.n_iter_min, part.size_decr = (
+                max(int(share * steps), 1) for share in (0.22, 0.06, 0.03)
+            )
+        attack.square.n_queries = queries
+        attacked, _ = attack.run_standard_evaluation(images, labels, batch_size=BATCH)
+        return told(ALONE, attacked)
+
+    def ours() -> Tensor:
+        attack = Autoattack(norm=norm, steps=steps, queries=queries)
+        generators = image_generators(0, range(len(images)))
+        options = (model.image.task, images, labels, epsilon, generators)
+        return told("ours", attack(model, *options, batch=BATCH))
+
+    def told(who: str, attacked: Tensor) -> Tensor:
+        changed = (attacked != images).flatten(1).any(1)
+        print(f"{who}: {int(changed.sum())} of {len(images)} images are misclassified")
+        return attacked
+
+    return {ALONE: package, "ours autoattack": ours}
+
+
+def race(
+    name: str, images: int, steps: int, rounds: int, device: str = "cpu", ensemble: tuple = ()
+) -> list[dict]:
+    """One row per contestant; ensemble: queries, ε and norm of a race of AutoAttack.
+
+    A row has images a second, and the time over that of the package alone.
+    """
     size = sizes()[name]
+    if "l2" in ensemble:  # the package's Square stops with an error at 24 × 24 pixels in L2
+        size = size._replace(side=32)
     model = bench(size, size.vmoe, torch.float32, device=device).model
     generator = torch.Generator().manual_seed(0)
     pixels = torch.rand(images, size.channels, size.side, size.side, generator=generator).to(device)
@@ -80,8 +129,12 @@ def race(name: str, images: int, steps: int, rounds: int, device: str = "cpu") -
         return lambda: (run(), wait(device))
 
     with eval_mode(model):
-        runs = contestants(model, pixels, labels, steps)
-        seconds = take_turns({who: waited(run) for who, run in runs.items()}, rounds)
+        if ensemble:
+            runs = ensembles(model, pixels, steps, *ensemble)
+        else:
+            runs = contestants(model, pixels, labels, steps)
+        warm = 0 if ensemble else 10
+        seconds = take_turns({who: waited(run) for who, run in runs.items()}, rounds, warm)
     return [
         {
             "size": name,
@@ -117,10 +170,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--images", type=int, default=64)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--autoattack", choices=("linf", "l2"))
+    parser.add_argument("--epsilon", type=float, default=EPSILON)
+    parser.add_argument("--queries", type=int, default=5000)
     chosen = parser.parse_args()
+    ensemble = ()
+    if chosen.autoattack:
+        ensemble = (chosen.queries, chosen.epsilon, chosen.autoattack)
     tune_runtime(chosen.device)
     for name in chosen.size:
-        rows = race(name, chosen.images, chosen.steps, chosen.rounds, chosen.device)
+        rows = race(name, chosen.images, chosen.steps, chosen.rounds, chosen.device, ensemble)
         Console().print(
             table(
                 rows,

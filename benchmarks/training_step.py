@@ -82,12 +82,12 @@ class Defaults(Config):
 
 
 def sizes() -> dict[str, Size]:
-    """The sizes by name; ``default`` is the model and batch of params.yaml on 28 × 28 grey
+    """The sizes by name; ``default`` is the model and batch of params.yaml on 24 × 24 grey
     pixels.
     """
     defaults = read_params(Defaults)
     return {
-        "default": Size(defaults.model, 1, 28, 10, defaults.pretrain.batch, 1.0),
+        "default": Size(defaults.model, 1, 24, 10, defaults.pretrain.batch, 1.0),
         "vit_tiny": Size(Vit(patch=4, width=192, depth=12, heads=3), 3, 32, 10, 64, 4.0),
         "vit_s": Size(Vit(patch=16, width=384, depth=12, heads=6), 3, 224, 100, 8, 4.0),
     }

@@ -1,14 +1,15 @@
-"""Auto-PGD on the L∞ ball (Croce & Hein 2020, algorithm 1), equal to their code step by step."""
+"""Auto-PGD (Croce & Hein 2020, algorithm 1), equal to their code step by step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks.base import ImageGenerators, uniform_noise_like
-from moecore.attacks.gradient import Ball, GradientAttack, ObjectiveGradient
+from moecore.attacks.balls import Ball, random_start, spread, where_chosen
+from moecore.attacks.base import ImageGenerators
+from moecore.attacks.gradient import GradientAttack, ObjectiveGradient
 
 MOMENTUM = 0.75  # share of the new step; the rest is the previous step
 MIN_RISES = 0.75  # ρ: share of the steps that must raise the objective to keep the step size
@@ -23,6 +24,13 @@ class Apgd(GradientAttack):
 
     kind: Literal["apgd"] = "apgd"
     steps: int = Field(100, ge=1, description="Number of gradient steps.")
+    restarts: int = Field(
+        1, ge=1, description="Random starts; an image's largest objective counts."
+    )
+
+    @property
+    def attempts(self) -> int:
+        return self.restarts
 
     def perturb_images(
         self, at: ObjectiveGradient, ball: Ball, generator: ImageGenerators
@@ -37,15 +45,7 @@ class AscentResult(NamedTuple):
     values: Tensor  # (B,), their objective
     history: Tensor  # (N, B), the objective after each step
     sizes: Tensor  # (N, B), the step size of each step
-
-
-def random_start(ball: Ball, generator: ImageGenerators) -> Tensor:
-    """Return the clean images plus uniform noise with a maximum of ε per image, in [0, 1]."""
-    noise = uniform_noise_like(ball.centre, generator, "apgd")
-    axes = tuple(range(1, noise.ndim))
-    # 1e-12 as in the authors' code, for an image whose noise is all zeros.
-    largest = noise.abs().amax(dim=axes, keepdim=True) + 1e-12
-    return (ball.centre + ball.epsilon * noise / largest).clamp(0, 1)
+    wrong: Tensor  # (B, C, H, W), the last images that ``is_wrong`` said of; without any the start
 
 
 def step_checkpoints(steps: int) -> Iterator[int]:
@@ -58,9 +58,16 @@ def step_checkpoints(steps: int) -> Iterator[int]:
         checkpoint += length
 
 
-def apgd_ascent(at: ObjectiveGradient, ball: Ball, start: Tensor, steps: int) -> AscentResult:
+def apgd_ascent(
+    at: ObjectiveGradient,
+    ball: Ball,
+    start: Tensor,
+    steps: int,
+    is_wrong: Callable[[], Tensor] | None = None,
+) -> AscentResult:
     """Return best images, and history, of ascent from ``start`` (B, C, H, W) in the ball."""
-    current = previous = best = start
+    # is_wrong: whether the images of the last call of ``at`` are misclassified, (B,).
+    current = previous = best = wrong = start
     values, gradient = at(current)
     best_values = values
     best_gradient = gradient
@@ -77,17 +84,18 @@ def apgd_ascent(at: ObjectiveGradient, ball: Ball, start: Tensor, steps: int) ->
     for step in range(1, steps + 1):
         # The first step has no previous step.
         momentum = MOMENTUM if step > 1 else 1.0
-        step_size = _broadcast_over_pixels(size, start)
-        target = ball.project(current + step_size * gradient.sign())
+        target = ball.project(current + spread(size, start) * ball.direction(gradient))
         moved = current + (target - current) * momentum + (current - previous) * (1 - momentum)
         previous = current
         current = ball.project(moved)
         values, gradient = at(current)
+        if is_wrong is not None:
+            wrong = where_chosen(is_wrong(), current, wrong)
         history.append(values)
         sizes.append(size)
         better = values > best_values
-        best = _where_chosen(better, current, best)
-        best_gradient = _where_chosen(better, gradient, best_gradient)
+        best = where_chosen(better, current, best)
+        best_gradient = where_chosen(better, gradient, best_gradient)
         best_values = torch.where(better, values, best_values)
         rises = rises + (values > last)
         last = values
@@ -99,14 +107,6 @@ def apgd_ascent(at: ObjectiveGradient, ball: Ball, start: Tensor, steps: int) ->
             checked_step = step
             checked_values = best_values
             size = torch.where(halved, size / 2, size)
-            current = _where_chosen(halved, best, current)
-            gradient = _where_chosen(halved, best_gradient, gradient)
-    return AscentResult(best, best_values, torch.stack(history), torch.stack(sizes))
-
-
-def _broadcast_over_pixels(values: Tensor, like: Tensor) -> Tensor:
-    return values.view(-1, *[1] * (like.ndim - 1))
-
-
-def _where_chosen(chosen: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    return torch.where(_broadcast_over_pixels(chosen, new), new, old)
+            current = where_chosen(halved, best, current)
+            gradient = where_chosen(halved, best_gradient, gradient)
+    return AscentResult(best, best_values, torch.stack(history), torch.stack(sizes), wrong)

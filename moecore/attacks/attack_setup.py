@@ -50,10 +50,15 @@ class Target(NamedTuple):
         """
         size = predict.round_batch_to_groups(self.model, attack.together or self.batch)
         model = BFloat16Model(self.model) if self.precision == "bfloat16" else self.model
+        device = predict.model_device(model)
+        options = {}
+        if attack.packs:  # it keeps its images on the CPU, and packs survivors of all of them
+            options = {"batch": size}
+            size = len(self.labels)
+            device = torch.device("cpu")
         is_attacked = self.only
         if is_attacked is None or attack.together or predict.coupled_image_count(self.model) > 1:
             is_attacked = torch.ones(len(self.labels), dtype=torch.bool)
-        device = predict.model_device(self.model)
         batches = []
         first = 0
         with predict.eval_mode(self.model):
@@ -65,7 +70,9 @@ class Target(NamedTuple):
                     clean = pixels[places].to(device)
                     labels = self.labels[indices].to(device)
                     generators = image_generators(self.seed, indices)
-                    changed = attack(model, self.task, clean, labels, epsilon, generators)
+                    changed = attack(
+                        model, self.task, clean, labels, epsilon, generators, **options
+                    )
                     pixels = pixels.index_copy(0, places, changed.cpu())
                 batches.append(pixels)
         return torch.cat(batches)

@@ -1,7 +1,7 @@
 """Base class of attacks, and random numbers of an image that do not depend on its batch."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -31,6 +31,15 @@ class Attack(Part, ABC):
     def climbs_task(self) -> bool:
         """True if the attack maximises the task's own loss."""
         return False
+
+    @property
+    def packs(self) -> bool:
+        """True if the attack takes all images in one call, with ``batch``, and packs survivors."""
+        return False
+
+    def radii(self, epsilons: Iterable[float]) -> tuple[float, ...]:
+        """Return the radii of the balls to attack: ``epsilons``, or the attack's own."""
+        return tuple(epsilons)
 
     def misfits(self, around: Surroundings) -> Misfits:
         """Yield (key, reason) if the attack cannot be used with the task's labels."""
@@ -64,7 +73,7 @@ class Attack(Part, ABC):
             task: whose loss and labels are used.
             images: (B, C, H, W) in [0, 1].
             labels: (B, …), in the form of ``task``.
-            epsilon: radius of the L∞ ball, in pixel units.
+            epsilon: radius of the ball, in pixel units and the attack's norm (L∞ without one).
             generator: on the CPU, one for all images or one per image; draws the random start.
 
         Raises:
@@ -97,13 +106,23 @@ def expand_generators(generator: Generators, images: int) -> ImageGenerators:
 
 def uniform_noise_like(images: Tensor, generator: ImageGenerators, who: str) -> Tensor:
     """Draw uniform noise in [-1, 1) of the shape of ``images`` (B, C, H, W), image by image."""
+    return 2 * _draw_like(images, generator, who, torch.rand) - 1
+
+
+def normal_noise_like(images: Tensor, generator: ImageGenerators, who: str) -> Tensor:
+    """Draw standard normal noise of the shape of ``images`` (B, C, H, W), image by image."""
+    return _draw_like(images, generator, who, torch.randn)
+
+
+def _draw_like(
+    images: Tensor, generator: ImageGenerators, who: str, draw: Callable[..., Tensor]
+) -> Tensor:
     # who: name of the attack, for the message.
     if generator is None:
         raise ValueError(f"attack: {who} draws a random start; pass a CPU generator")
     if not len(images):
         return torch.zeros_like(images)
     noise = [
-        torch.rand(image.shape, generator=each)
-        for image, each in zip(images, generator, strict=True)
+        draw(image.shape, generator=each) for image, each in zip(images, generator, strict=True)
     ]
-    return (2 * torch.stack(noise) - 1).to(images.device)
+    return torch.stack(noise).to(images.device)

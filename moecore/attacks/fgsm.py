@@ -4,16 +4,17 @@ from typing import Literal
 
 from torch import Tensor
 
+from moecore.attacks.balls import Ball
 from moecore.attacks.base import ImageGenerators
-from moecore.attacks.gradient import Ball, GradientAttack, ObjectiveGradient
+from moecore.attacks.gradient import GradientAttack, ObjectiveGradient
 
 
 class Fgsm(GradientAttack):
-    """One step of size epsilon along the sign of the objective's gradient; deterministic."""
+    """One step of size epsilon along the gradient (in L∞ its sign); deterministic."""
 
     kind: Literal["fgsm"] = "fgsm"
 
     def perturb_images(
         self, at: ObjectiveGradient, ball: Ball, generator: ImageGenerators
     ) -> Tensor:
-        return ball.project(ball.centre + ball.epsilon * at(ball.centre)[1].sign())
+        return ball.project(ball.centre + ball.epsilon * ball.direction(at(ball.centre)[1]))

@@ -1,4 +1,4 @@
-"""Base of the gradient attacks: objectives, their gradients, and the L∞ ball.
+"""Base of the gradient attacks: objectives and their gradients.
 
 An objective is one value per image, so step sizes can differ per image and their sum couples no
 images. Pixels lie in [0, 1]; epsilon is in the same units (8/255, not 8). Volumes work too.
@@ -7,15 +7,17 @@ images. Pixels lie in [0, 1]; epsilon is in the same units (8/255, not 8). Volum
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moecore.attacks.base import Attack, Generators, ImageGenerators, expand_generators
+from moecore.attacks.balls import Ball, BallAttack, where_chosen
+from moecore.attacks.base import Generators, ImageGenerators, expand_generators
 from moecore.core.config import Misfits, Surroundings
-from moecore.core.files import UserError
+from moecore.core.files import UserError, describe_refusal
 from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.statistics.intervals import squared_cv
 from moecore.tasks.base import Task
@@ -23,23 +25,14 @@ from moecore.tasks.base import Task
 # Images (B, C, H, W) → the objective of each (B,), and the gradient of their sum.
 ObjectiveGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
 
-Objective = Literal["task", "cross_entropy", "dlr", "balance", "routing_change"]
+Objective = Literal["task", "cross_entropy", "dlr", "targeted_dlr", "balance", "routing_change"]
 Goal = Callable[[ModelOutput], Tensor]  # a model's output for B images → the objective (B,)
-MIN_DLR_CLASSES = 3  # for the third largest logit
+MIN_CLASSES = {"dlr": 3, "targeted_dlr": 4}  # for the third and the fourth largest logit
+Targets = int | Literal["all"] | None
+TARGETS = 9  # of each image, as in the authors' standard version
 
 
-class Ball(NamedTuple):
-    """The allowed images: in [0, 1], within ``epsilon`` of the clean images (L∞)."""
-
-    centre: Tensor  # (B, C, H, W), the clean images
-    epsilon: float
-
-    def project(self, images: Tensor) -> Tensor:
-        """Return the nearest images inside the ball, (B, C, H, W)."""
-        return images.clamp(self.centre - self.epsilon, self.centre + self.epsilon).clamp(0, 1)
-
-
-class GradientAttack(Attack):
+class GradientAttack(BallAttack):
     """An attack along the gradient of an objective; subclasses define ``perturb_images``."""
 
     objective: Objective = Field(
@@ -54,6 +47,16 @@ class GradientAttack(Attack):
     inside: bool = Field(
         False, description="Change only pixels that are not 0: a brain's background stays 0."
     )
+    targets: Targets = Field(
+        None,
+        description="Other classes that `targeted_dlr` aims at, one after the other, the most "
+        f"likely first: a number of 1 or more, or all; null: {TARGETS}, or all of fewer.",
+    )
+
+    @property
+    def attempts(self) -> int:
+        """Number of random starts, of which an image's largest objective counts."""
+        return 1
 
     @property
     def together(self) -> int | None:
@@ -70,9 +73,12 @@ class GradientAttack(Attack):
         classes = len(getattr(around.preview, "classes", None) or ())
         if reason:
             yield ("objective",), f"found {self.objective}: {reason} ({around.data}); {allowed}"
-        elif self.objective == "dlr" and 0 < classes < MIN_DLR_CLASSES:
-            text = f"found dlr, but {around.data} has {classes} classes, not {MIN_DLR_CLASSES}"
-            yield ("objective",), f"{text} or more; {allowed}, cross_entropy"
+        elif classes and (lack := lacking_classes(self.objective, classes)):
+            text = f"found {self.objective}, but {around.data} has {classes} classes: {lack}"
+            yield ("objective",), f"{text}; {allowed}, cross_entropy"
+        elif classes and (lack := lacking_targets(self.targets, classes)):
+            yield (), lack
+        yield from super().misfits(around)
 
     def refuses(self, task: Task | type[Task]) -> str | None:
         reason = objective_refusal(self.objective, task)
@@ -92,16 +98,7 @@ class GradientAttack(Attack):
         epsilon: float,
         generator: Generators = None,
     ) -> Tensor:
-        if not images.is_floating_point():
-            raise ValueError(
-                f"attack: images are {images.dtype}; floating point in [0, 1] is needed"
-            )
-        if images.numel() and not (images.min() >= 0 and images.max() <= 1):
-            limits = f"[{images.min():.4g}, {images.max():.4g}]"
-            raise ValueError(f"attack: images are in {limits}; [0, 1] is needed")
-        if not epsilon >= 0:  # also NaN
-            raise ValueError(f"attack: epsilon is {epsilon}; 0 or more is needed")
-        centre = images.detach().to(torch.float32, copy=True)
+        centre = self.clean_copy(images, epsilon)
         if epsilon == 0 or not len(centre):
             return centre
         size = self.together or len(centre)
@@ -110,32 +107,41 @@ class GradientAttack(Attack):
         with frozen_parameters(model):
             for start in range(0, len(centre), size):
                 rows = slice(start, start + size)
-                goal = make_objective(
-                    self.objective, self.weight, model, task, centre[rows], labels[rows]
-                )
+                may_change = changeable_pixels(model, centre[rows], self.inside)
+                ball = Ball(centre[rows], epsilon, self.norm, may_change)
+                goals = self._goals(model, task, centre[rows], labels[rows])
                 starts = None if generators is None else generators[rows]
-                at = ModelGradient(model, goal)
-                attacked.append(self._perturb_inside(at, Ball(centre[rows], epsilon), starts))
-                at.check_finite()
+                gradients = [ModelGradient(model, goal, ball) for goal in goals]
+                attacked.append(self._perturb_best(gradients * self.attempts, ball, starts))
         return torch.cat(attacked)
 
-    def _perturb_inside(
-        self, at: "ModelGradient", ball: Ball, generator: ImageGenerators
+    def _goals(self, model: nn.Module, task: Task, images: Tensor, labels: Tensor) -> list[Goal]:
+        """Return the objective, one for each target class if it is targeted."""
+        if self.objective != "targeted_dlr" or objective_refusal(self.objective, task):
+            return [make_objective(self.objective, self.weight, model, task, images, labels)]
+        others = other_classes(predict_logits(model, images), labels)
+        number = count_targets(self.targets, others.shape[1] + 1)
+        columns = others[:, :number].unbind(dim=1)
+        return [partial(targeted_dlr_loss, labels=labels, targets=target) for target in columns]
+
+    def _perturb_best(
+        self, gradients: Sequence["ModelGradient"], ball: Ball, generator: ImageGenerators
     ) -> Tensor:
-        """Return attacked images with an unchanged truth channel and, if ``inside``, background."""
-        if not self.inside and not at.says_truth:
-            return self.perturb_images(at, ball, generator)
-        may_change = torch.ones_like(ball.centre, dtype=torch.bool)
-        if self.inside:
-            may_change &= (ball.centre != 0).any(dim=1, keepdim=True)
-        if at.says_truth:
-            may_change[:, -1] = False
-
-        def within(images: Tensor) -> tuple[Tensor, Tensor]:
-            values, gradient = at(torch.where(may_change, images, ball.centre))
-            return values, gradient * may_change
-
-        return torch.where(may_change, self.perturb_images(within, ball, generator), ball.centre)
+        """Return each image's attempt of the largest objective."""
+        first, *others = gradients
+        best = ball.confine(self.perturb_images(first, ball, generator))
+        if not others:
+            first.check_finite()
+            return best
+        values, _ = first(best)
+        for at in others:
+            images = ball.confine(self.perturb_images(at, ball, generator))
+            new_values, _ = at(images)
+            better = new_values > values
+            best = where_chosen(better, images, best)
+            values = torch.where(better, new_values, values)
+            at.check_finite()
+        return best
 
     @abstractmethod
     def perturb_images(
@@ -150,27 +156,41 @@ class GradientAttack(Attack):
 class ModelGradient:
     """``gradient(images)``: the objectives (B,), and the gradient (B, C, H, W) of their sum."""
 
-    def __init__(self, model: nn.Module, goal: Goal) -> None:
+    def __init__(
+        self, model: nn.Module, goal: Goal, ball: Ball | None = None, samples: int = 1
+    ) -> None:
         self.model = model
         self.goal = goal
+        self.ball = ball  # whose pixels that may not change are kept, with gradient 0
+        self.samples = samples  # passes whose gradients are averaged, of a model with noise
+        self.prediction = torch.empty(0)  # (B, K), of the last pass
         # Per call, whether the gradient is finite, and the summed objective. Read once, at the end:
         # every check waits for the device.
         self._checks: list[tuple[Tensor, Tensor]] = []
 
-    @property
-    def says_truth(self) -> bool:
-        """True if the last channel of the images holds the true kinds of patches, no pixels."""
-        return bool(getattr(getattr(self.model, "image", None), "truth", 0))
-
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        if self.ball is not None:
+            images = self.ball.confine(images)
+        values, gradient = self._run(images)
+        for _ in range(self.samples - 1):
+            values, more = self._run(images)
+            gradient = gradient + more
+        if self.samples > 1:
+            gradient = gradient / self.samples
+        if self.ball is not None and self.ball.may_change is not None:
+            gradient = gradient * self.ball.may_change
+        self._checks.append((torch.isfinite(gradient).all(), values.sum()))
+        return values, gradient
+
+    def _run(self, images: Tensor) -> tuple[Tensor, Tensor]:
         with torch.enable_grad(), torch.autocast(images.device.type, enabled=False):
             leaf = images.detach().float().requires_grad_(True)
             output = self.model(leaf)
-            values = self.goal(output._replace(prediction=output.prediction.float()))
+            output = output._replace(prediction=output.prediction.float())
+            values = self.goal(output)
             (gradient,) = torch.autograd.grad(values.sum(), leaf)
-        values = values.detach()
-        self._checks.append((torch.isfinite(gradient).all(), values.sum()))
-        return values, gradient
+        self.prediction = output.prediction.detach()
+        return values.detach(), gradient
 
     def check_finite(self) -> None:
         """Raise UserError if a gradient was not finite."""
@@ -178,10 +198,15 @@ class ModelGradient:
             return
         is_finite, losses = map(torch.stack, zip(*self._checks, strict=True))
         if not is_finite.all():
-            raise UserError(
-                f"attack: the loss ({float(losses[~is_finite][0]):.4g}) has a gradient that is not "
-                "finite; look for NaN or infinity in the model's weights"
-            )
+            raise not_finite_error(losses[~is_finite][0])
+
+
+def not_finite_error(loss: Tensor) -> UserError:
+    """Return the error of a loss (a scalar) whose gradient is not finite."""
+    return UserError(
+        f"attack: the loss ({float(loss):.4g}) has a gradient that is not finite; look for NaN or "
+        "infinity in the model's weights"
+    )
 
 
 def image_gradient(model: nn.Module, task: Task, images: Tensor, labels: Tensor) -> Tensor:
@@ -191,6 +216,26 @@ def image_gradient(model: nn.Module, task: Task, images: Tensor, labels: Tensor)
         _, gradient = at(images)
         at.check_finite()
     return gradient
+
+
+def changeable_pixels(model: nn.Module, images: Tensor, inside: bool = False) -> Tensor | None:
+    """Return the pixels (B, C, H, W) that may change, bool: no truth, no background if inside."""
+    # The last channel of some images holds the true kinds of patches, no pixels.
+    says_truth = bool(getattr(getattr(model, "image", None), "truth", 0))
+    if not inside and not says_truth:
+        return None
+    may_change = torch.ones_like(images, dtype=torch.bool)
+    if inside:
+        may_change &= (images != 0).any(dim=1, keepdim=True)
+    if says_truth:
+        may_change[:, -1] = False
+    return may_change
+
+
+def predict_logits(model: nn.Module, images: Tensor) -> Tensor:
+    """Return the model's predictions (B, K), in fp32, without a gradient."""
+    with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
+        return model(images).prediction.float()
 
 
 @contextmanager
@@ -208,11 +253,47 @@ def frozen_parameters(model: nn.Module) -> Iterator[None]:
 
 def objective_refusal(objective: Objective, task: Task | type[Task]) -> str | None:
     """Return why an objective cannot be computed for a task's labels, in words; None if it can."""
-    if objective in ("cross_entropy", "dlr") and (reason := task.needs_classes("classes")):
+    of_classes = objective in ("cross_entropy", *MIN_CLASSES)
+    if of_classes and (reason := task.needs_classes("classes")):
         return f"objective {objective} needs classes, and {reason}"
-    if objective == "dlr" and (reason := task.needs_classes("one_class")):
-        return f"objective dlr needs one label per image, and {reason}"
+    if objective in MIN_CLASSES and (reason := task.needs_classes("one_class")):
+        return f"objective {objective} needs one label per image, and {reason}"
     return None
+
+
+def lacking_classes(objective: str, classes: int) -> str | None:
+    """Return why an objective needs more classes, in words; None if it does not."""
+    needed = MIN_CLASSES.get(objective, 0)
+    if classes >= needed:
+        return None
+    rank = {"dlr": "third", "targeted_dlr": "fourth"}[objective]
+    return f"it divides by a difference to the {rank} largest logit, so it needs {needed} or more"
+
+
+def count_targets(targets: Targets, classes: int) -> int:
+    """Return the number of other classes to aim at; UserError if there are fewer."""
+    if reason := lacking_targets(targets, classes):
+        raise UserError(f"attack: {reason}")
+    if targets is None:
+        return min(TARGETS, classes - 1)
+    if targets == "all":
+        return classes - 1
+    return targets
+
+
+def lacking_targets(targets: Targets, classes: int) -> str | None:
+    """Return that there are fewer other classes than ``targets``, in words; None if not."""
+    if isinstance(targets, int) and not 1 <= targets < classes:
+        allowed = f"1 to {classes - 1} or all, the other classes of {classes}"
+        return f"targets: {describe_refusal(found=targets, allowed=allowed)}"
+    return None
+
+
+def other_classes(prediction: Tensor, labels: Tensor) -> Tensor:
+    """Return the classes but each image's label, the most likely first, (B, K − 1)."""
+    right = labels[:, None].long()
+    ordered = prediction.scatter(1, right, -torch.inf).sort(dim=1)[1].flip(1)
+    return ordered[:, :-1]
 
 
 def make_objective(
@@ -244,15 +325,33 @@ def dlr_loss(prediction: Tensor, labels: Tensor) -> Tensor:
     """Return the difference of logits ratio −(z_y − max_{i≠y} z_i) / (z_π1 − z_π3), (B,)."""
     # Positive where the image is misclassified; invariant to shift and scale of the logits (B, K).
     # Fewer than 3 classes have no third largest logit z_π3. Source: Croce & Hein (2020), eq. 6.
-    if prediction.shape[1] < MIN_DLR_CLASSES:
-        raise UserError(
-            f"attack: the dlr objective needs at least {MIN_DLR_CLASSES} classes, and the model "
-            f"has {prediction.shape[1]}; choose cross_entropy"
-        )
+    _check_classes("dlr", prediction)
     ordered, classes = prediction.sort(dim=1)
     right = prediction.gather(1, labels[:, None].long())[:, 0]
     other = torch.where(classes[:, -1] == labels, ordered[:, -2], ordered[:, -1])
     return -(right - other) / (ordered[:, -1] - ordered[:, -3] + 1e-12)
+
+
+def targeted_dlr_loss(output: ModelOutput, labels: Tensor, targets: Tensor) -> Tensor:
+    """Return −(z_y − z_t) / (z_π1 − (z_π3 + z_π4) / 2), (B,), of target classes (B,)."""
+    # Positive where the target beats the label. Source: Croce & Hein (2020), eq. 7.
+    logits = output.prediction
+    _check_classes("targeted_dlr", logits)
+    ordered = logits.sort(dim=1)[0]
+    right, target = (logits.gather(1, each[:, None].long())[:, 0] for each in (labels, targets))
+    scale = ordered[:, -1] - 0.5 * (ordered[:, -3] + ordered[:, -4])
+    return -(right - target) / (scale + 1e-12)
+
+
+def _check_classes(objective: str, prediction: Tensor) -> None:
+    """Raise UserError if predictions (B, K) have too few classes for an objective."""
+    classes = prediction.shape[1]
+    if reason := lacking_classes(objective, classes):
+        raise UserError.at(
+            "attack.objective",
+            found=f"{objective}, but the model has {classes} classes: {reason}",
+            allowed="cross_entropy",
+        )
 
 
 def total_balance_loss(routing: Sequence[RoutingRecord]) -> Tensor | float:

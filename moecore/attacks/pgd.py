@@ -1,32 +1,50 @@
 """Projected gradient descent as in Puigcerver et al. (2022), and stronger (Madry et al. 2018)."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
+from moecore.attacks.balls import Ball, random_start
 from moecore.attacks.base import ImageGenerators, uniform_noise_like
-from moecore.attacks.gradient import Ball, GradientAttack, ObjectiveGradient
+from moecore.attacks.gradient import GradientAttack, ObjectiveGradient
 
 
 class Pgd(GradientAttack):
-    """Signed gradient steps from the current iterate, each projected to the ball and [0, 1]."""
+    """Gradient steps (in L∞ their signs), each projected to the ball and [0, 1]."""
 
     kind: Literal["pgd"] = "pgd"
     steps: int = Field(40, ge=1, description="Number of gradient steps τ.")
     form: Literal["paper", "strong"] = Field(
         "paper", description="paper: step ε/τ from the clean image. strong: 2.5·ε/τ, random start."
     )
+    restarts: int = Field(
+        1, ge=1, description="Random starts of the strong form; the largest objective counts."
+    )
+
+    @model_validator(mode="after")
+    def _restarts_differ(self) -> Self:
+        if self.restarts > 1 and self.form == "paper":
+            raise ValueError(f"found restarts {self.restarts}; allowed: 1 without form: strong")
+        return self
+
+    @property
+    def attempts(self) -> int:
+        return self.restarts
 
     def perturb_images(
         self, at: ObjectiveGradient, ball: Ball, generator: ImageGenerators
     ) -> Tensor:
-        strong = self.form == "strong"
-        size = ball.epsilon / self.steps * (2.5 if strong else 1.0)
+        size = ball.epsilon / self.steps
         current = ball.centre
-        if strong:
-            noise = uniform_noise_like(ball.centre, generator, "pgd in its strong form")
-            current = ball.project(ball.centre + ball.epsilon * noise)
+        if self.form == "strong":
+            size *= 2.5
+            who = "pgd in its strong form"
+            if ball.norm == "linf":
+                noise = uniform_noise_like(ball.centre, generator, who)
+                current = ball.project(ball.centre + ball.epsilon * noise)
+            else:
+                current = random_start(ball, generator, who)
         for _ in range(self.steps):
-            current = ball.project(current + size * at(current)[1].sign())
+            current = ball.project(current + size * ball.direction(at(current)[1]))
         return current

@@ -88,7 +88,9 @@ class Robustness(Measurement):
         512, ge=1, description="Test images, drawn once; the same for every method."
     )
     epsilons: tuple[Epsilon, ...] = Field(
-        min_length=1, description="Radii of the L∞ ball in pixel units [0, 1]; 0 is added."
+        min_length=1,
+        description="Radii of the L∞ ball in pixel units [0, 1]; 0 is added. An attack's eps "
+        "replaces them for that attack.",
     )
     attacks: tuple[Attack, ...] = Field(min_length=1)
     batch: int = Field(
@@ -122,12 +124,13 @@ class Robustness(Measurement):
     @property
     def pieces(self) -> int:
         """Return the number of stored steps (attack at an epsilon, audit) if none is skipped."""
-        return len(self.attacks) * len({0.0, *self.epsilons}) + 1
+        return 1 + sum(len({0.0, *attack.radii(self.epsilons)}) for attack in self.attacks)
 
     def places(self) -> dict[str, Iterable[Place]]:
         """Return "attack" → names, and "epsilon" → the epsilons above 0 and their mean."""
         radii = [epsilon for epsilon in self.epsilons if epsilon]
         mean = MEAN.format(len(set(radii)))
+        radii += [radius for attack in self.attacks for radius in attack.radii(())]
         return {"attack": [attack.name for attack in self.attacks], "epsilon": [*radii, mean]}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
@@ -150,14 +153,17 @@ class Robustness(Measurement):
                 out.skipped.append(f"{attack.name}: {reason}")
                 continue
             rows = []
-            for epsilon in epsilons:
+            for epsilon in sorted({0.0, *attack.radii(self.epsilons)}):
                 name = f"{attack.name} at {epsilon}"
                 compute = partial(measure_attack_at_epsilon, attack, target, clean, epsilon)
                 rows.append(load_or_compute(out.parts, name, AttackRow, compute))
             curves[attack.name] = tuple(rows)
+        # What compares attacks leaves out those with their own radius.
+        compared = [attack for attack in self.attacks if not attack.radii(())]
+        shared = {each.name: curves[each.name] for each in compared if each.name in curves}
 
         def audit_lines() -> list[dict[str, Any]]:
-            lines = attack_audit.run_audit(target, self.audit, epsilons[-1], curves, self.attacks)
+            lines = attack_audit.run_audit(target, self.audit, epsilons[-1], shared, compared)
             return [line.model_dump() for line in lines]
 
         out.facts["audit"] = out.parts("audit", audit_lines)
@@ -167,9 +173,9 @@ class Robustness(Measurement):
             put_scores("attacked", rows, images, out, attack=name)
             put_changes(rows, out, name)
         put_scores(
-            "worst", attack_audit.worst_case(curves, task, images, target.people), images, out
+            "worst", attack_audit.worst_case(shared, task, images, target.people), images, out
         )
-        shown = attack_audit.attack_gallery(target, self.attacks, PICTURES, curves)
+        shown = attack_audit.attack_gallery(target, compared, PICTURES, shared)
         out.facts |= {"images": images, "task": task, "attacked": shown}
 
 

@@ -62,6 +62,7 @@ def measure(
     # facts: the attack's settings; score: of the task; skipped: method → why no image is made on
     # its model; reading: an ``AuditLine``.
     task = data.task
+    (radius,) = settings.attack.radii([settings.epsilon])
     if reason := settings.attack.refuses(task):
         raise UserError(
             f"transfer.attack: {reason}; allowed: fgsm, pgd or apgd with objective task, balance "
@@ -72,7 +73,7 @@ def measure(
     # Pairs are scored source by source, so only the last source's images are cached.
     @lru_cache(maxsize=1)
     def attacked_images(name: str) -> Tensor:
-        return targets[name].attacked(settings.attack, settings.epsilon)
+        return targets[name].attacked(settings.attack, radius)
 
     def score(source: str, target: str) -> Tensor:
         scorer = targets[target]
@@ -96,7 +97,7 @@ def measure(
     out.facts |= {
         "score": task.score,
         "attack": settings.attack.name,
-        "epsilon": settings.epsilon,
+        "epsilon": radius,
         "images": min(settings.images, len(data.test.labels)),
         "methods": list(models),
         "skipped": skipped,

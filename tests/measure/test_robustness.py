@@ -135,6 +135,20 @@ def test_the_batch_and_survivors_alone_leave_the_scores(run, results):
     assert not [value for value in found.values if "_change" in value.metric]
 
 
+def test_an_attack_with_its_own_radius_is_left_out_of_the_worst_case(run, results):
+    own = {"kind": "autoattack", "eps": 1.5, "norm": "l2", "steps": 5, "queries": 20}
+    settings = Robustness(
+        images=25, epsilons=(0.2, 0.05), audit=SETTINGS.audit, attacks=({"kind": "fgsm"}, own)
+    )
+    found = settings.collect_result(run[1]["vit"], compute_without_cache)
+    values = curves_of(found)["autoattack-1.5-l2-5-20"]
+    assert [value.at["epsilon"] for value in values] == [0, 1.5]
+    assert settings.pieces == 3 + 2 + 1 and 1.5 in settings.places()["epsilon"]
+    assert values[1].value < values[0].value
+    for value in curves_of(found)["fgsm"]:
+        assert found.find("worst", epsilon=value.at["epsilon"]).value == value.value
+
+
 def test_what_makes_no_sense_for_the_labels_is_refused():
     pgd, dlr = {"kind": "pgd"}, {"kind": "pgd", "objective": "dlr"}
 

@@ -18,7 +18,7 @@ from moecore.report.study_results import Phase
 from moecore.report.tables.cells import PIXEL, format_epsilon, shorten_epsilons
 
 WORST = "worst_case"
-ACRONYMS = ("fgsm", "pgd", "apgd", "ce", "dlr")
+ACRONYMS = ("fgsm", "pgd", "apgd", "ce", "dlr", "fab")
 MARKS = {True: "✓ holds", False: "✗ does not hold", None: "– not judged"}
 LOOKS = {True: "verdict holds", False: "verdict differs", None: "verdict open"}
 WORST_FIRST = (False, None, True)
@@ -67,6 +67,7 @@ def attack_title(name: str) -> str:
 def describe_attacks(phase: Phase, settings: Mapping[str, Attack]) -> str:
     """Return a sentence on a phase's attacks and their largest ε; settings: name → attack."""
     texts = []
+    own_radii = {name for name, attack in settings.items() if attack.radii(())}  # in the name
     for name in names_of_attacks(phase):
         attack = settings.get(name)
         steps = getattr(attack, "steps", None)
@@ -78,7 +79,10 @@ def describe_attacks(phase: Phase, settings: Mapping[str, Attack]) -> str:
         else:
             texts.append(attack_title(name))
     results = phase.results(Robustness)
-    epsilons = [float(value.at["epsilon"]) for row in results for value in row.all("attacked")]
+    values = [value for row in results for value in row.all("attacked")]
+    epsilons = [
+        float(value.at["epsilon"]) for value in values if value.at["attack"] not in own_radii
+    ]
     if not epsilons:
         return ""
     changed_by = f"each pixel changed by at most {100 * max(epsilons):.2g} % of its range"

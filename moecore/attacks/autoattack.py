@@ -1,0 +1,131 @@
+"""AutoAttack (Croce & Hein 2020): four attacks, each on the images that survived the others."""
+
+from functools import partial
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from moecore.attacks.apgd import apgd_ascent
+from moecore.attacks.balls import random_start
+from moecore.attacks.base import Generators
+from moecore.attacks.fab import Fab
+from moecore.attacks.gradient import (
+    Goal,
+    ModelGradient,
+    Targets,
+    count_targets,
+    dlr_loss,
+    lacking_classes,
+    lacking_targets,
+    predict_logits,
+    targeted_dlr_loss,
+)
+from moecore.attacks.square import Square
+from moecore.attacks.survivors import SurvivorAttack, Trial, Victims
+from moecore.core.files import UserError
+from moecore.nn import predict
+from moecore.tasks.base import Task
+
+RESTARTS = 5  # of version plus
+SAMPLES = 20  # passes per gradient of version rand
+NO_NOISE = (
+    "version rand averages gradients over noise, and this model draws none in evaluation; "
+    "allowed: standard or plus"
+)
+
+
+class Autoattack(SurvivorAttack):
+    """APGD on cross-entropy and targeted DLR, targeted FAB and Square, in this order."""
+
+    kind: Literal["autoattack"] = "autoattack"
+    version: Literal["standard", "plus", "rand"] = Field(
+        "standard",
+        description="plus: also 5 starts of APGD-CE, APGD-DLR and FAB without targets. rand: only "
+        "APGD-CE and APGD-DLR, of models with noise, whose gradients are means of 20 passes.",
+    )
+    steps: int = Field(100, ge=1, description="Of APGD and FAB.")
+    queries: int = Field(5000, ge=1, description="Of Square.")
+    targets: Targets = Field(
+        None, description="Of APGD-T and FAB-T, as of the objective `targeted_dlr`."
+    )
+
+    def lacks_classes(self, classes: int) -> str | None:
+        objective = "dlr" if self.version == "rand" else "targeted_dlr"
+        if reason := lacking_classes(objective, classes):
+            return (
+                f"autoattack's {objective} does not exist for {classes} classes: {reason}; "
+                "allowed: apgd with objective cross_entropy, fab and square, each of its own"
+            )
+        return lacking_targets(self.targets, classes)
+
+    def does_not_apply(self, model: nn.Module, task: Task) -> str | None:
+        if reason := super().does_not_apply(model, task):
+            return reason
+        image = getattr(model, "image", None)
+        if self.version == "rand" and image is not None:
+            grey = torch.full((1, image.stored_channels, *image.shape), 0.5)
+            return None if draws_noise(model, grey) else NO_NOISE
+        return None
+
+    def __call__(
+        self,
+        model: nn.Module,
+        task: Task,
+        images: Tensor,
+        labels: Tensor,
+        epsilon: float,
+        generator: Generators = None,
+        batch: int = 250,
+    ) -> Tensor:
+        if self.version == "rand" and len(images) and not draws_noise(model, images[:batch]):
+            raise UserError(f"attack: {NO_NOISE}")
+        return super().__call__(model, task, images, labels, epsilon, generator, batch)
+
+    def trials(self, classes: int) -> list[Trial]:
+        climb = partial(climb_to_error, steps=self.steps)
+        dlr = partial(climb, objective="dlr")
+        if self.version == "rand":
+            return [partial(each, samples=SAMPLES) for each in (climb, dlr)]
+        ranks = range(count_targets(self.targets, classes))
+        targeted = [partial(climb, objective="targeted_dlr", rank=rank) for rank in ranks]
+        fab = Fab(steps=self.steps, targets=self.targets).trials(classes)
+        square = Square(queries=self.queries).trials(classes)
+        if self.version == "standard":
+            return [climb, *targeted, *fab, *square]
+        free = Fab(steps=self.steps, aim="nearest", restarts=RESTARTS).trials(classes)
+        return [*[climb] * RESTARTS, *[dlr] * RESTARTS, *free, *square, *targeted, *fab]
+
+
+def climb_to_error(
+    victims: Victims,
+    steps: int,
+    objective: Literal["cross_entropy", "dlr", "targeted_dlr"] = "cross_entropy",
+    rank: int = 0,
+    samples: int = 1,
+) -> Tensor:
+    """Return the last misclassified images of an APGD ascent, or its start without any."""
+    # rank: of the other class that targeted_dlr aims at; 0 is the most likely.
+    # samples: passes whose gradients are averaged.
+    labels = victims.labels
+    goals: dict[str, Goal] = {
+        "cross_entropy": lambda output: cross_entropy(output.prediction, labels, reduction="none"),
+        "dlr": lambda output: dlr_loss(output.prediction, labels),
+        "targeted_dlr": lambda output: targeted_dlr_loss(output, labels, victims.others[:, rank]),
+    }
+    at = ModelGradient(victims.model, goals[objective], victims.ball, samples)
+    start = victims.ball.confine(random_start(victims.ball, victims.generators, "autoattack"))
+    result = apgd_ascent(
+        at, victims.ball, start, steps, lambda: at.prediction.argmax(dim=1) != labels
+    )
+    at.check_finite()
+    return result.wrong
+
+
+def draws_noise(model: nn.Module, images: Tensor) -> bool:
+    """Return whether two forward passes over the same images differ in evaluation mode."""
+    with predict.eval_mode(model):
+        images = images.to(predict.model_device(model))
+        return not torch.equal(predict_logits(model, images), predict_logits(model, images))

@@ -1,0 +1,199 @@
+"""Square attack (Andriushchenko et al. 2020), equal to the code in AutoAttack query by query."""
+
+import math
+from functools import cache, partial
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.attacks.balls import TINY, Ball, spread, where_chosen
+from moecore.attacks.base import ImageGenerators
+from moecore.attacks.gradient import predict_logits
+from moecore.attacks.survivors import SurvivorAttack, Trial, Victims
+
+AREA = 0.8  # share of the image that the first square covers
+HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)  # queries after which it is halved
+BLOCK = 100  # queries whose random numbers are drawn together
+TILES = 5  # along each axis of an L2 start
+MIN_SIDE = 3  # pixels, of a square in L2
+
+
+class Square(SurvivorAttack):
+    """Change squares of random place and sign, and keep what lowers the margin; no gradients."""
+
+    kind: Literal["square"] = "square"
+    queries: int = Field(5000, ge=1, description="Number of passes per image.")
+
+    def trials(self, classes: int) -> list[Trial]:
+        return [partial(search_squares, queries=self.queries)]
+
+
+def search_squares(victims: Victims, queries: int) -> Tensor:
+    """Return the images (B, C, H, W) of the smallest margin; those that become wrong stop."""
+    ball = victims.ball
+    channels, height, width = ball.centre.shape[1:]
+    if ball.norm == "linf":
+        start = striped_start(ball, victims.generators)
+        propose = propose_square
+        numbers = 2 + channels  # random numbers per query
+    else:
+        start = tiled_start(ball, victims.generators)
+        propose = propose_pyramid
+        numbers = 5 + channels
+    best = ball.confine(start)
+    margin = margins(victims, best)
+    result = best.clone()
+    active = torch.arange(len(best), device=best.device)
+    draws = best.new_empty(len(best), BLOCK, numbers)
+    for query in range(queries):
+        keep = margin > 0
+        if not keep.all():
+            result[active] = best
+            rows = keep.nonzero()[:, 0]
+            victims, best, margin, active = (
+                victims.take(rows),
+                best[rows],
+                margin[rows],
+                active[rows],
+            )
+            draws = draws[rows]
+        if not len(active):
+            return result
+        if query % BLOCK == 0:
+            shape = (min(BLOCK, queries - query), numbers)
+            draws = draw_uniform(victims.generators, shape).to(best.device)
+        area = AREA / 2 ** sum(query > halving for halving in HALVINGS)
+        side = round(math.sqrt(area * height * width))
+        proposal = victims.ball.confine(propose(victims.ball, best, side, draws[:, query % BLOCK]))
+        new_margin = margins(victims, proposal)
+        better = new_margin < margin
+        best = where_chosen(better, proposal, best)
+        margin = torch.where(better, new_margin, margin)
+    result[active] = best
+    return result
+
+
+def margins(victims: Victims, images: Tensor) -> Tensor:
+    """Return z_y − max_{i≠y} z_i of images (B, C, H, W), (B,)."""
+    logits = predict_logits(victims.model, images)
+    label = victims.labels[:, None]
+    right = logits.gather(1, label)[:, 0]
+    return right - logits.scatter(1, label, -torch.inf).amax(dim=1)
+
+
+def draw_uniform(generator: ImageGenerators, shape: tuple[int, ...]) -> Tensor:
+    """Return uniform numbers in [0, 1) for each image, (B, *shape), on the CPU."""
+    if generator is None:
+        raise ValueError("attack: square draws random squares; pass a CPU generator")
+    return torch.stack([torch.rand(shape, generator=each) for each in generator])
+
+
+def signs(draws: Tensor) -> Tensor:
+    return torch.sign(2 * draws - 1)
+
+
+def striped_start(ball: Ball, generator: ImageGenerators) -> Tensor:
+    """Return the images ± ε in vertical stripes of one pixel, in [0, 1]."""
+    _, channels, _, width = ball.centre.shape
+    stripes = signs(draw_uniform(generator, (channels, 1, width))).to(ball.centre.device)
+    return (ball.centre + ball.epsilon * stripes).clamp(0, 1)
+
+
+def propose_square(ball: Ball, best: Tensor, side: int, draws: Tensor) -> Tensor:
+    """Return images with one square, per channel, moved by ± 2ε and projected."""
+    # draws: (B, 2 + C): of the top and left edge, and of the signs
+    height, width = best.shape[2:]
+    side = min(max(side, 1), height, width)
+    top, left = corners(draws, height - side, width - side)
+    rows, columns = (torch.arange(size, device=best.device) for size in (height, width))
+    inside_rows = (rows >= top[:, None]) & (rows < top[:, None] + side)
+    inside_columns = (columns >= left[:, None]) & (columns < left[:, None] + side)
+    inside = inside_rows[:, None, :, None] & inside_columns[:, None, None, :]
+    change = 2 * ball.epsilon * signs(draws[:, 2:])[:, :, None, None]
+    return ball.project(best + inside * change)
+
+
+def corners(draws: Tensor, last_row: int, last_column: int) -> tuple[Tensor, Tensor]:
+    """Return the top and left edges (B,) of windows, from uniform draws (B, 2 or more)."""
+    return (last_row * draws[:, 0]).long(), (last_column * draws[:, 1]).long()
+
+
+def tiled_start(ball: Ball, generator: ImageGenerators) -> Tensor:
+    """Return the images plus pairs of pyramids on all tiles, at distance ε, in [0, 1]."""
+    images, channels, height, width = ball.centre.shape
+    side = max(height // TILES, 1)
+    first = (height - side * TILES) // 2
+    change = torch.zeros_like(ball.centre)
+    for row in range(height // side):
+        for column in range(width // side):
+            draws = draw_uniform(generator, (1 + channels,)).to(change.device)
+            tiles = pyramid_pairs(side, draws)
+            top, left = first + row * side, first + column * side
+            part = change[:, :, top : top + side, left : left + side]
+            part += tiles[:, :, : part.shape[2], : part.shape[3]]
+    return (ball.centre + ball.direction(change) * ball.epsilon).clamp(0, 1)
+
+
+def propose_pyramid(ball: Ball, best: Tensor, side: int, draws: Tensor) -> Tensor:
+    """Return images whose change in one window is moved to another, with a pair of pyramids."""
+    # draws: (B, 5 + C): of two corners, then as in ``pyramid_pairs``
+    images, channels, height, width = best.shape
+    side = max(side, MIN_SIDE)
+    side = min(side + (side % 2 == 0), height, width)
+    change = best - ball.centre
+    span = torch.arange(side, device=best.device)
+
+    def window(numbers: Tensor) -> tuple[Tensor, ...]:
+        top, left = corners(numbers, height - side, width - side)
+        image = torch.arange(images, device=best.device)[:, None, None, None]
+        channel = torch.arange(channels, device=best.device)[None, :, None, None]
+        row = (top[:, None] + span)[:, None, :, None]
+        return image, channel, row, (left[:, None] + span)[:, None, None, :]
+
+    target, source = window(draws[:, :2]), window(draws[:, 2:4])
+    in_windows = torch.zeros_like(change)
+    in_windows[target] = 1
+    in_windows[source] = 1
+    length = spread(ball.lengths(change), change)
+    unused = (ball.epsilon**2 - length.square()).clamp(min=0)
+    budget = unused / channels + window_length(change * in_windows).square()
+    old = change[target] / (TINY + window_length(change[target]))
+    new = pyramid_pairs(side, draws[:, 4:]) + old
+    new = new / (TINY + window_length(new)) * budget.sqrt()
+    change[source] = 0
+    change[target] = new
+    return (ball.centre + ball.direction(change) * ball.epsilon).clamp(0, 1)
+
+
+def window_length(window: Tensor) -> Tensor:
+    """Return the L2 norm per channel of windows (B, C, h, w), (B, C, 1, 1)."""
+    return window.square().sum(dim=(-2, -1), keepdim=True).sqrt()
+
+
+def pyramid_pairs(side: int, draws: Tensor) -> Tensor:
+    """Return a positive and a negative pyramid of L2 norm 1, one above or beside the other."""
+    # draws: (B, 1 + C), of the direction and of the signs. Returns (B, C, side, side).
+    pair = pyramid_pair(side).to(draws.device)
+    is_upright = (draws[:, 0] > 0.5)[:, None, None]
+    return torch.where(is_upright, pair.T, pair)[:, None] * signs(draws[:, 1:])[:, :, None, None]
+
+
+@cache
+def pyramid_pair(side: int) -> Tensor:
+    """Return the pair of pyramids one above the other, (side, side)."""
+    half = side // 2
+    pair = torch.cat([pyramid(half, side), -pyramid(side - half, side)])
+    return pair / pair.square().sum().sqrt()
+
+
+def pyramid(height: int, width: int) -> Tensor:
+    """Return nested rectangles around the centre, the k-th adding 1 / k², of L2 norm 1."""
+    steps = torch.zeros(height, width)
+    top, left = height // 2, width // 2
+    for ring in range(max(top, left) + 1):
+        rows = slice(max(top - ring, 0), min(top + ring + 1, height))
+        columns = slice(max(left - ring, 0), min(left + ring + 1, width))
+        steps[rows, columns] += 1 / (ring + 1) ** 2
+    return steps / steps.square().sum().sqrt()

@@ -1,0 +1,136 @@
+"""Base of attacks that seek a misclassified image, in trials on the images that survived so far."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moecore.attacks.balls import Ball, BallAttack
+from moecore.attacks.base import Generators, ImageGenerators, expand_generators
+from moecore.attacks.gradient import (
+    changeable_pixels,
+    frozen_parameters,
+    other_classes,
+    predict_logits,
+)
+from moecore.core.config import Misfits, Surroundings
+from moecore.core.files import UserError
+from moecore.nn import predict
+from moecore.tasks.base import Task
+
+
+class Victims(NamedTuple):
+    """Images that are still right, and the model."""
+
+    model: nn.Module
+    ball: Ball
+    labels: Tensor  # (B,)
+    others: Tensor  # (B, K − 1), other classes of the clean images, the most likely first
+    generators: ImageGenerators
+
+    def take(self, rows: Tensor) -> "Victims":
+        """Return some of the images."""
+        generators = self.generators
+        if generators is not None:
+            generators = [generators[row] for row in rows.tolist()]
+        return self._replace(
+            ball=self.ball.take(rows),
+            labels=self.labels[rows],
+            others=self.others[rows],
+            generators=generators,
+        )
+
+    def are_wrong(self, images: Tensor) -> Tensor:
+        """Return whether the model misclassifies images (B, C, H, W), (B,)."""
+        return predict_logits(self.model, images).argmax(dim=1) != self.labels
+
+
+Trial = Callable[[Victims], Tensor]  # attacked images (B, C, H, W), right or wrong
+
+
+class SurvivorAttack(BallAttack):
+    """An attack that returns a misclassified image or the clean one; subclasses define trials."""
+
+    @property
+    def packs(self) -> bool:
+        return True
+
+    @abstractmethod
+    def trials(self, classes: int) -> list[Trial]:
+        """Return what is tried in turn, for a model of that many classes."""
+
+    def lacks_classes(self, classes: int) -> str | None:
+        """Return why the attack needs more classes, in words; None if it does not."""
+        return None
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield (key, reason) if the data's labels, classes or shape do not allow the attack."""
+        yield from super().misfits(around)
+        card = around.preview
+        if card is not None and card.classes and (reason := self.lacks_classes(len(card.classes))):
+            yield (), f"{reason} ({around.data})"
+        if card is not None and len(card.shape) == 3:
+            yield ("kind",), f"found {self.kind} for volumes; allowed: fgsm, pgd or apgd"
+
+    def refuses(self, task: Task | type[Task]) -> str | None:
+        if reason := task.needs_classes("classes") or task.needs_classes("one_class"):
+            return f"{self.kind} needs one class per image, and {reason}"
+        return None
+
+    def does_not_apply(self, model: nn.Module, task: Task) -> str | None:
+        if reason := self.refuses(task):
+            return reason
+        if predict.coupled_image_count(model) > 1:
+            return "images share experts' capacity, so that survivors cannot be attacked alone"
+        return self.lacks_classes(len(task.classes))
+
+    def __call__(
+        self,
+        model: nn.Module,
+        task: Task,
+        images: Tensor,
+        labels: Tensor,
+        epsilon: float,
+        generator: Generators = None,
+        batch: int = 250,  # images per pass
+    ) -> Tensor:
+        clean = self.clean_copy(images, epsilon)
+        if epsilon == 0 or not len(clean):
+            return clean
+        if reason := self.does_not_apply(model, task):
+            raise UserError(f"attack: {reason}")
+        if clean.ndim != 4:
+            allowed = "(B, C, H, W)"
+            raise UserError.at("attack: images", found=tuple(clean.shape), allowed=allowed)
+        device = predict.model_device(model)
+        labels = labels.to(clean.device).long()
+        generators = expand_generators(generator, len(clean))
+        attacked = clean.clone()
+        with frozen_parameters(model):
+            logits = torch.cat(
+                [predict_logits(model, few.to(device)) for few in clean.split(batch)]
+            )
+            logits = logits.to(clean.device)
+            classes = logits.shape[1]
+            if reason := self.lacks_classes(classes):
+                raise UserError(f"attack: {reason}")
+            others = other_classes(logits, labels)
+            right = (logits.argmax(dim=1) == labels).nonzero()[:, 0]
+            for trial in self.trials(classes):
+                if not len(right):
+                    break
+                survivors = []
+                for rows in right.split(batch):
+                    few = clean[rows].to(device)
+                    ball = Ball(few, epsilon, self.norm, changeable_pixels(model, few))
+                    starts = None if generators is None else [generators[i] for i in rows.tolist()]
+                    known = (labels[rows].to(device), others[rows].to(device))
+                    victims = Victims(model, ball, *known, starts)
+                    changed = ball.confine(trial(victims))
+                    wrong = victims.are_wrong(changed).to(clean.device)
+                    attacked[rows[wrong]] = changed.to(clean.device)[wrong]
+                    survivors.append(rows[~wrong])
+                right = torch.cat(survivors)
+        return attacked
