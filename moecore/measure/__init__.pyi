@@ -202,7 +202,8 @@ class Robustness(_Robustness):
     images: int = 512
     """Test images, drawn once; the same for every method."""
     epsilons: tuple[float, ...]
-    """Radii of the L∞ ball in pixel units [0, 1]; 0 is added."""
+    """Radii of the L∞ ball in pixel units [0, 1]; 0 is added. An attack's eps replaces them for
+    that attack."""
     attacks: tuple[Attack, ...]
     batch: int = 128
     """Images per pass; rounded down to groups that share a capacity."""
