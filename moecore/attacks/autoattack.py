@@ -10,7 +10,6 @@ from torch.nn.functional import cross_entropy
 
 from moecore.attacks.apgd import apgd_ascent
 from moecore.attacks.balls import random_start
-from moecore.attacks.base import Generators
 from moecore.attacks.fab import Fab
 from moecore.attacks.gradient import (
     Goal,
@@ -25,9 +24,7 @@ from moecore.attacks.gradient import (
 )
 from moecore.attacks.square import Square
 from moecore.attacks.survivors import SurvivorAttack, Trial, Victims
-from moecore.core.files import UserError
 from moecore.nn import predict
-from moecore.tasks.base import Task
 
 RESTARTS = 5  # of version plus
 SAMPLES = 20  # passes per gradient of version rand
@@ -61,28 +58,14 @@ class Autoattack(SurvivorAttack):
             )
         return lacking_targets(self.targets, classes)
 
-    def does_not_apply(self, model: nn.Module, task: Task) -> str | None:
-        if reason := super().does_not_apply(model, task):
-            return reason
-        image = getattr(model, "image", None)
-        if self.version == "rand" and image is not None:
-            grey = torch.full((1, image.stored_channels, *image.shape), 0.5)
-            return None if draws_noise(model, grey) else NO_NOISE
+    def refuses_model(self, model: nn.Module, images: Tensor) -> str | None:
+        if self.version != "rand":
+            return None
+        with predict.eval_mode(model):
+            first, second = (predict_logits(model, images) for _ in range(2))
+        if torch.equal(first, second):
+            return NO_NOISE
         return None
-
-    def __call__(
-        self,
-        model: nn.Module,
-        task: Task,
-        images: Tensor,
-        labels: Tensor,
-        epsilon: float,
-        generator: Generators = None,
-        batch: int = 250,
-    ) -> Tensor:
-        if self.version == "rand" and len(images) and not draws_noise(model, images[:batch]):
-            raise UserError(f"attack: {NO_NOISE}")
-        return super().__call__(model, task, images, labels, epsilon, generator, batch)
 
     def trials(self, classes: int) -> list[Trial]:
         climb = partial(climb_to_error, steps=self.steps)
@@ -122,10 +105,3 @@ def climb_to_error(
     )
     at.check_finite()
     return result.wrong
-
-
-def draws_noise(model: nn.Module, images: Tensor) -> bool:
-    """Return whether two forward passes over the same images differ in evaluation mode."""
-    with predict.eval_mode(model):
-        images = images.to(predict.model_device(model))
-        return not torch.equal(predict_logits(model, images), predict_logits(model, images))

@@ -65,6 +65,10 @@ class SurvivorAttack(BallAttack):
         """Return why the attack needs more classes, in words; None if it does not."""
         return None
 
+    def refuses_model(self, model: nn.Module, images: Tensor) -> str | None:
+        """Return why the attack is pointless for a model, seen on some images, or None."""
+        return None
+
     def misfits(self, around: Surroundings) -> Misfits:
         """Yield (key, reason) if the data's labels, classes or shape do not allow the attack."""
         yield from super().misfits(around)
@@ -105,6 +109,8 @@ class SurvivorAttack(BallAttack):
             allowed = "(B, C, H, W)"
             raise UserError.at("attack: images", found=tuple(clean.shape), allowed=allowed)
         device = predict.model_device(model)
+        if reason := self.refuses_model(model, clean[:batch].to(device)):
+            raise UserError(f"attack: {reason}")
         labels = labels.to(clean.device).long()
         generators = expand_generators(generator, len(clean))
         attacked = clean.clone()

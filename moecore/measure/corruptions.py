@@ -240,7 +240,7 @@ def iterate_attacked_images(
     target: Target, attack: Attack, epsilons: Sequence[float]
 ) -> Iterator[ChangedImages]:
     """Yield the attacked images at each epsilon, every attack started from the clean images."""
-    for epsilon in epsilons:
+    for epsilon in attack.radii(epsilons):
         label = f"ε = {255 * epsilon:.3g}/255"
         yield ChangedImages("attack", label, target.attacked(attack, epsilon))
 
