@@ -17,13 +17,7 @@ from moecore.attacks.balls import Ball, random_start
 from moecore.attacks.base import image_generators
 from moecore.attacks.fab import Fab, hyperplane_moves
 from moecore.attacks.fgsm import Fgsm
-from moecore.attacks.gradient import (
-    ModelGradient,
-    dlr_loss,
-    make_objective,
-    other_classes,
-    targeted_dlr_loss,
-)
+from moecore.attacks.gradient import ModelGradient, make_objective, other_classes, targeted_dlr_loss
 from moecore.attacks.pgd import Pgd
 from moecore.attacks.square import Square, propose_square
 from moecore.core.files import UserError
