@@ -52,10 +52,9 @@ class Target(NamedTuple):
         model = BFloat16Model(self.model) if self.precision == "bfloat16" else self.model
         device = predict.model_device(model)
         options = {}
-        if attack.packs:  # it keeps its images on the CPU, and packs survivors of all of them
+        if attack.packs:
             options = {"batch": size}
             size = len(self.labels)
-            device = torch.device("cpu")
         is_attacked = self.only
         if is_attacked is None or attack.together or predict.coupled_image_count(self.model) > 1:
             is_attacked = torch.ones(len(self.labels), dtype=torch.bool)

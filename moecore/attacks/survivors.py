@@ -108,35 +108,32 @@ class SurvivorAttack(BallAttack):
         if clean.ndim != 4:
             allowed = "(B, C, H, W)"
             raise UserError.at("attack: images", found=tuple(clean.shape), allowed=allowed)
-        device = predict.model_device(model)
-        if reason := self.refuses_model(model, clean[:batch].to(device)):
+        if reason := self.refuses_model(model, clean[:batch]):
             raise UserError(f"attack: {reason}")
-        labels = labels.to(clean.device).long()
-        generators = expand_generators(generator, len(clean))
         attacked = clean.clone()
         with frozen_parameters(model):
-            logits = torch.cat(
-                [predict_logits(model, few.to(device)) for few in clean.split(batch)]
-            )
-            logits = logits.to(clean.device)
+            logits = torch.cat([predict_logits(model, few) for few in clean.split(batch)])
             classes = logits.shape[1]
             if reason := self.lacks_classes(classes):
                 raise UserError(f"attack: {reason}")
-            others = other_classes(logits, labels)
+            labels = labels.long()
+            everything = Victims(
+                model,
+                Ball(clean, epsilon, self.norm, changeable_pixels(model, clean)),
+                labels,
+                other_classes(logits, labels),
+                expand_generators(generator, len(clean)),
+            )
             right = (logits.argmax(dim=1) == labels).nonzero()[:, 0]
             for trial in self.trials(classes):
                 if not len(right):
                     break
                 survivors = []
                 for rows in right.split(batch):
-                    few = clean[rows].to(device)
-                    ball = Ball(few, epsilon, self.norm, changeable_pixels(model, few))
-                    starts = None if generators is None else [generators[i] for i in rows.tolist()]
-                    known = (labels[rows].to(device), others[rows].to(device))
-                    victims = Victims(model, ball, *known, starts)
-                    changed = ball.confine(trial(victims))
-                    wrong = victims.are_wrong(changed).to(clean.device)
-                    attacked[rows[wrong]] = changed.to(clean.device)[wrong]
+                    victims = everything.take(rows)
+                    changed = victims.ball.confine(trial(victims))
+                    wrong = victims.are_wrong(changed)
+                    attacked[rows[wrong]] = changed[wrong]
                     survivors.append(rows[~wrong])
                 right = torch.cat(survivors)
         return attacked
