@@ -86,9 +86,10 @@ def ensembles(
         attack = AutoAttack(
             lambda pixels: model(pixels).prediction, norm=name, eps=epsilon, device=images.device
         )
-        for part in (attack.apgd, attack.apgd_targeted, attack.fab):
+        attack.fab.n_iter = steps
+        for part in (attack.apgd, attack.apgd_targeted):
             part.n_iter = steps
-            # Checkpoints of APGD, which its constructor derives from 100 steps
+            # Checkpoints, which its constructor derives from 100 steps
             part.n_iter_2, part.n_iter_min, part.size_decr = (
                 max(int(share * steps), 1) for share in (0.22, 0.06, 0.03)
             )
