@@ -49,11 +49,9 @@ class TokenLabels:
             word_ids = expert_information.mask_rare_words(self.values["word"].numpy())
             self.values["word"] = torch.from_numpy(word_ids)
         if self.items < MIN_IMAGES:
-            self.remarks.append(
-                "purity, and what experts tell about labels and words: found "
-                f"{self.items} items; allowed: {MIN_IMAGES} or more, as chance is computed by "
-                "permuting items"
-            )
+            what = "purity, and what experts tell about labels and words"
+            allowed = f"{MIN_IMAGES} or more, as chance is computed by permuting items"
+            self.remarks.append(f"{what}: found {self.items} items; allowed: {allowed}")
         elif "label" in self.values and len(self.values["label"].clamp_min(-1).unique()) < 2:
             self.remarks.append("purity: found one label; allowed: two or more")
 
@@ -130,11 +128,9 @@ def read_examples(
     for rank, expert in (top.keys >= 0).nonzero().tolist():
         item, patch = (int(field[rank, expert]) for field in (top.items, top.patches))
         row = int(np.searchsorted(items, item))
-        token = FavouritePatch(
-            image=item,
-            patch=int((covers == patch).nonzero()[0]),
-            probability=round(float(top.probabilities[rank, expert]), 4),
-        )
+        fine_patch = int((covers == patch).nonzero()[0])
+        probability = round(float(top.probabilities[rank, expert]), 4)
+        token = FavouritePatch(image=item, patch=fine_patch, probability=probability)
         context = ("", f"item {item}, token {patch + 1}", "")
         if tokens is not None and tokens.shape[1] == layout.special + len(covers):
             place = layout.special + patch
@@ -205,11 +201,8 @@ def use_metrics_by_item(record: RoutingRecord) -> dict[str, np.ndarray]:
     counts = record.chosen.sum(dim=1).double()
     most_used = counts.sum(dim=0).topk(quarter_of_experts(counts.shape[1])).indices
     choices = counts.sum(dim=1).numpy()
-    parts = {
-        # over the experts' capacity
-        "dropped": (record.chosen & (record.combine == 0)).sum(dim=(1, 2)).double(),
-        "coverage": counts[:, most_used].sum(dim=1),
-    }
+    dropped = (record.chosen & (record.combine == 0)).sum(dim=(1, 2)).double()  # over capacity
+    parts = {"dropped": dropped, "coverage": counts[:, most_used].sum(dim=1)}
     shares = {name: linearize_ratio(part.numpy(), choices) for name, part in parts.items()}
     return {name: values.numpy() for name, values in metrics.items()} | shares
 
@@ -304,10 +297,8 @@ def analyse_layer(
         partners, matched, by_chance = compare_matched(routing, theirs)
         by_item |= matched
         chances |= by_chance
-    single = {"dead": dead}
-    for name in ("smallest_margin", "batch_violation"):
-        if name in roles.values:
-            single[name] = roles.values[name]
+    names = [name for name in ("smallest_margin", "batch_violation") if name in roles.values]
+    single = {"dead": dead} | {name: roles.values[name] for name in names}
     single |= {f"p_{name}": told.p for name, told in roles.labels.items()}
     quantities = {name: item_mean(values) for name, values in by_item.items()}
     quantities |= {name: Interval(value) for name, value in single.items()}
@@ -372,12 +363,9 @@ def compare_matched(
     items = len(pair[0])
     is_fit = np.random.default_rng(SEED).permutation(items) < items // 2
     partners = expert_similarity.seed_agreement(*pair, is_fit).partners
-    by_item = expert_similarity.matched_agreement_by_image(
-        pair[0][~is_fit], pair[1][~is_fit], partners
-    )
+    first, second = (chosen[~is_fit] for chosen in pair)
+    by_item = expert_similarity.matched_agreement_by_image(first, second, partners)
+    matched = {f"matched_{name}": values for name, values in by_item.items()}
     chances = expert_similarity.chance_agreement(*pair, is_fit)
-    return (
-        tuple(partners.tolist()),
-        {f"matched_{name}": values for name, values in by_item.items()},
-        dict(zip(("matched_correlation", "matched_overlap"), chances, strict=True)),
-    )
+    by_chance = dict(zip(("matched_correlation", "matched_overlap"), chances, strict=True))
+    return tuple(partners.tolist()), matched, by_chance

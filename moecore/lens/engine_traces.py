@@ -78,8 +78,7 @@ def check_ids(request: EngineRequest, form: EngineFormat) -> None:
     is_twice = np.diff(ids, axis=-1, append=2**31) == 0
     highest = (form.experts or 2**31) - 1
     is_empty = (ids == -1).all(axis=-1, keepdims=True)
-    is_wrong = ~is_empty & (is_twice | (ids < 0) | (ids > highest))
-    for token, layer, slot in np.argwhere(is_wrong)[:1]:
+    for token, layer, slot in np.argwhere(~is_empty & (is_twice | (ids < 0) | (ids > highest)))[:1]:
         place = f"{request.place}: token {token}, layer {layer + form.first_layer}"
         text = f"expert {ids[token, layer, slot]} in {request.ids[token, layer].tolist()}"
         allowed = f"0 to {highest}, each once, or all -1 (dense layers: --first-layer)"
@@ -166,10 +165,8 @@ def read_csv(path: Path, content: str, form: EngineFormat) -> EngineRequest:
             text = repr(",".join(cells)[:40])
             raise UserError.at(f"{path}:{line}", found=text, allowed="layer,expert")
     if not form.top_k or not content.endswith("\n"):
-        allowed = "whole lines layer,expert, with --top-k"
-        raise UserError.at(
-            path, found=f"--top-k {form.top_k}, end {content[-9:]!r}", allowed=allowed
-        )
+        text = f"--top-k {form.top_k}, end {content[-9:]!r}"
+        raise UserError.at(path, found=text, allowed="whole lines layer,expert, with --top-k")
     layer, expert = np.array(lines, int).T
     layers = np.unique(layer)
     starts = np.flatnonzero(np.diff(layer, prepend=layer[0] + 1) < 0)  # of passes
@@ -197,8 +194,7 @@ def simulate_cache(requests: Sequence[np.ndarray], size: int, policy: str) -> np
         total = sum(counts, Counter())
         hits = []
         for count in counts:
-            kept = (total - count).most_common(size)
-            hits.append(sum(count[expert] for expert, _ in kept))
+            hits.append(sum(count[expert] for expert, _ in (total - count).most_common(size)))
         return np.array(hits)
     uses = np.concatenate(requests).tolist()
     later: dict[int, int] = {}
@@ -294,9 +290,8 @@ def measure_agreement(ours: np.ndarray, theirs: np.ndarray) -> Measured:
 
 def pad_choices(requests: Sequence[EngineRequest], layer: int, experts: int) -> np.ndarray:
     """Return the choices (R, T, E) of a layer, bool; none for tokens without and for padding."""
-    chosen = np.zeros(
-        (len(requests), max(len(request.ids) for request in requests), experts + 1), bool
-    )
+    longest = max(len(request.ids) for request in requests)
+    chosen = np.zeros((len(requests), longest, experts + 1), bool)
     for row, request in zip(chosen, requests, strict=True):
         np.put_along_axis(row[: len(request.ids)], request.ids[:, layer], True, axis=1)
     return chosen[..., :-1]  # −1 is the last column

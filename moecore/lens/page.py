@@ -91,9 +91,8 @@ def write_lens_page(
         ours = trace_explorer.ExploredTrace(trace_explorer.TraceExplorer(trace, items), numbers)
         theirs = None
         if other is not None:
-            theirs = trace_explorer.ExploredTrace(
-                trace_explorer.TraceExplorer(other, items), analyse_trace(other, items)
-            )
+            other_explorer = trace_explorer.TraceExplorer(other, items)
+            theirs = trace_explorer.ExploredTrace(other_explorer, analyse_trace(other, items))
         write_whole(page.with_name(explorer), trace_explorer.render_traces(ours, head, theirs))
     else:
         page.with_name(explorer).unlink(missing_ok=True)
@@ -174,6 +173,7 @@ def render_lens(trace: Trace, numbers: TraceNumbers, explorer: str = "") -> str:
     routed_words = read_words_with_experts(trace)
     layers = trace.card.layers
     loads = Picture(draw_loads(numbers), "Load of the experts")
+    block = Block("", numbers.remarks, [quantity_rows_table(numbers.columns)], [loads])
     sheets = [
         Picture(figure, name, getattr(figure, "caption", ""))
         for name, figure in draw_trace_pictures(trace)
@@ -182,12 +182,7 @@ def render_lens(trace: Trace, numbers: TraceNumbers, explorer: str = "") -> str:
     return template.render(
         model=trace.card.model,
         items=f"{numbers.items:,} of {trace.items:,} items, evenly spread",
-        block=Block(
-            "",
-            words=numbers.remarks,
-            grids=[quantity_rows_table(numbers.columns)],
-            pictures=[loads],
-        ),
+        block=block,
         sheets=Block("", pictures=sheets),
         explorer=explorer,
         words=routed_words,
@@ -205,7 +200,7 @@ def draw_loads(numbers: TraceNumbers) -> Figure:
     shares = np.full((len(numbers.layers), experts), np.nan)
     for row, layer in enumerate(numbers.layers):
         shares[row, : len(layer.load)] = layer.load
-    texts = percent_annotations(shares, columns=MAX_ANNOTATED)
+    texts = percent_annotations(shares, limit=MAX_ANNOTATED)
     step = max(1, experts // MAX_ANNOTATED)
     columns = [str(n) if n % step == 0 else "" for n in range(experts)]
     rows = [str(number) for number in range(1, 1 + len(shares))]
@@ -223,14 +218,11 @@ def read_words_with_experts(trace: Trace) -> list[WordWithExperts]:
     layers = []
     for number, shape in enumerate(trace.card.layers):
         combine = trace.layer(number, first).combine.flatten(0, 1)[:MAX_WORDS]
-        fits = shape.tokens == tokens.shape[1]
-        layers.append(
-            expert_gallery.experts_by_weight(combine, MAX_EXPERTS) if fits else [[]] * MAX_WORDS
-        )
-    numbers = tokens.flatten()[:MAX_WORDS].tolist()
+        experts = expert_gallery.experts_by_weight(combine, MAX_EXPERTS)
+        layers.append(experts if shape.tokens == tokens.shape[1] else [[]] * MAX_WORDS)
     return [
         WordWithExperts(trace.card.vocabulary[number], True, [layer[place] for layer in layers])
-        for place, number in enumerate(numbers)
+        for place, number in enumerate(tokens.flatten()[:MAX_WORDS].tolist())
     ]
 
 
@@ -263,14 +255,13 @@ def draw_trace_pictures(trace: Trace) -> Iterator[tuple[str, Figure]]:
         top = analyses.update_top_tokens(top, record, record.probs, layout, items)
         examples = analyses.read_examples(trace, top, layout, layout)
         counts = record.chosen.sum(dim=(0, 1))
-        most_used = counts.argsort(descending=True, stable=True)[:EXPERTS].tolist()
         rows = {
             f"Expert {expert}": [
                 drawing.Tile(drawing.displayable_image(example.crop.numpy()))
                 for example in examples[expert]
                 if example.crop is not None
             ]
-            for expert in sorted(most_used)
+            for expert in sorted(counts.argsort(descending=True, stable=True)[:EXPERTS].tolist())
             if examples[expert]
         }
         name = f"Patches of experts, layer {number + 1}"

@@ -82,20 +82,16 @@ class TraceExplorer:
             record = routing_traces.record_on_finer_grid(record, layout, self.fine)
             shown_record = record.map_tensors(lambda field: field[:, shown_tokens])
             layers.append(routing_traces.encode_top_experts(shown_record))
-        pictures, labels, tokens = (
-            trace.beside(name, places) for name in ("pictures", "labels", "tokens")
-        )
+        names = ("pictures", "labels", "tokens")
+        pictures, labels, tokens = (trace.beside(name, places) for name in names)
         empty = [()] * len(places)
+        picture = None if pictures is None else encode_thumbnails(pictures / 255)
+        traces = routing_traces.ImageTraces(answers=empty, values=empty, layers=layers)
         variant = ShownVariant(
-            kind="clean",
-            label="clean",
-            picture=None if pictures is None else encode_thumbnails(pictures / 255),
-            origins=None,
-            trace=routing_traces.ImageTraces(answers=empty, values=empty, layers=layers),
+            kind="clean", label="clean", picture=picture, origins=None, trace=traces
         )
-        texts = None
+        texts = kinds = None
         item_labels = empty
-        kinds = None
         if tokens is not None and self.is_text:
             rows = tokens[:, shown_tokens].tolist()
             texts = [analyses.words_of_tokens(trace, row) for row in rows]
@@ -103,9 +99,8 @@ class TraceExplorer:
             item_labels = [[label] if label >= 0 else [] for label in labels.tolist()]
         if labels is not None and labels.shape[1:] == record.probs.shape[1:2]:
             numbers = (labels[:, shown_tokens] + 1).clamp(min=0)
-            kinds = encode_concatenated_arrays(
-                numbers.where(numbers <= MAX_KIND, 0).numpy().astype(np.uint8)
-            )
+            small = numbers.where(numbers <= MAX_KIND, 0).numpy()
+            kinds = encode_concatenated_arrays(small.astype(np.uint8))
         return Result(
             special=fine.special,
             grid=fine.grid,
@@ -122,21 +117,17 @@ class TraceExplorer:
         trace = self.trace
         layout = self.layouts[number]
         experts = trace.card.layers[number].experts
-        top_tokens = random_tokens = analyses.TopTokens.of_none(experts)
+        top = drawn = analyses.TopTokens.of_none(experts)
         at_place = torch.zeros(prod(layout.grid), experts)
-        uses = {
-            name: torch.zeros(1 + len(counts), experts).int()
-            for name, counts in self.numbers.items()
-        }
+        numbers = self.numbers.items()
+        uses = {name: torch.zeros(1 + len(counts), experts).int() for name, counts in numbers}
         load = torch.zeros(experts).double()
         draws = np.random.default_rng((SEED, number))
         for places in self.parts:
             record = analyses.record_of_layer(trace.layer(number, places))
             keys = torch.from_numpy(draws.random(record.chosen.shape[:2]))[..., None]
-            top_tokens = analyses.update_top_tokens(
-                top_tokens, record, record.probs, layout, places
-            )
-            random_tokens = analyses.update_top_tokens(random_tokens, record, keys, layout, places)
+            top = analyses.update_top_tokens(top, record, record.probs, layout, places)
+            drawn = analyses.update_top_tokens(drawn, record, keys, layout, places)
             load += record.chosen.sum(dim=(0, 1))
             at_place += record.chosen[:, layout.special :].sum(dim=0)
             for name, counts in uses.items():
@@ -144,10 +135,7 @@ class TraceExplorer:
         at_place = at_place[coarse_patch_indices(layout, self.fine)] / sum(map(len, self.parts))
         places = None if self.is_text else at_place.T.unflatten(1, (1, *self.fine.grid))
         profiles = self._profiles(load, places, uses)
-        examples = [
-            analyses.read_examples(trace, top, layout, self.fine)
-            for top in (top_tokens, random_tokens)
-        ]
+        examples = [analyses.read_examples(trace, best, layout, self.fine) for best in (top, drawn)]
         return ExploredLayer(profiles, places, list(zip(*examples, strict=True)))
 
     def _profiles(
@@ -164,9 +152,8 @@ class TraceExplorer:
         for expert, share in enumerate((load / load.sum().clamp(min=1)).tolist()):
             label_shares = expert_gallery.largest_shares(labels[:, expert])
             kinds = [(label + 1, part) for label, part in label_shares]
-            word_shares = expert_gallery.largest_shares(
-                shares_by_word[:, expert], expert_gallery.WORDS
-            )
+            shares_of_words = shares_by_word[:, expert]
+            word_shares = expert_gallery.largest_shares(shares_of_words, expert_gallery.WORDS)
             word_ids = [int(common[place]) for place, _ in word_shares]
             names = analyses.words_of_tokens(self.trace, word_ids)
             profile = expert_gallery.ExpertProfile(
@@ -211,8 +198,7 @@ def render_traces(
     ours: ExploredTrace, head: explorer_page.PageHead, theirs: ExploredTrace | None = None
 ) -> str:
     """Return the HTML of one trace, or of two compared ones; a large page shows fewer items."""
-    trace = ours.explorer.trace
-    names = [trace.card.model]
+    names = [ours.explorer.trace.card.model]
     sides = [ours]
     matches = []
     if theirs is not None:
@@ -221,18 +207,10 @@ def render_traces(
         names.append(f"{other.card.model}, {other.folder}" if is_same else other.card.model)
         sides.append(theirs)
         matches.append((*names, [layer.partners for layer in ours.numbers.layers]))
-    phase = {
-        "name": "trace",
-        "title": names[0],
-        "answers": [f"label {label}" for label in range(len(ours.explorer.numbers["labels"]))],
-        "unit": "",
-        "classes": True,
-        "cells": 1,
-        "source": "trace",
-        "kinds": {"name": "label", "first": 0},
-        "methods": [],
-        "matches": matches,
-    }
+    answers = [f"label {label}" for label in range(len(ours.explorer.numbers["labels"]))]
+    phase = {"name": "trace", "title": names[0], "answers": answers, "unit": "", "classes": True}
+    phase |= {"cells": 1, "source": "trace", "kinds": {"name": "label", "first": 0}}
+    phase |= {"methods": [], "matches": matches}
     page = ""
     for divisor in DIVISORS:
         pool: dict[str, int] = {}
@@ -272,8 +250,7 @@ def add_uses(uses: Tensor, numbers: Tensor | None, chosen: Tensor) -> None:
     # Row 1 + n counts tokens whose word or label is n, row 0 unknown ones; chosen: (N, T, E).
     # Numbers (N,) or (N, T) are ignored if T is another than in ``chosen``.
     if numbers is not None and numbers.shape[1:] in ((), chosen.shape[1:2]):
-        of_tokens = numbers.view(len(numbers), -1).expand(chosen.shape[:2])
-        rows = (of_tokens.clamp(min=-1) + 1).flatten()
+        rows = (numbers.view(len(numbers), -1).expand(chosen.shape[:2]).clamp(min=-1) + 1).flatten()
         uses.index_add_(0, rows, chosen.flatten(0, 1).int())
 
 

@@ -42,6 +42,7 @@ CARD = "trace.json"
 ITEM_TENSORS = ("tokens", "positions", "labels", "pictures")
 MAX_SIDE = 256  # pixels of a picture
 SUM_TOLERANCE = 0.02  # of probabilities in bfloat16
+Layouts = Sequence[Sequence[Any]]  # of MoE layers: see ``write_trace``
 
 
 class LayerShape(Config):
@@ -67,10 +68,8 @@ class LayerShape(Config):
 def check_layout(tokens: int, special: int, grid: Sequence[int]) -> None:
     """Raise ValueError unless ``special`` tokens and the grid's cells, if any, are all tokens."""
     if special >= tokens or (grid and special + prod(grid) != tokens):
-        raise ValueError(
-            f"found {special} special tokens and a grid {tuple(grid)}; allowed: together the "
-            f"{tokens} tokens of the layer"
-        )
+        wrong = f"{special} special tokens and a grid {tuple(grid)}"
+        raise ValueError(f"found {wrong}; allowed: together the {tokens} tokens of the layer")
 
 
 class ChunkFile(Config):
@@ -125,9 +124,8 @@ def check_item_tensor(
         return
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         raise UserError.at(f"{place}: {name}", found=values.dtype, allowed="integers")
-    shapes: list[tuple[int, ...]] = [
-        (items, number) for number in dict.fromkeys(layer.tokens for layer in layers)
-    ]
+    numbers = dict.fromkeys(layer.tokens for layer in layers)
+    shapes: list[tuple[int, ...]] = [(items, number) for number in numbers]
     if name == "labels":
         shapes.append((items,))
     if tuple(values.shape) not in shapes:
@@ -216,28 +214,24 @@ class Trace:
         names = [f"{number}.{field}" for field in ("experts", "weights", "probs")]
         parts = []
         for path, (experts, weights, probs) in self._read_parts(names, items):
+            place = f"{path}: {names[0]}"
             size = (shape.tokens, shape.experts)
             fits = experts.shape == weights.shape and experts.shape[:2] == probs.shape[:2]
             if experts.is_floating_point() or experts.dtype == torch.bool:
-                raise UserError.at(f"{path}: {names[0]}", found=experts.dtype, allowed="integers")
+                raise UserError.at(place, found=experts.dtype, allowed="integers")
             differs = tuple(probs.shape[1:]) != size or not experts.shape[-1] <= shape.k <= size[1]
             if differs or not fits or (experts >= shape.experts).any() or experts.amax() < 0:
-                raise UserError.at(
-                    f"{path}: {', '.join(names)}",
-                    found="other shapes, or other experts, or none",
-                    allowed=f"(tokens, experts) {size}, of them {shape.k} at most per token",
-                )
+                text = "other shapes, or other experts, or none"
+                allowed = f"(tokens, experts) {size}, of them {shape.k} at most per token"
+                raise UserError.at(f"{path}: {', '.join(names)}", found=text, allowed=allowed)
             if (experts < -1).any() or weights[experts < 0].any():
                 text = "an expert below -1, or a weight of the expert -1"
-                raise UserError.at(f"{path}: {names[0]}", found=text, allowed="-1 with weight 0")
+                raise UserError.at(place, found=text, allowed="-1 with weight 0")
             check_layer_values(probs, weights, f"{path}: {number}")
             routing = decode_layer_routing(experts, weights.float(), probs.float())
             if routing.chosen.sum() != (experts >= 0).sum():
-                raise UserError.at(
-                    f"{path}: {names[0]}",
-                    found="an expert twice for one token",
-                    allowed="each once, and -1 for none",
-                )
+                text = "an expert twice for one token"
+                raise UserError.at(place, found=text, allowed="each once, and -1 for none")
             parts.append(routing)
         return LayerRouting(*map(torch.cat, zip(*parts, strict=True)))
 
@@ -330,10 +324,7 @@ PROBABILITIES = 2**24  # in memory after which a file is written, 64 MiB
 
 @contextmanager
 def write_trace(
-    folder: str | Path,
-    model: str,
-    vocabulary: Sequence[str] = (),
-    layouts: Sequence[Sequence[Any]] = (),
+    folder: str | Path, model: str, vocabulary: Sequence[str] = (), layouts: Layouts = ()
 ) -> Iterator["TraceWriter"]:
     """Yield a writer of a trace; the folder appears, complete, at the end of the ``with``.
 
@@ -364,12 +355,9 @@ def write_trace(
         writer.write_chunk()
         if not writer.chunks:
             raise UserError(f"{folder}: nothing was added; allowed: one item and more")
+        layers, chunks = writer.layers, writer.chunks
         card = TraceCard(
-            format=FORMAT,
-            model=model,
-            layers=writer.layers,
-            chunks=writer.chunks,
-            vocabulary=vocabulary,
+            format=FORMAT, model=model, layers=layers, chunks=chunks, vocabulary=vocabulary
         )
         write_json(temporary / CARD, card.model_dump(mode="json"))
 
@@ -377,9 +365,7 @@ def write_trace(
 class TraceWriter:
     """Writer of a trace, yielded by ``write_trace``: ``add(records, tokens=…, labels=…)``."""
 
-    def __init__(
-        self, folder: Path, vocabulary_size: int = 0, layouts: Sequence[Sequence[Any]] = ()
-    ) -> None:
+    def __init__(self, folder: Path, vocabulary_size: int = 0, layouts: Layouts = ()) -> None:
         """Write to ``folder``; vocabulary_size: 0 without words; layouts: see ``write_trace``."""
         self.folder = folder
         self.vocabulary_size = vocabulary_size
@@ -448,14 +434,14 @@ class TraceWriter:
             allowed = f"{before}, as before; cut texts to parts of one length"
             raise UserError(f"trace: found layers of (tokens, experts) {sizes}; allowed: {allowed}")
         if self._batches and {*item_tensors} != {*self._batches[0]} & {*ITEM_TENSORS}:
-            allowed = "in all batches the same"
-            raise UserError.at("trace", found=sorted(item_tensors), allowed=allowed)
+            raise UserError.at(
+                "trace", found=sorted(item_tensors), allowed="in all batches the same"
+            )
         items = len(records[0].probs)
         if different := {len(record.probs) for record in records} - {items}:
-            raise UserError(
-                f"trace: found layers of {items} and {different.pop()} items; allowed: the same "
-                "number in all; is a router called twice in a pass?"
-            )
+            numbers = f"{items} and {different.pop()} items"
+            allowed = "the same number in all; is a router called twice in a pass?"
+            raise UserError(f"trace: found layers of {numbers}; allowed: {allowed}")
         layers = list(self.layers) or arrange_layers(sizes, self.layouts)
         for name, value in item_tensors.items():
             check_item_tensor(name, value, items, layers, "trace")
@@ -464,9 +450,7 @@ class TraceWriter:
         return layers
 
 
-def arrange_layers(
-    sizes: Sequence[tuple[int, ...]], layouts: Sequence[Sequence[Any]]
-) -> list[LayerShape]:
+def arrange_layers(sizes: Sequence[tuple[int, ...]], layouts: Layouts) -> list[LayerShape]:
     """Return a LayerShape per (tokens, experts) of ``sizes``; layouts: see ``write_trace``."""
     layouts = list(layouts) or [(0, ())]
     if len(layouts) == 1:

@@ -284,8 +284,7 @@ def schema_command() -> None:
 @app.command("predict", context_settings=PASS_ON)
 def predict_command(context: typer.Context) -> None:
     """Predict what pictures or volumes show, with a trained model; see `--help`."""
-    command = [sys.executable, "-m", "moecore.pipeline.predict_cli", *context.args]
-    os.execv(sys.executable, command)
+    os.execv(sys.executable, [sys.executable, "-m", "moecore.pipeline.predict_cli", *context.args])
 
 
 @app.command("tune")
@@ -418,32 +417,25 @@ def study_check(
 @claims_app.command("check")
 def claims_check() -> None:
     """Compute intervals again from stored items; print when each claim was asked."""
-    from moecore.report.claims.result_evidence import (
-        date_questions,
-        find_overwritten_answers,
-        find_reused_seeds,
-        has_whole_history,
-        read_earlier_answers,
-        verify_kept_items,
-    )
+    from moecore.report.claims import result_evidence
     from moecore.study.questions import load_rounds
 
     rounds = load_rounds(HERE)
     for question_round in rounds:
-        if number := verify_kept_items(question_round.results):
+        if number := result_evidence.verify_kept_items(question_round.results):
             typer.echo(f"{question_round.name}: {number} intervals follow from the stored items")
-    is_whole = has_whole_history(HERE)
-    earlier = read_earlier_answers(HERE)
+    is_whole = result_evidence.has_whole_history(HERE)
+    earlier = result_evidence.read_earlier_answers(HERE)
     for question_round in rounds if is_whole else ():
-        dated = date_questions(question_round)
+        dated = result_evidence.date_questions(question_round)
         for question in dated:
             typer.echo(f"{question_round.name}: {question.line}")
         if late := "; ".join(question.line for question in dated if question.is_refused):
             problem = "asked in no commit before the commit of its answer"
             raise UserError(f"{question_round.name}: {problem}: {late}")
-        for line in find_overwritten_answers(question_round, earlier):
+        for line in result_evidence.find_overwritten_answers(question_round, earlier):
             typer.echo(f"{question_round.name}: {line}")
-        for line in find_reused_seeds(question_round, earlier):
+        for line in result_evidence.find_reused_seeds(question_round, earlier):
             typer.echo(f"{question_round.name}: {line}")
     if not is_whole:
         typer.echo("when claims were asked is not known: git has no history here, or a part of it")

@@ -159,9 +159,8 @@ def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Pa
     params = document.data
     sources = part_files(params.get("data"), root, "data")
     # The tasks' files that sources import; for outside sources all imported files
-    tasks = {
-        file for file in sources if file.parts[1] == "tasks" or file.parts[0] in allowed_packages()
-    }
+    packages = allowed_packages()
+    tasks = {file for file in sources if file.parts[1] == "tasks" or file.parts[0] in packages}
     for script in sorted((root / "moecore/stages").glob("[a-z]*.py")):
         files = import_closure(script.relative_to(root), root) | tasks
         if script.stem == COMPARE:
@@ -170,14 +169,13 @@ def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Pa
         yield f"stages/{script.stem}.json", files
     for method in document.get(("run", "methods")):
         parts = part_files(document.get(("methods", method)), root, "methods")
-        model = part_files(params.get("model"), root, "model")
-        yield f"methods/{method}.json", parts | model
+        yield f"methods/{method}.json", parts | part_files(params.get("model"), root, "model")
     for phase, source in (params.get("data") or {}).items():
         yield f"sections/data.{phase}.json", part_files(source, root, "data")
     for key, section in params.items():
         if key in NOT_READ_WHOLE:
             continue
-        if key in allowed_packages() and isinstance(section, dict):
+        if key in packages and isinstance(section, dict):
             for name, settings in section.items():
                 files = part_files(settings, root, name)
                 for file in outside_module_files(f"{key}.{name}", root):
@@ -328,9 +326,8 @@ def _module_files(package: str, name: str, root: Path) -> Iterator[Path]:
     # For a family, which offers its parts by class name, the files of all parts.
     segments = [*package.split("/"), name] if name else package.split("/")
     if "/".join(segments[1:]) in FAMILIES:
-        yield from sorted(
-            Path(*segments, part.name) for part in (root / Path(*segments)).glob("*.py")
-        )
+        folder = Path(*segments)
+        yield from sorted(folder / part.name for part in (root / folder).glob("*.py"))
     for count in range(1, len(segments) + 1):
         if file := _module_file("/".join(segments[:count]), root):
             yield file

@@ -64,9 +64,7 @@ def count_stages(stages: Mapping[str, Any], run: Mapping[str, Any]) -> int:
     """Return the number of stages after DVC expands each matrix with the lists of ``run``."""
     total = 0
     for stage in stages.values():
-        lists = [
-            text.strip("${}").removeprefix("run.") for text in stage.get("matrix", {}).values()
-        ]
+        lists = [key.strip("${}").removeprefix("run.") for key in stage.get("matrix", {}).values()]
         total += math.prod(len(run.get(name) or ()) for name in lists)
     return total
 

@@ -9,6 +9,8 @@ from typer import Argument, Option
 from moecore.core.files import UserError, write_csv, write_json
 
 Items = Annotated[int | None, Option(min=1, help="at most this many, evenly spread")]
+OtherTrace = Annotated[Path | None, Option(help="a trace of the same items, to compare with")]
+Numbers = Annotated[Path, Option(help="all layers' numbers, as JSON; as CSV if it ends so")]
 Against = Annotated[list[Path] | None, Option(help="the same requests in another engine")]
 
 
@@ -22,8 +24,7 @@ def lens_record(
     from moecore.lens.recording import record_python_file, record_trained_model
 
     if (data is None) == model.is_dir():
-        needs = "a model's folder takes --data, and a Python file brings its own"
-        raise UserError(f"--data: {needs}")
+        raise UserError("--data: a model's folder takes --data, and a Python file brings its own")
     if data is None:
         number = record_python_file(model, out)
     else:
@@ -35,9 +36,7 @@ def lens_read(
     trace: Annotated[Path, Argument(help="the trace's folder")] = Path("trace"),
     page: Annotated[Path, Option(help="what to write")] = Path("lens.html"),
     items: Items = None,
-    against: Annotated[
-        Path | None, Option(help="a trace of the same items, to compare with")
-    ] = None,
+    against: OtherTrace = None,
 ) -> None:
     """Print a summary of a trace's routing, and write a page and an explorer of it."""
     from moecore.lens.page import write_lens_page
@@ -53,17 +52,14 @@ def lens_engine(
     layers: Annotated[int | None, Option(help="layers, of SGLang's flat ids")] = None,
     first_layer: Annotated[int, Option(help="leave out layers below, which are dense")] = 0,
     experts: Annotated[int | None, Option(help="experts; default: highest id + 1")] = None,
-    out: Annotated[Path, Option(help="all layers' numbers, as JSON; as CSV if it ends so")] = Path(
-        "engine.json"
-    ),
+    out: Numbers = Path("engine.json"),
     page: Annotated[Path, Option(help="the numbers as a page")] = Path("engine.html"),
 ) -> None:
     """Print load, caches and agreement of the experts that an engine chose, and write a page."""
     from moecore.lens.engine_traces import EngineFormat, analyse_engine, print_engine_rows
     from moecore.lens.page import write_engine_page
 
-    form = EngineFormat(top_k, layers, first_layer, experts)
-    rows = analyse_engine(files, against or [], form)
+    rows = analyse_engine(files, against or [], EngineFormat(top_k, layers, first_layer, experts))
     print_engine_rows(rows)
     if out.suffix == ".csv":
         write_csv(out, [rows[0], *(row.values() for row in rows)])

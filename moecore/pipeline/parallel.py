@@ -38,6 +38,7 @@ TIMED = "measure@cost"  # measures time, so nothing else may run at the same tim
 OWN = Stage("", "", each="measurement")  # a stage that a user wrote into dvc.yaml
 
 DvcJob = tuple[str, ...]  # stages that one process runs in sequence
+Environment = Mapping[str, str]
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 THREAD_VARIABLES = ("MOECORE_THREADS", "OMP_NUM_THREADS")  # the second: for numpy's BLAS
 DVC_LINES = re.compile(
@@ -62,11 +63,9 @@ def next_job_stages(
         if runnable and set(begun) == set(done):
             return tuple(runnable)
         return None
-    first = [stage for stage in shared if _row(stage).early]
-    if first:
-        return tuple(
-            stage for stage in first if _seed_in_stage_name(stage) == _seed_in_stage_name(first[0])
-        )
+    if first := [stage for stage in shared if _row(stage).early]:
+        seed = _seed_in_stage_name(first[0])
+        return tuple(stage for stage in first if _seed_in_stage_name(stage) == seed)
     chosen = shared[:1]
     work = _model_work(chosen[0])
     for stage in above if work else ():
@@ -201,7 +200,7 @@ def print_line(stage: str, line: str) -> None:
 
 def run_job_stages(
     job: DvcJob,
-    environment: Mapping[str, str],
+    environment: Environment,
     started: list[subprocess.Popen],
     ending: Event,
     display: StageDisplay,
@@ -211,14 +210,11 @@ def run_job_stages(
     # before all ``started`` processes are ended; a process that starts later is ended immediately.
     files = {stage: Path("steps", _stage_kind(stage), "dvc.yaml") for stage in job}
     targets = [f"{file}:{stage}" if file.is_file() else stage for stage, file in files.items()]
+    command = dvc_command("--wait-for-lock", "repro", "--single-item", *targets)
+    variables = os.environ | environment
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     for _ in range(TRIES):
-        process = subprocess.Popen(
-            dvc_command("--wait-for-lock", "repro", "--single-item", *targets),
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        process = subprocess.Popen(command, env=variables, text=True, **pipes)
         started.append(process)
         if ending.is_set():
             process.terminate()
@@ -235,7 +231,7 @@ def run_job_stages(
 
 def run_stages(
     above: Mapping[str, Collection[str]],
-    environments: Sequence[Mapping[str, str]],
+    environments: Sequence[Environment],
     jobs: int,
     display: StageDisplay,
 ) -> list[str]:
@@ -244,7 +240,7 @@ def run_stages(
     done: set[str] = set()
     begun: set[str] = set()
     free = list(environments)
-    running: dict[Future, tuple[DvcJob, list[Mapping[str, str]]]] = {}
+    running: dict[Future, tuple[DvcJob, list[Environment]]] = {}
     started: list[subprocess.Popen] = []
     ending = Event()
     failed = False
@@ -322,14 +318,11 @@ def job_environments(jobs: int) -> list[dict[str, str]]:
         return [{VISIBLE_GPUS: gpus[place % len(gpus)]} for place in range(max(jobs, ranks))]
     if is_launching():
         return [{} for _ in range(jobs)]
-    share = str(max(1, available_cores() // jobs))
-    threads = os.environ.get(THREAD_VARIABLES[0]) or share
+    threads = os.environ.get(THREAD_VARIABLES[0]) or str(max(1, available_cores() // jobs))
     return [dict.fromkeys(THREAD_VARIABLES, threads) for _ in range(jobs)]
 
 
-def choose_places(
-    stages: Sequence[str], free: Sequence[Mapping[str, str]]
-) -> list[Mapping[str, str]] | None:
+def choose_places(stages: Sequence[str], free: Sequence[Environment]) -> list[Environment] | None:
     """Return the ``free`` environments that a job takes, one per GPU it needs; None if too few."""
     if not free:
         return None
@@ -340,7 +333,7 @@ def choose_places(
     return list(by_gpu.values())[:count] if len(by_gpu) >= count else None
 
 
-def merge_environments(places: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def merge_environments(places: Sequence[Environment]) -> dict[str, str]:
     """Return the first of the environments ``places``, with the GPUs of all of them."""
     environment = dict(places[0])
     if VISIBLE_GPUS in environment:

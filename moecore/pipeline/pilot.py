@@ -52,6 +52,7 @@ VMOE_LOSSES = {"importance", "load"}
 WIDTHS = {"mlp_ratio", "hidden"}  # settings of the hidden width of a model
 FITTED_TOKENS = 2**15  # to which a router is fitted, from at most one pass over the images
 RIDGE = 1e-4  # weight of the squared weights: without it, separable kinds have no optimum
+Choices = tuple[Tensor, Tensor]  # tokens (n, d), and the expert of each (n,)
 
 
 class PilotParams(Config):
@@ -136,11 +137,9 @@ def choose_pilot_methods(params: PilotParams, document: Document) -> dict[str, t
         if (role := _role_of(method)) is not None:
             roles.setdefault(role, (name, method))
     if "dense" not in roles or ("told" not in roles and not {"vmoe", "hash"} <= set(roles)):
-        allowed = "one without router and experts, and one with router: {kind: told}, or one with "
-        allowed += (
-            "{kind: hash} and one with {kind: noisy_top_k} and the losses importance and load"
-        )
-        text = f"found {', '.join(params.methods) or 'none'}; allowed for a pilot: {allowed}"
+        needs = "one without router and experts, and one with router: {kind: told}, or one with "
+        needs += "{kind: hash} and one with {kind: noisy_top_k} and the losses importance and load"
+        text = f"found {', '.join(params.methods) or 'none'}; allowed for a pilot: {needs}"
         raise document.error(("methods",), text)
     if "told" in roles:
         name, oracle = roles["told"]
@@ -186,8 +185,9 @@ def _train_all(
             for role, (_, method) in methods.items()
         }
         if "told" in jobs:
-            share = fit_learner_to_oracle(jobs["begun"], jobs["told"], settings["told"], seed)
-            shares.append(share)
+            shares.append(
+                fit_learner_to_oracle(jobs["begun"], jobs["told"], settings["told"], seed)
+            )
         for role, job in jobs.items():
             name = f"validation_{job.task.history_name}"
             begun = time.process_time()
@@ -222,11 +222,9 @@ def fit_learner_to_oracle(
 
 
 @torch.no_grad()
-def _oracle_choices(
-    oracle: TrainingJob, settings: Training, seed: int
-) -> dict[str, tuple[Tensor, Tensor]]:
+def _oracle_choices(oracle: TrainingJob, settings: Training, seed: int) -> dict[str, Choices]:
     """Return name of an MoE layer → tokens (n, d) of training images, and their experts (n,)."""
-    pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    pairs: dict[str, list[Choices]] = {}
 
     def keep(name: str, layer: MoEFeedForward, tokens: Tensor, record: RoutingRecord) -> None:
         chosen = record.chosen.int().argmax(dim=-1)
@@ -239,10 +237,8 @@ def _oracle_choices(
             counts = [sum(len(chosen) for _, chosen in batches) for batches in pairs.values()]
             if all(count >= FITTED_TOKENS for count in counts):
                 break
-    columns = {name: zip(*batches, strict=True) for name, batches in pairs.items()}
-    return {
-        name: (torch.cat(tokens), torch.cat(chosen)) for name, (tokens, chosen) in columns.items()
-    }
+    columns = ((name, zip(*batches, strict=True)) for name, batches in pairs.items())
+    return {name: (torch.cat(tokens), torch.cat(chosen)) for name, (tokens, chosen) in columns}
 
 
 def fit_linear_router(tokens: Tensor, chosen: Tensor, experts: int) -> Tensor:
@@ -309,8 +305,7 @@ def print_pilot(result: PilotResult, verdicts: Sequence[PilotVerdict]) -> None:
     heads = [f"validation {result.score.label}{unit}", *seeds, "mean", "s a training"]
     table = Table(*heads, box=None, header_style="bold", padding=(0, 1))
     for row in result.rows.values():
-        scores = [*row.scores, fmean(row.scores)]
-        cells = [f"{factor * score:.2f}" for score in scores]
+        cells = [f"{factor * score:.2f}" for score in [*row.scores, fmean(row.scores)]]
         table.add_row(row.name, *cells, f"{fmean(row.seconds):.1f}")
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
@@ -318,10 +313,9 @@ def print_pilot(result: PilotResult, verdicts: Sequence[PilotVerdict]) -> None:
     if "told" in result.rows:
         told = result.rows["told"].name
         ahead = result.advantage("told", "begun")
-        lines.append(
-            f"A router that begins with {result.fitted:.1%} of tokens as {told} ends "
-            f"{abs(ahead):.2f} {result.unit} {'below' if ahead > 0 else 'above'} it."
-        )
+        begins = f"A router that begins with {result.fitted:.1%} of tokens as {told}"
+        side = "below" if ahead > 0 else "above"
+        lines.append(f"{begins} ends {abs(ahead):.2f} {result.unit} {side} it.")
     worth = studies_worth_running(verdicts)
     lines.append(f"Worth a study of {' and '.join(worth)}." if worth else "Not worth a study.")
     for line in lines:

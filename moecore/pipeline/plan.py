@@ -27,6 +27,7 @@ COPYING = "numbers"  # a stage that only copies files
 SHOWN = 2  # reasons, and stages above, that are printed
 HISTORY = Path("artifacts/history/prepare")  # where `prepare` records the raw folders
 RECORD = Path("tables/raw.json")
+Reasons = tuple[str, ...]  # why a stage would run
 
 
 class PlannedStage(NamedTuple):
@@ -35,7 +36,7 @@ class PlannedStage(NamedTuple):
     # An uncertain stage runs only if the output of an earlier stage changes.
 
     stage: str
-    reasons: tuple[str, ...]
+    reasons: Reasons
     seconds: float | None
     is_certain: bool = True
 
@@ -83,7 +84,7 @@ def _status_without_locks(repo: Any) -> dict[str, list]:
 def plan_stages(
     pipeline: DvcStatus,
     seconds: Mapping[str, float],  # stage → seconds of past runs
-    by_code: Mapping[str, tuple[str, ...]] | None = None,  # stage → reasons, of changed code
+    by_code: Mapping[str, Reasons] | None = None,  # stage → reasons, of changed code
 ) -> list[PlannedStage]:
     """Return the stages that would run, in a possible order: changed ones and descendants."""
     # If ``by_code`` is given, the stage ``code`` causes no other runs. What DVC's run cache
@@ -92,7 +93,7 @@ def plan_stages(
     for stage, value in seconds.items():
         by_kind.setdefault(_kind(stage), []).append(value)
     medians = {kind: median(values) for kind, values in by_kind.items()}
-    reasons: dict[str, tuple[str, ...]] = {}
+    reasons: dict[str, Reasons] = {}
     for stage, entries in pipeline.status.items():
         if texts := tuple(dict.fromkeys(_describe_changes(entries))):
             reasons[_stage_name(stage)] = texts
@@ -123,9 +124,7 @@ def plan_stages(
     return planned
 
 
-def stages_changed_by_code(
-    pipeline: DvcStatus, root: Path = ROOT
-) -> dict[str, tuple[str, ...]] | None:
+def stages_changed_by_code(pipeline: DvcStatus, root: Path = ROOT) -> dict[str, Reasons] | None:
     """Return stage → ("FILE edited", …); None if that is not known. root: folder of the code."""
     # DVC only knows that the stage ``code`` has to run. The code is hashed here as by that stage,
     # and compared with the stage's last result.

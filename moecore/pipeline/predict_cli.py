@@ -51,9 +51,8 @@ def predict_files(
         sampling = Sampling(words, temperature, top_p, seed)
         continue_and_print(path, prompt, out or Path("continued.html"), sampling)
     elif folder is not None:
-        request = PredictionRequest(
-            path, folder, out or Path("predictions.csv"), calibrator, batch, texts
-        )
+        table = out or Path("predictions.csv")
+        request = PredictionRequest(path, folder, table, calibrator, batch, texts)
         sys.exit(3 if predict_folder(request) else 0)
 
 

@@ -45,16 +45,15 @@ NOT_SOURCE = shutil.ignore_patterns("__pycache__")
 INSTALLED = re.compile(r"(?<=[\"'])moecore *[<>=~!@][^\"']*")
 
 
-def begin_project(
-    name: str, folder: Path, study: str, is_overlay: bool, data: Path | None = None
-) -> None:
+def begin_project(name: str, folder: Path, study: str, is_overlay: bool, data: Path | None) -> None:
     """Write a new project into ``folder``, which must be missing or empty."""
     # study: a shipped question, or main. is_overlay: params.yaml is written from an overlay.yaml.
     # data: a folder of pictures that params.yaml is derived from.
     refuse_study_name(name)
     if importlib.util.find_spec(name):
-        text = f"found the name {name!r}, which Python finds already"
-        raise UserError(f"{text}; allowed: another one")
+        raise UserError(
+            f"found the name {name!r}, which Python finds already; allowed: another one"
+        )
     if study != MAIN_STUDY:
         study = find_shipped_question(study).name
     if is_overlay and study == MAIN_STUDY:
@@ -122,8 +121,7 @@ def find_shipped_question(name: str) -> QuestionFile:
 
 def compose_shipped_question(name: str) -> Composed:
     """Return a shipped question's first round, composed, or the round with this name in 0.2."""
-    old = find_old_study(SHIPPED, name)
-    return (old or find_shipped_question(name).round(1)).compose()
+    return (find_old_study(SHIPPED, name) or find_shipped_question(name).round(1)).compose()
 
 
 def shipped_params_text(study: str) -> str:
@@ -203,9 +201,8 @@ def _add_example(text: str, study: Mapping[str, Any], name: str, is_run: bool) -
     vmoe = study["methods"]["vmoe"]
     router = {"kind": f"{name}.cosine", "k": vmoe["router"]["k"]}
     importance = {"kind": "importance", "weight": 0.005}
-    cosine = params_file.dump_inline_yaml(
-        {"cosine": vmoe | {"router": router, "regularizers": [importance]}}
-    )
+    section = vmoe | {"router": router, "regularizers": [importance]}
+    cosine = params_file.dump_inline_yaml({"cosine": section})
     if is_run:
         text = re.sub(r"methods: \[[^]]*", r"\g<0>, cosine", text, count=1)  # of the section run
     return re.sub("^methods:.*\n", rf"\g<0>{indent(cosine, '  ')}\n", text, flags=re.M)

@@ -17,9 +17,8 @@ PR_SET_PDEATHSIG = 1
 
 def run_on_server(python: str, arguments: list[str]) -> int:
     """Run a stage on the server, or exec ``python``; return its exit code, 128 + n for signal n."""
-    is_stage = (
-        len(arguments) > 1 and arguments[0] == "-m" and arguments[1].startswith("moecore.stages.")
-    )
+    words = [*arguments, "", ""]
+    is_stage = words[0] == "-m" and words[1].startswith("moecore.stages.")
     if SOCKET not in os.environ or not is_stage:
         os.execv(python, [python, *arguments])
     # If DVC is killed this process is too, and then the server ends the stage.
@@ -36,10 +35,8 @@ def run_on_server(python: str, arguments: list[str]) -> int:
     except OSError:
         pass  # reported below
     if len(answers) < 2:
-        print(
-            f"{' '.join(arguments[1:])}: the server of stages has ended; start again",
-            file=sys.stderr,
-        )
+        stage = " ".join(arguments[1:])
+        print(f"{stage}: the server of stages has ended; start again", file=sys.stderr)
         return 1
     code = int(answers[1])
     return code if code >= 0 else 128 - code

@@ -47,19 +47,16 @@ def start_stage_server(module: str = f"{STAGE_MODULES}fork_server") -> Path:
     command.write_text(f'#!/bin/sh\nexec {client} "$@"\n', encoding="utf-8")
     command.chmod(0o755)
     # One thread: nothing is computed before a fork, and each stage sets its own number.
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, str(path)], env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", module, str(path)], env=environment)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(process.kill)
     while not path.exists():  # no time limit: imports take minutes on a cold disk
         if (code := process.poll()) is not None:
             end = f"exit code {code}" if code >= 0 else f"signal {-code}"
-            shown = f"`{sys.executable} -m {module}`"
+            ended = f"`{sys.executable} -m {module}` ended with {end} before it listened"
             mend = "its error is printed above; mend that and start again"
-            raise UserError(
-                f"server of stages: {shown} ended with {end} before it listened; {mend}"
-            )
+            raise UserError(f"server of stages: {ended}; {mend}")
         time.sleep(0.02)
     return folder
 

@@ -32,18 +32,11 @@ from moecore.report.claims.evaluation import SECTIONS
 from moecore.report.claims.result_evidence import ASKED, ITEMS, NUMBERS, committed_at
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.run.history_file import read_dvc_locks
-from moecore.study import layers
+from moecore.study import layers, params_file
 from moecore.study.check import MissingData, check_document, check_study_document, format_misfits
 from moecore.study.document import as_mapping, load_yaml_document, parse_yaml_document
 from moecore.study.layers import list_folder_stages
 from moecore.study.papers import PAPER_FILE
-from moecore.study.params_file import (
-    ParamsOrigin,
-    apply_assignments,
-    list_changes,
-    params_text,
-    write_params,
-)
 from moecore.study.questions import PIPELINES, QuestionFile, Round
 from moecore.study.study import read_study
 from moecore.study.trial_rules import trial_step_misfits
@@ -81,11 +74,11 @@ def write_run_folder(question_round: Round, presets: Sequence[str] = ()) -> list
     composed = question_round.compose(presets)
     edited = str(PIPELINES / f"{question_round.question.name}.yaml")
     schema = "../../params.schema.json"
-    origin = ParamsOrigin(edited, "params.yaml", schema, root / PIPELINES)
-    text = params_text(composed, origin, presets)
+    origin = params_file.ParamsOrigin(edited, "params.yaml", schema, root / PIPELINES)
+    text = params_file.params_text(composed, origin, presets)
     is_new = not (folder / "params.yaml").is_file()
     with hold_project(folder / LOCK):
-        changes = write_params(folder / "params.yaml", text)
+        changes = params_file.write_params(folder / "params.yaml", text)
         write_dvc_files(folder, composed.stages)
         if shutil.which("git"):
             files.write_whole(folder / ".dvc/config", dvc.RUN_CONFIG)
@@ -110,7 +103,7 @@ def write_project(folder: Path = HERE) -> list[str]:
         files.write_whole(folder / "dvc.yaml", dvc.main_dvc_yaml_text())
         return ["dvc.yaml written"]
     composed, text = _compose_project(folder)
-    changes = write_params(folder / "params.yaml", text)
+    changes = params_file.write_params(folder / "params.yaml", text)
     write_dvc_files(folder, composed.stages)
     return changes
 
@@ -126,10 +119,9 @@ def project_texts_from_overlay(folder: Path) -> dict[str, str]:
 def _compose_project(folder: Path) -> tuple[layers.Composed, str]:
     """Return a project's composed params.yaml (overlay.yaml over this version's) and its text."""
     base = layers.load_root_layer(SHIPPED)
-    overlay = layers.load_overlay_layer(folder, base)
-    composed = layers.compose_layers([base, overlay], SHIPPED)
-    origin = ParamsOrigin(layers.OVERLAY, SHIPPED_PARAMS, "params.schema.json", folder)
-    return composed, params_text(composed, origin)
+    composed = layers.compose_layers([base, layers.load_overlay_layer(folder, base)], SHIPPED)
+    origin = params_file.ParamsOrigin(layers.OVERLAY, SHIPPED_PARAMS, "params.schema.json", folder)
+    return composed, params_file.params_text(composed, origin)
 
 
 def write_dvc_files(folder: Path, stages: Sequence[str] | None) -> None:
@@ -149,14 +141,12 @@ def why_results_stay(question_round: Round) -> str:
     if not (folder / NUMBERS).is_file():
         return f"{folder / NUMBERS} does not exist; run `{question_round.command}`"
     now = load_yaml_document(folder / "params.yaml").data
-    if changes := list(list_changes(question_round.compose().document.data, now)):
+    if changes := list(params_file.list_changes(question_round.compose().document.data, now)):
         more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
         return f"this run has other settings, {changes[0]}{more}"
     ran = read_dvc_locks(folder)
-    files_of_run = [
-        *ran.get("compare", {}).get("deps", ()),
-        *ran.get("numbers", {}).get("outs", ()),
-    ]
+    compared, copied = ran.get("compare", {}), ran.get("numbers", {})
+    files_of_run = (*compared.get("deps", ()), *copied.get("outs", ()))
     hashes = {file["path"]: file.get("md5") for file in files_of_run}
     for path in (Path("params.yaml"), NUMBERS, ITEMS):
         if hashes.get(str(path)) != files.file_checksum(folder / path, "md5"):
@@ -364,10 +354,10 @@ def write_derived_run(data: Path | None, sets: Sequence[str], is_sweep: bool) ->
         stages = list_folder_stages(HERE)
     grid: dict[str, list[str]] = {}
     if is_sweep:
-        text, grid, suffix = _expand_sweep(text, str(path), sets)
+        text, grid, suffix = _add_sweep(text, str(path), sets)
         name += f".{suffix}"
     elif sets:
-        text = apply_assignments(text, sets)
+        text = params_file.apply_assignments(text, sets)
     folder = HERE / RUNS / name
     with hold_project(folder / LOCK):
         write_whole(folder / "params.yaml", text)
@@ -379,12 +369,10 @@ def write_derived_run(data: Path | None, sets: Sequence[str], is_sweep: bool) ->
     return folder
 
 
-def _expand_sweep(
-    text: str, path: str, sets: Sequence[str]
-) -> tuple[str, dict[str, list[str]], str]:
+def _add_sweep(text: str, path: str, sets: Sequence[str]) -> tuple[str, dict[str, list[str]], str]:
     """Return a params.yaml with the methods of a grid; method → their names; the sweep's name."""
     values, swept = _split_assignments(parse_yaml_document(text, path).data, sets)
-    text = apply_assignments(text, values)
+    text = params_file.apply_assignments(text, values)
     document = parse_yaml_document(text, path)
     present = document.data.get(METHODS, {})
     assignments = []
@@ -395,20 +383,18 @@ def _expand_sweep(
             chosen = list(zip(axes, point, strict=True))
             name = "_".join([method, *(axis.name(number) for axis, number in chosen)])
             if name in present or name in grid.get(method, ()):
+                key = f"{METHODS}.{method}"
                 problem = f"two methods that would be called {name}"
-                raise UserError.at(
-                    f"{METHODS}.{method}", found=problem, allowed="values with other names"
-                )
+                raise UserError.at(key, found=problem, allowed="values with other names")
             grid.setdefault(method, []).append(name)
             assignments.append(f"{METHODS}.{name}={json.dumps(settings)}")
             for axis, number in chosen:
-                value = json.dumps(axis.values[number])
-                assignments.append(f"{METHODS}.{name}.{axis.key}={value}")
+                assignments.append(f"{METHODS}.{name}.{axis.key}={json.dumps(axis.values[number])}")
     names = list(dict.fromkeys([*document.data["run"][METHODS], *swept]))
     names = [point for name in names for point in grid.get(name, [name])]
     assignments.append(f"run.{METHODS}={json.dumps(names)}")
     keys = [axis.key.rpartition(".")[2] for axes in swept.values() for axis in axes]
-    return apply_assignments(text, assignments), grid, "_".join([*swept, *keys])
+    return params_file.apply_assignments(text, assignments), grid, "_".join([*swept, *keys])
 
 
 def _split_assignments(data: Any, sets: Sequence[str]) -> tuple[list[str], dict[str, list[Axis]]]:

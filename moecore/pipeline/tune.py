@@ -155,8 +155,7 @@ def tune_question(question: QuestionFile, run_stages: Callable[[], object]) -> d
 def keep_tuned_rates(run: TuningRun, threshold: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Write the choices of finished trainings to pipelines/results/, and return them."""
     study = read_study(parse_yaml_document(run.text))
-    results = read_results(study.run, run.text, run.folder, run.stages)
-    phase = results.phases[TUNED_PHASE]
+    phase = read_results(study.run, run.text, run.folder, run.stages).phases[TUNED_PHASE]
     task = phase.task
     grid = run.tuning.learning_rates
     methods = {}
@@ -171,14 +170,9 @@ def keep_tuned_rates(run: TuningRun, threshold: Mapping[str, Any] | None = None)
         chosen = grid[best_rate(scores, task.score.better)]
         also = run.also.get(method, {})
         methods[method] = {RATE: chosen, "also": also, "scores": scores, "curves": curves}
-    kept = {
-        "settings": run.digest,
-        "score": f"validation {task.score.label}",
-        "learning_rates": list(grid),
-        "seeds": list(run.tuning.seeds),
-        "methods": methods,
-        THRESHOLD: threshold,
-    }
+    kept = {"settings": run.digest, "score": f"validation {task.score.label}"}
+    kept |= {"learning_rates": list(grid), "seeds": list(run.tuning.seeds), "methods": methods}
+    kept |= {THRESHOLD: threshold}
     write_json(run.question.tuned_file, kept)
     return kept
 
@@ -189,9 +183,8 @@ def best_rate(scores: Sequence[Sequence[float]], better: str) -> int:
     scores: per rate, per seed. A rate with a score that is not finite is the worst.
     """
     means = [fmean(seeds) if better == "higher" else -fmean(seeds) for seeds in scores]
-    return max(
-        range(len(means)), key=lambda at: means[at] if math.isfinite(means[at]) else -math.inf
-    )
+    finite = [mean if math.isfinite(mean) else -math.inf for mean in means]
+    return max(range(len(finite)), key=finite.__getitem__)
 
 
 def print_tuned(kept: Mapping[str, Any]) -> None:

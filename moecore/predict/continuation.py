@@ -88,10 +88,8 @@ def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> 
     ]
     colours = expert_colours(experts)
     template = template_environment().get_template("continued.html.jinja")
-    write_whole(
-        out,
-        template.render(model=folder, continuation=continuation, colours=colours, layers=layers),
-    )
+    page = template.render(model=folder, continuation=continuation, colours=colours, layers=layers)
+    write_whole(out, page)
     return continuation
 
 
@@ -160,5 +158,4 @@ def expert_word_counts(
     text: Sequence[WordWithExperts], layer: int, expert: int
 ) -> list[tuple[str, int]]:
     """Return (word, count) of words whose first expert in ``layer`` is ``expert``, by count."""
-    counts = Counter(word.word for word in text if word.experts[layer][:1] == [expert])
-    return counts.most_common()
+    return Counter(word.word for word in text if word.experts[layer][:1] == [expert]).most_common()

@@ -136,12 +136,9 @@ def trace_module(
 ) -> ExportedProgram:
     """Return the program of a module with dynamic axes, without operations no output needs."""
     with plain_operations_context():
-        program = torch.export.export(
-            module,
-            inputs,
-            dynamic_shapes=tuple(shapes),
-            strict=True,  # else ``len`` of a tensor would fix the batch size
-        ).run_decompositions({})
+        # strict: else ``len`` of a tensor would fix the batch size
+        program = torch.export.export(module, inputs, dynamic_shapes=tuple(shapes), strict=True)
+        program = program.run_decompositions({})
     graph = program.graph_module.graph
     for node in list(graph.nodes):
         if node.target is METADATA_ASSERTION:  # it would keep dead code alive
@@ -159,15 +156,9 @@ def _write_torch(program: ExportedProgram, path: Path, _: TensorsOnly) -> Run:
 
 
 def _write_onnx(program: ExportedProgram, path: Path, wrapped: TensorsOnly) -> Run | None:
-    torch.onnx.export(
-        program,
-        f=path,
-        input_names=["inputs"],
-        output_names=wrapped.output_names(),
-        dynamic_shapes=({0: "batch"},),
-        external_data=False,
-        verbose=False,
-    )
+    names = wrapped.output_names()
+    options: Any = {"dynamic_shapes": ({0: "batch"},), "external_data": False, "verbose": False}
+    torch.onnx.export(program, f=path, input_names=["inputs"], output_names=names, **options)
     if find_spec("onnxruntime") is None:
         return None
     from onnxruntime import InferenceSession  # pyrefly: ignore[missing-import]

@@ -89,8 +89,7 @@ def _stem(path: Path) -> str:
 
 
 def _mask(path: Path) -> Path | None:
-    stems = (_stem(path), _stem(path).removesuffix("_T1w"))
-    names = map("".join, product(stems, MASKS, ENDINGS))
+    names = map("".join, product((_stem(path), _stem(path).removesuffix("_T1w")), MASKS, ENDINGS))
     return next((place for name in names if (place := path.with_name(name)).is_file()), None)
 
 
@@ -122,11 +121,9 @@ def _participants(path: Path) -> Participants:
             problems.append(f"{who}: age is {age!r}; allowed: a number of years, or n/a")
         if sex not in SEX:
             problems.append(f"{who}: sex is {row['sex']!r}; allowed: F, M, n/a")
-        table[row["participant_id"], row.get("session_id", "")] = {
-            "age": age,
-            "sex": SEX.get(sex, ""),
-            "site": row.get("site", "").replace("n/a", ""),
-        }
+        key = (row["participant_id"], row.get("session_id", ""))
+        site = row.get("site", "").replace("n/a", "")
+        table[key] = {"age": age, "sex": SEX.get(sex, ""), "site": site}
     if problems:
         raise UserError("\n".join(problems))
     return table
@@ -152,9 +149,8 @@ def predict_ages(
     # the stage ``calibrate`` wrote; None: the model's.
     calibration = load_age_calibration(calibrator or calibrator_folder(model_folder), model_folder)
     new_volumes = find_volumes(folder)
-    prepared = list(
-        zip(new_volumes, prepare_volumes(new_volumes, calibration.reference), strict=True)
-    )
+    decoded = prepare_volumes(new_volumes, calibration.reference)
+    prepared = list(zip(new_volumes, decoded, strict=True))
     left_out = [(volume, why) for volume, why in prepared if isinstance(why, str)]
     volumes = [pixels for _, pixels in prepared if not isinstance(pixels, str)]
     subjects = [volume.subject for volume, pixels in prepared if not isinstance(pixels, str)]
@@ -183,9 +179,8 @@ def new_age_rows(
         prediction_table.quality_flags(volume, float(best), age, reference, subject["site"])
         for subject, volume, best, age in zip(subjects, volumes, corrected.best, ages, strict=True)
     ]
-    return prediction_table.prediction_rows(
-        subjects, "new", corrected, reference.interval.radius, flags
-    )
+    radius = reference.interval.radius
+    return prediction_table.prediction_rows(subjects, "new", corrected, radius, flags)
 
 
 def load_age_calibration(folder: Path, model_folder: Path) -> Calibration:
@@ -262,22 +257,17 @@ def _pictures(request: PredictionRequest, files: Sequence[Path]) -> pictures.Pre
     else:
         texts = pictures.read_texts(request.texts, towers, request.model)
         reader = pictures.nearest_caption_reader(texts, towers.config.pairs)
-    rows, shown = pictures.predict_picture_files(
-        request.folder, files, model, reader, request.batch
-    )
+    folder, batch = request.folder, request.batch
+    rows, shown = pictures.predict_picture_files(folder, files, model, reader, batch)
     lines = pictures.tabulate_rows(reader.columns, rows)
     write_csv(request.out, (map(spreadsheet_cell, line) for line in lines))
     height, width = model.image.shape
-    remarks = [
-        describe_model_quality(request.model),
-        reader.remark,
-        f"pictures: the centre square at {height} × {width} pixels; transparent pixels are "
-        f"{BACKGROUND}",
-    ]
+    remarks = [describe_model_quality(request.model), reader.remark]
+    centre = f"pictures: the centre square at {height} × {width} pixels"
+    remarks.append(f"{centre}; transparent pixels are {BACKGROUND}")
     failures = [(row.file, row.error) for row in rows if row.error]
-    content = pictures.PredictedPage(
-        str(request.model), str(request.folder), remarks, shown, len(rows), failures
-    )
+    names = (str(request.model), str(folder))
+    content = pictures.PredictedPage(*names, remarks, shown, len(rows), failures)
     if towers is None or texts is None:
         return content
     best, routed = pictures.describe_texts(towers, texts, rows)
@@ -293,12 +283,11 @@ def _volumes(request: PredictionRequest, card: ModelCard) -> pictures.PredictedP
     ages = predict_ages(model, folder, request.out, request.calibrator, request.batch)
     failures = [(str(volume.path.relative_to(folder)), why) for volume, why in ages.left_out]
     flagged = [row for row in ages.rows if row.qc_flags]
-    remarks = [
-        describe_model_quality(model),
-        "volumes: the three middle slices",
-        f"{len(flagged)} of {len(ages.rows)} volumes are unlike the training volumes "
-        "(qc_flags); read MODEL_CARD.md before using the ages",
-    ]
+    remarks = [describe_model_quality(model), "volumes: the three middle slices"]
+    unlike = (
+        f"{len(flagged)} of {len(ages.rows)} volumes are unlike the training volumes (qc_flags)"
+    )
+    remarks.append(f"{unlike}; read MODEL_CARD.md before using the ages")
     remarks += [f"{row.participant_id} {row.session_id}: {row.qc_flags}" for row in flagged]
     grid = card.backbone.grid(card.image)
     layers = [

@@ -29,9 +29,8 @@ def describe_model_quality(model_folder: Path) -> str:
     stored = read_json_settings(path, ModelScore, "the score of a model")
     score = load_card(model_folder).image.task.score
     interval = stored.test_score.interval
-    value = (
-        f"{NumberFormat.of(score.form, [interval]).value_with_limits(interval, '()')} {score.unit}"
-    )
+    number_format = NumberFormat.of(score.form, [interval])
+    value = f"{number_format.value_with_limits(interval, '()')} {score.unit}"
     items = f"{stored.test_count:,} test items of {stored.data}"
     text = f"{score.label} of this model: {value.rstrip()} on {items}"
     if score.form != "share":

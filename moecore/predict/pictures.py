@@ -84,9 +84,7 @@ def render_predictions(content: PredictedPage) -> str:
     )
 
 
-def picture_tile_with_experts(
-    pixels: np.ndarray, experts: Sequence[np.ndarray], label: str = ""
-) -> Tile:
+def picture_tile(pixels: np.ndarray, experts: Sequence[np.ndarray], label: str = "") -> Tile:
     """Return a tile of pixels uint8 (1 or 3, H, W) and experts (rows, columns, k) per layer."""
     image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
     kind = "png" if max(image.size) <= MAX_PNG_SIDE else "jpeg"
@@ -103,7 +101,7 @@ def middle_slice_tiles(volume: np.ndarray, experts: Sequence[np.ndarray]) -> lis
         cut = np.take(volume[0], volume.shape[axis + 1] // 2, axis=axis)
         pixels = np.rint(np.clip(cut.astype(np.float32), 0, 1) * 255).astype(np.uint8)
         layers = [np.take(layer, layer.shape[axis] // 2, axis=axis) for layer in experts]
-        tiles.append(picture_tile_with_experts(pixels[None], layers, label))
+        tiles.append(picture_tile(pixels[None], layers, label))
     return tiles
 
 
@@ -201,7 +199,7 @@ def predict_picture_files(
                 row = reader.row(output)._replace(file=name)
                 rows.append(row)
                 if len(shown) < SHOWN:
-                    tile = picture_tile_with_experts(picture, experts)
+                    tile = picture_tile(picture, experts)
                     shown.append(Shown(name, row.answer, [tile], row.more))
             bar.update(len(rows))
     return rows, shown
@@ -214,10 +212,8 @@ def _outputs_with_experts(
     if not pictures:
         return
     outputs, records = predict_in_batches(model, np.stack(pictures), batch)
-    layers = [
-        experts_of(record.combine, layout.special, layout.grid)
-        for record, layout in zip(records, model.layouts, strict=True)
-    ]
+    pairs = zip(records, model.layouts, strict=True)
+    layers = [experts_of(record.combine, layout.special, layout.grid) for record, layout in pairs]
     for number, output in enumerate(outputs):
         yield output, [layer[number] for layer in layers]
 
@@ -280,11 +276,10 @@ def nearest_caption_reader(texts: Texts, pairs: str) -> OutputReader:
         logits = similarity_matrix(side[None].double(), texts.sides.double())[0]
         shares = logits.sigmoid() if pairs == "sigmoid" else logits.softmax(dim=0)
         order = cosines.argsort(descending=True, stable=True)[:NEAREST].tolist()
-        more = [
-            f"{cosines[place]:.3f} {shorten(texts.texts[place], MAX_LETTERS)}" for place in order
-        ]
+        words = texts.texts
+        more = [f"{cosines[place]:.3f} {shorten(words[place], MAX_LETTERS)}" for place in order]
         best = int(cosines.argmax())
-        return Row("", texts.texts[best], float(shares[best]), tuple(cosines.tolist()), "", more)
+        return Row("", words[best], float(shares[best]), tuple(cosines.tolist()), "", more)
 
     share = "that the pair fits" if pairs == "sigmoid" else "its share among the texts"
     remark = f"numbers of texts are cosines; the probability of an answer: {share}, not calibrated"

@@ -257,11 +257,9 @@ class MetricColumns(NamedTuple):
         if self.fill_in is not None:
             return self.fill_in(key, metric, score, at)
         place_text = "".join(map(self.kind.place_words, at.values()))
-        return metric._replace(
-            name=column_name(key, metric, score, *at.values()),
-            label=metric.label.replace("{}", place_text),
-            note=metric.note.replace("{}", place_text),
-        )
+        name = column_name(key, metric, score, *at.values())
+        label, note = (text.replace("{}", place_text) for text in (metric.label, metric.note))
+        return metric._replace(name=name, label=label, note=note)
 
     def _column(self, context: ColumnContext, key: str, metric: Metric, at: At | None) -> Column:
         score = context.task.score
@@ -384,13 +382,12 @@ def column_name(key: str, metric: Metric, score: str, *places: Place) -> str:
 
 def fill_words(text: str, score: Score, baseline: str = "") -> str:
     """Return ``text`` with {score}, {unit}, {baseline} etc. filled in; other {words} stay."""
+    tested = {"mae": "Test MAE", "precision_at_1": "Precision at 1"}
     texts = {
         "": "",
         "score": score_title(score),
         "unit": unit_suffix(score),
-        "tested": {"mae": "Test MAE", "precision_at_1": "Precision at 1"}.get(
-            score.name, f"Test {score.label}"
-        ),
+        "tested": tested.get(score.name, f"Test {score.label}"),
         "meaning": MEANINGS.get(score.name, ""),
         "items": {"accuracy": "Images", "nats": "Blocks"}.get(score_slug(score), "Volumes"),
         "baseline": baseline,
@@ -413,14 +410,10 @@ def list_places(results: Iterable[Found], key: str, metric: Metric) -> list[At]:
 
 def find_values(result: Found, key: str, metric: Metric, at: At | None) -> list[Value]:
     """Return [a metric's value at these places], on ``metric.last`` the last one; at None: all."""
-    if at is None:
-        return [value for value in result.all(key) if set(value.at) == set(metric.places)]
-    if not metric.last:
+    if at is not None and not metric.last:
         return list_without_none([result.find(key, **at)])
+    values = [value for value in result.all(key) if set(value.at) == set(metric.places)]
+    if at is None:
+        return values
     fixed = {(name, place) for name, place in at.items() if name != metric.last}
-    having = [
-        value
-        for value in result.all(key)
-        if set(value.at) == set(metric.places) and fixed <= set(value.at.items())
-    ]
-    return having[-1:]
+    return [value for value in values if fixed <= set(value.at.items())][-1:]

@@ -27,10 +27,9 @@ INK = "#333"
 def render_report_files(results: Results, evaluated: Sequence[EvaluatedClaim]) -> dict[str, str]:
     """Return path below reports/ → text of all files: pages, claims, CSVs, metrics and plots."""
     phases = list(results.phases.values())
+    explorer_file = FILE if has_explorer_images(results) else None
     files = {
-        "index.html": render_report(
-            results, evaluated, FILE if has_explorer_images(results) else None
-        ),
+        "index.html": render_report(results, evaluated, explorer_file),
         FILE: explorer(results),
         "claims.md": claims_markdown(evaluated),
         "curves/training.csv": training_csv(results),
@@ -61,6 +60,7 @@ def plot_svg_files(results: Results) -> dict[str, str]:
 
 
 Row = dict[str, Any]
+Rows = Callable[[Measured, Phase], Iterator[Row]]  # of a model of a phase
 ITEM = ("phase", "method", "seed")
 ENDS = {"": "value", "_low": "low", "_high": "high"}
 NUMBERS = ("mae", "corr", "slope", "intercept")
@@ -111,13 +111,9 @@ def table_s1_csv(results: Results) -> str:
     return _csv(results, ("prediction", *columns), rows)
 
 
-def _csv(
-    results: Results, columns: Sequence[str], rows: Callable[[Measured, Phase], Iterator[Row]]
-) -> str:
+def _csv(results: Results, columns: Sequence[str], rows: Rows) -> str:
     text = io.StringIO()
-    writer = csv.DictWriter(
-        text, (*ITEM, *columns), extrasaction="ignore", restval="", lineterminator="\n"
-    )
+    writer = csv.DictWriter(text, (*ITEM, *columns), extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for phase in results.phases.values():
         for method, seeds in phase.models.items():

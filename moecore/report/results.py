@@ -5,7 +5,7 @@ Typed results and SHOWN of users' modules are deprecated until 0.4, and converte
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ from moecore.tasks.base import Task
 
 Figures = Iterator[tuple[str, Figure]]
 Draw = Callable[[Any], Figures]
+Kind = type[MeasuredPart]  # of results
 PICTURES = "moecore.report.pictures"  # folder of the modules with a constant PICTURES
 
 
@@ -89,16 +90,16 @@ class Display(NamedTuple):
         """Return the page's blocks: charts and pictures of all methods, and reasons for gaps."""
         page = self.kind.page
         pictures = self.pictures
-        shown_pictures: list[Picture] = []
-        for chart in page.charts:
-            shown_pictures += draw_chart(phase, self.kind, chart)
+        shown = [
+            picture for chart in page.charts for picture in draw_chart(phase, self.kind, chart)
+        ]
         if pictures.is_on_page:
-            shown_pictures += first_seed_pictures(phase, self.kind, pictures.figures)
-        shown_pictures += pictures.draw(phase)
+            shown += first_seed_pictures(phase, self.kind, pictures.figures)
+        shown += pictures.draw(phase)
         results = phase.results(self.kind)
         skipped = dict.fromkeys(f"{reason}." for result in results for reason in result.skipped)
         title = page.heading or page.title[0].upper() + page.title[1:]
-        block = Block(title, pictures=shown_pictures, below=list(skipped), about=self.about(phase))
+        block = Block(title, pictures=shown, below=list(skipped), about=self.about(phase))
         return [*pictures.above(phase), block, *pictures.more(phase)]
 
     def about(self, phase: Phase) -> str:
@@ -155,7 +156,7 @@ def subjects_of_comparisons(results: Results) -> dict[str, Phase]:
     return {**results.phases, **calculated}
 
 
-def draw_chart(phase: Phase, kind: type[base.MeasuredPart], chart: Chart) -> list[Picture]:
+def draw_chart(phase: Phase, kind: Kind, chart: Chart) -> list[Picture]:
     score = phase.task.score
     share = chart.share if chart.share is not None else score.form == "share"
     title, x, y = (fill_words(text, score) for text in (chart.title, chart.x, chart.y))
@@ -164,15 +165,11 @@ def draw_chart(phase: Phase, kind: type[base.MeasuredPart], chart: Chart) -> lis
     return draw_method_curves(phase, kind, read, spec, chart.words, limits=chart.limits)
 
 
-def first_seed_pictures(
-    phase: Phase, kind: type[base.MeasuredPart], figures: Draw
-) -> list[Picture]:
+def first_seed_pictures(phase: Phase, kind: Kind, figures: Draw) -> list[Picture]:
     return list(chain(*pictures_by_name(phase, kind, figures).values()))
 
 
-def pictures_by_name(
-    phase: Phase, kind: type[base.MeasuredPart], figures: Draw
-) -> dict[str, list[Picture]]:
+def pictures_by_name(phase: Phase, kind: Kind, figures: Draw) -> dict[str, list[Picture]]:
     """Return figure name → pictures of each method's first seed; [] for an unknown name."""
     pictures = defaultdict(list)
     for method, result in phase.first(kind).items():
@@ -185,8 +182,8 @@ def pictures_by_name(
 
 def draw_method_curves(
     phase: Phase,
-    kind: type[base.MeasuredPart],
-    read: Callable[[Found], Mapping[float, float | None]],  # x → value of a result
+    kind: Kind,
+    read: Callable[[Found], charts.Series],
     spec: charts.ChartSpec,
     words: str,  # start of the caption
     label: str = "",  # "": the title
@@ -257,10 +254,8 @@ def read_card_and_task(root: Path, phase: str) -> tuple[dict[str, Any], Task]:
         return card, parse_card_task(card["task"])
     except (KeyError, TypeError, ValidationError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(
-            f"{path}: was written by an older version of moecore ({reason}); "
-            "run `dvc repro prepare`"
-        ) from None
+        older = f"was written by an older version of moecore ({reason})"
+        raise UserError(f"{path}: {older}; run `dvc repro prepare`") from None
 
 
 def read_model(
@@ -308,12 +303,8 @@ def show_typed_result(
     place: int = 100,  # on the page, ascending
 ) -> Pictures:
     """Return the page of a typed result, with a warning that this is deprecated."""
-    warnings.warn(
-        f"{stage}: SHOWN is read until 0.4; declare metrics and put values "
-        "(docs/tutorials/own_measurement.md)",
-        DeprecationWarning,
-        2,
-    )
+    text = f"{stage}: SHOWN is read until 0.4; declare metrics and put values"
+    warnings.warn(f"{text} (docs/tutorials/own_measurement.md)", DeprecationWarning, 2)
     metrics = {
         column.name: Metric(column.label, column.better, column.form, column.note, column.paper)
         for column in columns

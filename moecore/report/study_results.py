@@ -91,10 +91,7 @@ class Phase(NamedTuple):
     @property
     def outcomes(self) -> dict[str, list[Outcome]]:
         """Method → outcomes of the trainings of its seeds; [] if any is missing."""
-        return {
-            method: [outcome_of(trained) for trained in seeds]
-            for method, seeds in self.of(Trained).items()
-        }
+        return {name: list(map(outcome_of, seeds)) for name, seeds in self.of(Trained).items()}
 
     @property
     def first_outcomes(self) -> dict[str, Outcome]:

@@ -234,9 +234,8 @@ def read_dvc_locks(folder: Path = Path()) -> dict[str, dict[str, Any]]:
             if (content := yaml.load(lock.read_text(encoding="utf-8"), Loader=loader)) is None:
                 raise ValueError("empty, as after a `dvc repro` that was killed while it wrote")
             for name, entry in content.get("stages", {}).items():
-                if not all(
-                    "path" in file for key in ("deps", "outs") for file in entry.get(key, ())
-                ):
+                files = [file for key in ("deps", "outs") for file in entry.get(key, ())]
+                if not all("path" in file for file in files):
                     raise TypeError(f"a file of {name} without its path")
                 stages[name] = entry
         except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -259,9 +258,8 @@ class ExecutionHistory(NamedTuple):
     @property
     def item(self) -> str:
         """Path of the execution in artifacts/history, and of its result in artifacts/measured."""
-        return execution_subpath(
-            *(self.header[name] for name in ("stage", "phase", "method", "seed"))
-        )
+        names = ("stage", "phase", "method", "seed")
+        return execution_subpath(*(self.header[name] for name in names))
 
     @property
     def has_ended(self) -> bool:

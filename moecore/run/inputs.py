@@ -229,8 +229,7 @@ def _only_refuses(item: Any) -> bool:
     # names.
     if item.__class__ is not ast.FunctionDef or item.decorator_list:
         return False
-    returns = getattr(item.returns, "id", "")
-    return item.name in ("misfits", "remarks") and returns == "Misfits"
+    return item.name in ("misfits", "remarks") and getattr(item.returns, "id", "") == "Misfits"
 
 
 def _does_nothing(item: Any) -> bool:
@@ -313,7 +312,6 @@ def _hashes_of(file: Path) -> tuple[str, str]:
 
 
 def _edited_source(file: Path) -> UserError:
-    return UserError(
-        f"{locate_source(file)}: was edited after the stage `code` hashed it, so this stage would "
-        "mix two versions; undo the edit to resume this stage, or run again to use the new code"
-    )
+    mixed = "was edited after the stage `code` hashed it, so this stage would mix two versions"
+    mend = "undo the edit to resume this stage, or run again to use the new code"
+    return UserError(f"{locate_source(file)}: {mixed}; {mend}")

@@ -37,8 +37,7 @@ def requested_ranks(stage: Stage) -> int:
     """Return the number of processes of a stage; UserError if MOECORE_RANKS is not a number."""
     text = os.environ.get(RANKS, "1")
     if not text.isdecimal() or int(text) < 1:
-        allowed = "a number of processes, 1 or more"
-        raise UserError.at(RANKS, found=repr(text), allowed=allowed)
+        raise UserError.at(RANKS, found=repr(text), allowed="a number of processes, 1 or more")
     return int(text) if stage.trains else 1
 
 
@@ -103,12 +102,9 @@ def run_launcher(command: Sequence[str], ranks: int) -> int:
     folder = Path(".state/meetings").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     meeting = folder / uuid.uuid4().hex
-    process = subprocess.Popen(
-        command,
-        env=launch_environment(os.environ) | {LAUNCHED: str(ranks), MEETING: str(meeting)},
-        stdin=subprocess.DEVNULL,
-        preexec_fn=set_parent_death_signal,
-    )
+    variables = launch_environment(os.environ) | {LAUNCHED: str(ranks), MEETING: str(meeting)}
+    begin = set_parent_death_signal
+    process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, preexec_fn=begin)
     try:
         code = process.wait()
     except BaseException:

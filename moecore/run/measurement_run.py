@@ -86,8 +86,7 @@ def record_expert_reduction(
     inputs = read_stage_inputs(stage, params, [data.folder, start], method=method)
     with record_run(stage, params, method=method, seed=seed, inputs=inputs) as run:
         begun = time.monotonic()
-        pretrained = load_model(start).to(tune_runtime().device)
-        model = reduction.reduce_model(pretrained, data.train)
+        model = reduction.reduce_model(load_model(start).to(tune_runtime().device), data.train)
         seconds = time.monotonic() - begun
         with whole_folder(target) as folder:
             save_model(folder, model)

@@ -21,7 +21,7 @@ from moecore.core import files
 from moecore.core.config import Config
 from moecore.core.files import UnusableFile, UserError, append_line, to_jsonable
 from moecore.run import history_file
-from moecore.run.history_file import HISTORY_FILE, execution_subpath, read_clocks, read_lines
+from moecore.run.history_file import HISTORY_FILE, execution_subpath, new_header, read_lines
 from moecore.run.inputs import StageInputs, read_stage_inputs
 from moecore.training.monitor import RoutingPoint
 
@@ -60,10 +60,8 @@ class Run:
             last = self._last[repeated[0]]
             raise ValueError(f"step {step} of {names} is not after step {last}, which is logged")
         self._last |= dict.fromkeys(values, step)
-        self._write(
-            step=int(step),
-            values={name: history_file.json_number(value) for name, value in values.items()},
-        )
+        numbers = {name: history_file.json_number(value) for name, value in values.items()}
+        self._write(step=int(step), values=numbers)
 
     def routing(self, point: RoutingPoint) -> None:
         """Log routing statistics, after the values of the same step."""
@@ -100,22 +98,20 @@ class Run:
 
     def end(self, status: str, error: str | None = None) -> None:
         """Write the last line: FINISHED, FAILED or KILLED, and the seconds spent."""
-        spent = history_file.spent_seconds([*read_lines(self.folder), read_clocks()])
+        spent = history_file.spent_seconds([*read_lines(self.folder), history_file.read_clocks()])
         reason = {} if error is None else {"error": error}
         self._write(status=status, seconds=spent, **reason)
 
     def _write(self, **line: Any) -> None:
-        line = {**read_clocks(), **line}
+        line = {**history_file.read_clocks(), **line}
         self._lines.append(line)
         append_line(self.folder / HISTORY_FILE, history_file.encode_line(line))
 
     def _rewrite(self, lines: list[dict]) -> None:
-        self._last = {
-            name: step for step, _, values in history_file.logged_points(lines) for name in values
-        }
-        self.last_routing = next(
-            (point for _, point in history_file.routing_points(lines[::-1])), None
-        )
+        points = history_file.logged_points(lines)
+        self._last = {name: step for step, _, values in points for name in values}
+        routing = (point for _, point in history_file.routing_points(lines[::-1]))
+        self.last_routing = next(routing, None)
         files.write_whole(self.folder / HISTORY_FILE, "".join(map(history_file.encode_line, lines)))
 
 
@@ -143,9 +139,7 @@ def record_run(
         earlier = [line for line in read_earlier_lines(folder, work) if "status" not in line]
     if not earlier:
         shutil.rmtree(folder, ignore_errors=True)
-    header = (
-        earlier or [history_file.new_header(stage, params, method=method, seed=seed, phase=phase)]
-    )[0]
+    header = (earlier or [new_header(stage, params, method=method, seed=seed, phase=phase)])[0]
     run = Run(folder, path, header, earlier, inputs)
     try:
         yield run

@@ -51,8 +51,7 @@ def run_stage(function: Callable[..., None], arguments: list[str] | None = None)
             begun = time.monotonic()
             function(**values)
             if name := os.environ.get("DVC_STAGE"):
-                spent = f"{time.monotonic() - begun:.1f}\n"
-                write_whole(SECONDS / name.split(":")[-1], spent)
+                write_whole(SECONDS / name.split(":")[-1], f"{time.monotonic() - begun:.1f}\n")
     except UserError as error:
         prefix = "" if "\n" in str(error) else f"{command}: "
         print_error_once(f"{prefix}{error}")

@@ -24,6 +24,7 @@ from moecore.training.runtime import trace_file, tune_runtime
 from moecore.training.settings import Training
 
 SHOWN_VALUES = ("loss", "train_", "validation_")  # next to a progress bar
+EachEpoch = Callable[[int], float | None] | None  # see ``TrainingRun.train``
 
 
 class MonitorSection(Config):
@@ -35,9 +36,7 @@ class MonitorSection(Config):
 class TrainingRun:
     """A run with its checkpoint and history in ``work``, a folder that survives the process."""
 
-    def __init__(
-        self, run: Run | None, work: Path, title: str, monitor: Monitor | None = None
-    ) -> None:
+    def __init__(self, run: Run | None, work: Path, title: str, monitor: Monitor | None) -> None:
         """``run``: where points are logged; None except on the first rank, which alone writes."""
         self.recorded = run
         self.work = work
@@ -46,21 +45,15 @@ class TrainingRun:
         self.runtime = tune_runtime(work=work)
 
     def train(
-        self,
-        job: TrainingJob,
-        settings: Training,
-        seed: int,
-        each_epoch: Callable[[int], float | None] | None = None,
+        self, job: TrainingJob, settings: Training, seed: int, each_epoch: EachEpoch = None
     ) -> None:
         """Train from the last checkpoint; only the first of several ranks returns."""
         # ``each_epoch`` is called after each epoch, from 1, before its checkpoint. It may return
         # the agreement of the routing with the previous epoch's.
         inputs = self.recorded.inputs if self.recorded else None
         checkpoint = Checkpoint(self.work, inputs)
-        trace = trace_file(self.title)
-        training = iterate_training(
-            job, settings, seed, self.runtime, checkpoint, trace, self.monitor
-        )
+        files = (checkpoint, trace_file(self.title))
+        training = iterate_training(job, settings, seed, self.runtime, *files, self.monitor)
         if self.recorded is None:
             deque(training, maxlen=0)
             ranks.exit_other_ranks()
@@ -74,11 +67,8 @@ class TrainingRun:
                 if each_epoch is not None and metrics.epoch == int(metrics.epoch):
                     agreement = each_epoch(int(metrics.epoch))
                 if self.monitor is not None and metrics.routing:
-                    last = self.run.last_routing
-                    routing = metrics.routing
-                    point = build_routing_point(
-                        metrics.step, routing, last, self.monitor, agreement
-                    )
+                    state = (metrics.step, metrics.routing, self.run.last_routing)
+                    point = build_routing_point(*state, self.monitor, agreement)
                     self.run.routing(point)
                     bar.note = describe_point(point)
                     for line in point.warnings:
@@ -99,11 +89,9 @@ class TrainingRun:
     def log(self) -> TrainingLog:
         """Return all logged points, the seconds and the warnings, also from before a kill."""
         lines = read_lines(self.run.folder)
-        return TrainingLog(
-            [(step, values) for step, _, values in logged_points(lines)],
-            spent_seconds(lines),
-            [line for _, point in routing_points(lines) for line in point.warnings],
-        )
+        points = [(step, values) for step, _, values in logged_points(lines)]
+        warnings = [line for _, point in routing_points(lines) for line in point.warnings]
+        return TrainingLog(points, spent_seconds(lines), warnings)
 
 
 @contextmanager
@@ -126,9 +114,8 @@ def training_run(
     settings = [title, *(part.model_dump(mode="json") for part in (params, monitor) if part)]
     ranks.check_equal_across_ranks("params", json.dumps(settings, sort_keys=True))
     ranks.check_equal_across_ranks("data", (data.folder / "card.json").read_text(encoding="utf-8"))
-    ranks.check_equal_across_ranks(
-        "sources", package_source_hash() if ranks.has_process_group() else ""
-    )
+    source = package_source_hash() if ranks.has_process_group() else ""
+    ranks.check_equal_across_ranks("sources", source)
     if not ranks.current_ranks().first:
         yield TrainingRun(None, Path(ranks.broadcast_text("")), title, monitor)
         return

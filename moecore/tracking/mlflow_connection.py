@@ -80,10 +80,9 @@ def store_errors_as_user_errors() -> Iterator[None]:
     # ImportError: the database's driver is not installed
     except (MlflowException, SQLAlchemyError, CommandError, OSError, ImportError) as error:
         place = getattr(error, "filename", None) or mask_password(store_address())
-        raise UserError(
-            f"{place}: MLflow cannot use it ({error_cause(error)}); the histories on disk are "
-            "complete: `moecore sync` imports what is missing once that is solved"
-        ) from error
+        problem = f"{place}: MLflow cannot use it ({error_cause(error)})"
+        mend = "`moecore sync` imports what is missing once that is solved"
+        raise UserError(f"{problem}; the histories on disk are complete: {mend}") from error
 
 
 def error_cause(error: BaseException) -> str:
@@ -156,10 +155,9 @@ def get_experiment(client: Any, name: str) -> Any:
         restore = f"MLFLOW_TRACKING_URI={store} mlflow experiments restore -x {number}"
         stores = f"--backend-store-uri {store} --tracking-uri {store}"
         remove = f"mlflow gc {stores} --experiment-ids {number}"
-        raise UserError(
-            f"{store}: the experiment {name!r} was deleted in MLflow; restore it (`{restore}`), "
-            f"or remove it for good (`{remove}`), then run `moecore sync`"
-        )
+        deleted = f"{store}: the experiment {name!r} was deleted in MLflow"
+        ways = f"restore it (`{restore}`), or remove it for good (`{remove}`)"
+        raise UserError(f"{deleted}; {ways}, then run `moecore sync`")
     if experiment is None:
         files = (project_root() / "mlruns" / name).as_uri() if sqlite_file() else None
         kind = {"mlflow.experimentKind": "custom_model_development"}  # not for chats

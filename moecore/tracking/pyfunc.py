@@ -30,9 +30,8 @@ class Classifier(PythonModel):
         with torch.inference_mode():
             scores: Any = self.model(torch.as_tensor(inputs)).prediction.float()
             if captions is not None:
-                scores = similarity_matrix(
-                    scores, self.model.targets(torch.as_tensor(captions))[:, 0]
-                )
+                targets = self.model.targets(torch.as_tensor(captions))[:, 0]
+                scores = similarity_matrix(scores, targets)
             return scores.numpy()
 
 

@@ -76,9 +76,7 @@ def parent_run_points(lines: list[dict], phase: str) -> list[Point]:
     ]
 
 
-def stage_metrics_and_params(
-    stage: str, summary: Mapping[str, Any]
-) -> tuple[dict[str, float], dict]:
+def metrics_and_params(stage: str, summary: Mapping[str, Any]) -> tuple[dict[str, float], dict]:
     """Return a result's numbers as MLflow's metrics, its integers as params; no interval limits."""
     metrics: dict[str, float] = {}
     params: dict[str, Any] = {}
@@ -308,8 +306,7 @@ def model_signature(image: "ImageSpec") -> Any:
         answer_shape = (-1, -1)
     elif task.outputs == 1:
         answer_name = task.answers[0]
-    answers = TensorSpec(float32, answer_shape, answer_name)
-    return ModelSignature(Schema(inputs), Schema([answers]))
+    return ModelSignature(Schema(inputs), Schema([TensorSpec(float32, answer_shape, answer_name)]))
 
 
 def register_model(client: Any, name: str, model_id: str, run: StoredRun) -> None:

@@ -24,6 +24,7 @@ from moecore.study.stages import TRAINING_PHASES
 from moecore.tracking import mlflow_connection, stored_run
 from moecore.tracking.stored_run import LEVEL, PARENT, UID, StoredRun
 
+OptionalRun = StoredRun | None
 FAMILY = "moecore.family"  # of a parent: "vmoe/0", or SHARED
 SHARED = "shared"
 DENSE = "dense"  # the method to which headline numbers are relative
@@ -104,8 +105,7 @@ def save_view(client: Any, experiment: Any, parents: Iterable[StoredRun]) -> Non
     # The limits of the first two, the score with and without attack; others can be added by hand.
     shown = names[:6] + [name for name in means if name not in names[:6]]
     widths = {f"metrics.`{name}`": 6 * len(name) + 34 for name in shown}  # pixels
-    columns = [*widths]
-    columns += [f"attributes.`{name}`" for name in ("Dataset", "Source", "Models")]
+    columns = [*widths, *(f"attributes.`{name}`" for name in ("Dataset", "Source", "Models"))]
     state = {
         "searchFilter": f"tags.{LEVEL} = 'method' and tags.`{CURRENT}` != 'false'",
         "orderByKey": columns[0] if names else "attributes.start_time",
@@ -180,11 +180,7 @@ class StudyImporter:
     """One import of a study's histories into its experiment in MLflow."""
 
     def __init__(
-        self,
-        client: Any,
-        study: Path,
-        histories: Mapping[str, ExecutionHistory],
-        sent: dict[str, int],
+        self, client: Any, study: Path, histories: dict[str, ExecutionHistory], sent: dict[str, int]
     ) -> None:
         self.client = client
         self.study = study
@@ -192,9 +188,8 @@ class StudyImporter:
         self.sent = sent
         self.methods = records.open_study(study)
         self.locked = records.paths_in_dvc_locks(study)
-        self.experiment = mlflow_connection.get_experiment(
-            client, mlflow_connection.experiment_name(study)
-        )
+        name = mlflow_connection.experiment_name(study)
+        self.experiment = mlflow_connection.get_experiment(client, name)
         # 50,000 is MLflow's limit; runs without a level are not of an import.
         listed = client.search_runs([self.experiment.experiment_id], max_results=50_000)
         runs = [StoredRun(client, run) for run in listed if LEVEL in run.data.tags]
@@ -262,20 +257,19 @@ class StudyImporter:
 
     def _create_run(self, name: str, started: float, tags: Mapping[str, Any]) -> StoredRun:
         texts = {tag: str(value) for tag, value in tags.items() if value is not None}
-        begun = int(started * 1000)
         experiment = self.experiment.experiment_id
-        run = self.client.create_run(experiment, begun, tags=texts, run_name=name)
+        run = self.client.create_run(experiment, int(started * 1000), tags=texts, run_name=name)
         return StoredRun(self.client, run)
 
     def _import_history(
         self, history: ExecutionHistory, generation: ModelHistories, newest: StoredRun
-    ) -> StoredRun | None:
+    ) -> OptionalRun:
         """Send the new lines of one stage's history to its MLflow run, below ``newest``."""
         # An outdated history (of an earlier training in ``generation``) stays where it is. Returns
         # the run if its stage ended since the last import, else None.
         header = history.header
         run = self.runs.get(header["uid"])
-        parent: StoredRun | None = newest
+        parent: OptionalRun = newest
         if generation.is_outdated(history):  # it stays with the parent of its model
             parent = self.parents.get(run.tags.get(PARENT, "")) if run else None
         path = history.folder.relative_to(self.study).as_posix()
@@ -302,9 +296,7 @@ class StudyImporter:
         self.counts["current"] += current
         return run if history.has_ended and not is_complete else None
 
-    def _send_lines(
-        self, history: ExecutionHistory, run: StoredRun, parent: StoredRun | None
-    ) -> bool:
+    def _send_lines(self, history: ExecutionHistory, run: StoredRun, parent: OptionalRun) -> bool:
         """Send the unsent lines of a history; return whether anything changed."""
         new = history.lines[self.sent.get(run.id, 0) :]
         state, when = history.run_state()
@@ -337,9 +329,8 @@ class StudyImporter:
     def _send_line(self, history: ExecutionHistory, line: dict, run: StoredRun) -> None:
         run.set_tags(line.get("tags", {}))
         if "summary" in line:
-            metrics, params = stored_run.stage_metrics_and_params(
-                history.header["stage"], line["summary"]
-            )
+            stage = history.header["stage"]
+            metrics, params = stored_run.metrics_and_params(stage, line["summary"])
             run.set_numbers(metrics, int(line["t"] * 1000))
             run.add_params(params)
         if "dataset" in line:
@@ -353,9 +344,7 @@ class StudyImporter:
             for file in [file for file in files if file.is_file()][:1]:
                 self.client.log_artifact(run.id, str(file), line["file"].split("/")[0])
 
-    def _send_model(
-        self, history: ExecutionHistory, run: StoredRun, parent: StoredRun | None
-    ) -> None:
+    def _send_model(self, history: ExecutionHistory, run: StoredRun, parent: OptionalRun) -> None:
         for folder in [line["model"] for line in history.lines if "model" in line][-1:]:
             place = join_below_root(self.study, folder)
             experiment = self.experiment.experiment_id

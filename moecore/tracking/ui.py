@@ -33,9 +33,8 @@ def serve_ui(port: int = 5000) -> int:
         # a server: only import, until interrupted
         if mlflow_connection.store_address().startswith(("http://", "https://")):
             import_while(lambda: True, importer)
-        experiment = mlflow_connection.connect_store().get_experiment_by_name(
-            mlflow_connection.experiment_name(Path())
-        )
+        name = mlflow_connection.experiment_name(Path())
+        experiment = mlflow_connection.connect_store().get_experiment_by_name(name)
         server = start_server(port)
         try:
             address = f"http://{HOST}:{port}"

@@ -248,7 +248,7 @@ def hostile_explorer(folder: Path) -> str:
 
 def hostile_predictions(folder: Path) -> str:
     pixels, experts = np.zeros((1, 8, 8), np.uint8), [np.zeros((2, 2, 1), np.int16)]
-    tile = predicted.picture_tile_with_experts(pixels, experts, EVIL["data"])
+    tile = predicted.picture_tile(pixels, experts, EVIL["data"])
     shown = [predicted.Shown(EVIL["participant"], EVIL["class"], [tile], (EVIL["caption"],))]
     caption, reason = EVIL["caption"], EVIL["reason"]
     spoken = [predicted.RoutedText(caption, [[(caption, [0])]], [EVIL["class"]], reason)]

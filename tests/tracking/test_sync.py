@@ -16,7 +16,7 @@ from moecore.run.history_file import flatten_keys
 from moecore.run.run_record import record_run
 from moecore.tracking import sync as module
 from moecore.tracking.mlflow_connection import store_address
-from moecore.tracking.stored_run import select_changed_params, stage_metrics_and_params
+from moecore.tracking.stored_run import metrics_and_params, select_changed_params
 from moecore.tracking.sync import Importer, sync_runs
 from moecore.training.method import Method
 from moecore.training.monitor import LayerTotals, Monitor, build_routing_point
@@ -340,10 +340,10 @@ def test_two_processes_make_one_store_and_one_run(study, tmp_path, monkeypatch):
 def test_what_is_given_is_a_param_and_no_chart():
     summary = {"test_correct": 84, "test_count": 359, "seconds": 0.4}
     summary |= {"test_score.value": 0.2339, "test_score.low": 0.1931}
-    metrics, params = stage_metrics_and_params("finetune", summary)
+    metrics, params = metrics_and_params("finetune", summary)
     assert params == {"finetune.test_count": 359}
     assert metrics == {"test/correct": 84, "test/score": 0.2339, "train/seconds overall": 0.4}
-    metrics, params = stage_metrics_and_params("cost", {"latency_ms.median": 2.5, "rounds": 5})
+    metrics, params = metrics_and_params("cost", {"latency_ms.median": 2.5, "rounds": 5})
     assert (metrics, params) == ({"cost/latency_ms": 2.5}, {"cost.rounds": 5})
 
 

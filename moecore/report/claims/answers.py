@@ -71,10 +71,8 @@ class Answer(NamedTuple):
     @property
     def verdict_holm(self) -> str:
         """The printed text of the verdict, after Holm's correction if there is one."""
-        verdict = self.entry.get("verdict_holm")
-        if verdict:
-            return self.words.get(verdict, verdict)
-        return self.verdict
+        verdict = self.entry.get("verdict_holm") or self.entry.get("verdict", "not run yet")
+        return self.words.get(verdict, verdict)
 
 
 def evaluate_results(rounds: Iterable[Round]) -> tuple[Studies, list[Answer]]:
@@ -126,8 +124,7 @@ def _answers_of_round(study: Round, compared: Mapping[str, Any]) -> Iterator[Ans
         good = ""
         if entry and claim.better == "no_worse":
             settings = read_study(composed.document)
-            metrics = expected_metrics(settings, composed.all_stages, claim.phase)
-            good = metrics[claim.metric].better
+            good = expected_metrics(settings, composed.all_stages, claim.phase)[claim.metric].better
         if entry:
             entry = judge_again(entry, claim, good)
             entry["late"] = result_evidence.verdict_key(claim.model_dump()) not in asked_before

@@ -5,12 +5,7 @@ from typing import Any, NamedTuple
 
 from moecore.report.claims import evaluation
 from moecore.report.page.page_objects import Block, PageCell, PageTable, Section, TableRow
-from moecore.report.tables.cells import (
-    NumberFormat,
-    interval_from_json,
-    keep_percent_on_line,
-    markdown_table,
-)
+from moecore.report.tables import cells
 from moecore.study.sections import Claim
 
 ANSWERS = {"holds": "yes", "differs": "no"}  # to a question
@@ -55,18 +50,17 @@ class ClaimRow(NamedTuple):
         """Return "open with Holm's correction" if the correction changes the verdict, else ""."""
         if self.verdict_holm in ("", self.verdict):
             return ""
-        verdict = verdict_texts.get(self.verdict_holm, self.verdict_holm)
-        return f"{verdict} with Holm's correction"
+        return f"{verdict_texts.get(self.verdict_holm, self.verdict_holm)} with Holm's correction"
 
 
 def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
     """Return the texts of one claim or question; entry: of a section of compare.json."""
-    ours = interval_from_json(entry["method"])
-    theirs = interval_from_json(entry["against"])
+    ours = cells.interval_from_json(entry["method"])
+    theirs = cells.interval_from_json(entry["against"])
     difference = entry["difference"]
-    interval = interval_from_json(difference)
-    side_format = NumberFormat.of(entry["form"], [ours, theirs])
-    difference_format = NumberFormat.of(entry["form"], [interval])
+    interval = cells.interval_from_json(difference)
+    side_format = cells.NumberFormat.of(entry["form"], [ours, theirs])
+    difference_format = cells.NumberFormat.of(entry["form"], [interval])
     over = "one seed, no interval"
     if difference["seeds"] > 1:
         over = "no interval: identical for all seeds"
@@ -79,23 +73,20 @@ def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
         detectable = f"detectable: {difference_format.size(entry['smallest'])} at 80 % power"
     effect = excludes = ""
     if (printed := entry["asked"].get("effect")) is not None:
-        effect = NumberFormat(entry["form"], EFFECT_PLACES.get(entry["form"])).difference(printed)
+        effect = cells.NumberFormat(entry["form"], EFFECT_PLACES.get(entry["form"])).difference(
+            printed
+        )
         low, high = interval.limits or (printed, printed)
         if not low <= printed <= high:
             excludes = f"excludes the paper's {effect}"
-    return ClaimRow(
-        entry["verdict"],
-        entry.get("verdict_holm", ""),
-        (side_format.value(ours.value), side_format.value(theirs.value)),
-        (side_format.limits(ours), side_format.limits(theirs)),
-        difference_format.difference(interval.value),
-        difference_format.difference_limits(interval),
-        difference.get("interval", over),
-        counts,
-        detectable,
-        effect,
-        excludes,
-    )
+    verdicts = (entry["verdict"], entry.get("verdict_holm", ""))
+    values = (side_format.value(ours.value), side_format.value(theirs.value))
+    limits = (side_format.limits(ours), side_format.limits(theirs))
+    shown = difference_format.difference(interval.value)
+    shown_limits = difference_format.difference_limits(interval)
+    over = difference.get("interval", over)
+    texts = (shown, shown_limits, over, counts, detectable, effect, excludes)
+    return ClaimRow(*verdicts, values, limits, *texts)
 
 
 def claims_section(evaluated: Sequence[evaluation.EvaluatedClaim]) -> Section:
@@ -120,10 +111,10 @@ def claims_markdown(evaluated: Sequence[evaluation.EvaluatedClaim]) -> str:
             lines += ["", f"## {block.title}"]
         for grid in block.grids:
             rows = [
-                ["; ".join(filter(None, (cell.text, cell.small, cell.note))) for cell in cells]
-                for cells in ((row.head, *row.items) for row in grid.lines)
+                ["; ".join(filter(None, (part.text, part.small, part.note))) for part in parts]
+                for parts in ((row.head, *row.items) for row in grid.lines)
             ]
-            lines += ["", *markdown_table(grid.columns, rows)]
+            lines += ["", *cells.markdown_table(grid.columns, rows)]
     return "\n".join(lines).replace("\u00a0", " ") + "\n"
 
 
@@ -134,8 +125,7 @@ def _claim_line(evaluated_claim: evaluation.EvaluatedClaim) -> TableRow:
     if isinstance(claim, Claim):
         head = PageCell(claim.paper, note=f"{claim.source}: {claim.says} “{claim.quote}”")
         excludes = fasten_unit(row.excludes)
-        style = f"verdict {row.verdict}"
-        marks = [PageCell(MARKS[row.verdict], detectable, excludes, look=style)]
+        marks = [PageCell(MARKS[row.verdict], detectable, excludes, look=f"verdict {row.verdict}")]
         marks.append(PageCell(MARKS[row.verdict_holm], look=f"verdict {row.verdict_holm}"))
     else:
         head = PageCell(claim.paper or claim.asks, note=claim.asks if claim.paper else "")
@@ -144,7 +134,7 @@ def _claim_line(evaluated_claim: evaluation.EvaluatedClaim) -> TableRow:
     small = ", ".join(filter(None, (row.difference_limits, row.over)))
     better = claim.better
     if claim.margin is not None:
-        margin = NumberFormat(evaluated_claim.metric.form).size(claim.margin)
+        margin = cells.NumberFormat(evaluated_claim.metric.form).size(claim.margin)
         better = f"{better.replace('_', ' ')} within {margin}"
     verb = "claimed" if isinstance(claim, Claim) else "asked"
     other = claim.against_metric and f" against {claim.against_metric}"
@@ -159,4 +149,4 @@ def _claim_line(evaluated_claim: evaluation.EvaluatedClaim) -> TableRow:
 
 def fasten_unit(text: str) -> str:
     """Return the text with no-break spaces between numbers and their units."""
-    return keep_percent_on_line(text.replace(" pp", "\u00a0pp"))
+    return cells.keep_percent_on_line(text.replace(" pp", "\u00a0pp"))

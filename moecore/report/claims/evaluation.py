@@ -14,12 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from moecore.core.files import UserError
-from moecore.report.claims.significance import (
-    LEVEL,
-    crossed_or_paired_difference,
-    differences_from,
-    paired_values,
-)
+from moecore.report.claims import significance
 from moecore.report.column import Column, score_slug
 from moecore.report.results import subjects_of_comparisons
 from moecore.report.study_results import Models, Phase, Results, parse_settings
@@ -75,9 +70,8 @@ def evaluate_claims(claims: Sequence[Claim | Question], results: Results) -> lis
     evaluated = []
     for claim in claims:
         place = f"{SECTIONS[type(claim)]}[{next(counts[type(claim)])}]"
-        metrics = {
-            metric.name: metric for metric in _choose(tables, claim.subject, f"{place}.phase")
-        }
+        columns = _choose(tables, claim.subject, f"{place}.phase")
+        metrics = {column.name: column for column in columns}
         evaluated.append(_evaluate(claim, place, metrics, subjects[claim.subject].models))
     corrected = correct_by_paper(claims, [answer.p for answer in evaluated])
     return [answer._replace(p_holm=p) for answer, p in zip(evaluated, corrected, strict=True)]
@@ -129,7 +123,7 @@ def judge_difference(difference: Difference, comparison: Comparison, good: str =
 
 def judge_p(p: float | None, difference: Difference, comparison: Comparison, good: str = "") -> str:
     """Return the verdict of a test with this p: ``judge_difference`` of its own p."""
-    if p is None or p >= LEVEL:
+    if p is None or p >= significance.LEVEL:
         return "open"
     is_as_claimed = (difference.value > 0) == (comparison.better == "higher")
     if comparison.margin is not None:
@@ -175,16 +169,16 @@ def compare_json_claims(
 
     An empty section is left out. study: params.yaml as plain data, whose digest each claim has.
     """
-    sections: dict[str, dict[str, Any]] = defaultdict(dict)
+    entries_by_section: dict[str, dict[str, Any]] = defaultdict(dict)
     for answer in evaluated:
         claim = answer.claim
-        entries = sections[SECTIONS[type(claim)]]
+        entries = entries_by_section[SECTIONS[type(claim)]]
         start = ", ".join(filter(None, (claim.paper, claim.subject)))
         entry = claim_entry(answer)
         if study is not None:
             entry["settings"] = answer_settings_digest(study, claim)
         entries[f"{len(entries)}: {start}: {claim.words}"] = entry
-    return dict(sections)
+    return dict(entries_by_section)
 
 
 def claim_entry(evaluated_claim: EvaluatedClaim) -> dict[str, Any]:
@@ -207,14 +201,8 @@ def verdict_to_json(
     cell["items"] = difference.items
     if difference.sources:
         cell["variances"], cell["freedoms"] = map(list, zip(*difference.sources, strict=True))
-    entry = {
-        "difference": cell,
-        "verdict": verdict,
-        "p": p,
-        "p_holm": p_holm,
-        "verdict_holm": verdict_after_holm(verdict, p_holm),
-        "smallest": difference.smallest,
-    }
+    entry: dict[str, Any] = {"difference": cell, "verdict": verdict, "p": p, "p_holm": p_holm}
+    entry |= {"verdict_holm": verdict_after_holm(verdict, p_holm), "smallest": difference.smallest}
     return {name: value for name, value in entry.items() if value not in (None, "")}
 
 
@@ -231,7 +219,7 @@ def verdict_after_holm(verdict: str, p_holm: float | None) -> str:
     """Return the verdict, or "open" if the corrected p is 5 % or more; "" if p_holm is None."""
     if p_holm is None:
         return ""
-    return verdict if p_holm < LEVEL else "open"
+    return verdict if p_holm < significance.LEVEL else "open"
 
 
 def drop_zero_width_interval(difference: Difference) -> Difference:
@@ -248,20 +236,18 @@ def _evaluate(
     rivals = {name: seeds for name, seeds in models.items() if name != claim.method}
     if claim.against_metric:
         rivals = models
-        other = _choose(metrics, claim.against_metric, f"{place}.against_metric")
+        key = f"{place}.against_metric"
+        other = _choose(metrics, claim.against_metric, key)
         if other.form != metric.form:
-            raise UserError.at(
-                f"{place}.against_metric",
-                found=f"{other.name} is a {other.form}, and {metric.name} a {metric.form}",
-                allowed="a metric of the same unit",
-            )
+            units = f"{other.name} is a {other.form}, and {metric.name} a {metric.form}"
+            raise UserError.at(key, found=units, allowed="a metric of the same unit")
     ours = _choose(models, claim.method, f"{place}.method")
     theirs = _choose(rivals, claim.against, f"{place}.against")
     # Checked before the difference, whose message for a missing metric would be worse.
     first = _require_cell(metric, models, claim.method, f"{place}.method")
     second = _require_cell(other, models, claim.against, f"{place}.against")
-    values = paired_values(ours, metric, theirs, other, f"{place}.metric")
-    difference = drop_zero_width_interval(crossed_or_paired_difference(*values))
+    values = significance.paired_values(ours, metric, theirs, other, f"{place}.metric")
+    difference = drop_zero_width_interval(significance.crossed_or_paired_difference(*values))
     if metric.has_bound(ours.values()) or other.has_bound(theirs.values()):
         difference = difference._replace(sources=(), kind="")
     verdict = judge_difference(difference, claim, metric.better)
@@ -270,10 +256,10 @@ def _evaluate(
 
 
 def _require_cell(metric: Column, models: Models, method: str, place: str) -> Cell:
-    cells = method_cells_over_seeds(metric, models)
-    cell = cells[method]
+    by_method = method_cells_over_seeds(metric, models)
+    cell = by_method[method]
     if cell is None:
-        having = ", ".join(name for name, other in cells.items() if other) or "none"
+        having = ", ".join(name for name, other in by_method.items() if other) or "none"
         raise UserError(f"{place}: {method} has no {metric.name}; allowed: {having}")
     return cell
 
@@ -311,8 +297,8 @@ def choose_answerable_comparisons(
     answerable = []
     for comparison in complete:  # ``moecore check`` does not foresee every missing metric
         if missing := describe_method_without_metric(comparison, results):
-            text = f"{comparison.words}, {comparison.phase}: {missing}"
-            print(f"not answered: {text}", file=sys.stderr)
+            text = f"not answered: {comparison.words}, {comparison.phase}: {missing}"
+            print(text, file=sys.stderr)
         else:
             answerable.append(comparison)
     if waiting:
@@ -346,16 +332,15 @@ class ControlPair(NamedTuple):
 
 def find_control_pair(methods: Mapping[str, Mapping[str, Any] | None]) -> ControlPair | None:
     """Return the pair with equal experts, blocks and k among the methods of a params.yaml."""
-    routers = {name: (settings or {}).get("router") or {} for name, settings in methods.items()}
+    settings = {name: method or {} for name, method in methods.items()}
+    routers = {name: method.get("router") or {} for name, method in settings.items()}
     for fixed in (name for name, router in routers.items() if router.get("kind") == FIXED):
         partners = [
             name
             for name, router in routers.items()
             if router.get("kind") == LEARNED
             and router.get("k") == routers[fixed].get("k")
-            and all(
-                (methods[name] or {}).get(key) == (methods[fixed] or {}).get(key) for key in EQUAL
-            )
+            and all(settings[name].get(key) == settings[fixed].get(key) for key in EQUAL)
         ]
         if partners:
             return ControlPair(USUAL if USUAL in partners else partners[0], fixed)
@@ -396,17 +381,16 @@ def describe_sensitivity(results: Results, phase: Phase) -> str:
     column = next((column for column in phase_result_columns(phase) if column.name == score), None)
     if pair is None or column is None:
         return ""
+    learned, fixed = pair
     models = {name: phase.models[name] for name in pair}
-    tested = differences_from(column, models, pair.fixed).get(pair.learned)
+    tested = significance.differences_from(column, models, fixed).get(learned)
     if tested is None or tested.difference.limits is None:
         return ""
     number_format = NumberFormat.of(column.form, [tested.difference])
     shown = number_format.difference(tested.difference.value)
     limits = number_format.difference_limits(tested.difference)
     can = "can" if excludes_zero(tested.difference) else "are not shown to"
-    return (
-        f"{pair.learned} − {pair.fixed} = {shown} [{limits}]: these data {can} tell routers apart"
-    )
+    return f"{learned} − {fixed} = {shown} [{limits}]: these data {can} tell routers apart"
 
 
 def excludes_zero(difference: Interval) -> bool:

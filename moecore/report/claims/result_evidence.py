@@ -108,14 +108,12 @@ def verify_kept_items(results: Path) -> int:
     return number
 
 
-def compare_kept_items(
-    results: Path, numbers: Mapping[str, Any], claim: Comparison
-) -> dict[str, Any]:
+def compare_kept_items(path: Path, numbers: Mapping[str, Any], claim: Comparison) -> dict[str, Any]:
     """Return a claim's numbers as compare.json has them, from items kept for others; {}: not kept.
 
-    The claim was asked after the run. results: the JSON of a round, which has ``numbers``.
+    The claim was asked after the run. path: of the JSON of a round, which has ``numbers``.
     """
-    sides = read_kept_values(results, numbers, claim)
+    sides = read_kept_values(path, numbers, claim)
     if sides is None:
         return {}
     difference = evaluation.drop_zero_width_interval(crossed_or_paired_difference(*sides))
@@ -145,10 +143,8 @@ def read_kept_values(
     tensors, _ = read_tensors(path)
     if not {ours, theirs} <= items.keys() & tensors.keys():
         return None
-    return (
-        _unpack_values(tensors, ours, items[ours]),
-        _unpack_values(tensors, theirs, items[theirs]),
-    )
+    first = _unpack_values(tensors, ours, items[ours])
+    return first, _unpack_values(tensors, theirs, items[theirs])
 
 
 def _value_names(comparison: Mapping[str, Any]) -> tuple[str, str]:
@@ -282,15 +278,9 @@ def date_questions(study: Round) -> list[DatedQuestion]:
         is_new = is_late and dates.get("commit") and not dates.get("late")
         is_new = is_new and verdict_key(was) == verdict_key(question)
         is_refused = bool(is_new) and not has_changed_settings(entry.get("settings"), data, claim)
-        dated.append(
-            DatedQuestion(
-                words=f"{claim.phase}: {claim.words}",
-                asked=dates.get("commit") or "",
-                answered=dates["answered"] or "",
-                is_late=is_late,
-                is_refused=is_refused,
-            )
-        )
+        words = f"{claim.phase}: {claim.words}"
+        commits = (dates.get("commit") or "", dates["answered"] or "")
+        dated.append(DatedQuestion(words, *commits, is_late, is_refused))
     return dated
 
 

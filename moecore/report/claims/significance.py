@@ -7,18 +7,9 @@ import numpy as np
 
 from moecore.core.files import UserError
 from moecore.report.column import Column
-from moecore.report.study_results import Measured
-from moecore.statistics.comparisons import (
-    BOTH,
-    SEEDS,
-    Difference,
-    count_paired_hits,
-    crossed_difference,
-    holm,
-    mcnemar,
-    paired_seed_difference,
-    paired_share_difference,
-)
+from moecore.report.study_results import Measured, Models
+from moecore.statistics import comparisons
+from moecore.statistics.comparisons import BOTH, SEEDS
 from moecore.statistics.intervals import Interval
 
 LEVEL = 0.05
@@ -66,9 +57,7 @@ def possible_test(metric: Column, methods: Sequence[Seeds]) -> str:
     return "intervals"
 
 
-def differences_from(
-    metric: Column, models: Mapping[str, Seeds], reference: str
-) -> dict[str, TestedDifference]:
+def differences_from(metric: Column, models: Models, reference: str) -> dict[str, TestedDifference]:
     """Return method → its tested difference from ``reference``; {} if no test is possible."""
     # models: methods with the metric; those with a value that is only a bound are not tested.
     # Holm's correction is over these tests.
@@ -79,16 +68,14 @@ def differences_from(
         return {}
     compare = {"mcnemar": _by_images}.get(test, _by_seeds)
     tests = [compare(metric, method, models[method], models[reference]) for method in rivals]
-    corrected = holm([tested.p for tested in tests])
+    corrected = comparisons.holm([tested.p for tested in tests])
     return {
         method: tested._replace(holm=p)
         for method, tested, p in zip(rivals, tests, corrected, strict=True)
     }
 
 
-def find_leader(
-    metric: Column, models: Mapping[str, Seeds], values: Mapping[str, float]
-) -> str | None:
+def find_leader(metric: Column, models: Models, values: Mapping[str, float]) -> str | None:
     """Return the method that is significantly better than every other after Holm, or None."""
     sign = {"higher": 1, "lower": -1}.get(metric.better, 0)
     first = max(values, key=lambda method: sign * values[method])
@@ -98,11 +85,11 @@ def find_leader(
     return None
 
 
-def crossed_or_paired_difference(ours: np.ndarray, theirs: np.ndarray) -> Difference:
+def crossed_or_paired_difference(ours: np.ndarray, theirs: np.ndarray) -> comparisons.Difference:
     """Return the mean of ours − theirs: over items and seeds for (S, N), over seeds for (S,)."""
     if ours.ndim == 1:
-        return paired_seed_difference((ours - theirs).tolist())
-    return crossed_difference(ours - theirs)
+        return comparisons.paired_seed_difference((ours - theirs).tolist())
+    return comparisons.crossed_difference(ours - theirs)
 
 
 def paired_values(
@@ -123,11 +110,8 @@ def paired_values(
         raise UserError(f"{place}: only some results keep the items of {names}; {again}")
     counts = sorted({len(items) for items in arrays})
     if len(counts) > 1:
-        raise UserError.at(
-            place,
-            found=f"{names} is of {' and of '.join(map(str, counts))} items",
-            allowed=f"the same items of all; {again}",
-        )
+        items = f"{names} is of {' and of '.join(map(str, counts))} items"
+        raise UserError.at(place, found=items, allowed=f"the same items of all; {again}")
     return np.stack(arrays[::2]), np.stack(arrays[1::2])
 
 
@@ -138,10 +122,10 @@ def _by_images(metric: Column, method: str, ours: Seeds, theirs: Seeds) -> Teste
         images = f"{len(first)} images, another method's of {len(second)}"
         again = "run the measuring stages again"
         raise UserError(f"compare: {metric.name} of {method} is of {images}; {again}")
-    counts = count_paired_hits(first, second)
+    counts = comparisons.count_paired_hits(first, second)
     only = (counts.first_only, counts.second_only)
-    p = mcnemar(*only)
-    return TestedDifference(paired_share_difference(counts), p, p, "mcnemar", only)
+    p = comparisons.mcnemar(*only)
+    return TestedDifference(comparisons.paired_share_difference(counts), p, p, "mcnemar", only)
 
 
 def _by_seeds(metric: Column, method: str, ours: Seeds, theirs: Seeds) -> TestedDifference:

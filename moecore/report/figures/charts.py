@@ -17,6 +17,7 @@ from moecore.statistics.intervals import Interval, mean_over_seeds
 from moecore.tasks.base import Score
 
 Limits = tuple[float, float]  # that a band may not leave
+Series = Mapping[float, float | None]  # x → value
 EVERYWHERE = (-np.inf, np.inf)
 NUMBERED = 20  # columns; a square heatmap with more has colours only
 DIRECT = 8  # curves that have their names at their ends; more have a legend
@@ -63,9 +64,7 @@ def point_from_interval(x: float, interval: Interval, limits: Limits = EVERYWHER
     return Point(x, interval.value, max(limits[0], low), min(limits[1], high))
 
 
-def points_over_seeds(
-    seeds: Sequence[Mapping[float, float | None]], limits: Limits = EVERYWHERE
-) -> list[Point]:
+def points_over_seeds(seeds: Sequence[Series], limits: Limits = EVERYWHERE) -> list[Point]:
     """Return a point per x with a value in all seeds, its interval as band; seeds: x → value."""
     points = []
     for x in next(iter(seeds), {}):
@@ -189,13 +188,11 @@ def draw_heatmap(
     return figure
 
 
-def percent_annotations(
-    values: np.ndarray, minimum: float = 0.0, columns: float = np.inf
-) -> np.ndarray:
+def percent_annotations(table: np.ndarray, minimum: float = 0, limit: float = np.inf) -> np.ndarray:
     """Return shares as texts, 0.123 as "12"; "" for NaN and for shares below ``minimum``."""
-    # columns: from which on all texts are "", as they would not fit.
-    is_shown = (values >= minimum) & (values.shape[1] <= columns)
-    return np.where(is_shown, np.char.mod("%.0f", 100 * values), "")
+    # limit: of columns; of a table with more all texts are "", as they would not fit.
+    is_shown = (table >= minimum) & (table.shape[1] <= limit)
+    return np.where(is_shown, np.char.mod("%.0f", 100 * table), "")
 
 
 def draw_score_over_epsilon(curves: Curves, what: str, score: Score) -> Figure:
@@ -214,8 +211,7 @@ def attack_points(seeds: Sequence[Sequence[Value]], score: Score) -> list[Point]
         interval = values[0].interval
         if len(values) > 1:
             interval = mean_over_seeds([value.value for value in values])
-        epsilon = float(values[0].at["epsilon"])
-        points.append(point_from_interval(epsilon * PIXEL, interval, limits))
+        points.append(point_from_interval(float(values[0].at["epsilon"]) * PIXEL, interval, limits))
     return points
 
 
@@ -233,17 +229,10 @@ def label_ends(axes: Axes, ends: Sequence[End], height: float) -> None:
     heights = [(end.y - low) / (high - low) for end in ends]
     right = axes.get_xlim()[1]
     line = {"arrowstyle": "-", "linewidth": 0.9, "shrinkA": 1, "shrinkB": 2, "alpha": 0.9}
+    style: dict[str, Any] = {"textcoords": "axes fraction", "va": "center", "fontsize": FONT}
     for end, place in zip(ends, spread_heights(heights, LINE / height), strict=True):
-        axes.annotate(
-            end.name,
-            (end.x, end.y),
-            xytext=(1.06, place),
-            textcoords="axes fraction",
-            va="center",
-            fontsize=FONT,
-            annotation_clip=False,
-            arrowprops=line | {"color": end.style["color"]},
-        )
+        style |= {"annotation_clip": False, "arrowprops": line | {"color": end.style["color"]}}
+        axes.annotate(end.name, (end.x, end.y), (1.06, place), **style)
     axes.set_xlim(right=right)
 
 
@@ -266,6 +255,8 @@ def label_points(
     dots = {name: axes.transData.transform(place) for name, place in points.items()}
     obstacles = [(line.get_window_extent().padded(1), 3) for line in lines]  # box and weight
     obstacles += [(Bbox.from_bounds(x - 6, y - 6, 12, 12), 10) for x, y in dots.values()]
+    arrow = {"arrowstyle": "-", "color": drawing.INK, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4}
+    style = {"textcoords": "offset points", "ha": "center", "va": "center", "fontsize": FONT}
     for name, dot in sorted(dots.items(), key=lambda pair: -pair[1][1]):
         size = _size(figure, name)
         places = []
@@ -274,24 +265,9 @@ def label_points(
             places.append((reach, Bbox([middle - size / 2, middle + size / 2])))
         reach, box = min(places, key=lambda place: _cost(*place, obstacles, frame))
         obstacles.append((box, 10))
-        arrow = {
-            "arrowstyle": "-",
-            "color": drawing.INK,
-            "linewidth": 0.7,
-            "shrinkA": 0,
-            "shrinkB": 4,
-        }
+        line = arrow if reach > REACHES[1] else None
         right, up = (box.get_points().mean(axis=0) - dot) * 72 / figure.dpi
-        axes.annotate(
-            name,
-            points[name],
-            xytext=(right, up),
-            textcoords="offset points",
-            ha="center",
-            va="center",
-            fontsize=FONT,
-            arrowprops=arrow if reach > REACHES[1] else None,
-        )
+        axes.annotate(name, points[name], (right, up), arrowprops=line, **style)
 
 
 def _cost(reach: float, box: Bbox, obstacles: Sequence[tuple[Bbox, int]], frame: Bbox) -> float:

@@ -47,18 +47,8 @@ STYLE = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # names of methods and classes may have dollars
     "figure.constrained_layout.use": True,
-    **dict.fromkeys(
-        (
-            "text.color",
-            "axes.edgecolor",
-            "axes.labelcolor",
-            "axes.titlecolor",
-            "xtick.color",
-            "ytick.color",
-            "grid.color",
-        ),
-        INK,
-    ),
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color", "grid.color"), INK),
 }
 
 
@@ -100,11 +90,8 @@ def empty_figure(width: float, height: float, caption: str = "", raster: bool = 
 
 def line_look(index: int) -> dict[str, Any]:
     """Return colour, marker and line style of the line with this index; the first 28 differ."""
-    return {
-        "color": PALETTE[index % 7],
-        "marker": MARKERS[index % 8],
-        "linestyle": DASHES[index // 7 % 4],
-    }
+    dash = DASHES[index // 7 % 4]
+    return {"color": PALETTE[index % 7], "marker": MARKERS[index % 8], "linestyle": dash}
 
 
 def expert_colours(number: int) -> list[str]:
@@ -122,14 +109,8 @@ def add_legend_below(figure: Figure, axes: Axes) -> Legend:
     widest = 0.6 + 0.08 * max(map(len, labels), default=0)  # inches, with the handle
     rows = math.ceil(len(labels) / max(1, int(figure.get_figwidth() / widest))) or 1
     figure.set_figheight(figure.get_figheight() + 0.2 * rows)
-    return figure.legend(
-        handles,
-        labels,
-        loc="outside lower center",
-        ncols=math.ceil(len(labels) / rows) or 1,
-        columnspacing=1.2,
-        handletextpad=0.5,
-    )
+    style: Any = {"loc": "outside lower center", "columnspacing": 1.2, "handletextpad": 0.5}
+    return figure.legend(handles, labels, ncols=math.ceil(len(labels) / rows) or 1, **style)
 
 
 def set_percent_axis(axes: Axes, label: str) -> None:
@@ -183,9 +164,7 @@ class SheetLabels(NamedTuple):
 
 
 @styled_drawing
-def sheet(
-    tiles: Sequence[Sequence[Tile]], frame: SheetLabels, width: float, height: float
-) -> Figure:
+def sheet(tiles: list[list[Tile]], frame: SheetLabels, width: float, height: float) -> Figure:
     """Draw rows of pictures, ``width`` × ``height`` inches each, with the texts of ``frame``."""
     across = max(len(row) for row in tiles)
     top = (0.3 if frame.title else 0.05) + (0.2 if frame.columns else 0)

@@ -29,20 +29,15 @@ def draw_expert_grids_by_class(
     rows = {label: np.asarray(values, dtype=float)[:MOST] for label, values in maps.items()}
     grid = map_shape(next(iter(rows.values())).shape[1])
     height = min(2.0, max(0.35, grid[0] / grid[1])) * 0.85
-    largest = [
-        float(np.nanmax(values)) if np.isfinite(values).any() else 1.0 for values in rows.values()
-    ]
+    largest = [np.nanmax(values) if np.isfinite(values).any() else 1.0 for values in rows.values()]
     tiles = [
         [drawing.Tile(drawing.heat_colours(values.reshape(grid), scale)) for values in line]
         for line, scale in zip(rows.values(), largest, strict=True)
     ]
-    frame = drawing.SheetLabels(
-        "Mean routing of each class",
-        list(rows),
-        list(classes)[:MOST],
-        [f"0 – {value:.2g}" for value in largest],
-        f"{caption} A cell is an expert; on the right the scale of each row.".lstrip(),
-    )
+    title = "Mean routing of each class"
+    scales = [f"0 – {value:.2g}" for value in largest]
+    caption = f"{caption} A cell is an expert; on the right the scale of each row.".lstrip()
+    frame = drawing.SheetLabels(title, list(rows), list(classes)[:MOST], scales, caption)
     return drawing.sheet(tiles, frame, 0.9, height)
 
 
@@ -84,10 +79,8 @@ def draw_patch_correspondence(pair: MatchedCrops) -> Figure:
     """Draw two crops of one image; patches with equal numbers show the same part of it."""
     grids = [parse_expert_grid(rows) for rows in pair.numbers]
     colours = drawing.expert_colours(grids[0].size)
-    tiles = [
-        patch_experts_tile(view, grid, colours)
-        for view, grid in zip(pair.views.array(), grids, strict=True)
-    ]
+    pairs = zip(pair.views.array(), grids, strict=True)
+    tiles = [patch_experts_tile(view, grid, colours) for view, grid in pairs]
     caption = (
         "Two random crops of a test image; patches of one number and colour show the same, bare "
         "ones have no partner (PRC, figure 4)."
@@ -98,17 +91,13 @@ def draw_patch_correspondence(pair: MatchedCrops) -> Figure:
 
 def patch_experts_tile(image: np.ndarray, grid: np.ndarray, colours: Sequence[str]) -> drawing.Tile:
     """Return a tile: an image (C, H, W), its patches coloured and numbered by expert (``grid``)."""
-    return drawing.Tile(
-        drawing.displayable_image(image),
-        drawing.patch_expert_colours(grid, colours),
-        np.where(grid < 0, "", grid.astype(str)),
-    )
+    tint = drawing.patch_expert_colours(grid, colours)
+    texts = np.where(grid < 0, "", grid.astype(str))
+    return drawing.Tile(drawing.displayable_image(image), tint, texts)
 
 
 @drawing.styled_drawing
-def image_and_caption_experts(
-    stored: Overlays, captions: Sequence[Sequence[Read]], experts: int
-) -> Figure:
+def image_and_caption_experts(stored: Overlays, captions: list[list[Read]], experts: int) -> Figure:
     """Draw a row per image: its patches and a caption's words in the colours of their experts."""
     # Experts are those of the last MoE layer; a dense tower has no colours. captions: per image the
     # layers of the text tower, each (word, expert) pairs; experts: number in a text layer.

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from moecore.data.prepared import Prepared
 from moecore.report.column import CEILING, DENSE
 from moecore.report.figures import drawing
-from moecore.report.figures.charts import label_points
+from moecore.report.figures.charts import Limits, label_points
 from moecore.report.figures.drawing import displayable_image
 from moecore.report.headline_quantities import PANELS, PhaseQuantities, QuantityByMethod
 from moecore.report.page.page_objects import Picture
@@ -43,13 +43,11 @@ def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Pictu
     rest = [quantities.steady, quantities.cost]
     if quantities.score is not None and quantities.attacked is not None:
         corner = BEST[quantities.score.column.better]
-        named = " Named: floor, ceiling and the best; the next picture names all marks."
-        yield Picture(
-            draw_clean_against_attacked(quantities.score, quantities.attacked, looks),
-            f"{phase.name}: overview of scores",
-            f"{bounds}The best place is the {corner} corner. Lines: 95\u00a0% intervals."
-            + (named if len(looks) > NAMED else ""),
-        )
+        chart = draw_clean_against_attacked(quantities.score, quantities.attacked, looks)
+        caption = f"{bounds}The best place is the {corner} corner. Lines: 95\u00a0% intervals."
+        if len(looks) > NAMED:
+            caption += " Named: floor, ceiling and the best; the next picture names all marks."
+        yield Picture(chart, f"{phase.name}: overview of scores", caption)
         bounds = ""
     else:
         rest.insert(0, quantities.score)
@@ -186,9 +184,7 @@ def panel_title(quantity: QuantityByMethod) -> str:
     return next(titles, fill(quantity.column.label, WIDE))
 
 
-def limits_with_margin(
-    ends: Sequence[float], form: str, from_zero: bool = False
-) -> tuple[float, float]:
+def limits_with_margin(ends: Sequence[float], form: str, from_zero: bool = False) -> Limits:
     """Return an axis' limits: ``ends`` with a margin, for shares at most just beyond 0 and 1."""
     low, high = min(ends), max(ends)
     margin = ROOM * ((high - low) or abs(high) or 1.0)
@@ -198,7 +194,7 @@ def limits_with_margin(
     return max(first, -0.02), 1.03 if from_zero else min(high + margin, 1.03)
 
 
-def limits_or_value(interval: Interval) -> tuple[float, float]:
+def limits_or_value(interval: Interval) -> Limits:
     """Return the interval's limits, or its value twice if it has none."""
     return interval.limits or (interval.value, interval.value)
 

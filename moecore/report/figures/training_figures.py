@@ -129,8 +129,7 @@ def confusion_matrix(counts: Sequence[Sequence[int]], classes: Sequence[str]) ->
     names = classes if len(classes) <= charts.NUMBERED else ()
     texts = charts.percent_annotations(shares, 0.005, charts.NUMBERED)
     labels = charts.Labels("Confusion", names, names, "Predicted", "True", slanted=True)
-    caption = "Percent of each true class."
-    return charts.draw_heatmap(shares, texts, labels, (4.8, 4.7), caption)
+    return charts.draw_heatmap(shares, texts, labels, (4.8, 4.7), "Percent of each true class.")
 
 
 def row_shares(counts: Sequence[Sequence[int]]) -> np.ndarray:
@@ -152,6 +151,5 @@ def describe_strongest_preference(first: Mapping[str, Outcome]) -> str:
     share, preference = strongest
     if not preference:
         return ""
-    return (
-        f"the strongest preference is that of {preference} ({100 * share:.0f} % of its probability)"
-    )
+    chance = f"{100 * share:.0f} % of its probability"
+    return f"the strongest preference is that of {preference} ({chance})"

@@ -153,9 +153,8 @@ def method_rows_table(
     notes: Callable[[Column], Sequence[str]] = lambda column: (),
 ) -> PageTable:
     """Return a table of methods (rows) and metrics (columns); notes: column → lines below it."""
-    items = [
-        format_column(column, [row[column.name] for row in cells.values()]) for column in columns
-    ]
+    rows = cells.values()
+    items = [format_column(column, [row[column.name] for row in rows]) for column in columns]
     lines = []
     for row, method in enumerate(cells):
         head = PageCell(method, note="control" if method in controls else "")

@@ -21,14 +21,7 @@ from moecore.report.column import CEILING, find_moe_baseline
 from moecore.report.figures import overview
 from moecore.report.figures.drawing import INK, STYLE, finish_layout
 from moecore.report.headline_quantities import PhaseQuantities, phase_quantities
-from moecore.report.page import page_objects
-from moecore.report.page.sections import (
-    calculation_section,
-    describe_claims,
-    describe_phase_findings,
-    phase_section,
-    phase_title,
-)
+from moecore.report.page import page_objects, sections
 from moecore.report.pictures.robustness import describe_attacks
 from moecore.report.pictures.truth import describe_routings_worth
 from moecore.report.results import list_calculations
@@ -51,7 +44,7 @@ def render_report(
 
 
 def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_objects.Page:
-    sections = [claims_section(evaluated)] if evaluated else []
+    parts = [claims_section(evaluated)] if evaluated else []
     papers = {answer.claim.paper for answer in evaluated if isinstance(answer.claim, Claim)}
     overviews = []
     facts = []
@@ -69,14 +62,13 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_ob
         if left_out := [method for method in phase.models if method in controls]:
             notes.append(f"Not shown: {join_names(left_out)} (control).")
         charts = list(overview.overview_charts(phase, quantities[name]))
-        title = phase_title(phase)
-        overviews.append(
-            page_objects.Block(title, pictures=charts, below=notes, id=f"overview-{phase.name}")
-        )
-        sections.append(phase_section(results, phase, table, papers))
+        title = sections.phase_title(phase)
+        block = page_objects.Block(title, pictures=charts, below=notes, id=f"overview-{name}")
+        overviews.append(block)
+        parts.append(sections.phase_section(results, phase, table, papers))
         facts.append(page_objects.PageTable((), card_facts(phase), title=title))
     calculated = [
-        calculation_section(display, phase, build_table(results, phase))
+        sections.calculation_section(display, phase, build_table(results, phase))
         for display, phase in list_calculations(results)
     ]
     cards = [phase.card for phase in results.phases.values()]
@@ -85,7 +77,7 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_ob
         title=keep_percent_on_line(first_sentence(results)),
         answer=main_finding(results, quantities, evaluated, calculated),
         overviews=overviews,
-        sections=[*sections, *calculated],
+        sections=[*parts, *calculated],
         facts=facts,
         settings=results.settings,
     )
@@ -101,16 +93,16 @@ def main_finding(
     phase = next(iter(results.phases.values()), None)
     if phase is None:
         if evaluated:
-            return describe_claims(evaluated)
+            return sections.describe_claims(evaluated)
         stated = (block.finding for section in calculated for block in section.blocks)
         return keep_percent_on_line(next(filter(None, stated), "Nothing was trained."))
     sentences = [describe_routings_worth(phase, find_moe_baseline(phase.models))]
     if evaluated:
-        sentences.append(describe_claims(evaluated))
+        sentences.append(sections.describe_claims(evaluated))
     else:
         measured = quantities[phase.name]
-        title = phase_title(phase)
-        sentences.append(describe_phase_findings(phase, title, measured, results.controls))
+        title = sections.phase_title(phase)
+        sentences.append(sections.describe_phase_findings(phase, title, measured, results.controls))
     sentences.append(describe_attacks(phase, results.attacks))
     return keep_percent_on_line(" ".join(filter(None, sentences)))
 

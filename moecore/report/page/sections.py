@@ -158,31 +158,26 @@ def phase_section(
     columns = {metric.name: metric for metric in compared.metrics}
     controls = [method for method in compared.cells if method in results.controls]
     first = [columns[name] for name in first_columns(phase, columns)]
+    how = Block("How to read this table", below=[describe_intervals(compared)], folded=True)
+    marks = describe_marks(results, phase, compared, controls)
     blocks = [
         Block("", grids=[with_reference_rows(phase, first, compared.cells, controls)]),
-        Block(
-            "How to read this table",
-            marks=describe_marks(results, phase, compared, controls),
-            below=[describe_intervals(compared)],
-            folded=True,
-        ),
+        how._replace(marks=marks),
         paper_tables_block(list(columns.values()), compared.cells, controls, papers),
     ]
-    displays = [
-        display
+    folded = [
+        block
         for display in list_displays()
         if display.applies(phase.task) and phase.results(display.kind)
+        for block in display.blocks(phase)
     ]
-    folded = [block for display in displays for block in display.blocks(phase)]
     if phase.name == next(iter(results.phases)):
         folded.append(sigma_schedule_block(results))
     sizes = f"{pluralize(len(columns), 'metric')} of {pluralize(len(compared.cells), 'method')}"
     grids = [metric_rows_table(compared.metrics, compared.cells)]
     folded += transfer.phase_blocks(phase)
-    folded += [
-        Block("All measurements", grids=grids, finding=sizes),
-        skipped_measurements_block(phase),
-    ]
+    folded.append(Block("All measurements", grids=grids, finding=sizes))
+    folded.append(skipped_measurements_block(phase))
     blocks += [block._replace(folded=True) for block in folded]
     shown = []
     for block in blocks:
@@ -225,9 +220,8 @@ def with_reference_rows(
             note = "not shown to beat a guess"
             cells_of_line[place] = cells_of_line[place]._replace(note=note)
         lines.append(line._replace(items=cells_of_line))
-    number_format = NumberFormat.of(
-        columns[place].form, (cell.interval for cell in having.values())
-    )
+    intervals = (cell.interval for cell in having.values())
+    number_format = NumberFormat.of(columns[place].form, intervals)
     compared = []
     if guess:
         compared.append((PageCell("guess", note=guess.words), Interval(guess.value)))
@@ -284,9 +278,8 @@ def describe_marks(
         "Without a mark no method is significantly better than all others.",
     ]
     if dense := [method for method in compared.cells if method in results.without_experts]:
-        sentences.append(
-            f"Methods without experts ({join_names(dense)}) are compared, never marked."
-        )
+        names = join_names(dense)
+        sentences.append(f"Methods without experts ({names}) are compared, never marked.")
     if controls:
         names = ", ".join(controls)
         sentences.append(f"Not compared: {names} (control, {CONTROL}).")
@@ -365,9 +358,8 @@ def table_of_paper(
     of_paper = [column for column in columns if column.paper == paper and not column.detail]
     names = (*OTHER_COLUMNS.get(paper, ("test_accuracy",)), *ERRORS)
     shown = [column for column in columns if column.name in names] + of_paper
-    having = {
-        method: row for method, row in cells.items() if any(row[column.name] for column in of_paper)
-    }
+    keys = [column.name for column in of_paper]
+    having = {method: row for method, row in cells.items() if any(map(row.get, keys))}
     absent = ", ".join(method for method in cells if method not in having)
     metrics = {column.name for column in shown}
     models = [

@@ -168,9 +168,8 @@ def new_prediction_panels(
     points: Facts, height: float, caption: str
 ) -> tuple[Figure, np.ndarray, dict[str, np.ndarray]]:
     """Return a figure, a panel for raw and one for corrected ages, and name → predictions (N,)."""
-    predictions = {
-        name: np.asarray(points[name], float) for name in PANELS if points[name] is not None
-    }
+    names = [name for name in PANELS if points[name] is not None]
+    predictions = {name: np.asarray(points[name], float) for name in names}
     figure = drawing.empty_figure(0.6 + 4.3 * len(predictions), height, caption)
     panels = figure.subplots(1, len(predictions), sharex=True, sharey=True, squeeze=False)[0]
     return figure, panels, predictions

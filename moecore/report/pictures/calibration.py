@@ -48,8 +48,7 @@ def reliability_diagram(curves: Mapping[str, Mapping[str, Any]], title: str) -> 
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], color=drawing.GUIDE, linewidth=1, linestyle=":", label="calibrated")
     for index, (label, bins) in enumerate(curves.items()):
-        columns = [bins[name] for name in ("confidence", "accuracy", "count")]
-        points = np.array(columns, dtype=float)
+        points = np.array([bins[name] for name in ("confidence", "accuracy", "count")], dtype=float)
         x, y, counts = points[:, np.isfinite(points).all(axis=0)]
         line = drawing.line_look(index)
         axes.plot(x, y, color=line["color"], linestyle=line["linestyle"], linewidth=1.2)

@@ -77,22 +77,16 @@ def cohort_blocks(phase: Phase) -> Iterator[Block]:
             mixtures.append(mixture_table(result, method))
     if tried := region_experts_by_volume_kind(phase):
         reasons.pop("generalisation", None)  # the reason of methods without region experts
-        yield Block(
-            "Region experts where they were not taught",
-            words=[f"Mixtures: one model per method.{phase.first_seed}"],
-            grids=[tried, *mixtures],
-            about="whole_over_chance",
-        )
+        title = "Region experts where they were not taught"
+        words = [f"Mixtures: one model per method.{phase.first_seed}"]
+        yield Block(title, words, [tried, *mixtures], about="whole_over_chance")
     grid = tissue_error_table(phase)
     probed = grid is not None and any(name.endswith(", probe") for name in grid.columns)
-    yield Block(
-        "Tissues alone, ageing, rescans",
-        words=[PROBE] if probed else [],
-        grids=list_without_none([grid]),
-        pictures=first_seed_pictures(phase, CohortChecks, figures),
-        below=[f"Not checked, {name}: {reason}." for name, reason in reasons.items()],
-        about="isolated_gm",
-    )
+    words = [PROBE] if probed else []
+    pictures = first_seed_pictures(phase, CohortChecks, figures)
+    below = [f"Not checked, {name}: {reason}." for name, reason in reasons.items()]
+    block = Block("Tissues alone, ageing, rescans", words, list_without_none([grid]), pictures)
+    yield block._replace(below=below, about="isolated_gm")
 
 
 def metric_cells(models: Models, metric: str, form: str = "number") -> list[PageCell]:
@@ -106,10 +100,8 @@ def tissue_error_table(phase: Phase) -> PageTable | None:
     having = {label: items for label, items in cells.items() if set(items) != {NONE}}
     if not having:
         return None
-    lines = [
-        TableRow(PageCell(method), items)
-        for method, *items in zip(phase.models, *having.values(), strict=True)
-    ]
+    rows = zip(phase.models, *having.values(), strict=True)
+    lines = [TableRow(PageCell(method), items) for method, *items in rows]
     return PageTable(["MAE, years", *having], lines)
 
 

@@ -57,9 +57,8 @@ def draw_expert_information(layers: Sequence[expert_roles.RolesLayer]) -> Figure
             mark = "*" if label.p < SURE else ""
             texts[row, column] = f"{100 * shares[row, column]:.0f}{mark}"
     rows = [f"MoE {number}" for number in range(1, len(layers) + 1)]
-    labels = Labels(
-        "What an expert tells", rows, [expert_roles.LABELS[name] for name in names], "of a token's"
-    )
+    words = [expert_roles.LABELS[name] for name in names]
+    labels = Labels("What an expert tells", rows, words, "of a token's")
     caption = f"Percent of the label's entropy, above chance. *: p < {SURE}."
     return draw_heatmap(shares, texts, labels, (4.8, 1.3 + 0.35 * len(rows)), caption)
 
@@ -90,8 +89,7 @@ def seed_table(phase: Phase) -> Iterator[Block]:
     having = {method: row for method, row in cells.items() if all(row.values())}
     if having:
         table = method_rows_table(columns, having)
-        title = "Do seeds find the same experts?"
-        yield Block(title, [WORDS], [table], about="seed_stability")
+        yield Block("Do seeds find the same experts?", [WORDS], [table], about="seed_stability")
 
 
 PICTURES = Pictures("routing.roles", figures, more=seed_table)

@@ -22,12 +22,8 @@ def draw_lemma_terms(layers: list[dict[str, list[float]]]) -> drawing.Figure:
         axes.plot(ends, ends, color=drawing.INK, linewidth=0.9, linestyle=":", label="the bound")
         axes.set_ylabel(name)
     for index, layer in enumerate(layers):
-        style = {
-            "s": 9,
-            "alpha": 0.6,
-            "color": drawing.PALETTE[index % 7],
-            "label": f"MoE {index + 1}",
-        }
+        colour = drawing.PALETTE[index % 7]
+        style = {"s": 9, "alpha": 0.6, "color": colour, "label": f"MoE {index + 1}"}
         panels[0].scatter(layer["bound"], layer["jacobian"], **style)
         panels[1].scatter(layer["bound"], layer["router"], **style)
     for axes in panels:

@@ -32,17 +32,15 @@ def images_and_words(phase: Phase) -> Iterator[Block]:
             experts = len(next(iter(shares.values()), ()))
             grid = percent_grid("word", shares, [f"expert {number}" for number in range(experts)])
             below = "First expert of each occurrence of the most frequent words, in percent."
-            grids.append(
-                grid._replace(title=f"{title}{phase.first_seed}", below=below, short=title)
-            )
+            words = f"{title}{phase.first_seed}"
+            grids.append(grid._replace(title=words, below=below, short=title))
     first = next(iter(results.values()))
     text = (
         f"Gallery: {first.facts['images']:,} images. A tie counts as the share of its orders that "
         "are hits."
     )
     k = next(iter(first.curve("text_to_image", "k")))
-    about = f"text_to_image_r{k}"
-    yield Block("Images and captions", [text], grids, about=about, choice=True)
+    yield Block("Images and captions", [text], grids, about=f"text_to_image_r{k}", choice=True)
     pictures = pictures_by_name(phase, Retrieval, figures)["images_and_words"]
     yield Block("Experts of patches and words", pictures=pictures)
 

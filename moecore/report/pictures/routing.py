@@ -8,16 +8,10 @@ from moecore.measure.cost import Cost
 from moecore.measure.exploring import expert_gallery
 from moecore.measure.routing import Routing
 from moecore.measure.values import Chart, Found
+from moecore.report import results
 from moecore.report.figures import expert_figures
 from moecore.report.figures.charts import ChartSpec
 from moecore.report.page.page_objects import Block, Picture
-from moecore.report.results import (
-    Figures,
-    Pictures,
-    draw_chart,
-    draw_method_curves,
-    pictures_by_name,
-)
 from moecore.report.study_results import Phase
 
 TEACHER = Chart(
@@ -29,7 +23,7 @@ TEACHER = Chart(
 )
 
 
-def figures(result: Found) -> Figures:
+def figures(result: Found) -> results.Figures:
     if result.facts["load"]:
         yield "expert_load", expert_figures.expert_load(result.facts["load"])
     overlays = expert_gallery.Overlays.model_validate(result.facts["overlays"])
@@ -44,23 +38,22 @@ def figures(result: Found) -> Figures:
 
 def blocks_above(phase: Phase) -> Iterator[Block]:
     """Yield blocks: experts' load, experts of patches, matched crops, agreement with a teacher."""
-    by_name = pictures_by_name(phase, Routing, figures)
+    by_name = results.pictures_by_name(phase, Routing, figures)
     yield Block("Load of the experts", pictures=by_name["expert_load"], about="load_cv2")
-    results = phase.first(Routing)
-    finding = describe_adjacent_patches(results)
+    measured = phase.first(Routing)
+    finding = describe_adjacent_patches(measured)
     patches = by_name["expert_overlays"]
     yield Block("Which expert sees which patch", pictures=patches, finding=finding)
     crops = []
-    first = next(iter(results.values()), None)  # the crops are the same for every method
+    first = next(iter(measured.values()), None)  # the crops are the same for every method
     if first is not None and first.facts["corresponding"]:
         pair = expert_gallery.MatchedCrops.model_validate(first.facts["corresponding"])
         figure = expert_figures.draw_patch_correspondence(pair)
         label = f"{phase.name}: corresponding patches"
         crops.append(Picture(figure, label, getattr(figure, "caption", "")))
     yield Block("Corresponding patches", pictures=crops, about="match_top1")
-    pictures = draw_chart(phase, Routing, TEACHER)
-    title = "Agreement with the teacher by layer"
-    yield Block(title, pictures=pictures, about="teacher_agreement")
+    pictures = results.draw_chart(phase, Routing, TEACHER)
+    yield Block("Agreement with the teacher by layer", pictures=pictures, about="teacher_agreement")
 
 
 def describe_adjacent_patches(first: Mapping[str, Found]) -> str:
@@ -81,9 +74,8 @@ def describe_adjacent_patches(first: Mapping[str, Found]) -> str:
 
 
 def time_over_k(phase: Phase) -> Iterator[Block]:
-    spec = ChartSpec(
-        "Step time over k", "Experts per token k", "Time of a batch / that of k = 1", height=3.2
-    )
+    label = "Time of a batch / that of k = 1"
+    spec = ChartSpec("Step time over k", "Experts per token k", label, height=3.2)
     caption = "Forward passes on this machine (ERMoE, figure S5)."
 
     def relative_to_top_1(result: Found) -> dict[float, float]:
@@ -92,8 +84,10 @@ def time_over_k(phase: Phase) -> Iterator[Block]:
             return {k: time / times[1] for k, time in times.items()}
         return {}
 
-    pictures = draw_method_curves(phase, Cost, relative_to_top_1, spec, caption)
+    pictures = results.draw_method_curves(phase, Cost, relative_to_top_1, spec, caption)
     yield Block("Step time over k", pictures=pictures)
 
 
-PICTURES = Pictures("routing", figures, is_on_page=False, above=blocks_above, more=time_over_k)
+PICTURES = results.Pictures(
+    "routing", figures, is_on_page=False, above=blocks_above, more=time_over_k
+)

@@ -42,13 +42,8 @@ def draw_probability_ramp(ramp: Mapping[str, Any]) -> Figure:
         axes.plot(ramp["sigmas"], curve["probability"], label=f"image {curve['index']}", **style)
         predicted = np.array(curve["predicted"])
         changed = 1 + (predicted[1:] != predicted[:-1]).nonzero()[0]
-        axes.plot(
-            np.array(ramp["sigmas"])[changed],
-            np.array(curve["probability"])[changed],
-            linestyle="",
-            marker="x",
-            color=style["color"],
-        )
+        points = (np.array(values)[changed] for values in (ramp["sigmas"], curve["probability"]))
+        axes.plot(*points, linestyle="", marker="x", color=style["color"])
     axes.set(xlabel="σ of the noise", title="Prediction along a noise ramp", ylim=(-0.02, 1.02))
     drawing.set_percent_axis(axes, "Probability of the true class")
     drawing.add_legend_below(figure, axes)
@@ -71,8 +66,7 @@ def draw_noise_overlays(rows: Mapping[float, Overlays]) -> Figure:
     names = [f"σ = {sigma:g}" if sigma else "clean" for sigma in rows]
     caption = "Last MoE layer. Tinted: another expert."
     title = "Experts under noise: changed ones are tinted"
-    frame = drawing.SheetLabels(title, names, caption=caption)
-    return drawing.sheet(tiles, frame, 1.5, 1.5)
+    return drawing.sheet(tiles, drawing.SheetLabels(title, names, caption=caption), 1.5, 1.5)
 
 
 PICTURES = Pictures("stability", figures, is_on_page=False, more=ramps_and_patches)

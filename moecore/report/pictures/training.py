@@ -125,16 +125,11 @@ def confusion_table(shares: np.ndarray, classes: Sequence[str]) -> page_objects.
     if len(classes) <= charts.NUMBERED:
         rows = dict(zip(classes, shares.tolist(), strict=True))
         return page_objects.percent_grid("True, predicted", rows, classes)
-    lines = [
-        page_objects.TableRow(
-            page_objects.PageCell(classes[true]),
-            [
-                page_objects.PageCell(classes[predicted], look="words"),
-                page_objects.PageCell(f"{100 * share:.0f}"),
-            ],
-        )
-        for share, true, predicted in list_confusions(shares)
-    ]
+    lines = []
+    for share, true, predicted in list_confusions(shares):
+        taken = page_objects.PageCell(classes[predicted], look="words")
+        percent = page_objects.PageCell(f"{100 * share:.0f}")
+        lines.append(page_objects.TableRow(page_objects.PageCell(classes[true]), [taken, percent]))
     return page_objects.PageTable(["True class", "Taken for", "Percent"], lines)
 
 
@@ -154,7 +149,7 @@ def tissue_blocks(phase: Phase) -> Iterator[page_objects.Block]:
         for method, result in phase.first_outcomes.items()
         if result.region_routing
     }
-    grids = [tissue_experts_by_epoch(probes, method) for method, probes in probed.items()]
+    grids = [tissue_expert_table(probes, method) for method, probes in probed.items()]
     pictures = []
     for method, probes in probed.items():
         chart = region_share_heatmap(max(probes, key=lambda probe: probe.epoch).rows)
@@ -165,9 +160,7 @@ def tissue_blocks(phase: Phase) -> Iterator[page_objects.Block]:
     yield page_objects.Block(title, words, grids, pictures, about="own_expert_gain")
 
 
-def tissue_experts_by_epoch(
-    probes: Sequence[EpochTissueRouting], method: str
-) -> page_objects.PageTable:
+def tissue_expert_table(probes: Sequence[EpochTissueRouting], title: str) -> page_objects.PageTable:
     """Return a table with a row per tissue: per epoch its experts, and those of random tokens."""
     columns = ["Tissue"]
     for probe in probes:
@@ -180,10 +173,9 @@ def tissue_experts_by_epoch(
             by_region = {row.region: row for row in probe.rows}
             pair = by_region.get(region), by_region.get(CONTROL + region)
             items += map(tissue_experts_cell, pair)
-        lines.append(
-            page_objects.TableRow(page_objects.PageCell(TISSUES.get(region, region)), items)
-        )
-    return page_objects.PageTable(columns, lines, title=method)
+        name = page_objects.PageCell(TISSUES.get(region, region))
+        lines.append(page_objects.TableRow(name, items))
+    return page_objects.PageTable(columns, lines, title=title)
 
 
 def tissue_experts_cell(row: TissueRoutingRow | None) -> page_objects.PageCell:
@@ -192,9 +184,8 @@ def tissue_experts_cell(row: TissueRoutingRow | None) -> page_objects.PageCell:
         return page_objects.NONE
     experts = "\n".join(f"{name} {score:.3f}" for name, score in row.experts)
     shares = [f"{row.share[name]:.0%}" for name, _ in row.experts if name in row.share]
-    return page_objects.PageCell(
-        experts, f"chosen by {', '.join(shares)}" if shares else "", look="lines"
-    )
+    share = f"chosen by {', '.join(shares)}" if shares else ""
+    return page_objects.PageCell(experts, share, look="lines")
 
 
 def region_share_heatmap(rows: Sequence[TissueRoutingRow]) -> Figure:

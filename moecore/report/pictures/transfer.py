@@ -82,14 +82,10 @@ def draw_transfer_matrix(result: Found) -> Figure:
     texts = [[item.text.removesuffix(" %") for item in line.items] for line in lines]
     score = Score(**result.facts["score"])
     shades = values if score.form == "share" else values / np.nanmax(values)
-    labels = Labels(
-        f"{score_title(score)} under transferred {attack_title(result.facts['attack'])}",
-        [line.head.text for line in lines],
-        result.facts["methods"],
-        "scored by",
-        "made on",
-        slanted=True,
-    )
-    size = (1.9 + 0.5 * len(result.facts["methods"]), 1.7 + 0.36 * len(lines))
+    title = f"{score_title(score)} under transferred {attack_title(result.facts['attack'])}"
+    names = [line.head.text for line in lines]
+    methods = result.facts["methods"]
+    labels = Labels(title, names, methods, "scored by", "made on", slanted=True)
+    size = (1.9 + 0.5 * len(methods), 1.7 + 0.36 * len(lines))
     caption = "Of the images that were made on each model."
     return draw_heatmap(shades, np.where(np.isnan(values), "", texts), labels, size, caption)

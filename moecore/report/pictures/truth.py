@@ -1,6 +1,7 @@
 """Experts compared with the true kinds of tokens, on generated data."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -25,9 +26,8 @@ def figures(result: Found) -> results.Figures:
         shares = row_shares(counts)
         texts = charts.percent_annotations(shares, 0.005, charts.NUMBERED)
         columns = [str(kind + 1) for kind in range(shares.shape[1])]
-        labels = charts.Labels(
-            f"MoE {index}", (), columns, "Kind of token", "Expert, by its matched kind"
-        )
+        axes = ("Kind of token", "Expert, by its matched kind")
+        labels = charts.Labels(f"MoE {index}", (), columns, *axes)
         caption = "Percent of each expert's tokens."
         if (unmatched := len(shares) - shares.shape[1]) > 0:
             caption += f" More experts than kinds: the last {unmatched} are matched to none."
@@ -63,31 +63,20 @@ def describe_routings_worth(phase: Phase, method: str) -> str | None:
 def purity_curves(phase: Phase) -> list[Picture]:
     """Return charts of purity over epochs, noise and attacks' ε, a line per method."""
     caption = "Mean over MoE layers."
-    pictures = results.draw_method_curves(
-        phase,
-        Trained,
-        lambda result: dict(enumerate(outcome_of(result).purity, 1)),
-        charts.ChartSpec("Purity of validation images", "Epoch", "Purity", share=True),
-        caption,
-        limits=LIMITS,
-    )
+    spec = charts.ChartSpec("Purity of validation images", "Epoch", "Purity", share=True)
+    read: Any = lambda result: dict(enumerate(outcome_of(result).purity, 1))
+    pictures = results.draw_method_curves(phase, Trained, read, spec, caption, limits=LIMITS)
     for kind, unit in UNITS.items():
-        pictures += results.draw_method_curves(
-            phase,
-            Truth,
-            lambda result, kind=kind: result.curve("changed_purity", kind),
-            charts.ChartSpec(f"Purity under {kind}", unit, "Purity", share=True),
-            caption,
-            limits=LIMITS,
-        )
+        spec = charts.ChartSpec(f"Purity under {kind}", unit, "Purity", share=True)
+        changed = lambda result, kind=kind: result.curve("changed_purity", kind)
+        pictures += results.draw_method_curves(phase, Truth, changed, spec, caption, limits=LIMITS)
     return pictures
 
 
 def truth_blocks(phase: Phase) -> Iterator[Block]:
     """Yield a block: each method's share of told's gain over dense, purity, and true groups."""
-    sentences = list_without_none(
-        describe_routings_worth(phase, method) for method in phase.first(Truth)
-    )
+    first = phase.first(Truth)
+    sentences = list_without_none(describe_routings_worth(phase, method) for method in first)
     pictures = [*purity_curves(phase), *results.first_seed_pictures(phase, Truth, figures)]
     yield Block("Experts and truth", sentences, pictures=pictures, about="purity")
 

@@ -206,9 +206,7 @@ def cell_over_seeds(metric: Column, models: Sequence[Measured]) -> Cell | None:
 
 def method_cells_over_seeds(metric: Column, models: Models) -> dict[str, Cell | None]:
     """Return method → its cell over seeds (``cell_over_seeds``), or None."""
-    return {
-        method: cell_over_seeds(metric, list(seeds.values())) for method, seeds in models.items()
-    }
+    return {name: cell_over_seeds(metric, list(seeds.values())) for name, seeds in models.items()}
 
 
 def cell_to_json(cell: Cell, form: str) -> dict[str, Any]:

@@ -28,9 +28,7 @@ MLFLOW_DIGITS = 4
 MLFLOW_LETTERS = 14  # that a column of MLflow's table shows
 SHORT_PHASES = {"pretrain": "pre", "finetune": "fine", "adversarial": "adv"}
 Items = Mapping[str, Collection[str]]  # method → the items whose results are of its model
-RUN_FIGURES: Mapping[str, Draw] = {  # by stage; they belong to no single model
-    "transfer": transfer.figures
-}
+RUN_FIGURES: Mapping[str, Draw] = {"transfer": transfer.figures}  # by stage, of no single model
 
 
 def render_metrics_files(results: Results) -> dict[str, str]:

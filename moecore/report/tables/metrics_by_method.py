@@ -26,9 +26,7 @@ from moecore.tasks.regression import Regression
 LISTED = 40  # metrics that a message names
 SCORES = {"regression": "mae", "next_token": "nats"}  # by the kind of task; others have accuracy
 # entries of compare.json that are no methods
-NO_METHODS = (
-    *("asked", "baselines", "calculations", "claims", "data", "first_sentence", "questions"),
-)
+NO_METHODS = ("asked", "baselines", "calculations", "claims", "data", "first_sentence", "questions")
 
 
 class ComparisonTable(NamedTuple):
@@ -195,8 +193,7 @@ def unfit_metric_problems(
     }
     for display in displays:
         if display.stage in study.run.calculations:
-            ahead = PlannedPhase(study, "accuracy", "")
-            planned[display.stage] = display.columns.foreseen(ahead)
+            planned[display.stage] = display.columns.foreseen(PlannedPhase(study, "accuracy", ""))
 
     @cache  # many claims name the same methods
     def metrics_of(phase: PhaseName, method: str) -> Mapping[str, PlannedMetric]:
@@ -235,10 +232,9 @@ def _lacking_methods(
             if model is not None and (reason := refusal(model)):
                 yield key, f"{text}: {reason}; allowed: methods that {planned.stage} measures"
                 continue
-        having = [
-            other for other in study.run.methods if name in metrics_of(comparison.phase, other)
-        ]
-        if method in study.run.methods and method not in having:
+        methods = study.run.methods
+        having = [other for other in methods if name in metrics_of(comparison.phase, other)]
+        if method in methods and method not in having:
             yield key, f"{text}; allowed: {', '.join(having)}"
 
 
@@ -283,8 +279,7 @@ def expected_metrics(
 ) -> dict[str, PlannedMetric]:
     """Return name → properties of the metrics that a phase will have, before anything has run."""
     task: Any = study.data[phase].task  # a class; it answers what it needs
-    score = SCORES.get(task.model_fields["kind"].default, "accuracy")
-    ahead = PlannedPhase(study, score, phase)
+    ahead = PlannedPhase(study, SCORES.get(task.model_fields["kind"].default, "accuracy"), phase)
     measured = stages_and_measurements(stages, study.run)
     metrics: dict[str, PlannedMetric] = {}
     for shown in list_displays():

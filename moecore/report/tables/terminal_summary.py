@@ -41,9 +41,10 @@ from moecore.tasks.next_token import NextToken
 MAX_LINES = 25  # of the end of a run
 LOWER_IS_BETTER = ("test_mae", "ppl")
 ATTACKED = re.compile(r"(accuracy|attacked_mae)_(?!.*(_at_|_mean$))")
+Rows = list[dict[str, str]]  # per phase and method: headline metric → value as text
 
 
-def headline_rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
+def headline_rows(compared: Mapping[str, Any]) -> Rows:
     """Return a row per phase and method: headline metric → value with limits as text."""
     methods = {name: phases for name, phases in compared.items() if name not in NO_METHODS}
     measured = [cells for by_phase in methods.values() for cells in by_phase.values()]
@@ -72,9 +73,7 @@ def headline_rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
     return all_rows
 
 
-def best_rows(
-    compared: Mapping[str, Any], rows: list[dict[str, str]], limit: int
-) -> list[dict[str, str]]:
+def best_rows(compared: Mapping[str, Any], rows: Rows, limit: int) -> Rows:
     """Return all rows if at most ``limit``, else the best ⌊limit / phases⌋ (≥ 1) of each phase."""
     # The best have the best first score, and come first.
     if len(rows) <= limit:
@@ -91,11 +90,8 @@ def best_rows(
     return [row for group in by_phase for row in sorted(group, key=rank)[:rows_per_phase]]
 
 
-def claim_lines(
-    claims: Mapping[str, Mapping[str, Any]], texts: Mapping[str, str] | None = None
-) -> list[str]:
+def claim_lines(claims: Mapping[str, Any], texts: Mapping[str, str] = {}) -> list[str]:
     """Return a line per claim in compare.json; texts: verdict → its text, if not its name."""
-    texts = texts or {}
     lines = []
     for name, entry in claims.items():
         row = build_claim_row(entry)
