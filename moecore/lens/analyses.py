@@ -151,8 +151,7 @@ def words_of_tokens(trace: Trace, tokens: Sequence[int]) -> list[str]:
     return [vocabulary[token] if vocabulary else str(token) for token in tokens]
 
 
-# Of chosen, probs and combine of one layer: name → values (N,), one per item, whose mean is the
-# quantity.
+# Of chosen, probs and combine of one layer: name → values (N,), whose mean is the quantity.
 Analysis = Callable[[Tensor, Tensor, Tensor], Mapping[str, Tensor]]
 PROBABILITIES = 2**23  # of one layer in memory, 32 MiB
 ROLES = expert_roles.ExpertRoles()
@@ -357,8 +356,7 @@ def compare_matched(
     ours: LayerRouting, theirs: LayerRouting
 ) -> tuple[tuple[int, ...], dict[str, np.ndarray], dict[str, float]]:
     """Match two traces' experts on a random half of the items, compare them on the other half."""
-    # Returns each expert's partner in ``theirs`` (E,), and name → agreement by item of the other
-    # half, and by chance.
+    # Returns each expert's partner (E,), and name → the other half's agreement by item, by chance.
     pair = ours.chosen.numpy(), theirs.chosen.numpy()
     items = len(pair[0])
     is_fit = np.random.default_rng(SEED).permutation(items) < items // 2

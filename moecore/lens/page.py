@@ -17,7 +17,7 @@ from moecore.measure.exploring import expert_gallery
 from moecore.measure.routing import METRICS
 from moecore.measure.routing_metrics.expert_roles import LABELS, SPECIAL, TELLS, ExpertRoles
 from moecore.measure.values import Metric
-from moecore.predict.continuation import MAX_EXPERTS, WordWithExperts, expert_word_counts
+from moecore.predict.continuation import MAX_EXPERTS, WordWithExperts, count_words
 from moecore.report.figures import drawing
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
 from moecore.report.figures.expert_figures import draw_experts_of_patches
@@ -187,7 +187,7 @@ def render_lens(trace: Trace, numbers: TraceNumbers, explorer: str = "") -> str:
         explorer=explorer,
         words=routed_words,
         layers=[
-            {expert: expert_word_counts(routed_words, n, expert) for expert in range(layer.experts)}
+            {expert: count_words(routed_words, n, expert) for expert in range(layer.experts)}
             for n, layer in enumerate(layers)
         ],
         colours=drawing.expert_colours(max(layer.experts for layer in layers)),

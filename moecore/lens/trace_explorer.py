@@ -85,11 +85,9 @@ class TraceExplorer:
         names = ("pictures", "labels", "tokens")
         pictures, labels, tokens = (trace.beside(name, places) for name in names)
         empty = [()] * len(places)
-        picture = None if pictures is None else encode_thumbnails(pictures / 255)
+        image = None if pictures is None else encode_thumbnails(pictures / 255)
         traces = routing_traces.ImageTraces(answers=empty, values=empty, layers=layers)
-        variant = ShownVariant(
-            kind="clean", label="clean", picture=picture, origins=None, trace=traces
-        )
+        clean = ShownVariant(kind="clean", label="clean", picture=image, origins=None, trace=traces)
         texts = kinds = None
         item_labels = empty
         if tokens is not None and self.is_text:
@@ -109,7 +107,7 @@ class TraceExplorer:
             words=texts,
             kinds=kinds,
             layers=[gallery_of_layer(layer, examples) for layer in self.layers],
-            shown=[variant],
+            shown=[clean],
         )
 
     def _explore_layer(self, number: int) -> ExploredLayer:

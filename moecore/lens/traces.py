@@ -61,8 +61,7 @@ class LayerShape(Config):
 
     def layout(self, size: Sequence[int] = ()) -> TokenLayout:
         """Return how tokens lie in pictures of ``size`` (height, width) pixels; (): no pictures."""
-        grid = self.grid or (self.tokens - self.special,)
-        return TokenLayout(self.special, grid, tuple(size))
+        return TokenLayout(self.special, self.grid or (self.tokens - self.special,), tuple(size))
 
 
 def check_layout(tokens: int, special: int, grid: Sequence[int]) -> None:
@@ -434,9 +433,8 @@ class TraceWriter:
             allowed = f"{before}, as before; cut texts to parts of one length"
             raise UserError(f"trace: found layers of (tokens, experts) {sizes}; allowed: {allowed}")
         if self._batches and {*item_tensors} != {*self._batches[0]} & {*ITEM_TENSORS}:
-            raise UserError.at(
-                "trace", found=sorted(item_tensors), allowed="in all batches the same"
-            )
+            allowed = "in all batches the same"
+            raise UserError.at("trace", found=sorted(item_tensors), allowed=allowed)
         items = len(records[0].probs)
         if different := {len(record.probs) for record in records} - {items}:
             numbers = f"{items} and {different.pop()} items"

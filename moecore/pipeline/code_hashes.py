@@ -65,7 +65,7 @@ def hash_code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str
     gc.disable()  # it would visit every node of the syntax trees, for half of the time
     try:
         return {
-            name: hash_source_files(files, root, shown=name == f"stages/{COMPARE}.json")
+            name: hash_sources(files, root, shown=name == f"stages/{COMPARE}.json")
             for name, files in _files_by_name(document, root)
         }
     finally:
@@ -212,8 +212,7 @@ def import_closure(
     """Return ``path`` and the files that importing it reaches, below ``root``."""
     # rooms: top folders of moecore to follow. Files of ``PASSED_THROUGH`` are followed but left
     # out, as are ``__init__`` files with only a docstring. Of a family only the base class is
-    # reached: params.yaml names the part. Other files in a module's folder (an atlas, a template)
-    # belong to the module.
+    # reached: params.yaml names the part. Other files in a module's folder, as an atlas, are its.
     reached: set[Path] = set()
     waiting = [Path(path)]
     while waiting:
@@ -255,9 +254,7 @@ def outside_module_files(name: str, root: Path = ROOT) -> list[Path]:
     return [file] if file else []
 
 
-def hash_source_files(
-    files: Iterable[Path], root: Path = ROOT, shown: bool = False
-) -> dict[str, str]:
+def hash_sources(files: Iterable[Path], root: Path = ROOT, shown: bool = False) -> dict[str, str]:
     """Return path → sha256; shown: metrics' labels count, too. UserError for invalid Python."""
     return {file.as_posix(): _code_hash(file, root, shown) for file in sorted(files)}
 

@@ -185,9 +185,8 @@ def _train_all(
             for role, (_, method) in methods.items()
         }
         if "told" in jobs:
-            shares.append(
-                fit_learner_to_oracle(jobs["begun"], jobs["told"], settings["told"], seed)
-            )
+            learner, oracle = jobs["begun"], jobs["told"]
+            shares.append(fit_learner_to_oracle(learner, oracle, settings["told"], seed))
         for role, job in jobs.items():
             name = f"validation_{job.task.history_name}"
             begun = time.process_time()

@@ -51,9 +51,7 @@ def begin_project(name: str, folder: Path, study: str, is_overlay: bool, data: P
     # data: a folder of pictures that params.yaml is derived from.
     refuse_study_name(name)
     if importlib.util.find_spec(name):
-        raise UserError(
-            f"found the name {name!r}, which Python finds already; allowed: another one"
-        )
+        raise UserError(f"found the name {name!r}, which Python finds already; allowed: another")
     if study != MAIN_STUDY:
         study = find_shipped_question(study).name
     if is_overlay and study == MAIN_STUDY:
@@ -208,14 +206,12 @@ def _add_example(text: str, study: Mapping[str, Any], name: str, is_run: bool) -
     return re.sub("^methods:.*\n", rf"\g<0>{indent(cosine, '  ')}\n", text, flags=re.M)
 
 
-def upgrade_project(
-    answers: project.ProjectAnswers, is_written: bool, added: Sequence[str] = ()
-) -> None:
+def upgrade_project(answers: project.ProjectAnswers, is_written: bool, more: Sequence[str]) -> None:
     """Print how the project here changes and what runs again; write it if ``is_written``."""
-    # added: stages that its dvc.yaml gets.
+    # more: stages that its dvc.yaml gets.
     changes = _renamed_texts(answers)
     with _files_as(changes):  # an overlay must be valid to be read
-        texts = upgradable_project_texts(answers.name, answers.study, added)
+        texts = upgradable_project_texts(answers.name, answers.study, more)
         written, edited = _changed_texts(answers, texts)
     pyproject = Path("pyproject.toml")
     if before := _read(pyproject):

@@ -284,22 +284,15 @@ def derive_params_text(folder: Path) -> str:
     images = sum(counts)
     batch = min(MAX_BATCH, max(1, images // 4))
     per_epoch = images // batch
+    numbers = {"size": size, "min_size": MIN_SIZE, "max_size": MAX_SIZE, "patch": size // PATCHES}
+    numbers |= {"channels": channels, "test": test, "validation": validation, "train": images}
+    numbers |= {"batch": batch, "max_batch": MAX_BATCH, "classes": len(classes)}
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+        numbers,
         root=json.dumps(str(root), ensure_ascii=False),
-        size=size,
         side=f"{side:g}",
-        min_size=MIN_SIZE,
-        max_size=MAX_SIZE,
-        channels=channels,
-        test=test,
-        validation=validation,
-        patch=size // PATCHES,
-        batch=batch,
-        max_batch=MAX_BATCH,
         epochs=min(EPOCHS, max(1, MAX_STEPS // per_epoch)),
         updates=MIN_STEPS // EPOCHS if per_epoch * EPOCHS < MIN_STEPS else "null",
-        train=images,
-        classes=len(classes),
         shots=[shots for shots in SHOTS if shots <= min(counts)],
         smallest=min(counts),
     )

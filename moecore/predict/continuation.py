@@ -83,7 +83,7 @@ def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> 
     experts = 0 if model.moe is None else model.moe.experts.choices
     # The text once per layer, words in the colour of their first expert
     layers = [
-        {expert: expert_word_counts(continuation.text, layer, expert) for expert in range(experts)}
+        {expert: count_words(continuation.text, layer, expert) for expert in range(experts)}
         for layer in range(len(continuation.text[0].experts))
     ]
     colours = expert_colours(experts)
@@ -154,8 +154,6 @@ def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator)
     return int(order[torch.multinomial(top_p_probs, 1, generator=generator)])
 
 
-def expert_word_counts(
-    text: Sequence[WordWithExperts], layer: int, expert: int
-) -> list[tuple[str, int]]:
+def count_words(text: Sequence[WordWithExperts], layer: int, expert: int) -> list[tuple[str, int]]:
     """Return (word, count) of words whose first expert in ``layer`` is ``expert``, by count."""
     return Counter(word.word for word in text if word.experts[layer][:1] == [expert]).most_common()

@@ -111,8 +111,7 @@ def _participants(path: Path) -> Participants:
     columns, rows = read_delimited_table(path)
     if rows and "participant_id" not in columns:
         raise UserError(f"{path}: lacks the column participant_id")
-    problems = []
-    table = {}
+    problems, table = [], {}
     for row in rows:
         who = f"{path}: {row['participant_id']!r:.60}"
         age = row.get("age", "").strip().replace("n/a", "")
@@ -284,10 +283,8 @@ def _volumes(request: PredictionRequest, card: ModelCard) -> pictures.PredictedP
     failures = [(str(volume.path.relative_to(folder)), why) for volume, why in ages.left_out]
     flagged = [row for row in ages.rows if row.qc_flags]
     remarks = [describe_model_quality(model), "volumes: the three middle slices"]
-    unlike = (
-        f"{len(flagged)} of {len(ages.rows)} volumes are unlike the training volumes (qc_flags)"
-    )
-    remarks.append(f"{unlike}; read MODEL_CARD.md before using the ages")
+    flags = f"{len(flagged)} of {len(ages.rows)} volumes are unlike the training volumes (qc_flags)"
+    remarks.append(f"{flags}; read MODEL_CARD.md before using the ages")
     remarks += [f"{row.participant_id} {row.session_id}: {row.qc_flags}" for row in flagged]
     grid = card.backbone.grid(card.image)
     layers = [

@@ -305,22 +305,16 @@ class MetricColumns(NamedTuple):
                 return None
             return array.astype(bool)
 
-        return Column(
-            named.name,
-            fill_words(named.label, score, context.baseline),
-            metric.of_pairs or read_value,
-            score.better if metric.better == SCORE else metric.better,
-            score.form if metric.form == SCORE else metric.form,
-            fill_words(named.note, score, context.baseline),
-            metric.paper,
-            kind=self.kind,
-            read_hits=hits if metric.hits or has_hits else None,
-            read_items=items,
-            limits=limits,
-            detail=named.detail,
-            is_bound=is_bound,
-            of_pairs=metric.of_pairs is not None,
-        )
+        words = (named.label, named.note)
+        label, note = (fill_words(text, score, context.baseline) for text in words)
+        better = score.better if metric.better == SCORE else metric.better
+        form = score.form if metric.form == SCORE else metric.form
+        read = metric.of_pairs or read_value
+        column = Column(named.name, label, read, better, form, note, metric.paper, self.kind)
+        if metric.hits or has_hits:
+            column = column._replace(read_hits=hits)
+        column = column._replace(read_items=items, limits=limits, detail=named.detail)
+        return column._replace(is_bound=is_bound, of_pairs=metric.of_pairs is not None)
 
     def foreseen(self, phase: PlannedPhase) -> dict[str, PlannedMetric]:
         """Return column name → its properties, for all columns that a phase will have."""

@@ -21,6 +21,7 @@ class HeadlineColumn(NamedTuple):
     terminal: bool = False  # in the summary on the terminal
 
 
+TISSUES = ("wm", "gm", "csf")  # in their order in the first table
 HEADLINES = (
     HeadlineColumn("test_accuracy", slug="acc", run=True, terminal=True),
     HeadlineColumn("test_mae", slug="mae", run=True, terminal=True),
@@ -31,12 +32,8 @@ HEADLINES = (
     HeadlineColumn("mae_of_median", slug="rmae", terminal=True),
     HeadlineColumn("mae_pooled", slug="pool", run=True, terminal=True),
     HeadlineColumn("ece_after", slug="ece", run=True, terminal=True),
-    HeadlineColumn("isolated_wm", slug="wm", terminal=True),
-    HeadlineColumn("isolated_gm", slug="gm", terminal=True),
-    HeadlineColumn("isolated_csf", slug="csf", terminal=True),
-    HeadlineColumn("probe_wm", slug="pwm", terminal=True),
-    HeadlineColumn("probe_gm", slug="pgm", terminal=True),
-    HeadlineColumn("probe_csf", slug="pcsf", terminal=True),
+    *(HeadlineColumn(f"isolated_{name}", slug=name, terminal=True) for name in TISSUES),
+    *(HeadlineColumn(f"probe_{name}", slug=f"p{name}", terminal=True) for name in TISSUES),
     HeadlineColumn("own_expert_gain", slug="gain", run=True, terminal=True),
     HeadlineColumn("monotone", slug="mono", terminal=True),
     HeadlineColumn("rescan", slug="scan", terminal=True),

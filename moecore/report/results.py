@@ -88,15 +88,13 @@ class Display(NamedTuple):
 
     def blocks(self, phase: Phase) -> list[Block]:
         """Return the page's blocks: charts and pictures of all methods, and reasons for gaps."""
-        page = self.kind.page
-        pictures = self.pictures
-        shown = [
-            picture for chart in page.charts for picture in draw_chart(phase, self.kind, chart)
-        ]
+        kind, pictures = self.kind, self.pictures
+        page = kind.page
+        shown = [picture for chart in page.charts for picture in draw_chart(phase, kind, chart)]
         if pictures.is_on_page:
-            shown += first_seed_pictures(phase, self.kind, pictures.figures)
+            shown += first_seed_pictures(phase, kind, pictures.figures)
         shown += pictures.draw(phase)
-        results = phase.results(self.kind)
+        results = phase.results(kind)
         skipped = dict.fromkeys(f"{reason}." for result in results for reason in result.skipped)
         title = page.heading or page.title[0].upper() + page.title[1:]
         block = Block(title, pictures=shown, below=list(skipped), about=self.about(phase))

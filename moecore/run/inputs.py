@@ -225,8 +225,7 @@ def _without_shown_words(call: ast.Call) -> ast.Call:
 
 def _only_refuses(item: Any) -> bool:
     """Return whether a method of a class is ``Config.misfits`` or ``Config.remarks``."""
-    # Only `moecore check` calls them. The annotation distinguishes them from other methods of these
-    # names.
+    # Only `moecore check` calls them. The annotation tells them from other methods of these names.
     if item.__class__ is not ast.FunctionDef or item.decorator_list:
         return False
     return item.name in ("misfits", "remarks") and getattr(item.returns, "id", "") == "Misfits"

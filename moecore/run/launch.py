@@ -118,8 +118,7 @@ def run_launcher(command: Sequence[str], ranks: int) -> int:
 
 def launch_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a launcher, without variables of a surrounding SLURM job."""
-    # With them, ``srun`` would start a step of that job, and a rank would count as one of its
-    # tasks.
+    # With them, ``srun`` would start a step of that job, and a rank would count as its task.
     is_in_job = "SLURM_JOB_ID" in environment
     variables = {
         name: value
@@ -136,12 +135,12 @@ def variables_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     variables = {}
     size = int(environment.get("SLURM_NTASKS", "1"))
     if size > 1 and "SLURM_PROCID" in environment and "RANK" not in environment:
+        nodes = int(environment["SLURM_NNODES"])
         variables = {
             "RANK": environment["SLURM_PROCID"],
-            "WORLD_SIZE": str(size),
             "LOCAL_RANK": environment["SLURM_LOCALID"],
-            "LOCAL_WORLD_SIZE": str(size // int(environment["SLURM_NNODES"])),
         }
+        variables |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size // nodes)}
     if "SLURM_CPUS_PER_TASK" in environment and "MOECORE_THREADS" not in environment:
         names = ("MOECORE_THREADS", "OMP_NUM_THREADS")
         variables |= dict.fromkeys(names, environment["SLURM_CPUS_PER_TASK"])

@@ -51,8 +51,7 @@ class TrainingRun:
         # ``each_epoch`` is called after each epoch, from 1, before its checkpoint. It may return
         # the agreement of the routing with the previous epoch's.
         inputs = self.recorded.inputs if self.recorded else None
-        checkpoint = Checkpoint(self.work, inputs)
-        files = (checkpoint, trace_file(self.title))
+        files = (Checkpoint(self.work, inputs), trace_file(self.title))
         training = iterate_training(job, settings, seed, self.runtime, *files, self.monitor)
         if self.recorded is None:
             deque(training, maxlen=0)

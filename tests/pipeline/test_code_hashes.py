@@ -77,7 +77,7 @@ def test_closure_follows_modules_in_rooms_that_decide_and_parts_bring_helpers(tr
 def test_only_an_edit_of_a_used_part_changes_the_fingerprint(tree):
     def print_of() -> dict:
         forget_files()
-        return code_hashes.hash_source_files(part_files({"router": {"kind": "top"}}, tree), tree)
+        return code_hashes.hash_sources(part_files({"router": {"kind": "top"}}, tree), tree)
 
     before = print_of()
     (tree / "moecore/nn/routers/new.py").write_text("x = 1")

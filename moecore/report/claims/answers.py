@@ -23,6 +23,7 @@ from moecore.study.stages import PHASES
 from moecore.study.study import read_study
 
 VERDICTS = {"open": "not significant"}  # verdict → its text, if that is not its name
+Asked = sections.Claim | sections.Question
 Studies = Mapping[str, Mapping[str, Any]]  # round of a question → result, {} if it was not run
 MOST_SEEDS = 100
 MOST_ITEMS = 10_000_000
@@ -42,7 +43,7 @@ class Answer(NamedTuple):
 
     study: str
     command: str  # that runs the round
-    claim: sections.Claim | sections.Question
+    claim: Asked
     entry: dict[str, Any]  # of compare.json; {} if it has none
     state: str  # why there is no entry: "not run yet"
     changed: bool  # whether settings changed after the run
@@ -131,9 +132,7 @@ def _answers_of_round(study: Round, compared: Mapping[str, Any]) -> Iterator[Ans
         yield Answer(study.name, study.command, claim, entry, state, changed, good)
 
 
-def judge_again(
-    entry: Mapping[str, Any], claim: sections.Claim | sections.Question, good: str = ""
-) -> dict[str, Any]:
+def judge_again(entry: Mapping[str, Any], claim: Asked, good: str = "") -> dict[str, Any]:
     """Return the stored numbers of a comparison with the uncorrected verdict on ``claim``."""
     # entry: the numbers in compare.json; good: whether "higher" or "lower" is better, for no_worse.
     difference = evaluation.difference_from_json(entry)
@@ -153,7 +152,7 @@ def count_facts_once(claims: Sequence[Answer]) -> list[Answer]:
     return [answer for answer in claims if studies[_fact_key(answer.claim)] == answer.study]
 
 
-def _fact_key(claim: sections.Claim | sections.Question) -> tuple[Any, ...]:
+def _fact_key(claim: Asked) -> tuple[Any, ...]:
     assert isinstance(claim, sections.Claim), "a question is no fact of a paper"
     return claim.paper, claim.source, claim.quote, claim.metric, claim.better, claim.effect
 

@@ -73,9 +73,8 @@ def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
         detectable = f"detectable: {difference_format.size(entry['smallest'])} at 80 % power"
     effect = excludes = ""
     if (printed := entry["asked"].get("effect")) is not None:
-        effect = cells.NumberFormat(entry["form"], EFFECT_PLACES.get(entry["form"])).difference(
-            printed
-        )
+        effect_format = cells.NumberFormat(entry["form"], EFFECT_PLACES.get(entry["form"]))
+        effect = effect_format.difference(printed)
         low, high = interval.limits or (printed, printed)
         if not low <= printed <= high:
             excludes = f"excludes the paper's {effect}"

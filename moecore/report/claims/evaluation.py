@@ -18,13 +18,8 @@ from moecore.report.claims import significance
 from moecore.report.column import Column, score_slug
 from moecore.report.results import subjects_of_comparisons
 from moecore.report.study_results import Models, Phase, Results, parse_settings
-from moecore.report.tables.cells import (
-    ROUNDING_WIDTH,
-    Cell,
-    NumberFormat,
-    cell_to_json,
-    method_cells_over_seeds,
-)
+from moecore.report.tables import cells
+from moecore.report.tables.cells import Cell, NumberFormat, cell_to_json, method_cells_over_seeds
 from moecore.report.tables.metrics_by_method import build_table, phase_result_columns
 from moecore.statistics.comparisons import LEVEL as LEVEL_OF_INTERVALS
 from moecore.statistics.comparisons import Difference, VarianceSource, holm
@@ -224,7 +219,7 @@ def verdict_after_holm(verdict: str, p_holm: float | None) -> str:
 
 def drop_zero_width_interval(difference: Difference) -> Difference:
     half = difference.half()
-    if half is not None and half < ROUNDING_WIDTH:
+    if half is not None and half < cells.ROUNDING_WIDTH:
         return difference._replace(sources=(), kind="")
     return difference
 
@@ -359,19 +354,17 @@ def list_unasked_controls(results: Results, asked: Sequence[Comparison]) -> list
     if pair is None:
         return []
     keys = {compared_quantity_key(comparison.model_dump()) for comparison in asked}
-    questions = [
-        Question(
-            asks=ASKS,
-            metric=f"test_{score_slug(phase.task.score)}",
-            method=pair.learned,
-            against=pair.fixed,
-            better=phase.task.score.better,
-            phase=phase.name,
+    learned, fixed = pair
+    questions = []
+    for phase in [phase for phase in results.phases.values() if phase.seeds > 1]:
+        metric = f"test_{score_slug(phase.task.score)}"
+        better = phase.task.score.better
+        question = Question(
+            asks=ASKS, metric=metric, method=learned, against=fixed, better=better, phase=phase.name
         )
-        for phase in results.phases.values()
-        if phase.seeds > 1
-    ]
-    return [asks for asks in questions if compared_quantity_key(asks.model_dump()) not in keys]
+        if compared_quantity_key(question.model_dump()) not in keys:
+            questions.append(question)
+    return questions
 
 
 def describe_sensitivity(results: Results, phase: Phase) -> str:

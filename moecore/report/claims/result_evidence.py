@@ -33,14 +33,9 @@ from moecore.report.claims.significance import crossed_or_paired_difference
 from moecore.report.tables.cells import interval_from_json
 from moecore.report.tables.metrics_by_method import expected_metrics
 from moecore.statistics.comparisons import Difference
-from moecore.study import papers
+from moecore.study import papers, sections
 from moecore.study.questions import Round
-from moecore.study.sections import (
-    Comparison,
-    compared_quantity_key,
-    design_digest,
-    has_changed_settings,
-)
+from moecore.study.sections import Comparison, compared_quantity_key
 from moecore.study.study import read_study
 
 ITEMS = Path("reports/items.safetensors")  # in git, as are the numbers
@@ -277,7 +272,8 @@ def date_questions(study: Round) -> list[DatedQuestion]:
         was = DEFAULTS | entry["asked"]  # of another form: said where it is printed
         is_new = is_late and dates.get("commit") and not dates.get("late")
         is_new = is_new and verdict_key(was) == verdict_key(question)
-        is_refused = bool(is_new) and not has_changed_settings(entry.get("settings"), data, claim)
+        settings = entry.get("settings")
+        is_refused = bool(is_new) and not sections.has_changed_settings(settings, data, claim)
         words = f"{claim.phase}: {claim.words}"
         commits = (dates.get("commit") or "", dates["answered"] or "")
         dated.append(DatedQuestion(words, *commits, is_late, is_refused))
@@ -344,7 +340,7 @@ def design_of(study: Round, claim: Comparison) -> str:
     metrics = expected_metrics(read_study(composed.document), composed.all_stages, claim.phase)
     if claim.metric not in metrics:
         return study.name
-    return design_digest(composed.document.data, claim, metrics[claim.metric].stage)
+    return sections.design_digest(composed.document.data, claim, metrics[claim.metric].stage)
 
 
 def _is_asked_before(root: Path, record: Mapping[str, Any], question: Mapping[str, Any]) -> bool:

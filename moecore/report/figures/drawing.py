@@ -28,25 +28,19 @@ GUIDE = "#999999"  # of lines that say where something would be
 STYLE = {
     "font.family": "sans-serif",
     "font.size": 10,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
     "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.labelsize": 10,
     "legend.fontsize": 9,
-    "legend.frameon": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
     "grid.alpha": 0.25,
     "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
     "lines.linewidth": 1.8,
     "lines.markersize": 4.5,
-    "svg.fonttype": "none",
     "text.parse_math": False,  # names of methods and classes may have dollars
-    "figure.constrained_layout.use": True,
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "svg.fonttype"), "none"),
+    **dict.fromkeys(("legend.frameon", "axes.spines.top", "axes.spines.right"), False),
+    **dict.fromkeys(("axes.grid", "axes.axisbelow", "figure.constrained_layout.use"), True),
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor"), INK),
     **dict.fromkeys(("xtick.color", "ytick.color", "grid.color"), INK),
 }
@@ -234,8 +228,7 @@ def patch_expert_colours(grid: np.ndarray, colours: Sequence[str]) -> np.ndarray
     """Return the half-transparent colour (rows, columns, 4) of each patch's expert; −1: none."""
     from matplotlib.colors import to_rgba
 
-    palette = np.array([to_rgba(colour, 0.55) for colour in colours] + [(0.0, 0.0, 0.0, 0.0)])
-    return palette[grid]
+    return np.array([to_rgba(colour, 0.55) for colour in colours] + [(0.0, 0.0, 0.0, 0.0)])[grid]
 
 
 def heat_colours(values: np.ndarray, largest: float) -> np.ndarray:

@@ -72,8 +72,7 @@ def draw_clean_against_attacked(
     form = score.column.form
     figure = drawing.empty_figure(5.0, 4.3)
     axes = figure.subplots()
-    points = {}
-    lines = []
+    points, lines = {}, []
     named = methods_to_label(score, attacked)
     for method in score.cells:
         if method not in attacked.cells:

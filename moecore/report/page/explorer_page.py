@@ -10,18 +10,9 @@ from moecore.measure.base import MeasuredPart
 from moecore.measure.expert_worth import ExpertWorth
 from moecore.measure.explorer import Explorer, Result
 from moecore.measure.router_regret import RouterRegret
-from moecore.measure.routing_metrics.expert_roles import (
-    LABELS,
-    ExpertRoles,
-    RolesLayer,
-    read_encoded_choices,
-    read_layers,
-)
-from moecore.measure.routing_metrics.expert_similarity import (
-    decode_choices,
-    indicator_correlation,
-    match_experts,
-)
+from moecore.measure.routing_metrics import expert_roles, expert_similarity
+from moecore.measure.routing_metrics.expert_roles import LABELS, ExpertRoles, RolesLayer
+from moecore.measure.routing_metrics.expert_similarity import decode_choices
 from moecore.measure.values import Found
 from moecore.report.page.report_page import template_environment
 from moecore.report.page.sections import phase_title
@@ -32,6 +23,7 @@ from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score
 
 PARTNERS = 4  # experts most often chosen with, before or after an expert
+BetterExperts = dict[int, tuple[tuple[int, ...], str]]  # token → its experts, the loss saved
 SHARE = NumberFormat("share", 0)
 P = NumberFormat("number", 3)
 QUESTIONS = {
@@ -58,7 +50,7 @@ def expert_answers(
     """Return "layers": facts about experts per MoE layer, and "open": what was not measured."""
     facts: list[dict[str, Any]] = [{} for _ in range(layers)]
     if roles := measured.of(ExpertRoles):
-        facts = roles_answers(read_layers(roles))
+        facts = roles_answers(expert_roles.read_layers(roles))
     if worth := measured.of(ExpertWorth):
         values = [value for value in worth.all("expert_worth") if "expert" in value.at]
         for layer, answers in enumerate(facts, 1):
@@ -86,14 +78,11 @@ def roles_answers(layers: Sequence[RolesLayer], partners: int = PARTNERS) -> lis
         ]
         if facts:
             facts[-1]["later"] = list_partners(layer.after, partners)
-        facts.append(
-            {
-                "together": list_partners(layer.together, partners),
-                "earlier": list_partners(layer.before, partners),
-                "tells": f"Experts tell about a token, above chance: {', '.join(shares)}.",
-                "margin": layer.values.get("margin"),
-            }
-        )
+        told = f"Experts tell about a token, above chance: {', '.join(shares)}."
+        answers: dict[str, Any] = {"tells": told, "margin": layer.values.get("margin")}
+        for name, pairs in {"together": layer.together, "earlier": layer.before}.items():
+            answers[name] = list_partners(pairs, partners)
+        facts.append(answers)
     return facts
 
 
@@ -134,13 +123,11 @@ def worth_words(intervals: Sequence[Interval], score: Score) -> list[str]:
     ]
 
 
-def best_by_token(
-    regret: Found, images: Sequence[int]
-) -> list[list[dict[int, tuple[tuple[int, ...], str]]]]:
+def best_by_token(regret: Found, images: Sequence[int]) -> list[list[BetterExperts]]:
     """Return per layer and image: token → (the better experts, the loss that they would save)."""
     layers = []
     for choices in regret.facts["best"]:
-        rows: list[dict[int, tuple[tuple[int, ...], str]]] = [{} for _ in images]
+        rows: list[BetterExperts] = [{} for _ in images]
         for choice in choices:
             if choice["image"] in images:
                 saved = f"{P.value(choice['saved'])} {regret.facts['unit']}"
@@ -240,11 +227,9 @@ def explorer_phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def explored_model_data(
-    explored: ExploredModel, phase: Phase, pool: dict[str, int]
-) -> dict[str, Any]:
+def explored_model_data(item: ExploredModel, phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
     """Return a model's data for the page or why it has none; later seeds have only clean images."""
-    name, is_first, measured = explored
+    name, is_first, measured = item
     measurement = measured.of(Explorer)
     if measurement is None:
         return {"name": name, "reason": skip_reason(measured, Explorer) or "it was not measured"}
@@ -254,8 +239,7 @@ def explored_model_data(
         for layer in result.layers:
             experts = [expert.model_copy(update={"favourites": ()}) for expert in layer.experts]
             layers.append(layer.model_copy(update={"experts": tuple(experts), "crops": None}))
-        changes = {"layers": tuple(layers), "shown": result.shown[:1]}
-        result = result.model_copy(update=changes)
+        result = result.model_copy(update={"layers": tuple(layers), "shown": result.shown[:1]})
     model = result.model_dump(mode="json")
     if is_first and (outcome := measured.outcome):
         model["shown"] += [
@@ -269,15 +253,14 @@ def explored_model_data(
             for watched in outcome.watched
             if watched.images[: len(result.images)] == result.images
         ]
-    score = phase.task.score
-    answers = expert_answers(measured, score, len(result.layers), model["images"])
+    answers = expert_answers(measured, phase.task.score, len(result.layers), model["images"])
     return {"name": name, "model": intern_texts(model, pool), "known": answers}
 
 
 def match_models(models: Sequence[ExploredModel]) -> list[tuple[str, str, list[list[int]]]]:
     """Return (first, second, matches) per pair of models: per layer each expert's match."""
     choices = {
-        model.name: [decode_choices(layer) for layer in read_encoded_choices(roles)]
+        model.name: list(map(decode_choices, expert_roles.read_encoded_choices(roles)))
         for model in models
         if model.measured.of(Explorer) and (roles := model.measured.of(ExpertRoles))
     }
@@ -292,7 +275,7 @@ def match_models(models: Sequence[ExploredModel]) -> list[tuple[str, str, list[l
 def match_choices(ours: np.ndarray, theirs: np.ndarray) -> list[int]:
     """Return each expert's match in ``theirs``; both sides: choices (images, tokens, experts)."""
     sides = [side.reshape(-1, side.shape[-1]) for side in (ours, theirs)]
-    return match_experts(indicator_correlation(*sides)).tolist()
+    return expert_similarity.match_experts(expert_similarity.indicator_correlation(*sides)).tolist()
 
 
 def intern_texts(value: Any, pool: dict[str, int], key: str = "") -> Any:

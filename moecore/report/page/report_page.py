@@ -22,6 +22,7 @@ from moecore.report.figures import overview
 from moecore.report.figures.drawing import INK, STYLE, finish_layout
 from moecore.report.headline_quantities import PhaseQuantities, phase_quantities
 from moecore.report.page import page_objects, sections
+from moecore.report.page.page_objects import PageCell, TableRow
 from moecore.report.pictures.robustness import describe_attacks
 from moecore.report.pictures.truth import describe_routings_worth
 from moecore.report.results import list_calculations
@@ -46,9 +47,7 @@ def render_report(
 def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_objects.Page:
     parts = [claims_section(evaluated)] if evaluated else []
     papers = {answer.claim.paper for answer in evaluated if isinstance(answer.claim, Claim)}
-    overviews = []
-    facts = []
-    quantities = {}
+    overviews, facts, quantities = [], [], {}
     for name, phase in results.phases.items():
         table = build_table(results, phase)
         quantities[name] = phase_quantities(phase, table, results.controls)
@@ -107,7 +106,7 @@ def main_finding(
     return keep_percent_on_line(" ".join(filter(None, sentences)))
 
 
-def card_facts(phase: Phase) -> list[page_objects.TableRow]:
+def card_facts(phase: Phase) -> list[TableRow]:
     """Return a table row per fact about the phase's data, from the card.json of `prepare`."""
     card = phase.card
     if phase.task.kind == "regression":
@@ -122,12 +121,7 @@ def card_facts(phase: Phase) -> list[page_objects.TableRow]:
     facts |= {"Licence": card["licence"], "Source": card["source"]}
     if "seed" in card:  # text is split without random numbers
         facts |= {"Split seed": str(card["seed"])}
-    return [
-        page_objects.TableRow(
-            page_objects.PageCell(name), [page_objects.PageCell(text, look="words")]
-        )
-        for name, text in facts.items()
-    ]
+    return [TableRow(PageCell(key), [PageCell(text, look="words")]) for key, text in facts.items()]
 
 
 def cohort_facts(card: Mapping[str, Any]) -> dict[str, str]:
@@ -151,13 +145,9 @@ def cohort_facts(card: Mapping[str, Any]) -> dict[str, str]:
 @cache
 def template_environment() -> Environment:
     """Return the Jinja environment of the page's templates, which escapes all text."""
-    environment = Environment(
-        loader=PackageLoader("moecore.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader = PackageLoader("moecore.report")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    environment.trim_blocks = environment.lstrip_blocks = True
     environment.filters["drawn"] = render_picture
     return environment
 

@@ -5,17 +5,13 @@ from collections.abc import Collection, Sequence
 
 from moecore.measure.baselines import Baselines
 from moecore.measure.values import place_slug
+from moecore.report import headline_quantities
 from moecore.report.claims.claims_table import ANSWERS
 from moecore.report.claims.evaluation import EvaluatedClaim, split_questions
 from moecore.report.claims.significance import WORDS
 from moecore.report.column import Column, find_moe_baseline, score_slug
 from moecore.report.figures.training_figures import draw_filter_sigma_schedule
-from moecore.report.headline_quantities import (
-    PhaseQuantities,
-    QuantityByMethod,
-    cells_by_method,
-    first_columns,
-)
+from moecore.report.headline_quantities import PhaseQuantities, QuantityByMethod, cells_by_method
 from moecore.report.page.page_objects import (
     NONE,
     Block,
@@ -117,11 +113,9 @@ def _describe_verdicts(claims: Sequence[EvaluatedClaim]) -> list[str]:
 def _routing(phase: Phase, quantities: PhaseQuantities) -> str:
     """Return a phrase on how steady the router's choices are, or why that is not known."""
     steady = quantities.steady
+    if steady is None and not find_moe_baseline(phase.models):
+        return "no expert is chosen, as a dense model sends every token through the same weights"
     if steady is None:
-        if not find_moe_baseline(phase.models):
-            return (
-                "no expert is chosen, as a dense model sends every token through the same weights"
-            )
         return "the router decides; how steady its choices are was not measured"
     if len(steady.cells) == 1:
         return steady.phrase.format(format_method_value(steady, next(iter(steady.cells))))
@@ -157,12 +151,11 @@ def phase_section(
     # papers: names of the papers whose claims the study tests.
     columns = {metric.name: metric for metric in compared.metrics}
     controls = [method for method in compared.cells if method in results.controls]
-    first = [columns[name] for name in first_columns(phase, columns)]
+    first = [columns[name] for name in headline_quantities.first_columns(phase, columns)]
     how = Block("How to read this table", below=[describe_intervals(compared)], folded=True)
-    marks = describe_marks(results, phase, compared, controls)
     blocks = [
         Block("", grids=[with_reference_rows(phase, first, compared.cells, controls)]),
-        how._replace(marks=marks),
+        how._replace(marks=describe_marks(results, phase, compared, controls)),
         paper_tables_block(list(columns.values()), compared.cells, controls, papers),
     ]
     folded = [

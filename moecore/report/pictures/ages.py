@@ -190,11 +190,7 @@ def _by_sex(axes: Axes, points: Facts, values: np.ndarray) -> None:
             axes.plot(ends, intercept + slope * ends, color=colour, linewidth=1.6)
 
 
+FITS = lambda task: task.needs_classes("label_smoothing") is not None
 PICTURES = Pictures(
-    "calibrate",
-    figures,
-    is_on_page=False,
-    more=phase_blocks,
-    kind=AgeCalibration,
-    applies=lambda task: task.needs_classes("label_smoothing") is not None,
+    "calibrate", figures, is_on_page=False, more=phase_blocks, kind=AgeCalibration, applies=FITS
 )

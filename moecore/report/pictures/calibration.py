@@ -64,11 +64,7 @@ def reliability_diagram(curves: Mapping[str, Mapping[str, Any]], title: str) -> 
     return figure
 
 
+FITS = lambda task: task.needs_classes("label_smoothing") is None
 PICTURES = Pictures(
-    "calibrate",
-    figures,
-    is_on_page=False,
-    more=phase_blocks,
-    kind=ClassCalibration,
-    applies=lambda task: task.needs_classes("label_smoothing") is None,
+    "calibrate", figures, is_on_page=False, more=phase_blocks, kind=ClassCalibration, applies=FITS
 )

@@ -19,7 +19,7 @@ from moecore.report.page.page_objects import (
     PageCell,
     PageTable,
     TableRow,
-    cells_of_methods,
+    method_cells,
 )
 from moecore.report.results import Figures, Pictures, first_seed_pictures
 from moecore.report.study_results import Models, Phase, list_without_none
@@ -91,7 +91,7 @@ def cohort_blocks(phase: Phase) -> Iterator[Block]:
 
 def metric_cells(models: Models, metric: str, form: str = "number") -> list[PageCell]:
     read = methodcaller("interval", metric)
-    return cells_of_methods(Column(metric, metric, read, form=form, kind=CohortChecks), models)
+    return method_cells(Column(metric, metric, read, form=form, kind=CohortChecks), models)
 
 
 def tissue_error_table(phase: Phase) -> PageTable | None:

@@ -14,6 +14,7 @@ from moecore.report.results import Figures, Pictures
 from moecore.report.study_results import Phase
 from moecore.report.tables.cells import cell_over_seeds
 
+Pairs = Sequence[Sequence[float | None]]  # (E, E')
 SURE = 0.05  # p-value below which a figure marks the information
 WORDS = (
     "The experts of two seeds are matched one to one on half of the images and compared on the "
@@ -64,11 +65,7 @@ def draw_expert_information(layers: Sequence[expert_roles.RolesLayer]) -> Figure
 
 
 def expert_pair_table(
-    pairs: Sequence[Sequence[float | None]],
-    title: str,
-    axes: tuple[str, str],
-    caption: str,
-    minimum: float = 0.0,
+    pairs: Pairs, title: str, axes: tuple[str, str], caption: str, minimum: float = 0.0
 ) -> Figure:
     """Draw a heatmap of one share per pair of experts, (E, E'); shares ≥ ``minimum`` as text."""
     values = np.array(pairs, dtype=float)

@@ -35,10 +35,8 @@ def images_and_words(phase: Phase) -> Iterator[Block]:
             words = f"{title}{phase.first_seed}"
             grids.append(grid._replace(title=words, below=below, short=title))
     first = next(iter(results.values()))
-    text = (
-        f"Gallery: {first.facts['images']:,} images. A tie counts as the share of its orders that "
-        "are hits."
-    )
+    images = f"{first.facts['images']:,} images"
+    text = f"Gallery: {images}. A tie counts as the share of its orders that are hits."
     k = next(iter(first.curve("text_to_image", "k")))
     yield Block("Images and captions", [text], grids, about=f"text_to_image_r{k}", choice=True)
     pictures = pictures_by_name(phase, Retrieval, figures)["images_and_words"]

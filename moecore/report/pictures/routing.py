@@ -36,7 +36,7 @@ def figures(result: Found) -> results.Figures:
         yield "expert_overlays", figure
 
 
-def blocks_above(phase: Phase) -> Iterator[Block]:
+def blocks(phase: Phase) -> Iterator[Block]:
     """Yield blocks: experts' load, experts of patches, matched crops, agreement with a teacher."""
     by_name = results.pictures_by_name(phase, Routing, figures)
     yield Block("Load of the experts", pictures=by_name["expert_load"], about="load_cv2")
@@ -88,6 +88,4 @@ def time_over_k(phase: Phase) -> Iterator[Block]:
     yield Block("Step time over k", pictures=pictures)
 
 
-PICTURES = results.Pictures(
-    "routing", figures, is_on_page=False, above=blocks_above, more=time_over_k
-)
+PICTURES = results.Pictures("routing", figures, is_on_page=False, above=blocks, more=time_over_k)

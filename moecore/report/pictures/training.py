@@ -46,7 +46,7 @@ def class_routing_figures(result: Found) -> Figures:
         yield "class_maps", draw_expert_grids_by_class(rows, classes, "Last MoE layer.")
 
 
-def phase_blocks(phase: Phase) -> Iterator[page_objects.Block]:
+def blocks(phase: Phase) -> Iterator[page_objects.Block]:
     """Yield blocks: training curves, settling of routing, warnings, tissues, classes, confusion."""
     outcomes = phase.outcomes
     if any(outcome.curve for seeds in outcomes.values() for outcome in seeds):
@@ -198,13 +198,11 @@ def region_share_heatmap(rows: Sequence[TissueRoutingRow]) -> Figure:
     return charts.draw_heatmap(table, charts.percent_annotations(table), labels, size)
 
 
-def read_training_outcome(path: Path, stage: str) -> Found | Skipped:
+def read_outcome(path: Path, stage: str) -> Found | Skipped:
     outcome = read_result(path, Outcome, stage)
     if isinstance(outcome, Skipped):
         return outcome
     return collect_outcome_values(outcome)
 
 
-PICTURES = Pictures(
-    "", figures, is_on_page=False, more=phase_blocks, kind=Trained, read=read_training_outcome
-)
+PICTURES = Pictures("", figures, is_on_page=False, more=blocks, kind=Trained, read=read_outcome)

@@ -245,12 +245,10 @@ _FILES = {
     name: yaml.load(papers.find_paper_file(SHIPPED, name).read_text(encoding="utf-8"), _LOADER)
     for name in papers.PAPERS
 }
+_COST = "Cost of a trained model (ERMoE, tables S2, S4, §12; MoGE, table 6)"
 _OTHERS = {  # tables of a page that no single paper has
     "corruptions": {"title": "Common corruptions", "short": "Corruptions"},
-    "cost": {
-        "title": "Cost of a trained model (ERMoE, tables S2, S4, §12; MoGE, table 6)",
-        "short": "Cost",
-    },
+    "cost": {"title": _COST, "short": "Cost"},
     "ages": {
         "title": "ERMoE-ba: age from brain scans (supplement §5, table S1)",
         "short": "Brain age",

@@ -26,6 +26,7 @@ from moecore.tasks.regression import Regression
 LISTED = 40  # metrics that a message names
 SCORES = {"regression": "mae", "next_token": "nats"}  # by the kind of task; others have accuracy
 # entries of compare.json that are no methods
+PlannedMetrics = dict[str, PlannedMetric]  # by name
 NO_METHODS = ("asked", "baselines", "calculations", "claims", "data", "first_sentence", "questions")
 
 
@@ -50,10 +51,9 @@ def phase_result_columns(phase: Phase) -> list[Column]:
 
 def build_table(results: Results, phase: Phase) -> ComparisonTable:
     """Return a phase's metrics and method → metric → cell; the best are marked, never controls."""
+    unmarked = results.without_experts
     columns = {
-        metric: cells_with_best_marked(
-            metric, phase.models, results.controls, results.without_experts
-        )
+        metric: cells_with_best_marked(metric, phase.models, results.controls, unmarked)
         for metric in phase_result_columns(phase)
     }
     cells = {
@@ -182,7 +182,7 @@ def unfit_metric_problems(
         if name not in shown:
             text = f"found {name}, which no module's SHOWN shows in the report"
             yield ("run", "measurements", index), f"{text}; docs/tutorials/own_measurement.md"
-    planned: dict[str, Mapping[str, PlannedMetric]] = {
+    planned: dict[str, PlannedMetrics] = {
         phase: expected_metrics(study, stages, phase) for phase in study.data
     }
     absent = {
@@ -196,7 +196,7 @@ def unfit_metric_problems(
             planned[display.stage] = display.columns.foreseen(PlannedPhase(study, "accuracy", ""))
 
     @cache  # many claims name the same methods
-    def metrics_of(phase: PhaseName, method: str) -> Mapping[str, PlannedMetric]:
+    def metrics_of(phase: PhaseName, method: str) -> PlannedMetrics:
         alone = study.run.model_copy(update={"methods": (method,)})
         return expected_metrics(study.model_copy(update={"run": alone}), stages, phase)
 
@@ -212,9 +212,9 @@ def unfit_metric_problems(
 
 def _lacking_methods(
     study: Study,
-    metrics_of: Callable[[PhaseName, str], Mapping[str, PlannedMetric]],
+    metrics_of: Callable[[PhaseName, str], PlannedMetrics],
     comparison: Comparison,
-    metrics: Mapping[str, PlannedMetric],
+    metrics: PlannedMetrics,
     previews: Mapping[str, Card],
 ) -> Iterator[tuple[str, str]]:
     """Yield ("method" or "against", problem) if that method will not have the metric compared."""
@@ -239,10 +239,7 @@ def _lacking_methods(
 
 
 def _metric_problems(
-    comparison: Comparison,
-    metrics: Mapping[str, PlannedMetric],
-    seeds: int,
-    absent: Mapping[str, str],
+    comparison: Comparison, metrics: PlannedMetrics, seeds: int, absent: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
     """Yield (key of the comparison, problem) if these ``metrics`` of its phase cannot answer it."""
     # absent: metric → how to add the stage that measures it.
@@ -274,14 +271,12 @@ def _metric_problems(
         yield "better", f"{neither}; allowed: higher, lower, equivalent, or one of {directed}"
 
 
-def expected_metrics(
-    study: Study, stages: Collection[str], phase: PhaseName
-) -> dict[str, PlannedMetric]:
+def expected_metrics(study: Study, stages: Collection[str], phase: PhaseName) -> PlannedMetrics:
     """Return name → properties of the metrics that a phase will have, before anything has run."""
     task: Any = study.data[phase].task  # a class; it answers what it needs
     ahead = PlannedPhase(study, SCORES.get(task.model_fields["kind"].default, "accuracy"), phase)
     measured = stages_and_measurements(stages, study.run)
-    metrics: dict[str, PlannedMetric] = {}
+    metrics: PlannedMetrics = {}
     for shown in list_displays():
         covered = shown.stage in measured and study.run.covers(shown.stage, phase)
         if not shown.applies(task) or (shown.stage and not covered):

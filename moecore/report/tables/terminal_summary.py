@@ -19,6 +19,7 @@ from moecore.report.claims.significance import LEVEL, differences_from
 from moecore.report.column import Column, score_slug
 from moecore.report.headline_quantities import HEADLINES
 from moecore.report.study_results import Phase, Results
+from moecore.report.tables import metrics_by_method
 from moecore.report.tables.cells import (
     Cell,
     NumberFormat,
@@ -27,12 +28,7 @@ from moecore.report.tables.cells import (
     method_cells_over_seeds,
     pluralize,
 )
-from moecore.report.tables.metrics_by_method import (
-    NO_METHODS,
-    best_by_disjoint_intervals,
-    phase_result_columns,
-    read_comparison,
-)
+from moecore.report.tables.metrics_by_method import NO_METHODS, read_comparison
 from moecore.statistics.intervals import Interval
 from moecore.tasks.multi_label import MultiLabel
 from moecore.tasks.next_token import NextToken
@@ -188,7 +184,8 @@ def first_sentence(results: Results) -> str:
     seeds = pluralize(phase.seeds, "seed")
     subject = f"{pluralize(len(compared), 'method')} on {phase.card['name']} ({names}; {seeds})"
     score = f"test_{score_slug(phase.task.score)}"
-    column = next((one for one in phase_result_columns(phase) if one.name == score), None)
+    columns = metrics_by_method.phase_result_columns(phase)
+    column = next((column for column in columns if column.name == score), None)
     cells = {}
     if column is not None:
         models = {method: phase.models[method] for method in compared}
@@ -220,7 +217,7 @@ def describe_best(phase: Phase, column: Column, cells: Mapping[str, Cell]) -> st
         return f"the {score.label} of {best} is {measured} {score.unit}".rstrip()
     tests = differences_from(column, {method: phase.models[method] for method in cells}, best)
     beaten = [method for method in rivals if method in tests and tests[method].holm < LEVEL]
-    if not tests and best_by_disjoint_intervals(column, cells) == best:
+    if not tests and metrics_by_method.best_by_disjoint_intervals(column, cells) == best:
         beaten = rivals
     equal = [method for method in rivals if method not in beaten]
     if not beaten:
