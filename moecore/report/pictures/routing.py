@@ -36,7 +36,7 @@ def figures(result: Found) -> results.Figures:
         yield "expert_overlays", figure
 
 
-def blocks(phase: Phase) -> Iterator[Block]:
+def top_blocks(phase: Phase) -> Iterator[Block]:
     """Yield blocks: experts' load, experts of patches, matched crops, agreement with a teacher."""
     by_name = results.pictures_by_name(phase, Routing, figures)
     yield Block("Load of the experts", pictures=by_name["expert_load"], about="load_cv2")
@@ -73,7 +73,7 @@ def describe_adjacent_patches(first: Mapping[str, Found]) -> str:
     return f"patches side by side share their expert in {' to '.join(ends)} of the pairs"
 
 
-def time_over_k(phase: Phase) -> Iterator[Block]:
+def step_times(phase: Phase) -> Iterator[Block]:
     label = "Time of a batch / that of k = 1"
     spec = ChartSpec("Step time over k", "Experts per token k", label, height=3.2)
     caption = "Forward passes on this machine (ERMoE, figure S5)."
@@ -88,4 +88,4 @@ def time_over_k(phase: Phase) -> Iterator[Block]:
     yield Block("Step time over k", pictures=pictures)
 
 
-PICTURES = results.Pictures("routing", figures, is_on_page=False, above=blocks, more=time_over_k)
+PICTURES = results.Pictures("routing", figures, is_on_page=False, above=top_blocks, more=step_times)

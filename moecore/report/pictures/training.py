@@ -46,7 +46,7 @@ def class_routing_figures(result: Found) -> Figures:
         yield "class_maps", draw_expert_grids_by_class(rows, classes, "Last MoE layer.")
 
 
-def blocks(phase: Phase) -> Iterator[page_objects.Block]:
+def all_blocks(phase: Phase) -> Iterator[page_objects.Block]:
     """Yield blocks: training curves, settling of routing, warnings, tissues, classes, confusion."""
     outcomes = phase.outcomes
     if any(outcome.curve for seeds in outcomes.values() for outcome in seeds):
@@ -205,4 +205,4 @@ def read_outcome(path: Path, stage: str) -> Found | Skipped:
     return collect_outcome_values(outcome)
 
 
-PICTURES = Pictures("", figures, is_on_page=False, more=blocks, kind=Trained, read=read_outcome)
+PICTURES = Pictures("", figures, is_on_page=False, more=all_blocks, kind=Trained, read=read_outcome)
