@@ -113,8 +113,7 @@ def plan_tuning(question: QuestionFile, threshold: float | None = None) -> Tunin
     }
     run = {"methods": list(entries), "seeds": list(tuning.seeds), "phases": [TUNED_PHASE]}
     values |= {"run": run, "methods": entries, "claims": [], "questions": []}
-    text = dump_inline_yaml(values)
-    return TuningRun(question, tuning, tried, stages, text, also)
+    return TuningRun(question, tuning, tried, stages, dump_inline_yaml(values), also)
 
 
 def choose_threshold(run: TuningRun, tuned: ThresholdTuning) -> dict[str, Any]:

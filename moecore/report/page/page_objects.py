@@ -215,11 +215,8 @@ def percent_grid(
 
 def format_paper_number(value: float, column: Column) -> str:
     """Return a paper's number as text, in the column's unit and with up to four figures."""
-    match column.form:
-        case "share":
-            return f"{100 * value:.4g} %"
-        case "count":
-            if value >= 1e6:
-                return f"{value / 1e6:.4g} million"
-            return f"{value:,.0f}"
-    return f"{value:.4g}"
+    if column.form == "share":
+        return f"{100 * value:.4g} %"
+    if column.form == "count" and value >= 1e6:
+        return f"{value / 1e6:.4g} million"
+    return f"{value:,.0f}" if column.form == "count" else f"{value:.4g}"
