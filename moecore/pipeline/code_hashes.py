@@ -212,7 +212,7 @@ def import_closure(
     """Return ``path`` and the files that importing it reaches, below ``root``."""
     # rooms: top folders of moecore to follow. Files of ``PASSED_THROUGH`` are followed but left
     # out, as are ``__init__`` files with only a docstring. Of a family only the base class is
-    # reached: params.yaml names the part. Other files in a module's folder, as an atlas, are its.
+    # reached: params.yaml names the part. Other files in a module's folder (an atlas) belong to it.
     reached: set[Path] = set()
     waiting = [Path(path)]
     while waiting:

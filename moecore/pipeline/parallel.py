@@ -55,7 +55,7 @@ def next_job_stages(
     """Return the stages that a free process should run now, or None if it has to wait."""
     # A job is a stage whose ancestors are done, and stages of the same method and seed that depend
     # only on the job and on finished stages. Trainings come first, as they take longest; the
-    # measurements then fill the processes evenly. Exclusive stages are one job, if nothing runs.
+    # measurements then fill the processes evenly. Exclusive stages form one job when nothing runs.
     runnable = [stage for stage in above if stage not in begun and set(above[stage]) <= set(done)]
     shared = [stage for stage in runnable if not _is_exclusive(stage, above)]
     if not shared:

@@ -79,10 +79,10 @@ def roles_answers(layers: Sequence[RolesLayer], partners: int = PARTNERS) -> lis
         if facts:
             facts[-1]["later"] = list_partners(layer.after, partners)
         told = f"Experts tell about a token, above chance: {', '.join(shares)}."
-        answers: dict[str, Any] = {"tells": told, "margin": layer.values.get("margin")}
-        for name, pairs in {"together": layer.together, "earlier": layer.before}.items():
-            answers[name] = list_partners(pairs, partners)
-        facts.append(answers)
+        tables = (layer.together, layer.before)
+        together, earlier = (list_partners(table, partners) for table in tables)
+        answers = {"together": together, "earlier": earlier, "tells": told}
+        facts.append(answers | {"margin": layer.values.get("margin")})
     return facts
 
 

@@ -195,7 +195,7 @@ def format_column(column: Column, cells: Sequence[Cell | None]) -> list[PageCell
     return items
 
 
-def method_cells(column: Column, models: Models) -> list[PageCell]:
+def list_cells(column: Column, models: Models) -> list[PageCell]:
     return format_column(column, list(method_cells_over_seeds(column, models).values()))
 
 

@@ -13,14 +13,7 @@ from moecore.measure.values import Found
 from moecore.report.column import Column
 from moecore.report.figures import drawing
 from moecore.report.figures.drawing import Figure
-from moecore.report.page.page_objects import (
-    NONE,
-    Block,
-    PageCell,
-    PageTable,
-    TableRow,
-    method_cells,
-)
+from moecore.report.page.page_objects import NONE, Block, PageCell, PageTable, TableRow, list_cells
 from moecore.report.results import Figures, Pictures, first_seed_pictures
 from moecore.report.study_results import Models, Phase, list_without_none
 from moecore.report.tables.cells import NumberFormat
@@ -91,7 +84,7 @@ def cohort_blocks(phase: Phase) -> Iterator[Block]:
 
 def metric_cells(models: Models, metric: str, form: str = "number") -> list[PageCell]:
     read = methodcaller("interval", metric)
-    return method_cells(Column(metric, metric, read, form=form, kind=CohortChecks), models)
+    return list_cells(Column(metric, metric, read, form=form, kind=CohortChecks), models)
 
 
 def tissue_error_table(phase: Phase) -> PageTable | None:
