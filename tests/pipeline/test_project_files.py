@@ -195,7 +195,7 @@ def test_an_overlay_is_written_again_by_the_same_command(empty):
         (["Own"], "found the name 'Own'; allowed: small letters, digits and _"),
         (["import"], "found the name 'import'; allowed: small letters, digits and _"),
         (["moecore"], "found the name 'moecore', which Python finds already; allowed: another"),
-        (["torch"], "found the name 'torch', which Python finds already; allowed: another one"),
+        (["torch"], "found the name 'torch', which Python finds already; allowed: another"),
         (["own", "--from", "moge/swim"], "--from: found no question 'moge/swim', did you mean"),
         (["own", "--from", "dialects_new"], "--from: found 'dialects_new', an old name; it is no"),
         (["own", "--from", "main", "--overlay"], "--overlay: main has none"),
