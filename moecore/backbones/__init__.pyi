@@ -25,14 +25,14 @@ class LanguageModel(_LanguageModel):
     heads: int = 8
     """attention heads; they divide the width"""
     span: int = 256
-    """previous tokens that a token attends to, L, in each block"""
+    """previous tokens a token attends to, L, in each block"""
     layers: Literal['smoe', 'momentum', 'adam'] = 'smoe'
     """how a feed-forward's output is added: unchanged, with momentum over blocks, or with momentum
     after a first block of Adam"""
     mlp_ratio: float = 1.0
     """hidden width of a dense feed-forward over d"""
     dropout: float = 0.1
-    """dropout of attention and of dense feed-forwards"""
+    """of attention and of dense feed-forwards"""
 
 class MoESettings(_MoESettings):
     """Settings of a model's MoE layers: router, experts, and the blocks that have them."""
@@ -44,7 +44,7 @@ class MoESettings(_MoESettings):
 class Sfcn(_Sfcn):
     """Settings of an SFCN; defaults are the published widths and bins."""
     channels: tuple[int, ...] = ...
-    """channels of each convolution; all but the last halve the volume"""
+    """all but the last halve the volume"""
     dropout: float = 0.5
     """dropout before the head"""
     head: Literal['bins', 'number'] = 'bins'
@@ -56,54 +56,54 @@ class Sfcn(_Sfcn):
     bins: int = 40
     """number of bins"""
     bin_deviation: float = 1.0
-    """standard deviation of a label's distribution, in its unit"""
+    """σ of a label's distribution, in its unit"""
 
 class SingleLayer(_SingleLayer):
     """One feed-forward layer without residual or norm, then a classifier (MoGE, §2.4)."""
     hidden: int = 64
     """hidden width of a dense model's layer"""
     activation: Literal['gelu', 'quick_gelu', 'linear'] = 'gelu'
-    """activation of a dense model's layer; linear: none"""
+    """of a dense model's layer; linear: none"""
 
 class Swin(_Swin):
     """Swin V1 (Liu et al. 2021): pre-norm blocks, a table of position biases."""
     patch: int = 4
     """side of a patch, pixels"""
     width: int = 96
-    """width of a token in the first stage; doubles per stage"""
+    """in the first stage; doubles per stage"""
     depths: tuple[int, ...] = ...
-    """number of blocks of each stage"""
+    """blocks of each stage"""
     heads: tuple[int, ...] = ...
-    """attention heads of each stage"""
+    """heads of each stage"""
     window: int = 7
-    """side of a window, tokens; a smaller grid is one window"""
+    """side of a window, tokens; a smaller grid: one window"""
     pretrained_windows: tuple[int, ...] | None = None
     """swin_moe, swin_v2: window of the learned positions, per stage"""
     mlp_ratio: float = 4.0
     """hidden width of the dense MLP / width"""
     qkv_bias: bool = True
     drop_path: float = 0.0
-    """stochastic depth: probability at the last block"""
+    """stochastic depth at the last block"""
 
 class SwinMoe(_SwinMoe):
     """Swin V1 with a continuous position bias; its routers get the task's gradient at k = 1."""
     patch: int = 4
     """side of a patch, pixels"""
     width: int = 96
-    """width of a token in the first stage; doubles per stage"""
+    """in the first stage; doubles per stage"""
     depths: tuple[int, ...] = ...
-    """number of blocks of each stage"""
+    """blocks of each stage"""
     heads: tuple[int, ...] = ...
-    """attention heads of each stage"""
+    """heads of each stage"""
     window: int = 7
-    """side of a window, tokens; a smaller grid is one window"""
+    """side of a window, tokens; a smaller grid: one window"""
     pretrained_windows: tuple[int, ...] | None = None
     """swin_moe, swin_v2: window of the learned positions, per stage"""
     mlp_ratio: float = 4.0
     """hidden width of the dense MLP / width"""
     qkv_bias: bool = True
     drop_path: float = 0.0
-    """stochastic depth: probability at the last block"""
+    """stochastic depth at the last block"""
 
 class SwinV2(_SwinV2):
     """Post-norm blocks, cosine attention and a continuous position bias.
@@ -113,20 +113,20 @@ class SwinV2(_SwinV2):
     patch: int = 4
     """side of a patch, pixels"""
     width: int = 96
-    """width of a token in the first stage; doubles per stage"""
+    """in the first stage; doubles per stage"""
     depths: tuple[int, ...] = ...
-    """number of blocks of each stage"""
+    """blocks of each stage"""
     heads: tuple[int, ...] = ...
-    """attention heads of each stage"""
+    """heads of each stage"""
     window: int = 7
-    """side of a window, tokens; a smaller grid is one window"""
+    """side of a window, tokens; a smaller grid: one window"""
     pretrained_windows: tuple[int, ...] | None = None
     """swin_moe, swin_v2: window of the learned positions, per stage"""
     mlp_ratio: float = 4.0
     """hidden width of the dense MLP / width"""
     qkv_bias: bool = True
     drop_path: float = 0.0
-    """stochastic depth: probability at the last block"""
+    """stochastic depth at the last block"""
 
 class TextTowerSettings(_TextTowerSettings):
     """Settings of a transformer over captions."""
@@ -141,13 +141,13 @@ class TextTowerSettings(_TextTowerSettings):
     mask: Literal['causal', 'full'] = 'causal'
     """a token attends to itself and earlier ones, or to all (SigLIP)"""
     pooling: Literal['end', 'class'] = 'end'
-    """embed the caption's end token, or a learned token"""
+    """embed the end or a learned token"""
     activation: Literal['gelu', 'quick_gelu'] = 'gelu'
     """quick_gelu: x·σ(1.702 x), for OpenAI's weights"""
     frozen: Literal['never', 'finetune', 'always'] = 'never'
     """when the tower neither learns nor drops values (LiT)"""
     moe: _MoESettings | None = None
-    """experts of this tower; set by a method's `text`"""
+    """experts of this tower, by a method's `text`"""
 
 class TwoTowers(_TwoTowers):
     """Settings of a model of images and captions."""
@@ -176,16 +176,16 @@ class Vit(_Vit):
     position_on_class: bool = True
     """special tokens have position embeddings (DeiT-III: false)"""
     layer_scale: float | None = None
-    """initial LayerScale; null: none (DeiT-III: 1e-6)"""
+    """initial; null: off (DeiT-III: 1e-6)"""
     qkv_bias: bool = True
     pre_norm: bool = False
     """a norm before the first block (CLIP's image tower)"""
     activation: Literal['gelu', 'quick_gelu', 'linear'] = 'gelu'
-    """of dense MLPs; quick_gelu: x·σ(1.702 x), as in OpenAI's CLIP; linear: none"""
+    """of dense MLPs; quick_gelu: x·σ(1.702 x), as in CLIP; linear: none"""
     norm_eps: float = 1e-06
-    """added to a norm's variance (CLIP: 1e-5)"""
+    """added to the variance (CLIP: 1e-5)"""
     drop_path: float = 0.0
-    """stochastic depth: probability at the last block"""
+    """stochastic depth at the last block"""
     initial_std: float = 0.02
     """of the initial maps of attention, MLPs and experts"""
     position_std: float = 0.02
@@ -212,16 +212,16 @@ class Vit3d(_Vit3d):
     position_on_class: bool = True
     """special tokens have position embeddings (DeiT-III: false)"""
     layer_scale: float | None = None
-    """initial LayerScale; null: none (DeiT-III: 1e-6)"""
+    """initial; null: off (DeiT-III: 1e-6)"""
     qkv_bias: bool = True
     pre_norm: bool = False
     """a norm before the first block (CLIP's image tower)"""
     activation: Literal['gelu', 'quick_gelu', 'linear'] = 'gelu'
-    """of dense MLPs; quick_gelu: x·σ(1.702 x), as in OpenAI's CLIP; linear: none"""
+    """of dense MLPs; quick_gelu: x·σ(1.702 x), as in CLIP; linear: none"""
     norm_eps: float = 1e-06
-    """added to a norm's variance (CLIP: 1e-5)"""
+    """added to the variance (CLIP: 1e-5)"""
     drop_path: float = 0.0
-    """stochastic depth: probability at the last block"""
+    """stochastic depth at the last block"""
     initial_std: float = 0.02
     """of the initial maps of attention, MLPs and experts"""
     position_std: float = 0.02
@@ -229,7 +229,7 @@ class Vit3d(_Vit3d):
     stem: Literal['linear', 'pooled', 'conv'] = 'linear'
     """map from cube to token: linear, linear in means, or two convolutions"""
     pool: int = 4
-    """pooled: number of means along each axis of a cube; divides the patch"""
+    """pooled: means per axis of a cube; divides the patch"""
     stem_width: int = 16
     """conv: channels of the first convolution"""
     positions: Literal['learned', 'sinusoidal'] = 'learned'

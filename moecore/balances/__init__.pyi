@@ -11,12 +11,12 @@ class LossFree(_LossFree):
 
     The bias shifts the choice in evaluation too, but never the weights."""
     rate: float = 0.001
-    """change of the bias per step, in units of scores"""
+    """bias change per step, in units of scores"""
     rule: Literal['sign', 'recentred', 'proportional'] = 'sign'
     """change of a bias: sign: ± the rate; recentred: minus the mean of these; proportional: the
     rate times the missing load, in even shares"""
     until: float = 1.0
-    """share of the training after which the bias is constant"""
+    """share of training when the bias changes"""
 
 class Quantile(_Quantile):
     """Set each bias so that the expert's score reaches the cuts of its even share of tokens.
@@ -25,7 +25,7 @@ class Quantile(_Quantile):
     held fixed, though changing biases moves them (Kimi K3's report, §2.3.3). The bias shifts the
     choice in evaluation too, but never the weights."""
     decay: float = 0.0
-    """share of the old bias in the new one; 0: only the last batch counts"""
+    """share of the old bias; 0: only the last batch counts"""
 
 class Sinkhorn(_Sinkhorn):
     """Choose by the matrix nearest to exp(logits) with even shares of all tokens and experts.
@@ -36,4 +36,4 @@ class Sinkhorn(_Sinkhorn):
     tolerance: float = 0.0001
     """mean change of the experts' factors at which a plan has converged"""
     rounds: int = 100
-    """maximum number of iterations; on a GPU, which does not wait: always all"""
+    """maximum iterations; on a GPU, which does not wait: always all"""

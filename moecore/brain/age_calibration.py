@@ -154,8 +154,7 @@ def _model_card_error_lines(result: AgeResult) -> str:
         correction = f"The correction was fitted on {result.n_fit} predictions ({split})."
     if result.uses_age:
         correction += f" {TAKES_AGE}"
-    table = "\n".join([TABLE_HEAD, *rows])
-    lines = [table, about, correction, _interval_line(result.interval)]
+    lines = ["\n".join([TABLE_HEAD, *rows]), about, correction, _interval_line(result.interval)]
     if result.diagnosis_gaps:
         lines.append("\n".join([GAP_HEAD, *map(_diagnosis_row, result.diagnosis_gaps)]))
     return "\n\n".join(lines)
@@ -175,10 +174,7 @@ def _error_row(title: str, errors: AgeErrors) -> str:
 
 def _interval_line(interval: prediction_table.ConformalInterval) -> str:
     if interval.radius is None or interval.coverage is None:
-        return (
-            f"No interval is given for a single prediction: {interval.n} validation participants "
-            "are too few."
-        )
+        return f"No interval for one prediction: {interval.n} validation participants are too few."
     return (
         f"Interval of a single prediction ({interval.level:.0%}, split conformal, {interval.n} "
         f"validation participants): ± {interval.radius:.1f} years; it contains "

@@ -143,8 +143,7 @@ class DiagnosisGap(Config):
     difference: Estimate = Field(description="of the mean gaps, years")
     adjusted: Estimate = Field(description="the same at equal age and sex, years")
     auc: Estimate = Field(
-        description="P(a gap with the diagnosis is larger than a reference gap), ties half; ½ is "
-        "chance"
+        description="P(a gap with the diagnosis exceeds a reference gap), ties half; ½ is chance"
     )
 
 
@@ -227,5 +226,4 @@ def _auc(
 ) -> np.ndarray:
     """Return P(case > control) + ½ P(equal), (R,), by weights (R, n) of cases and controls."""
     wins = (np.sign(cases[:, None] - controls[None]) + 1) / 2
-    pairs = first.sum(axis=1) * second.sum(axis=1)
-    return ((first @ wins) * second).sum(axis=1) / pairs
+    return ((first @ wins) * second).sum(axis=1) / (first.sum(axis=1) * second.sum(axis=1))

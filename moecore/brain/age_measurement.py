@@ -226,10 +226,8 @@ class AgeResult(NamedTuple):
         out.put("interval_radius", self.interval.radius)
         if self.interval.coverage is not None:
             out.put("interval_coverage", self.interval.coverage.interval)
-        metric_fields = {"raw", "pooled", "sex_specific", "median_mae", "absolute", "tissue_ridge"}
-        out.facts |= {
-            name: value for name, value in self._asdict().items() if name not in metric_fields
-        }
+        metrics = {"raw", "pooled", "sex_specific", "median_mae", "absolute", "tissue_ridge"}
+        out.facts |= {name: value for name, value in self._asdict().items() if name not in metrics}
         if ridge is not None:
             out.facts["tissue_ridge"] = ridge._replace(absolute=None)
 
@@ -241,12 +239,9 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
     test = ages.correct_split("test", line.fitted)
     people = ages.column("test", "participant_id")
     sexes = ages.column("test", "sex")
-    corrected = [name for name in test.variants if name != "raw"]
-    no_predictions = corrected if line.uses_age else []
-    table = age_errors.measure_age_errors(test_ages, test.variants, people, no_predictions)
-    predictions = {
-        name: values for name, values in test.variants.items() if name not in no_predictions
-    }
+    skipped = [name for name in test.variants if name != "raw"] if line.uses_age else []
+    table = age_errors.measure_age_errors(test_ages, test.variants, people, skipped)
+    predictions = {name: values for name, values in test.variants.items() if name not in skipped}
     by_one_line = {name: values for name, values in predictions.items() if name != "sex_specific"}
 
     def by(groups: list[str]) -> tuple[age_errors.GroupErrors, ...]:
@@ -287,8 +282,7 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
 def fit_conformal_interval(ages: Ages, line: CalibratorFit) -> ConformalInterval:
     """Return the interval of one prediction, by validation errors, and its coverage of the test."""
     # Volumes of one person are not exchangeable with other people's: only the first one counts.
-    people = ages.column("validation", "participant_id")
-    places = np.unique(people, return_index=True)[1]
+    places = np.unique(ages.column("validation", "participant_id"), return_index=True)[1]
     residuals = ages.correct_split("validation", line.fitted).best - ages.known("validation")
     radius = conformal_radius(residuals[places], INTERVAL_LEVEL)
     errors = np.abs(ages.correct_split("test", line.fitted).best - ages.known("test"))

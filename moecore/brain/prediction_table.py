@@ -350,12 +350,10 @@ def build_fold_job(
     )
 
 
-def assign_folds(
-    participants: Sequence[str], ages: np.ndarray, folds: int, seed: int
-) -> np.ndarray:
+def assign_folds(people: Sequence[str], ages: np.ndarray, folds: int, seed: int) -> np.ndarray:
     """Return the number of the fold that each volume is held out in, int64 (N,)."""
     # Participants are sorted by mean age; each ``folds`` neighbours are shuffled over the folds.
-    names, person = np.unique(np.array(participants, dtype=str), return_inverse=True)
+    names, person = np.unique(np.array(people, dtype=str), return_inverse=True)
     if len(names) < folds:
         allowed = f"at most {len(names)}, the participants of the training split"
         raise UserError.at("out_of_fold.folds", found=folds, allowed=allowed)

@@ -18,7 +18,7 @@ leave the test. If the ages of two sites barely overlap, no method can separate 
 
 from collections.abc import Sequence
 from itertools import compress
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -48,16 +48,12 @@ class SiteHarmonisation(NamedTuple):
     effects: dict[str, SiteEffect]  # by site
 
     @classmethod
-    def fit(
-        cls, features: np.ndarray, covariates: np.ndarray, sites: Sequence[str]
-    ) -> "SiteHarmonisation":
+    def fit(cls, features: np.ndarray, covariates: np.ndarray, sites: Sequence[str]) -> Self:
         """Return ComBat fitted to features (N, V), covariates (N, P) and sites in training."""
         names, place, counts = np.unique(sites, return_inverse=True, return_counts=True)
         if len(names) < 2 or "" in names:
             listed = ", ".join(name or "(no name)" for name in names)
-            raise UserError(
-                f"harmonise: found the sites {listed}; allowed: two or more sites, all with names"
-            )
+            raise UserError(f"harmonise: found the sites {listed}; allowed: 2 or more named sites")
         if few := [name for name, count in zip(names, counts, strict=True) if count < MIN_PEOPLE]:
             raise UserError(
                 f"harmonise: found too few training people at {', '.join(few)}; allowed: "
@@ -79,9 +75,7 @@ class SiteHarmonisation(NamedTuple):
         """Return z = (y − α − x·β) / σ, (N, V), of features y (N, V) and covariates x (N, P)."""
         return (features - self.mean - covariates @ self.slopes) / self.deviation
 
-    def with_site(
-        self, name: str, features: np.ndarray, covariates: np.ndarray
-    ) -> "SiteHarmonisation":
+    def with_site(self, name: str, features: np.ndarray, covariates: np.ndarray) -> Self:
         """Return a copy with the effect of a new site, fitted to features (n, V) of its people."""
         if len(features) < MIN_PEOPLE:
             people = f"{len(features)} people in the reference part of the site {name}"
@@ -125,8 +119,7 @@ def shrink_site_effect(residuals: np.ndarray) -> SiteEffect:
     for _ in range(MAX_ITERATIONS):
         weight = n * gamma_variance
         new = (weight * gamma + squared * gamma_mean) / (weight + squared)
-        sums = ((residuals - new) ** 2).sum(axis=0)
-        new_squared = (rate + sums / 2) / (n / 2 + shape - 1)
+        new_squared = (rate + ((residuals - new) ** 2).sum(axis=0) / 2) / (n / 2 + shape - 1)
         moved = max(np.abs(new - location).max(), np.abs(new_squared / squared - 1).max())
         location, squared = new, new_squared
         if moved < TOLERANCE:

@@ -9,16 +9,16 @@ from moecore.measure.calibrators.temperature import Temperature as _Temperature
 class GapOnAge(_GapOnAge):
     """Fits the gap ŷ − y on age by least squares, for all and for each sex; for real labels."""
     fit_on: Literal['train', 'validation', 'out_of_fold'] = 'train'
-    """out_of_fold: training images, predicted by models of other folds."""
+    """out_of_fold: training images, other folds' models."""
     degree: Literal[1, 2] = 1
     """1: a line in age; 2: a parabola."""
 
 class Linear(_Linear):
     """Fits ŷ = a + b·y by least squares, for all and for each sex; for real labels."""
     fit_on: Literal['train', 'validation', 'out_of_fold'] = 'train'
-    """out_of_fold: training images, predicted by models of other folds."""
+    """out_of_fold: training images, other folds' models."""
     min_slope: float = 0.1
-    """Smallest |b| allowed, as errors are divided by it."""
+    """Smallest |b|: errors are divided by b."""
 
 class Temperature(_Temperature):
     """Fits one temperature by the negative log-likelihood."""

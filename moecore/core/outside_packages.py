@@ -163,8 +163,7 @@ def package_versions(outside: Iterable[str]) -> dict[str, str]:
     """Return name → version of moecore, torch and the outside packages."""
     versions = {name: _distribution_version(name) for name in ("moecore", "torch")}
     for name in outside:
-        distributions = packages_distributions().get(name, [name])
-        versions[name] = _distribution_version(distributions[0])
+        versions[name] = _distribution_version(packages_distributions().get(name, [name])[0])
     return versions
 
 

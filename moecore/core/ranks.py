@@ -190,8 +190,7 @@ def mean_over_ranks(values: Tensor) -> Tensor:
     # then depend on the number of ranks.
     if not has_process_group():
         return values.mean()
-    count = values.new_tensor(float(values.numel()))
-    total = total_over_ranks(torch.stack([values.sum(), count]))
+    total = total_over_ranks(torch.stack([values.sum(), values.new_tensor(float(values.numel()))]))
     return total[0] / total[1]
 
 
@@ -313,5 +312,4 @@ class RankWatch(Thread):
             named = " and for ".join(late.values())
             mend = "where it hangs, end the run: it resumes from its checkpoint"
             waited = f"has waited {ANSWERS_AFTER:.0f} s for {named}"
-            message = f"rank {self.rank} of {self.size}: {waited}; {mend}"
-            print(message, file=sys.stderr, flush=True)
+            print(f"rank {self.rank} of {self.size}: {waited}; {mend}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """Types that routers, losses, metrics and attacks share; all are NamedTuples, so pytrees."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -70,15 +70,13 @@ class RoutingContext(NamedTuple):
 
     def with_attention(
         self, wants: Collection[str], weights: Tensor | None, attended: Tensor
-    ) -> "RoutingContext":
+    ) -> Self:
         """Return the context with the attention's weights, and its output if a router wants it."""
         if "attended" not in wants:
             return self._replace(attention=weights)
         return self._replace(attention=weights, attended=attended)
 
-    def with_previous(
-        self, wants: Collection[str], records: Sequence[RoutingRecord]
-    ) -> "RoutingContext":
+    def with_previous(self, wants: Collection[str], records: Sequence[RoutingRecord]) -> Self:
         """Return the context with the logits of the last record, if ``wants`` names "previous"."""
         if "previous" not in wants or not records:
             return self

@@ -82,8 +82,7 @@ def select_rank_rows(batch: Tensor, views: int) -> Tensor:
     ranks = current_ranks()
     if ranks.size == 1:
         return batch
-    parted = batch.unflatten(0, (views, ranks.size, -1))
-    return parted[:, ranks.rank].flatten(0, 1)
+    return batch.unflatten(0, (views, ranks.size, -1))[:, ranks.rank].flatten(0, 1)
 
 
 def normal_like(values: Tensor, views: int) -> Tensor:
@@ -116,5 +115,4 @@ def derived_seed(who: Who, seed: int) -> int:
 
 
 def _hash_words(*values: int | str) -> int:
-    digest = hashlib.sha256(",".join(map(str, values)).encode()).digest()
-    return int.from_bytes(digest[:8], "big")
+    return int.from_bytes(hashlib.sha256(",".join(map(str, values)).encode()).digest()[:8], "big")

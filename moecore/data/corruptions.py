@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import scipy
 import torch
+from numpy.random import Generator
 from PIL import Image
 from torch import Tensor
 
@@ -69,7 +70,7 @@ def _interpolate_along(image: np.ndarray, positions: np.ndarray, axis: int) -> n
 
 
 def cloud_field(
-    size: tuple[int, int], roughness: float, random: np.random.Generator, cells: int = 1
+    size: tuple[int, int], roughness: float, random: Generator, cells: int = 1
 ) -> np.ndarray:
     """Return a random cloud (H, W) from 0 to 1, a sum of smooth noises on finer and finer grids."""
     # cells: per side of the coarsest grid. roughness: amplitude of a grid / that of the next one.
@@ -84,21 +85,19 @@ def cloud_field(
     return (field - field.min()) / (field.max() - field.min())
 
 
-def gaussian_noise(
-    image: np.ndarray, severity: Severity, random: np.random.Generator
-) -> np.ndarray:
+def gaussian_noise(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
     """Add normal noise to every value; its standard deviation grows with the severity."""
     sigma = severity.parameter((0.04, 0.06, 0.08, 0.09, 0.10), (0.08, 0.12, 0.18, 0.26, 0.38))
     return image + sigma * random.standard_normal(image.shape)
 
 
-def shot_noise(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
+def shot_noise(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
     """Replace values by Poisson photon counts; the higher the severity, the fewer photons."""
     photons = severity.parameter((500, 250, 100, 75, 50), (60, 25, 12, 5, 3))
     return random.poisson(image * photons) / photons
 
 
-def impulse_noise(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
+def impulse_noise(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
     """Set random values to 0 or 1 (salt and pepper); their share grows with the severity."""
     amount = severity.parameter((0.01, 0.02, 0.03, 0.05, 0.07), (0.03, 0.06, 0.09, 0.17, 0.27))
     uniform = random.random(image.shape)
@@ -108,13 +107,13 @@ def impulse_noise(image: np.ndarray, severity: Severity, random: np.random.Gener
 ZOOMS = 11  # enlargements averaged by zoom_blur
 
 
-def defocus_blur(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
+def defocus_blur(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
     """Average every pixel over a disk, whose radius grows with the severity."""
     radius = severity.length((0.7, 0.9, 1.1, 1.4, 1.8), (3, 4, 6, 8, 10))
     return apply_kernel(image, disk_kernel(radius))
 
 
-def glass_blur(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
+def glass_blur(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
     """Blur, swap every pixel with random neighbours, and blur again; border pixels are swapped."""
     sigma = severity.length((0.25, 0.3, 0.32, 0.35, 0.4), (0.7, 0.9, 1.0, 1.1, 1.5))
     reach = round(severity.length((1, 1, 1, 1, 1), (1, 1, 2, 2, 3)))
@@ -124,13 +123,13 @@ def glass_blur(image: np.ndarray, severity: Severity, random: np.random.Generato
     return gaussian_smooth(mixed, sigma)
 
 
-def motion_blur(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
+def motion_blur(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
     """Blur in a random direction, −45° to 45°; the trail's length grows with the severity."""
     sigma = severity.length((1, 1.5, 2, 2.5, 3.2), (3, 5, 8, 12, 15))
     return apply_kernel(image, trail_kernel(sigma, random.uniform(-45, 45)))
 
 
-def zoom_blur(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
+def zoom_blur(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
     """Average the image and enlarged copies; the largest factor grows with the severity."""
     largest = severity.parameter((1.05, 1.1, 1.15, 1.2, 1.25), (1.1, 1.15, 1.2, 1.25, 1.3))
     centres = [(number - 1) / 2 for number in image.shape[-2:]]
@@ -183,7 +182,7 @@ def trail_kernel(sigma: float, degrees: float) -> np.ndarray:
 
 
 def local_shuffle_order(
-    size: tuple[int, int], reach: int, sweeps: int, random: np.random.Generator
+    size: tuple[int, int], reach: int, sweeps: int, random: Generator
 ) -> list[int]:
     """Return each pixel's flat source index after ``sweeps`` of swaps within ``reach`` pixels."""
     order = list(range(size[0] * size[1]))
@@ -197,7 +196,7 @@ def local_shuffle_order(
     return order
 
 
-def snow(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
+def snow(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
     """Whiten the image and add flakes: smeared peaks of a random field, also turned by 180°."""
     # The severity sets the field's mean (more flakes), the trail in pixels, and the unwhitened
     # share of the image. Trails have a direction between 45° and 135° (90° is down).
@@ -218,17 +217,16 @@ def snow(image: np.ndarray, severity: Severity, random: np.random.Generator) -> 
     return whitened + layer + layer[:, ::-1, ::-1]
 
 
-def frost(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
+def frost(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
     """Darken the image and add ice, random ridges on a cloud (the benchmark uses photographs)."""
     image_weight = severity.parameter((1, 0.95, 0.9, 0.85, 0.75), (1, 0.8, 0.7, 0.65, 0.6))
     ice_weight = severity.parameter((0.2, 0.28, 0.36, 0.42, 0.5), (0.4, 0.55, 0.65, 0.72, 0.8))
-    field = cloud_field(image.shape[-2:], 1.8, random, cells=3)
-    ridges = (1 - np.abs(2 * field - 1)) ** 3
+    ridges = (1 - np.abs(2 * cloud_field(image.shape[-2:], 1.8, random, cells=3) - 1)) ** 3
     ice = 0.7 * ridges + 0.3 * cloud_field(image.shape[-2:], 1.5, random, cells=2)
     return image_weight * image + ice_weight * ice
 
 
-def fog(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
+def fog(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
     """Add a random cloud, denser at higher severity, and rescale to at most the image's maximum."""
     thick = severity.parameter((0.2, 0.5, 0.75, 1, 1.5), (1.5, 2, 2.5, 2.8, 3.2))
     roughness = severity.parameter((3, 3, 2.5, 2, 1.75), (2, 2, 1.7, 1.5, 1.4))
@@ -238,7 +236,7 @@ def fog(image: np.ndarray, severity: Severity, random: np.random.Generator) -> n
     return foggy * (largest / (largest + thick))
 
 
-def brightness(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
+def brightness(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
     """Raise HSV's value, a pixel's largest channel, by the severity; keep hue and saturation."""
     added = severity.parameter((0.05, 0.1, 0.15, 0.2, 0.3), (0.1, 0.2, 0.3, 0.4, 0.5))
     # For any number of channels: each is multiplied by new value / old value.
@@ -247,16 +245,14 @@ def brightness(image: np.ndarray, severity: Severity, random: np.random.Generato
     return np.where(value > 0, image * brighter / np.where(value > 0, value, 1), brighter)
 
 
-def contrast(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
+def contrast(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
     """Shrink each channel's deviations from its mean by a factor that falls with the severity."""
     factor = severity.parameter((0.75, 0.5, 0.4, 0.3, 0.15), (0.4, 0.3, 0.2, 0.1, 0.05))
     mean = image.mean(axis=(1, 2), keepdims=True)
     return mean + factor * (image - mean)
 
 
-def elastic_transform(
-    image: np.ndarray, severity: Severity, random: np.random.Generator
-) -> np.ndarray:
+def elastic_transform(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
     """Displace pixels by a smooth random field, whose RMS in pixels grows with the severity."""
     # Our amplitude grows with the severity; the benchmark goes from wide to local warps, with a
     # random affine.
@@ -268,11 +264,10 @@ def elastic_transform(
     rms = np.sqrt(np.square(fields).mean(axis=(1, 2), keepdims=True))
     places = np.indices(image.shape[-2:]) + amplitude * fields / rms
     move = scipy.ndimage.map_coordinates
-    moved = [move(channel, places, order=1, mode="reflect") for channel in image]
-    return np.stack(moved)
+    return np.stack([move(channel, places, order=1, mode="reflect") for channel in image])
 
 
-def pixelate(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
+def pixelate(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
     """Shrink by box means, more at higher severity, and enlarge to the original size."""
     # At 32 pixels one step stronger than CIFAR-10-C, whose 0.95 and 0.9 are nearly equal.
     share = severity.parameter((0.9, 0.85, 0.75, 0.65, 0.55), (0.6, 0.5, 0.4, 0.3, 0.25))
@@ -285,9 +280,7 @@ def pixelate(image: np.ndarray, severity: Severity, random: np.random.Generator)
     return np.stack([np.asarray(channel) for channel in channels]) / 255
 
 
-def jpeg_compression(
-    image: np.ndarray, severity: Severity, random: np.random.Generator
-) -> np.ndarray:
+def jpeg_compression(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
     """Compress as JPEG, at lower quality for higher severity; each channel singly unless RGB."""
     quality = round(severity.parameter((80, 65, 58, 50, 40), (25, 18, 15, 10, 7)))
     if len(image) == 3:
@@ -315,7 +308,7 @@ def _compress_jpeg(picture: Image.Image, quality: int) -> Image.Image:
         return stored
 
 
-Corruption = Callable[[np.ndarray, Severity, np.random.Generator], np.ndarray]
+Corruption = Callable[[np.ndarray, Severity, Generator], np.ndarray]
 NOISES = (gaussian_noise, shot_noise, impulse_noise)
 BLURS = (defocus_blur, glass_blur, motion_blur, zoom_blur)
 WEATHERS = (snow, frost, fog, brightness)
@@ -349,7 +342,7 @@ def corrupt_images(
 SIGMAS = (0.05, 0.1, 0.2)  # default levels of Gaussian noise on pixels in [0, 1]
 
 
-def image_rng(seed: int, name: str, severity: int, index: int) -> np.random.Generator:
+def image_rng(seed: int, name: str, severity: int, index: int) -> Generator:
     """Return the random generator of one image's corruption; index: the image's in its split."""
     digest = hashlib.sha256(f"{seed},{name},{severity},{index}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest[:16], "big"))
@@ -365,5 +358,4 @@ def standard_normal_noise(indices: np.ndarray, shape: tuple[int, ...], seed: int
 
 def add_noise(images: np.ndarray, directions: Tensor, sigma: float) -> Tensor:
     """Return clamp(images / 255 + sigma · directions, 0, 1), fp32, of uint8 images (N, C, H, W)."""
-    pixels = torch.from_numpy(np.array(images)).float() / 255
-    return (pixels + sigma * directions).clamp_(0, 1)
+    return (torch.from_numpy(np.array(images)).float() / 255 + sigma * directions).clamp_(0, 1)

@@ -34,9 +34,7 @@ def batch_indices(n: int, batch: int, seed: int, step: int) -> Tensor:
 def steps_per_epoch(n: int, batch: int) -> int:
     """Return the number of full batches in n images. Raises UserError if it is 0."""
     if n < batch:
-        raise UserError(
-            f"batch is {batch}, but there are only {n} training images; allowed: 1 to {n}"
-        )
+        raise UserError(f"batch is {batch}, with {n} training images; allowed: 1 to {n}")
     return n // batch
 
 

@@ -38,8 +38,7 @@ def save_array(path: Path, values: np.ndarray) -> None:
 
 def new_array(path: Path, dtype: Any, shape: tuple[int, ...], begun: bool = False) -> np.memmap:
     """Return a memory-mapped .npy file to fill; ``begun``: continue an existing one."""
-    mode = "r+" if begun else "w+"
-    array = np.lib.format.open_memmap(path, mode=mode, dtype=dtype, shape=shape)
+    array = np.lib.format.open_memmap(path, mode="r+" if begun else "w+", dtype=dtype, shape=shape)
     # Filling a sparse file on a full disk kills the process (SIGBUS): take the space now.
     if hasattr(os, "posix_fallocate"):  # not on macOS
         with open(path, "r+b") as file:

@@ -29,9 +29,7 @@ class SplitSettings(Config):
     @model_validator(mode="after")
     def _whole_number(self) -> Self:
         if self.validation >= 1 and not float(self.validation).is_integer():
-            raise ValueError(
-                f"validation is {self.validation}; allowed: a share below 1 or a whole number"
-            )
+            raise ValueError(f"validation is {self.validation}; allowed: a share < 1 or an integer")
         return self
 
 
@@ -42,9 +40,7 @@ def stratified_split(
     # amount: share of N (below 1) or number of images. purpose: makes draws of one seed
     # independent. Every class gives its proportion, at least one image if the amount allows.
     if labels.ndim != 1:
-        raise UserError(
-            "images with several labels each cannot be split by class; allowed: one label per image"
-        )
+        raise UserError("images with several labels have no split by class; allowed: one label")
     number = round(amount * len(labels)) if amount < 1 else int(amount)
     if not 0 < number < len(labels):
         raise UserError(

@@ -11,11 +11,11 @@ class Eigen(_Eigen):
     number: int = 8
     """number of experts"""
     hidden_ratio: float = 4.0
-    """hidden width of an expert / width of a token"""
+    """hidden width / width of a token"""
     rank: int | None = None
-    """columns of a basis; null: two thirds of d, at most 512"""
+    """columns of a basis; null: 2/3 d, at most 512"""
     factored_output: bool = False
-    """factor the second map at this rank too, instead of a dense one"""
+    """factor the second map too, at this rank"""
 
 class Mlp(_Mlp):
     """Linear(d, h), an activation, Linear(h, d) per expert, with biases; or SwiGLU without biases.
@@ -26,7 +26,7 @@ class Mlp(_Mlp):
     number: int = 8
     """number of experts"""
     hidden_ratio: float = 4.0
-    """hidden width of an expert / width of a token"""
+    """hidden width / width of a token"""
     init: Literal['independent', 'identical', 'flat'] = 'independent'
     """independent or identical (V-MoE) initial experts, drawn as timm's ViT; flat: independent,
     uniform within ±1 / √(d·h), as in SMoE language models"""
@@ -34,20 +34,20 @@ class Mlp(_Mlp):
     """quick_gelu: x·σ(1.702 x), of OpenAI's CLIP; linear: none; swiglu: two maps to h numbers, silu
     of one times the other, no biases; its three matrices have the same size at 2/3 of the ratio"""
     shared: int = 0
-    """experts that every token uses, in addition; fewer than routed ones"""
+    """additional experts of every token; fewer than routed"""
     fine: int | None = None
     """pieces of equal hidden width per expert: a token uses k · fine pieces, of which `shared` are
     the same for every token; null: experts are not split, and shared ones are added"""
     zero_computation: _ZeroComputation | None = None
     """experts without a network, additional choices (MoE++); null: none"""
     dropout: float = 0.0
-    """share of hidden numbers set to 0 in training"""
+    """share of hidden values zeroed in training"""
 
 class ZeroComputation(_ZeroComputation):
     """Numbers of experts without a network, which follow the networks in a router's choices."""
     constants: int = 1
-    """experts that return a learned mean of the token and a vector"""
+    """experts returning a learned mean of the token and a vector"""
     copies: int = 1
     """experts that return the token unchanged"""
     zeros: int = 1
-    """experts that return 0: the token skips the layer"""
+    """experts returning 0: tokens skip the layer"""

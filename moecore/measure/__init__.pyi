@@ -41,13 +41,13 @@ from moecore.measure.zero_shot import ZeroShot as _ZeroShot
 class AffineRanges(_AffineRanges):
     """Limits of a random affine about the centre: scale and shear, rotation, translation."""
     degrees: float = 0.0
-    """Largest rotation; volumes: about each of three axes"""
+    """Largest rotation; of volumes: per axis"""
     translate: float = 0.0
-    """Largest movement along each axis, as a share of the side"""
+    """Largest shift per axis, share of a side"""
     scale: tuple[float, float] = ...
     """Scaling factor of all sides: lowest, highest"""
     shear: float = 0.0
-    """Shear along the columns, ± this many degrees; images only"""
+    """± degrees along the columns; images only"""
 
 class AuditSettings(_AuditSettings):
     """Additional attacks of the audit: PGD from the clean image on the task's loss."""
@@ -65,11 +65,11 @@ class CohortChecks(_CohortChecks):
     rescans: int = 16
     """Subjects scanned again, at one site and at two."""
     probe: int = 256
-    """Largest number of training volumes that a probe is fitted to."""
+    """Most training volumes that a probe is fitted to."""
     generalisation: _RegionGeneralisationSettings = ...
     """Tests of region experts on volumes that differ from training."""
     batch: int = 16
-    """Volumes per forward pass; results do not depend on it."""
+    """Volumes per pass; results do not depend on it."""
 
 class ColourJitter(_ColourJitter):
     """ColorJitter of torchvision without hue: factors uniform in 1 ± value, in random order."""
@@ -87,12 +87,12 @@ class Corruptions(_Corruptions):
     severities: tuple[int, ...] = ...
     """1 to 5; a corruption's error is the mean over them."""
     names: tuple[Literal['gaussian_noise', 'shot_noise', 'impulse_noise', 'defocus_blur', 'glass_blur', 'motion_blur', 'zoom_blur', 'snow', 'frost', 'fog', 'brightness', 'contrast', 'elastic_transform', 'pixelate', 'jpeg_compression'], ...] | None = None
-    """Corruptions; null: all fifteen."""
+    """Null: all fifteen."""
 
 class Cost(_Cost):
     """Counts and timings of forward passes; timings are of this machine and vary between runs."""
     batch: int = 64
-    """Images per pass for throughput and peak memory; latency is of one."""
+    """For throughput and peak memory; latency: one image."""
     rounds: int = 10
     """Timed passes, after three warm-up passes."""
     images: int = 64
@@ -129,7 +129,7 @@ class Explorer(_Explorer):
     images: int = 24
     """Test images, evenly spread over the split, the same for every method; at most 6 volumes."""
     gallery: int | None = 400
-    """Test images that experts' favourite patches are taken from; null: all."""
+    """Test images of experts' favourite patches; null: all."""
     epsilons: tuple[float, ...] = ...
     """Radii of the L∞ ball, pixels in [0, 1]."""
     attack: Attack = ...
@@ -148,20 +148,20 @@ class FewShot(_FewShot):
 class FewerExperts(_FewerExperts):
     """Score over the share of remaining experts, by pruning and merging."""
     left: tuple[float, ...] = ...
-    """Remaining shares of a layer's experts, rounded up."""
+    """Shares of a layer's experts, rounded up."""
     ways: tuple[Literal['reap', 'load', 'merge'], ...] = ...
     """reap, load: pruned by that score; merge: clustered by mean outputs."""
     calibration: int = 1000
     """Training images for statistics of experts, evenly spread."""
     images: int | None = None
-    """Scored test images, evenly spread; null: all."""
+    """Test images, evenly spread; null: all."""
 
 class Invariance(_Invariance):
     """Distance and agreement of routing between images and their transformed versions."""
     images: int | None = 2000
-    """Test images, evenly spread over the split; null takes all."""
+    """Test images, evenly spread; null: all."""
     batch: int = 256
-    """Images per forward pass; results do not depend on it."""
+    """Images per pass; results do not depend on it."""
 
 class Lipschitz(_Lipschitz):
     """Slopes of the logits at test images, and Lemma 1 at their tokens."""
@@ -177,7 +177,7 @@ class RandAugment(_RandAugment):
     0.9, 4 bits, threshold 0; other magnitudes in proportion. Signs are random. Geometric operations
     are about the image's centre and come before all colours (our choice)."""
     operations: int = 2
-    """Operations per image, drawn with replacement"""
+    """Operations per image, with replacement"""
     magnitude: float = 9
     """Strength; 10 is the full range of each, others in proportion"""
     names: tuple[Literal['shear_x', 'shear_y', 'translate_x', 'translate_y', 'rotate'] | Literal['identity', 'autocontrast', 'equalize', 'brightness', 'contrast', 'saturation', 'sharpness', 'posterize', 'solarize', 'invert'], ...] = ...
@@ -186,14 +186,14 @@ class RandAugment(_RandAugment):
 class RegionGeneralisationSettings(_RegionGeneralisationSettings):
     """Volumes that differ from training, on which region experts are tested."""
     volumes: int = 48
-    """Largest number of test participants, one volume each."""
+    """Most test participants, one volume each."""
     subjects: int = 24
-    """Simulated subjects of another generator of volumes."""
+    """Subjects of another volume generator."""
 
 class Retrieval(_Retrieval):
     """Recall of images by captions and captions by images, and the routing of words."""
     images: int | None = None
-    """Size of the gallery: the first test images; null: all."""
+    """Gallery: the first test images; null: all."""
     at: tuple[int, ...] = ...
     """k of R@k."""
 
@@ -219,28 +219,28 @@ class RouterRegret(_RouterRegret):
     images: int | None = 32
     """Test images, evenly spread, the same for every method; null: all."""
     tokens: int = 8
-    """Tokens per image, drawn at random, the same for every method."""
+    """Random tokens per image, the same for every method."""
     batch: int = 256
     """Forward passes per batch."""
     explored: int = 8
-    """Images of the explorer for which each token's best experts are stored."""
+    """Explorer's images for which each token's best experts are stored."""
 
 class Routing(_Routing):
     """Routing metrics on test images, also under augmentations and other router settings."""
     images: int = 2000
-    """Test images, evenly spread; the same for every method."""
+    """Test images, evenly spread; same for all methods."""
     batch: int = 256
-    """Images per forward pass; results do not depend on it."""
+    """Images per pass; results do not depend on it."""
     overlays: int = 4
-    """Test images whose patches are shown with their experts."""
+    """Images shown with their patches' experts."""
     views: _ViewSettings = ...
-    """Two random views, compared (PRC, table 4)."""
+    """Two compared views (PRC, table 4)."""
     augmentations: tuple[Literal['identity', 'noise', 'shift', 'flip', 'crop', 'rotation', 'affine', 'brightness', 'contrast', 'randaugment', 'erasing'] | _TwoViewAugmentation, ...] = ...
-    """Compared like views, each separately: presets, or {name, views, noise}."""
+    """Each compared like views: presets, or {name, views, noise}."""
     augmentation_images: int = 200
     """How many of the images are compared under each augmentation."""
     sweeps: _SweepSettings = ...
-    """The trained weights under other k and thresholds (ERMoE, S3, S5)."""
+    """Trained weights under other k and thresholds (ERMoE, S3, S5)."""
     roles: _ExpertRoles | None = None
     """Analysis of the experts' roles, from the same pass; null: none."""
 
@@ -275,7 +275,7 @@ class Stability(_Stability):
     images: int | None = 100
     """Test images, evenly spread, the same for every method; null: all."""
     overlays: int = 4
-    """Images shown with their patches' experts and their ramps."""
+    """Images shown with their experts and ramps."""
     sigmas: tuple[float, ...] = ...
     """σ of the noise; pixels lie in [0, 1]."""
     steps: int = 40
@@ -284,7 +284,7 @@ class Stability(_Stability):
 class SweepSettings(_SweepSettings):
     """Settings of the router that are tried on the trained weights; nothing is selected by them."""
     k: tuple[int, ...] = ...
-    """Experts per token; values above the number are skipped"""
+    """Experts per token; skipped above the number"""
     threshold: tuple[float, ...] = ...
     """Thresholds (of a cosine); routers without a threshold have no such sweep"""
     images: int = 300
@@ -300,9 +300,9 @@ class TwoViewAugmentation(_TwoViewAugmentation):
     name: str
     """Its name in tables; the draws depend on it"""
     views: _ViewSettings = ...
-    """Geometry and colours, drawn for each view"""
+    """Geometry and colours of each view"""
     noise: float = 0.0
-    """σ of Gaussian noise, added last; pixels lie in [0, 1]"""
+    """Gaussian σ, added last; pixels in [0, 1]"""
 
 class ViewSettings(_ViewSettings):
     """Settings of random views: shift, crop, flip, affine, RandAugment, colours, erasing.
@@ -312,7 +312,7 @@ class ViewSettings(_ViewSettings):
     pixel exact. Volumes take shift, flip (of their first axis, which runs from left to right),
     affine without shear, and fill."""
     shift: int = 0
-    """Largest movement along each axis in whole pixels (pad and crop)"""
+    """Largest movement per axis in pixels (pad and crop)"""
     crop: _CropRanges | None = None
     """Random resized crop"""
     flip: bool = False
@@ -338,7 +338,7 @@ class WordSwaps(_WordSwaps):
 class ZeroShot(_ZeroShot):
     """Zero-shot classification of another data set's test images."""
     source: FashionMnist | Digits | ImageFolder | Cifar | Imagenet
-    """data set whose test split is used, resized to the model's images"""
+    """data set whose test split is used, resized for the model"""
     templates: tuple[str, ...] = ...
     """prompts; {} is a class's name"""
     names: tuple[str, ...] | None = None

@@ -182,9 +182,7 @@ def load_or_compute(parts: PartStore, name: str, model: type[R], compute: Callab
 def read_result(path: str | Path, model: type[R], stage: str) -> R | Skipped:
     """Return the result that ``stage`` wrote to ``path``, or the reason why it was skipped."""
     if not Path(path).is_file():
-        raise UserError(
-            f"{path}: no such file; the stage {stage} writes it: run `dvc repro {stage}`"
-        )
+        raise UserError(f"{path}: no such file; stage {stage} writes it: run `dvc repro {stage}`")
     content = read_json(path)
     if isinstance(content, dict) and set(content) == {"skipped"}:
         return Skipped.model_validate(content)

@@ -36,13 +36,9 @@ class Baselines(MeasuredPart):
     metrics = {"baseline": Metric("{score} of {}", SCORE, SCORE, over="classifier", items="hits")}
 
     images: int = Field(
-        10_000,
-        ge=100,
-        description="Training images, and validation images, at most; evenly spaced in the split.",
+        10_000, ge=100, description="Most training and validation images, evenly spaced."
     )
-    pixels: int = Field(
-        3072, ge=16, description="Values per image, to which larger images are averaged."
-    )
+    pixels: int = Field(3072, ge=16, description="Values per image; larger images are averaged.")
     penalties: tuple[Annotated[float, Field(gt=0)], ...] = Field(
         (10.0, 100.0, 1000.0),
         min_length=1,
@@ -85,8 +81,7 @@ def measure_baselines(
     channels = data.card["channels"]  # without that of the truth
     train = read_pixel_values(data.train, learned, channels, settings.pixels)
     validation = read_pixel_values(data.validation, checked, channels, settings.pixels)
-    every = np.arange(len(data.test.labels))
-    test = read_pixel_values(data.test, every, channels, settings.pixels)
+    test = read_pixel_values(data.test, np.arange(len(data.test.labels)), channels, settings.pixels)
 
     def put_logistic(out: Values) -> None:
         classifier, penalty = fit_logistic_regression(train, validation, settings.penalties)

@@ -130,9 +130,7 @@ class Calibrate(Config):
     """The calibrator, what to do if it cannot be fitted, and, for ages, a baseline."""
 
     calibrator: Calibrator
-    batch: int = Field(
-        256, ge=1, description="Images per forward pass; results do not depend on it."
-    )
+    batch: int = Field(256, ge=1, description="Images per pass; results do not depend on it.")
     on_refusal: OnRefusal = Field(
         "stop", description="If no line can be fitted: stop, or report the raw predictions."
     )

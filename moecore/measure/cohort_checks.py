@@ -21,9 +21,7 @@ from moecore.measure.probes.linear_probe import (
 )
 from moecore.measure.values import Metric, OnPage, Place, Values
 
-SIMULATED_ONLY = (
-    "only a simulated cohort (kind: phantom) can age a subject and leave all else as it is"
-)
+SIMULATED_ONLY = "only a simulated cohort (kind: phantom) can age a subject and change nothing else"
 NO_MAPS = "the cohort has no tissue maps"
 Age = Annotated[float, Field(gt=0, le=120)]
 People = UnseenPeopleSimulator | None  # in no split; None for a cohort that is not simulated
@@ -122,16 +120,12 @@ class CohortChecks(Measurement):
     rescans: int = Field(
         16, ge=1, le=PEOPLE // 2, description="Subjects scanned again, at one site and at two."
     )
-    probe: int = Field(
-        256, ge=2, description="Largest number of training volumes that a probe is fitted to."
-    )
+    probe: int = Field(256, ge=2, description="Most training volumes that a probe is fitted to.")
     generalisation: region_experts_on_new_data.RegionGeneralisationSettings = Field(
         region_experts_on_new_data.RegionGeneralisationSettings(),
         description="Tests of region experts on volumes that differ from training.",
     )
-    batch: int = Field(
-        16, ge=1, description="Volumes per forward pass; results do not depend on it."
-    )
+    batch: int = Field(16, ge=1, description="Volumes per pass; results do not depend on it.")
 
     @model_validator(mode="after")
     def _rising(self) -> Self:
@@ -142,8 +136,7 @@ class CohortChecks(Measurement):
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
         """Return a reason if the labels are classes instead of ages, else None."""
-        test = subject.data.test
-        if subject.data.task.by_class(torch.from_numpy(test.labels)) is not None:
+        if subject.data.task.by_class(torch.from_numpy(subject.data.test.labels)) is not None:
             return "the labels are classes, not ages; a cohort (kind: phantom or bids) is needed"
         return None
 

@@ -112,9 +112,7 @@ class Corruptions(Measurement):
     severities: tuple[Severity, ...] = Field(
         (1, 3, 5), min_length=1, description="1 to 5; a corruption's error is the mean over them."
     )
-    names: tuple[Name, ...] | None = Field(
-        None, min_length=1, description="Corruptions; null: all fifteen."
-    )
+    names: tuple[Name, ...] | None = Field(None, min_length=1, description="Null: all fifteen.")
 
     @field_validator("severities", "names")
     @classmethod

@@ -239,9 +239,7 @@ class Cost(Measurement):
     metrics = METRICS
     page = OnPage("cost", place=14)
 
-    batch: int = Field(
-        64, ge=1, description="Images per pass for throughput and peak memory; latency is of one."
-    )
+    batch: int = Field(64, ge=1, description="For throughput and peak memory; latency: one image.")
     rounds: int = Field(10, ge=2, description="Timed passes, after three warm-up passes.")
     images: int = Field(64, ge=1, description="Test images that the passes use in turn.")
 

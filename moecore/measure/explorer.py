@@ -53,9 +53,7 @@ class Explorer(Measurement):
         f"{VOLUMES} volumes.",
     )
     gallery: int | None = Field(
-        400,
-        ge=1,
-        description="Test images that experts' favourite patches are taken from; null: all.",
+        400, ge=1, description="Test images of experts' favourite patches; null: all."
     )
     epsilons: tuple[Positive, ...] = Field(
         (1 / 255, 2 / 255, 4 / 255, 8 / 255), description="Radii of the L∞ ball, pixels in [0, 1]."

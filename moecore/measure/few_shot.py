@@ -107,8 +107,7 @@ class FewShot(Measurement):
             for draw in draws:
                 chosen = draw[:, :shots].flatten()
                 few = train_features[np.searchsorted(used, chosen)]
-                labels = train.labels[chosen]
-                fits.append(score_few_shot_draw(subject, test_features, few, labels))
+                fits.append(score_few_shot_draw(subject, test_features, few, train.labels[chosen]))
             # Values per image are means over draws; the draws are the same for every model.
             items = torch.stack([draw_items for _, _, draw_items in fits]).mean(dim=0)
             accuracies = [float(scores[EXPONENTS.index(chosen)]) for scores, chosen, _ in fits]

@@ -60,9 +60,7 @@ class FewerExperts(Measurement):
     )
 
     left: tuple[Share, ...] = Field(
-        (0.75, 0.5, 0.25),
-        min_length=1,
-        description="Remaining shares of a layer's experts, rounded up.",
+        (0.75, 0.5, 0.25), min_length=1, description="Shares of a layer's experts, rounded up."
     )
     ways: tuple[Way, ...] = Field(
         ("reap", "load", "merge"),
@@ -72,9 +70,7 @@ class FewerExperts(Measurement):
     calibration: int = Field(
         1000, ge=1, description="Training images for statistics of experts, evenly spread."
     )
-    images: int | None = Field(
-        None, ge=1, description="Scored test images, evenly spread; null: all."
-    )
+    images: int | None = Field(None, ge=1, description="Test images, evenly spread; null: all.")
 
     @classmethod
     def place_words(cls, place: Place) -> str:

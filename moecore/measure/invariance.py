@@ -55,9 +55,7 @@ METRICS = {
         detail=True,
     ),
 }
-METRICS = {
-    name: metric._replace(paper="moge", over="transform") for name, metric in METRICS.items()
-}
+METRICS = {key: metric._replace(paper="moge", over="transform") for key, metric in METRICS.items()}
 
 
 class Invariance(Measurement):
@@ -70,12 +68,8 @@ class Invariance(Measurement):
     metrics = METRICS
     page = OnPage("invariance", place=6)
 
-    images: int | None = Field(
-        2000, ge=1, description="Test images, evenly spread over the split; null takes all."
-    )
-    batch: int = Field(
-        256, ge=1, description="Images per forward pass; results do not depend on it."
-    )
+    images: int | None = Field(2000, ge=1, description="Test images, evenly spread; null: all.")
+    batch: int = Field(256, ge=1, description="Images per pass; results do not depend on it.")
 
     def places(self) -> dict[str, Iterable[Place]]:
         """Return "transform" → the names of the transforms."""
@@ -138,8 +132,7 @@ def move_images(images: np.ndarray, affines: Tensor, batch: int) -> Tensor:
     moved = []
     for start in range(0, len(images), batch):
         chunk = slice(start, start + batch)
-        pixels = torch.from_numpy(images[chunk])
-        warped = warping.warp_images(pixels, affines[chunk], size, "zeros")
+        warped = warping.warp_images(torch.from_numpy(images[chunk]), affines[chunk], size, "zeros")
         moved.append(warped.round().clamp(0, 255).to(torch.uint8))
     return torch.cat(moved)
 

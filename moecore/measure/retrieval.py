@@ -12,11 +12,7 @@ from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import Tokenizer, load_tokenizer
 from moecore.measure.base import MeasuredModel, Measurement
-from moecore.measure.exploring.expert_gallery import (
-    encode_expert_overlays,
-    experts_by_word,
-    find_two_towers,
-)
+from moecore.measure.exploring import expert_gallery
 from moecore.measure.routing_metrics.layer_metrics import mean_token_entropy
 from moecore.measure.values import Metric, OnPage, Place, Values
 from moecore.nn.backbones.two_towers import TEXTS
@@ -51,9 +47,7 @@ METRICS = {
     "text_to_image_chance": Metric(""),
     "image_to_text_chance": Metric(""),
     "text_load_cv2": Metric(
-        "Load CV², words",
-        "lower",
-        note="of the text tower's experts, over the words of all test captions",
+        "Load CV², words", "lower", note="of the text tower's experts, over words of test captions"
     ),
     "text_entropy": Metric(
         "Entropy, words", note="of the text tower's routing of a word, nats", detail=True
@@ -64,10 +58,7 @@ METRICS = {
         note="share of pairs of occurrences of a word with the same first expert",
     ),
     "word_same_expert_chance": Metric(
-        "One word, one expert: chance",
-        form="share",
-        note="the same for pairs of any two words",
-        detail=True,
+        "One word, one expert: chance", "", "share", "the same for any two words", detail=True
     ),
 }
 
@@ -79,9 +70,7 @@ class Retrieval(Measurement):
     metrics = METRICS
     page = OnPage("images and captions", place=10)
 
-    images: int | None = Field(
-        None, ge=2, description="Size of the gallery: the first test images; null: all."
-    )
+    images: int | None = Field(None, ge=2, description="Gallery: the first test images; null: all.")
     at: tuple[int, ...] = Field((1, 5, 10), min_length=1, description="k of R@k.")
 
     @classmethod
@@ -124,7 +113,7 @@ def captioned_pictures(
 ) -> dict[str, Any]:
     """Return "overlays" and "captions_read" of a few images: experts of patches and of words."""
     indices = evenly_spaced_indices(len(images), PICTURES)
-    towers = find_two_towers(subject.model)
+    towers = expert_gallery.find_two_towers(subject.model)
     if towers is None:
         return {}
     few = images[indices]
@@ -133,7 +122,7 @@ def captioned_pictures(
         _, records = predict_in_batches(subject.model, few, prediction=False)
     tokenizer = load_tokenizer(subject.data.folder, towers.text.task)
     tokens = labels[indices, 0]
-    read = experts_by_word(towers, tokens, tokenizer, max_experts=1)
+    read = expert_gallery.experts_by_word(towers, tokens, tokenizer, max_experts=1)
     if towers.config.text.moe is None:
         masks = towers.text.caption_mask(tokens)
         read = [
@@ -141,7 +130,7 @@ def captioned_pictures(
             for row, mask in zip(tokens, masks, strict=True)
         ]
     return {
-        "overlays": encode_expert_overlays(few, records),
+        "overlays": expert_gallery.encode_expert_overlays(few, records),
         "captions_read": [
             [[(word, ranked[0] if ranked else -1) for word, ranked in layer] for layer in caption]
             for caption in read
@@ -164,7 +153,7 @@ def put_recall(
 
 def put_caption_routing(subject: MeasuredModel, labels: Tensor, out: Values) -> None:
     """Put load CV², entropy and same-expert rate of captions, mean over the text tower's layers."""
-    model = find_two_towers(subject.model)
+    model = expert_gallery.find_two_towers(subject.model)
     assert model is not None
     out.facts["layers"] = []
     if model.config.text.moe is None:

@@ -52,11 +52,7 @@ METRICS = {
         signed=True,
     ),
     "better_sets": Metric(
-        "Better sets",
-        "lower",
-        "share",
-        note=f"sets of experts with a smaller loss; {OF_ONE_TOKEN}",
-        signed=True,
+        "Better sets", "lower", "share", f"sets with a smaller loss; {OF_ONE_TOKEN}", signed=True
     ),
     "fixed_set_gain": Metric(
         "Gain of one set for all",
@@ -91,14 +87,10 @@ class RouterRegret(Measurement):
     images: int | None = Field(
         32, ge=4, description="Test images, evenly spread, the same for every method; null: all."
     )
-    tokens: int = Field(
-        8, ge=1, description="Tokens per image, drawn at random, the same for every method."
-    )
+    tokens: int = Field(8, ge=1, description="Random tokens per image, the same for every method.")
     batch: int = Field(256, ge=1, description="Forward passes per batch.")
     explored: int = Field(
-        8,
-        ge=0,
-        description="Images of the explorer for which each token's best experts are stored.",
+        8, ge=0, description="Explorer's images for which each token's best experts are stored."
     )
 
     @classmethod

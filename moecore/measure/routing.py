@@ -86,7 +86,7 @@ def map_metrics(place: str, description: str) -> dict[str, Metric]:
     for share, (name, quantity) in MAP_SHARES.items():
         label, note = f"{name}, {place}", f"{quantity} {description}"
         metrics[f"{place}_{share}"] = Metric(
-            label, "", "share", note=note, paper="moge", is_fixed=share == "cells"
+            label, "", "share", note, paper="moge", is_fixed=share == "cells"
         )
         if share != "cells":
             metrics[f"{place}_{share}_layer"] = layer_metric(label, "", "share", note, "moge")
@@ -95,14 +95,14 @@ def map_metrics(place: str, description: str) -> dict[str, Metric]:
 
 METRICS = {
     **{
-        name: Metric(label, "higher", "share", note=f"{same} in two augmented views", paper="prc")
+        name: Metric(label, "higher", "share", f"{same} in two augmented views", paper="prc")
         for name, (label, same) in MATCHES.items()
     },
     "switch_fraction": Metric(
         "Switch fraction",
         "lower",
         "share",
-        note="experts of a patch that it did not have in another augmented view; by chance 1 − k/E",
+        "experts of a patch that it did not have in another augmented view; by chance 1 − k/E",
     ),
     **{
         name: Metric(label, better, note=note, paper="prc")
@@ -138,22 +138,16 @@ METRICS = {
         paper="ermoe",
     ),
     "max_violation": Metric(
-        "MaxVio",
-        "lower",
-        note="load of the most used expert over the mean load − 1, mean over layers",
+        "MaxVio", "lower", note="load of the most used expert / mean load − 1, mean over layers"
     ),
-    "dead": Metric(
-        "Dead experts", "lower", "share", note="experts with under 1 % of the mean load"
-    ),
+    "dead": Metric("Dead experts", "lower", "share", "experts with under 1 % of the mean load"),
     "experts_per_token": Metric("Experts a token", note="chosen before capacity, mean over layers"),
-    "unrouted": Metric(
-        "Unrouted", "", "share", note="tokens that chose no expert, mean over layers"
-    ),
+    "unrouted": Metric("Unrouted", "", "share", "tokens that chose no expert, mean over layers"),
     "fallback": Metric(
         "Fallback",
         "lower",
         "share",
-        note="tokens with no expert above the threshold",
+        "tokens with no expert above the threshold",
         paper="ermoe",
         needs="thresholds",
     ),
@@ -175,20 +169,13 @@ METRICS = {
         "Tail of the probabilities", note="probability outside the best k", paper="ermoe"
     ),
     "teacher_agreement": Metric(
-        "Agreement with teacher",
-        form="share",
-        note=f"{AGREED}; mean over layers",
-        paper="tgr",
-        needs="guide",
+        "Agreement with teacher", "", "share", f"{AGREED}; mean over layers", "tgr", needs="guide"
     ),
     "teacher_agreement_layer": layer_metric(
         "Agreement with teacher", "", "share", AGREED, "tgr"
     )._replace(detail=False, needs="guide"),
     "entropy": Metric(
-        "Expert entropy",
-        "higher",
-        note="normalised entropy of expert use, mean over layers",
-        paper="tgr",
+        "Expert entropy", "higher", note="normalised entropy of use, mean over layers", paper="tgr"
     ),
     "token_entropy": Metric(
         "Token entropy", note="nats, of a token's probabilities; mean over layers", paper="tgr"
@@ -242,29 +229,20 @@ class Routing(Measurement):
         about="score_k_1",
     )
 
-    images: int = Field(
-        2000, ge=1, description="Test images, evenly spread; the same for every method."
-    )
-    batch: int = Field(
-        256, ge=1, description="Images per forward pass; results do not depend on it."
-    )
-    overlays: int = Field(
-        4, ge=0, le=16, description="Test images whose patches are shown with their experts."
-    )
+    images: int = Field(2000, ge=1, description="Test images, evenly spread; same for all methods.")
+    batch: int = Field(256, ge=1, description="Images per pass; results do not depend on it.")
+    overlays: int = Field(4, ge=0, le=16, description="Images shown with their patches' experts.")
     views: ViewSettings = Field(
-        ViewSettings(crop=CropRanges(), flip=True),
-        description="Two random views, compared (PRC, table 4).",
+        ViewSettings(crop=CropRanges(), flip=True), description="Two compared views (PRC, table 4)."
     )
     augmentations: tuple[Preset | TwoViewAugmentation, ...] = Field(
-        AUGMENTATIONS,
-        description="Compared like views, each separately: presets, or {name, views, noise}.",
+        AUGMENTATIONS, description="Each compared like views: presets, or {name, views, noise}."
     )
     augmentation_images: int = Field(
         200, ge=1, description="How many of the images are compared under each augmentation."
     )
     sweeps: SweepSettings = Field(
-        SweepSettings(),
-        description="The trained weights under other k and thresholds (ERMoE, S3, S5).",
+        SweepSettings(), description="Trained weights under other k and thresholds (ERMoE, S3, S5)."
     )
 
     roles: ExpertRoles | None = Field(

@@ -33,10 +33,7 @@ METRICS = {  # the columns are under the largest noise
         note="1 − IoU of the chosen experts under the largest noise, mean over layers",
     ),
     "noise_agreement": Metric(
-        "Same expert, noise",
-        "higher",
-        "share",
-        note="tokens with the same first expert under the largest noise",
+        "Same expert, noise", "higher", "share", note="same first expert under the largest noise"
     ),
     "jumps": Metric(
         "Prediction jumps",
@@ -87,9 +84,7 @@ class Stability(Measurement):
     images: int | None = Field(
         100, ge=1, description="Test images, evenly spread, the same for every method; null: all."
     )
-    overlays: int = Field(
-        4, ge=0, le=8, description="Images shown with their patches' experts and their ramps."
-    )
+    overlays: int = Field(4, ge=0, le=8, description="Images shown with their experts and ramps.")
     sigmas: tuple[Sigma, ...] = Field(
         SIGMAS, min_length=1, description="σ of the noise; pixels lie in [0, 1]."
     )
@@ -151,14 +146,12 @@ def count_jumps(probs: Tensor, labels: Tensor, threshold: float) -> Tensor:
     """Count the steps that change the true class's probability by more than ``threshold``, (N,)."""
     # A step is between neighbouring points: a steep continuous change counts, too. probs:
     # (N, S + 1, K) at S + 1 points of a ramp of noise, the first clean; labels: (N,).
-    steps = true_probability(probs, labels).diff(dim=1).abs()
-    return (steps > threshold).sum(1)
+    return (true_probability(probs, labels).diff(dim=1).abs() > threshold).sum(1)
 
 
 def true_probability(probs: Tensor, labels: Tensor) -> Tensor:
     """Return the probability of each image's true class along its ramp, (N, S + 1) fp64."""
-    index = labels[:, None, None].expand(-1, probs.shape[1], 1)
-    return probs.double().gather(2, index).squeeze(2)
+    return probs.double().gather(2, labels[:, None, None].expand(-1, probs.shape[1], 1)).squeeze(2)
 
 
 def class_probs_by_sigma(

@@ -64,18 +64,12 @@ def hits_reader(fact: str) -> Callable[[Mapping[type, Any]], np.ndarray | None]:
 
 
 def epoch_agreement_metric(label: str, note: str, **changes: Any) -> Metric:
-    metric = Metric(label, "higher", "share", note, "tgr", needs="settling")
-    return metric._replace(**changes)
+    return Metric(label, "higher", "share", note, "tgr", needs="settling")._replace(**changes)
 
 
 METRICS = {
     "test_score": Metric(
-        "{tested}{unit}",
-        better=SCORE,
-        form=SCORE,
-        note="{meaning}",
-        name="test_{score}",
-        hits=hits_reader("scores"),
+        "{tested}{unit}", SCORE, SCORE, "{meaning}", name="test_{score}", hits=hits_reader("scores")
     ),
     "test_loss": Metric(
         "Test loss",
@@ -142,9 +136,7 @@ METRICS = {
         needs="finetuned",
     ),
     "training_step_ms": Metric(
-        "Training step, ms",
-        note="views, losses and update; from the median images per second",
-        paper="cost",
+        "Training step, ms", note="views, losses, update; from the median images / s", paper="cost"
     ),
     "training_memory_mb": Metric(
         "Training memory, MB",
@@ -168,10 +160,7 @@ METRICS = {
         "ages",
     ),
     "own_expert_random": Metric(
-        "Own expert, random masks",
-        form="share",
-        note="the same share under random masks of that size",
-        paper="ages",
+        "Own expert, random masks", "", "share", "the same under random masks of that size", "ages"
     ),
     "own_expert_gain": Metric(
         "Own expert − random", "higher", note="above 0: experts know their tissue", paper="ages"

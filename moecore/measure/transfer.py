@@ -39,12 +39,8 @@ class Transfer(MeasuredPart):
     metrics = METRICS
 
     attack: Attack = Pgd(steps=20)
-    epsilon: float = Field(
-        4 / 255, ge=0, le=1, description="Radius of the L∞ ball in pixel units [0, 1]."
-    )
-    images: int = Field(
-        100, ge=1, description="Test images, drawn once; the same for every method."
-    )
+    epsilon: float = Field(4 / 255, ge=0, le=1, description="Radius of the L∞ ball, pixels [0, 1].")
+    images: int = Field(100, ge=1, description="Test images, drawn once; the same for all methods.")
     precision: Precision = Field(
         "float32", description="Of an attack's passes; its images are scored in float32 either way."
     )

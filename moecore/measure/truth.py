@@ -53,10 +53,7 @@ METRICS = {
         "MoE layers",
     ),
     "purity_chance": Metric(
-        "Purity by chance",
-        form="share",
-        note="the same with truths permuted among images",
-        detail=True,
+        "Purity by chance", "", "share", "the same with truths permuted among images", detail=True
     ),
     "adjusted_mutual_information": Metric(
         "AMI of expert and truth",

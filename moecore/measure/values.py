@@ -149,9 +149,7 @@ class Found(Config):
 
     def curve(self, metric: str, over: str) -> dict[Any, float]:
         """Return place → value, for values whose only place is ``over``."""
-        return {
-            value.at[over]: value.value for value in self.all(metric) if set(value.at) == {over}
-        }
+        return {row.at[over]: row.value for row in self.all(metric) if set(row.at) == {over}}
 
     def numbers(self) -> dict[str, float]:
         """Return "{metric}_{place}…" → value, under the names that MLflow shows."""
@@ -213,8 +211,7 @@ class Values:
             interval = value if isinstance(value, Interval) or value is None else Interval(value)
             packed = None
         if interval is not None and math.isfinite(interval.value):
-            limits = interval._asdict()
-            self.values.append(Value(metric=metric, at=at, items=packed, **limits))
+            self.values.append(Value(metric=metric, at=at, items=packed, **interval._asdict()))
 
     def _interval(self, metric: Metric, items: np.ndarray) -> Interval:
         if metric.form == SCORE:

@@ -35,10 +35,7 @@ METRICS = {
         "Perplexity, {} % of words swapped", "lower", note="exp of the nats", over="percent"
     ),
     "swapped_lost": Metric(
-        "Nats lost, {} % of words swapped",
-        "lower",
-        note="nats − nats of the clean text",
-        over="percent",
+        "Nats lost, {} % of words swapped", "lower", note="nats − the clean text's", over="percent"
     ),
     "swapped_change": Metric(
         "Routing change, {} % of words swapped",
@@ -109,8 +106,7 @@ class WordSwaps(Measurement):
         tokens = np.array(subject.data.tokens("test"))
         vocabulary = read_vocabulary(subject.data.folder, subject.data.task.outputs)
         unknown = vocabulary.index(UNKNOWN)
-        places = swappable_word_places(tokens, vocabulary)
-        order = np.random.default_rng(SEED).permutation(places)
+        order = np.random.default_rng(SEED).permutation(swappable_word_places(tokens, vocabulary))
         clean, clean_records = block_scores_with_routing(
             subject.model, np.array(test.images[indices]), labels
         )
@@ -121,8 +117,7 @@ class WordSwaps(Measurement):
             swapped = tokens.copy()
             swapped[chosen] = unknown
             context = test.images.shape[1] - 1
-            block = test.images.shape[2]
-            images = np.array(block_windows(swapped, block, context)[0][indices])
+            images = np.array(block_windows(swapped, test.images.shape[2], context)[0][indices])
             nats, records = block_scores_with_routing(subject.model, images, labels)
             out.put("swapped_nats", nats, percent=percent)
             mean = float(nats.numpy().mean())

@@ -38,12 +38,7 @@ METRICS = {
         limits="wilson",
     ),
     "zero_shot_top5": Metric(
-        "Zero-shot Acc@5",
-        "higher",
-        "share",
-        note="the class is among the five nearest",
-        limits="wilson",
-        detail=True,
+        "Zero-shot Acc@5", "higher", "share", "among the five nearest", limits="wilson", detail=True
     ),
 }
 
@@ -54,9 +49,7 @@ class ZeroShot(Measurement):
     metrics = METRICS
     page = OnPage("classes by prompts", place=11, heading="Zero-shot")
 
-    source: Labelled = Field(
-        description="data set whose test split is used, resized to the model's images"
-    )
+    source: Labelled = Field(description="data set whose test split is used, resized for the model")
     templates: tuple[str, ...] = Field(
         ("a photo of a {}",), min_length=1, description="prompts; {} is a class's name"
     )
@@ -103,8 +96,7 @@ class ZeroShot(Measurement):
         # number of unknown words in the prompts.
         image = subject.model.image
         with tempfile.TemporaryDirectory() as folder:
-            sized = self.source.model_copy(update={"size": image.shape[0]})
-            sized.write(Path(folder))
+            self.source.model_copy(update={"size": image.shape[0]}).write(Path(folder))
             data = Prepared.open(folder)
             if data.card["channels"] != image.channels:
                 channels = f"images of {data.card['channels']} channels"

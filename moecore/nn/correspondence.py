@@ -44,9 +44,8 @@ def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> 
     swapped = areas[1] > areas[0] * (1 + TOLERANCE)
     swap = swapped[:, None, None]
     fine = torch.where(swap, second, first)
-    coarse = torch.where(swap, first, second)
     # inv_ex: plain inv would make the host wait for the device
-    transform = coarse @ torch.linalg.inv_ex(fine).inverse
+    transform = torch.where(swap, first, second) @ torch.linalg.inv_ex(fine).inverse
     # A centre midway between patches goes to the higher one.
     return PatchPartners(*_patches_at_centres(transform, layout), swapped)
 
@@ -65,9 +64,7 @@ def pair_view_tokens(affines: Tensor, layout: TokenLayout, special: bool) -> Tok
     # affines: (2B, D+1, D+1), first B = view 1, last B = view 2.
     if len(affines) % 2:
         raise UserError.at(
-            "correspondence",
-            found=f"{len(affines)} affines",
-            allowed="an even number, two views per image",
+            "correspondence", found=f"{len(affines)} affines", allowed="two views per image"
         )
     count = len(affines) // 2
     index, inside, swapped = match_patches(affines[:count], affines[count:], layout)
@@ -91,10 +88,8 @@ def token_pairs_by_layer(
     affines: Tensor, layouts: Sequence[TokenLayout], special: bool
 ) -> list[tuple[TokenPairs, TokenLayout]]:
     """Return (``pair_view_tokens``, layout) per layer; equal layouts share their pairs."""
-    pairs_by_layout = {
-        layout: pair_view_tokens(affines, layout, special) for layout in set(layouts)
-    }
-    return [(pairs_by_layout[layout], layout) for layout in layouts]
+    layout_pairs = {layout: pair_view_tokens(affines, layout, special) for layout in set(layouts)}
+    return [(layout_pairs[layout], layout) for layout in layouts]
 
 
 def token_pair_values(

@@ -72,8 +72,7 @@ class SparsePlan(NamedTuple):
         places = torch.arange(len(pairs), device=experts.device)
         order, offsets = pairs, ends
         if places.is_cpu and not torch.compiler.is_compiling():
-            sizes = ends.diff(prepend=ends.new_zeros(1))
-            offsets = round_row_counts(sizes).cumsum(0)
+            offsets = round_row_counts(ends.diff(prepend=ends.new_zeros(1))).cumsum(0)
             # padding of earlier experts shifts an expert's rows
             shifts = torch.cat([ends.new_zeros(1), (offsets - ends)[:-1]])
             places = places + shifts.index_select(0, by_expert)
@@ -227,8 +226,7 @@ class ProjectionDispatchPlan(NamedTuple):
     def build(cls, plan: SparsePlan, projections: Tensor, chosen: Tensor) -> Self:
         """Return the plan for projections (B, T, E, r) and chosen experts (B, T, k)."""
         flat = projections.flatten(0, 2)
-        number = projections.shape[2]
-        first = torch.arange(0, len(flat), number, device=chosen.device)
+        first = torch.arange(0, len(flat), projections.shape[2], device=chosen.device)
         return cls(plan, flat, (first.unsqueeze(-1) + chosen.flatten(0, 1)).flatten())
 
     def dispatch(self, tokens: Tensor) -> Rows:

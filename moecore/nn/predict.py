@@ -244,8 +244,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode inside the context; restore modes and random state afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     device = model_device(model)
-    forked = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=forked):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         model.eval()
         try:
             yield

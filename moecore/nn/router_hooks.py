@@ -222,9 +222,7 @@ def check_record(record: Any, place: str) -> RoutingRecord:
     """Return ``record`` if its fields are (..., E), chosen of bool; place: starts the UserError."""
     if not isinstance(record, RoutingRecord):
         raise UserError.at(
-            place,
-            found=type(record).__name__,
-            allowed="a RoutingRecord, as lens.build_record returns",
+            place, found=type(record).__name__, allowed="a RoutingRecord, as of lens.build_record"
         )
     fields = dict(zip(RoutingRecord._fields[:5], record[:5], strict=True))
     for name, field in fields.items():

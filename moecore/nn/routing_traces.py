@@ -108,11 +108,9 @@ def encode_top_experts(record: RoutingRecord) -> str:
     combine = record.combine.numpy()
     probs = record.probs.numpy()
     chosen = record.chosen.numpy()
-    experts = probs.shape[-1]
-    dtype = np.uint8 if experts <= MAX_BYTE_EXPERTS else np.uint16
+    dtype = np.uint8 if probs.shape[-1] <= MAX_BYTE_EXPERTS else np.uint16
     order = np.lexsort((-probs, ~chosen, -combine), axis=-1)[..., :MAX_EXPERTS]
-    unprocessed = np.iinfo(dtype).max
-    best = np.where(combine.max(axis=-1) > 0, combine.argmax(axis=-1), unprocessed)
+    best = np.where(combine.max(axis=-1) > 0, combine.argmax(axis=-1), np.iinfo(dtype).max)
     shares = np.rint(np.take_along_axis(probs, order, axis=-1).clip(0, 1) * MAX_PROBABILITY)
     marks = shares + CHOSEN_BIT * np.take_along_axis(chosen, order, axis=-1)
     return encode_concatenated_arrays(

@@ -69,7 +69,7 @@ class JensenShannon(_JensenShannon):
 
     It does not balance the load: add importance and load."""
     weight: float = 0.005
-    """factor in the objective (our choice; the paper gives none)"""
+    """our choice of the factor; the paper gives none"""
     special: bool = False
     """pair the class token with itself (on for ImageNet)"""
 
@@ -88,7 +88,7 @@ class PairwiseConsistency(_PairwiseConsistency):
     weight: float = 1.0
     """factor in the objective"""
     diagonal: float = 0.005
-    """factor of the mean of (1 − S_ii)²: rewards equal choices"""
+    """of mean (1 − S_ii)²: rewards equal choices"""
     off_diagonal: float = 0.05
     """factor of the mean of S_ij², i ≠ j: penalises unequal choices"""
     special: bool = False
@@ -134,7 +134,7 @@ class TeacherRouter(_TeacherRouter):
     weight: float = 1.0
     """factor in the objective"""
     balance: float = 0.005
-    """factor of the CV² of the experts' mean probability"""
+    """factor of CV² of experts' mean probability"""
     entropy: float = 0.005
     """factor of the mean token entropy"""
 

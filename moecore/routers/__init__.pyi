@@ -33,18 +33,18 @@ class Competition(_Competition):
     k: int = 2
     """experts per token"""
     share: float = 0.07
-    """probability that a layer's experts compete in a step"""
+    """chance that a layer competes in a step"""
     warmup: float = 0.05
     """share of the training before any compete"""
     router_weight: float
     """weight of the router's loss: the mean squared distance of its probs to the softmax of the
     experts' strengths (paper 1e-3, code 1e-2)"""
     chosen_weight: float
-    """factor of the same distance over chosen experts, added (paper 0.2, code 0.1)"""
+    """the same over chosen experts (paper 0.2, code 0.1)"""
     diversity_weight: float
-    """weight of half the mean cosine between outputs of chosen experts; needs k ≥ 2"""
+    """of half the mean cosine of chosen outputs; k ≥ 2"""
     bal_comp: float = 0.01
-    """weight of the balance loss on the strengths, in competing steps; 0: none"""
+    """balance loss on strengths, in competing steps"""
     balance: Balance | None = None
     """balancing of the load by shifting the choice by the softmax; null: none"""
 
@@ -55,21 +55,21 @@ class Cosine(_Cosine):
     k: int = 2
     """experts per token"""
     noise_std: float = 0.0
-    """noise on the logits in training, in units of 1 / experts"""
+    """on logits, in training; unit: 1 / experts"""
     capacity_factor: float | None = None
-    """maximum tokens per expert in training, relative to an even share; null: all"""
+    """maximum tokens per expert in training / even share; null: all"""
     eval_capacity_factor: float | None = None
     """likewise in evaluation and under attack; predictions then depend on the other images of a
     group; null: no limit"""
     batch_priority: bool = False
-    """serve tokens by their largest gate, highest first"""
+    """serve tokens by largest gate, highest first"""
     group_size: int = 8
     """images that share a capacity"""
     renormalise: bool | Literal['straight'] = False
     """let the chosen gates sum to 1 (with k = 1 the router then has no task gradient); straight:
     likewise, but with the gradient of gates divided by a constant"""
     task_gradient: bool = True
-    """false: the router learns from its losses only (TGR)"""
+    """false: only the router's losses teach it (TGR)"""
     score: Literal['softmax', 'sigmoid', 'sqrt_softplus'] = 'softmax'
     """function from logits to scores: softmax over all experts, or per expert a sigmoid or the root
     of softplus"""
@@ -80,13 +80,13 @@ class Cosine(_Cosine):
     balance: Balance | None = None
     """balancing of the load without a loss, by shifting the choice; null: none"""
     input_jitter: float = 0.0
-    """in training, multiply the router's tokens by uniform draws from 1 ± this"""
+    """in training, multiply tokens by uniform draws from 1 ± this"""
     start: Literal['normal', 'orthonormal'] = 'normal'
-    """orthonormal: initial rows are orthonormal, without weight decay (simbal)"""
+    """orthonormal: initial rows, without weight decay (simbal)"""
     residual: bool = False
-    """add a learned map, 0 at first, of the previous MoE layer's logits (MoE++)"""
+    """add a learned map, first 0, of the previous MoE layer's logits (MoE++)"""
     embedding: int | None = None
-    """width of the embeddings; null: half the number of experts"""
+    """width; null: half the number of experts"""
     temperature: float = 0.3
     """initial divisor of the cosines"""
 
@@ -97,12 +97,12 @@ class Depth(_Depth):
     depends on all tokens of the image. For text, each token must learn to predict it alone
     (``sampling``), and evaluation uses the prediction."""
     share: float = 0.125
-    """share of an image's tokens that use experts"""
+    """share of images' tokens that use experts"""
     sampling: Literal['bce', 'predictor'] | None = None
     """decision per token alone in evaluation: bce: r > 0; predictor: score > 0 of a small network;
     null: by rank, as in training"""
     sampling_weight: float = 0.01
-    """weight of the penalty that teaches the decision"""
+    """of the penalty that teaches the decision"""
     router: _NoisyTopK = ...
     """router of the tokens that use experts"""
 
@@ -127,20 +127,20 @@ class Eigenbasis(_Eigenbasis):
     selection: Literal['prune', 'literal'] = 'prune'
     """prune: eligible experts only; literal: Algorithm 1 as is"""
     context: Literal['tokens', 'attention_output', 'learned'] = 'tokens'
-    """c: attention · tokens, the attention's output, or a learned direction"""
+    """c: attention · tokens, the attention's output, or a learned vector"""
     rank: int | None = None
-    """of the router's basis, for experts without one; null: 2/3 of the width"""
+    """of the router's basis, for experts without one; null: 2/3 width"""
 
 class ExpertChoice(_ExpertChoice):
     """Let each expert take the tokens with its largest gates, a softmax over a linear map."""
     k: int = 2
     """mean number of experts per token, at capacity_factor 1"""
     capacity_factor: float = 1.0
-    """tokens per expert, relative to tokens · k / experts"""
+    """tokens per expert / (tokens·k/experts)"""
     noise_std: float = 1.0
-    """noise on the logits in training, in units of 1 / experts"""
+    """on logits, in training; unit: 1 / experts"""
     group_size: int = 1
-    """number of images among whose tokens an expert chooses in training"""
+    """images per choice of an expert, in training"""
 
 class Folded(_Folded):
     """Route among the experts before merging; weights and probs are summed within clusters.
@@ -160,7 +160,7 @@ class FrozenCopy(_FrozenCopy):
     router: _NoisyTopK = ...
     """the router of the first phase"""
     until: float = 0.5
-    """share of the training during which the router learns"""
+    """share of training when the router learns"""
 
 class GroupLimitedChoice(_GroupLimitedChoice):
     """Limit a token's choice to the ``kept`` groups of adjacent experts with the largest values.
@@ -172,7 +172,7 @@ class GroupLimitedChoice(_GroupLimitedChoice):
     kept: int
     """number of groups that a token chooses within"""
     per_group: int | None = None
-    """number of best scores that value a group; null: k / kept, at least 1"""
+    """best scores that value a group; null: k / kept, at least 1"""
 
 class Hash(_Hash):
     """Choose k experts by a fixed hash of each word, patch or position, with weight 1/k each.
@@ -183,7 +183,7 @@ class Hash(_Hash):
     k: int = 1
     """experts per token"""
     by: Literal['patch', 'position', 'word'] = 'patch'
-    """hash the patch's pixels minus their mean, the position, or the text's word"""
+    """hash the patch minus its mean, the position, or the text's word"""
     seed: int = 0
     """seed of the hash"""
 
@@ -193,28 +193,28 @@ class Merged(_Merged):
     All tokens of an image use the merged expert. A token costs as much as with one expert; merging
     costs as much as E additional tokens per image, plus memory for the merged parameters."""
     normalise: bool = True
-    """layer norm of mean token and router weights (the authors' code)"""
+    """layer norm of mean token and router (authors' code)"""
 
 class NoisyTopK(_NoisyTopK):
     """Choose the k largest gates of a softmax over a linear map of the token, noisy in training."""
     k: int = 2
     """experts per token"""
     noise_std: float = 1.0
-    """noise on the logits in training, in units of 1 / experts"""
+    """on logits, in training; unit: 1 / experts"""
     capacity_factor: float | None = None
-    """maximum tokens per expert in training, relative to an even share; null: all"""
+    """maximum tokens per expert in training / even share; null: all"""
     eval_capacity_factor: float | None = None
     """likewise in evaluation and under attack; predictions then depend on the other images of a
     group; null: no limit"""
     batch_priority: bool = False
-    """serve tokens by their largest gate, highest first"""
+    """serve tokens by largest gate, highest first"""
     group_size: int = 8
     """images that share a capacity"""
     renormalise: bool | Literal['straight'] = False
     """let the chosen gates sum to 1 (with k = 1 the router then has no task gradient); straight:
     likewise, but with the gradient of gates divided by a constant"""
     task_gradient: bool = True
-    """false: the router learns from its losses only (TGR)"""
+    """false: only the router's losses teach it (TGR)"""
     score: Literal['softmax', 'sigmoid', 'sqrt_softplus'] = 'softmax'
     """function from logits to scores: softmax over all experts, or per expert a sigmoid or the root
     of softplus"""
@@ -225,11 +225,11 @@ class NoisyTopK(_NoisyTopK):
     balance: Balance | None = None
     """balancing of the load without a loss, by shifting the choice; null: none"""
     input_jitter: float = 0.0
-    """in training, multiply the router's tokens by uniform draws from 1 ± this"""
+    """in training, multiply tokens by uniform draws from 1 ± this"""
     start: Literal['normal', 'orthonormal'] = 'normal'
-    """orthonormal: initial rows are orthonormal, without weight decay (simbal)"""
+    """orthonormal: initial rows, without weight decay (simbal)"""
     residual: bool = False
-    """add a learned map, 0 at first, of the previous MoE layer's logits (MoE++)"""
+    """add a learned map, first 0, of the previous MoE layer's logits (MoE++)"""
 
 class Relu(_Relu):
     """Weight experts by the ReLU of their logits, without normalising; a token uses 0 to E experts.
@@ -237,11 +237,11 @@ class Relu(_Relu):
     The loss ``adaptive_l1`` moves their mean number to ``k``. Every slot is computed, so fewer
     experts save no time, and the first steps are nearly dense."""
     k: int = 2
-    """mean number of experts per token, the target of adaptive_l1"""
+    """mean experts per token, the target of adaptive_l1"""
     l1_start: float = 1e-08
     """weight of adaptive_l1 at the start (λ)"""
     l1_factor: float = 1.2
-    """λ is multiplied (divided) by this after a step of too many (few) experts"""
+    """multiplies (divides) λ after a step of too many (few) experts"""
 
 class SoftSlots(_SoftSlots):
     """Mix an image's tokens into slots, and the slots' outputs into each token's output.
@@ -249,7 +249,7 @@ class SoftSlots(_SoftSlots):
     Both are weighted means. The papers give an expert p = round(T · capacity factor / E) slots, T
     tokens per image: at ViT-S/16 on 224 pixels (T = 197), E = 8 and k = 2 chosen elsewhere, 49."""
     slots: int = 1
-    """slots per expert: round(tokens · k / experts)"""
+    """slots per expert: round(tokens·k / experts)"""
 
 class TeacherRouted(_TeacherRouted):
     """Let the teacher's router choose and weigh experts; the student's only imitates it.
@@ -260,9 +260,9 @@ class TeacherRouted(_TeacherRouted):
     k: int = 2
     """experts per token"""
     noise_std: float = 1.0
-    """noise on the teacher's log probs, in units of 1 / experts"""
+    """on the teacher's log probs; unit: 1 / experts"""
     inference: Literal['teacher', 'student'] = 'teacher'
-    """router that decides in evaluation; in training the student's never does"""
+    """it decides in evaluation; in training the student never does"""
 
 class Told(_Told):
     """Send tokens of kind n = 1, 2, … to expert ⌊(n − 1) / ``together``⌋ mod E; unknown: expert 0.
@@ -270,7 +270,7 @@ class Told(_Told):
     A kind is the true group of a token of generated data. Nothing is learned: this is the upper
     bound of what a router can find (*our own*)."""
     together: int = 1
-    """number of adjacent kinds that share an expert, a family"""
+    """adjacent kinds that share an expert, a family"""
 
 class TopKSoftmax(_TopKSoftmax):
     """Choose the k largest logits of a linear map with bias; their softmax weighs (sum 1).
@@ -278,22 +278,22 @@ class TopKSoftmax(_TopKSoftmax):
     All else is as in noisy_top_k, without noise by default. With k = 1 the weight is always 1, so
     that only regularizers teach the router, not the task."""
     k: int = 2
-    """experts per token; with 1 only regularizers teach the router"""
+    """experts per token; 1: only regularizers teach the router"""
     noise_std: float = 0.0
-    """noise on the logits in training, in units of 1 / experts"""
+    """on logits, in training; unit: 1 / experts"""
     capacity_factor: float | None = None
-    """maximum tokens per expert in training, relative to an even share; null: all"""
+    """maximum tokens per expert in training / even share; null: all"""
     eval_capacity_factor: float | None = None
     """likewise in evaluation and under attack; predictions then depend on the other images of a
     group; null: no limit"""
     batch_priority: bool = False
-    """serve tokens by their largest gate, highest first"""
+    """serve tokens by largest gate, highest first"""
     group_size: int = 8
     """images that share a capacity"""
     renormalise: bool | Literal['straight'] = True
-    """let the chosen gates sum to 1; see noisy_top_k"""
+    """chosen gates sum to 1; see noisy_top_k"""
     task_gradient: bool = True
-    """false: the router learns from its losses only (TGR)"""
+    """false: only the router's losses teach it (TGR)"""
     score: Literal['softmax', 'sigmoid', 'sqrt_softplus'] = 'softmax'
     """function from logits to scores: softmax over all experts, or per expert a sigmoid or the root
     of softplus"""
@@ -304,11 +304,11 @@ class TopKSoftmax(_TopKSoftmax):
     balance: Balance | None = None
     """balancing of the load without a loss, by shifting the choice; null: none"""
     input_jitter: float = 0.0
-    """in training, multiply the router's tokens by uniform draws from 1 ± this"""
+    """in training, multiply tokens by uniform draws from 1 ± this"""
     start: Literal['normal', 'orthonormal'] = 'normal'
-    """orthonormal: initial rows are orthonormal, without weight decay (simbal)"""
+    """orthonormal: initial rows, without weight decay (simbal)"""
     residual: bool = False
-    """add a learned map, 0 at first, of the previous MoE layer's logits (MoE++)"""
+    """add a learned map, first 0, of the previous MoE layer's logits (MoE++)"""
 
 class TopP(_TopP):
     """Choose the fewest most probable experts whose probs sum to more than ``threshold``.
@@ -317,10 +317,10 @@ class TopP(_TopP):
     ``entropy`` makes tokens more certain. All ``k`` slots are computed, so fewer experts save no
     time."""
     threshold: float = 0.4
-    """sum of probs at which a token stops adding experts"""
+    """sum of probs at which experts suffice"""
     k: int | None = None
     """maximum number of experts per token; null: all"""
     noise_std: float = 0.0
-    """noise on the logits in training, in units of 1 / experts"""
+    """on logits, in training; unit: 1 / experts"""
     balance: LossFree | None = None
     """a bias on the order in which a token adds experts; null: none"""

@@ -35,13 +35,13 @@ class Bids(_Bids):
     canonical axes, resampled, cropped or padded, and normalised inside the brain; they are not
     registered."""
     voxel_mm: float = 3.0
-    """Side of a voxel in mm; volumes are resampled to it"""
+    """Voxel side, mm; volumes are resampled"""
     size: tuple[int, int, int] = ...
     """Right, anterior, superior, in voxels; multiples of 16"""
     seed: int = 0
     """Seed of the splits, and of simulated people"""
     validation: float = 0.15
-    """Share of the participants for validation"""
+    """Share of participants for validation"""
     test: float = 0.25
     """Share of the participants for the test"""
     age_groups: int = 8
@@ -51,22 +51,22 @@ class Bids(_Bids):
     root: str
     """Folder with participants.tsv; derivatives may lie below it"""
     t1: str = '{folder}/anat/{prefix}*_T1w.nii*'
-    """The T1w volume: a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix}
-    for sub-01 or sub-01_ses-1, * for anything"""
+    """T1w volume: a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for
+    sub-01 or sub-01_ses-1, * for anything"""
     mask: str | None = None
     """A brain mask, a pattern as t1; null: voxels with more than half tissue"""
     maps: _TissueMapPatterns | None = ...
     """Tissue as probability maps; null: none"""
     dseg: _Dseg | None = None
-    """Tissue as one label map, instead of maps (set maps: null)"""
+    """Tissue as one label map; needs maps: null"""
     diagnoses: tuple[str, ...] | None = None
     """Only these of the column `diagnosis`; null: all"""
     train_diagnoses: tuple[str, ...] | None = None
-    """Participants with other diagnoses are only in the test; null: no such rule"""
+    """Participants with others are only in test; null: no rule"""
     on_error: Literal['stop', 'skip'] = 'stop'
     """On problems: stop and list all of them, or skip those subjects"""
     cache: str = '.state/volumes'
-    """Folder of prepared volumes; only changed files are read again"""
+    """Folder: prepared volumes of unchanged files"""
     name: str = 'cohort'
     """Name of the cohort in the card and the report"""
     licence: str = 'not stated'
@@ -90,7 +90,7 @@ class CaptionedMosaic(_CaptionedMosaic):
     test: int = 1000
     """Number of mosaics for the test"""
     captions: int = 5
-    """Wordings of each mosaic"""
+    """Wordings per mosaic"""
     context: int = 36
     """Tokens of a caption"""
     seed: int = 0
@@ -109,15 +109,15 @@ class Cifar(_Cifar):
     root: str | tuple[str, ...] = 'data/raw/cifar'
     """Folder, or folders in order, with the .bin files or archive"""
     size: int = 32
-    """Height and width in pixels; bilinear where not 32"""
+    """Height and width, pixels; bilinear if not 32"""
     download: bool = False
-    """Download missing files from the authors to the first root, checked"""
+    """Download missing files to the first root, checked"""
     only_classes: tuple[str, ...] = ...
-    """Names of the classes to keep; empty: all"""
+    """Names of classes to keep; empty: all"""
     test_unused: bool = False
     """Also use training images that train_limit leaves out as test images"""
     classes: Literal[10, 100] = 10
-    """10: CIFAR-10; 100: CIFAR-100 with its fine labels"""
+    """10: CIFAR-10; 100: CIFAR-100, fine labels"""
 
 class Ciphers(_Ciphers):
     """Text of docstrings, each paragraph encrypted by one of D ciphers.
@@ -140,7 +140,7 @@ class Ciphers(_Ciphers):
     dialects: int = 12
     """Number of ciphers D"""
     zipf: float = 0.0
-    """Cipher n occurs in proportion to n^−zipf; 0: equally often"""
+    """Cipher n occurs ∝ n^−zipf; 0: equally often"""
     seed: int = 0
     """Draws the ciphers, and the cipher of each paragraph"""
 
@@ -165,7 +165,7 @@ class Clusters(_Clusters):
     grid: int = 2
     """Patches along each side of an image"""
     noise: float = 1.0
-    """Expected norm of a noise patch; a centre has 1 to 2"""
+    """Mean norm of patch noise; centres: 1 to 2"""
 
 class CocoCaptions(_CocoCaptions):
     """COCO's images with captions; Karpathy's split by its file, or one drawn by the seed."""
@@ -182,9 +182,9 @@ class CocoCaptions(_CocoCaptions):
     tokenizer: _WordSettings | _BpeFileSettings = ...
     """words: of the captions; bpe: of a file, as CLIP's"""
     validation: float = 0.1
-    """Share of the images, where no file names the split"""
+    """Share of images, without a split file"""
     test: float = 0.1
-    """Share of the images, where no file names the split"""
+    """Share of images, without a split file"""
     train_limit: int | None = None
     """At most this many training images"""
     test_limit: int | None = None
@@ -232,7 +232,7 @@ class Dialects(_Dialects):
     grid: int = 2
     """Cells along each side of a mosaic"""
     zipf: float = 0.0
-    """Dialect n occurs in proportion to n^−zipf; 0: equally often"""
+    """Dialect n occurs ∝ n^−zipf; 0: equally often"""
     train: int = 60000
     """Number of images for training"""
     validation: int = 5000
@@ -253,7 +253,7 @@ class Digits(_Digits):
     test_limit: int | None = None
     """At most this many test images, drawn evenly from the classes"""
     size: int = 8
-    """Height and width in pixels; bilinear where not 8"""
+    """Height and width, pixels; bilinear if not 8"""
     test: float = 0.2
     """Share of each class for the test split"""
 
@@ -299,11 +299,11 @@ class FashionMnist(_FashionMnist):
     root: str | tuple[str, ...] = ...
     """Folder, or folders in order, that may hold the four files"""
     size: int = 28
-    """Height and width in pixels; bilinear where not 28"""
+    """Height and width, pixels; bilinear if not 28"""
     download: bool = False
-    """Download missing files from the authors to the first root, checked"""
+    """Download missing files to the first root, checked"""
     only_classes: tuple[str, ...] = ...
-    """Names of the classes to keep; empty: all"""
+    """Names of classes to keep; empty: all"""
     test_unused: bool = False
     """Also use training images that train_limit leaves out as test images"""
 
@@ -322,9 +322,9 @@ class Flickr30k(_Flickr30k):
     tokenizer: _WordSettings | _BpeFileSettings = ...
     """words: of the captions; bpe: of a file, as CLIP's"""
     validation: float = 0.1
-    """Share of the images, where no file names the split"""
+    """Share of images, without a split file"""
     test: float = 0.1
-    """Share of the images, where no file names the split"""
+    """Share of images, without a split file"""
     train_limit: int | None = None
     """At most this many training images"""
     test_limit: int | None = None
@@ -334,7 +334,7 @@ class Flickr30k(_Flickr30k):
     seed: int = 0
     """Draws splits and limits"""
     captions_file: str | None = None
-    """results_20130124.token; not with `karpathy`"""
+    """results_20130124.token; not with karpathy"""
     karpathy: str | None = None
     """dataset_flickr30k.json"""
 
@@ -352,19 +352,19 @@ class ImageFolder(_ImageFolder):
     test_limit: int | None = None
     """At most this many test images, drawn evenly from the classes"""
     root: str
-    """Folder with the class folders, or with train/, validation/ (or val/) and test/"""
+    """Has class folders, or train/, validation/ (or val/) and test/"""
     size: int = 32
     """Height and width in pixels"""
     channels: Literal[1, 3] = 3
     """1 grey, 3 colour; images are converted"""
     short_side: int | None = None
-    """Store uncropped JPEG files with this short side in pixels; null: raw squares"""
+    """pixels, of uncropped JPEG; null: raw squares"""
     on_error: Literal['stop', 'skip'] = 'stop'
     """On unreadable images: stop and list all of them, or skip them"""
     test: float = 0.2
-    """Share of each class for the test split, without a test folder"""
+    """Share of each class for test, if no test/"""
     name: str | None = None
-    """Name on card and page; null: the folder's name"""
+    """Card's name; null: the folder's name"""
     licence: str = 'not stated'
     """Licence of the images, for the card"""
 
@@ -376,23 +376,23 @@ class Imagenet(_Imagenet):
     seed: int = 0
     """Seed of the splits and of the limits below"""
     validation: float = 10000
-    """Share (below 1) or number (from 1) of the training images"""
+    """Share (< 1) or number of training images"""
     train_limit: int | None = None
     """At most this many training images, drawn evenly from the classes"""
     test_limit: int | None = None
     """At most this many test images, drawn evenly from the classes"""
     root: str = 'data/raw/imagenet'
-    """Folder with train/ and val/, one folder per wnid in each"""
+    """Has train/ and val/ with a folder per wnid"""
     size: int = 64
     """Height and width in pixels"""
     channels: Literal[1, 3] = 3
     """1 grey, 3 colour; images are converted"""
     short_side: int | None = None
-    """Store uncropped JPEG files with this short side in pixels; null: raw squares"""
+    """pixels, of uncropped JPEG; null: raw squares"""
     on_error: Literal['stop', 'skip'] = 'stop'
     """On unreadable images: stop and list all of them, or skip them"""
     cache: str = '.state/imagenet'
-    """Folder for unfinished work, on the artifacts' disk"""
+    """Unfinished work, on the artifacts' disk"""
 
 class Mosaic(_Mosaic):
     """Mosaics of ``grid`` × ``grid`` images of ``source``; labels are all classes that occur."""
@@ -417,7 +417,7 @@ class Phantom(_Phantom):
     seed: int = 0
     """Seed of the splits, and of simulated people"""
     validation: float = 0.15
-    """Share of the participants for validation"""
+    """Share of participants for validation"""
     test: float = 0.25
     """Share of the participants for the test"""
     age_groups: int = 8
@@ -427,9 +427,9 @@ class Phantom(_Phantom):
     subjects: int = 480
     """Number of simulated people"""
     preset: Literal['demo', 'realistic'] = 'demo'
-    """Variation among people of one age: demo (small) or realistic"""
+    """Variation at one age: demo (small) or realistic"""
     voxel_mm: Literal[3, 2] = 3
-    """Side of a voxel, mm; 2: scans of 3 mm, resampled to 96³ voxels"""
+    """Voxel side, mm; 2: 3 mm scans resampled to 96³"""
 
 class Scripts(_Scripts):
     """Renderings of letters: the label is the character, the truth of every pixel its script.
@@ -440,7 +440,7 @@ class Scripts(_Scripts):
     root: str | tuple[str, ...] = ...
     """Folder of TrueType and OpenType fonts, or several: the first that exists"""
     sha256: str | None = None
-    """Checksum that the fonts must have (card.json: fonts); null: any"""
+    """Fonts' checksum (card.json: fonts); null: any"""
     scripts: tuple[str, ...] | None = None
     """Only these scripts, by Unicode's names; null: all"""
     without: tuple[str, ...] = ...
@@ -450,9 +450,9 @@ class Scripts(_Scripts):
     characters: int | None = None
     """Number of characters in total, drawn by the seed; null: all"""
     per_script: int | None = None
-    """Largest number of characters per script; null: all"""
+    """Most characters per script; null: all"""
     split: Literal['renderings', 'fonts'] = 'renderings'
-    """Test images are other renderings, or of font families that are not trained on"""
+    """Test images are other renderings, or of other font families"""
     train: int = 12
     """Images per character for training"""
     validation: int = 3
@@ -462,7 +462,7 @@ class Scripts(_Scripts):
     size: int = 28
     """Height and width in pixels"""
     distortion: float = 1.0
-    """Factor of the largest changes: 30 % smaller, 15°, shear 0.2, shift 8 %"""
+    """Factor of up to 30 % smaller, 15°, shear 0.2, shift 8 %"""
     seed: int = 0
     """Draws characters, fonts and renderings"""
 
@@ -472,13 +472,13 @@ class Spreadsheet(_Spreadsheet):
     Patterns find the files by {prefix}, the participant's id (and session). Volumes must be as for
     ``bids``."""
     voxel_mm: float = 3.0
-    """Side of a voxel in mm; volumes are resampled to it"""
+    """Voxel side, mm; volumes are resampled"""
     size: tuple[int, int, int] = ...
     """Right, anterior, superior, in voxels; multiples of 16"""
     seed: int = 0
     """Seed of the splits, and of simulated people"""
     validation: float = 0.15
-    """Share of the participants for validation"""
+    """Share of participants for validation"""
     test: float = 0.25
     """Share of the participants for the test"""
     age_groups: int = 8
@@ -493,17 +493,17 @@ class Spreadsheet(_Spreadsheet):
     mask: str | None = None
     """A brain mask, a pattern as t1; null: voxels with more than half tissue"""
     maps: _TissueMapPatterns | None = None
-    """Tissue as probability maps; null: none"""
+    """Tissue probability maps; null: none"""
     dseg: _Dseg | None = None
-    """Tissue as one label map, instead of maps (set maps: null)"""
+    """Tissue as one label map; needs maps: null"""
     diagnoses: tuple[str, ...] | None = None
     """Only these of the column `diagnosis`; null: all"""
     train_diagnoses: tuple[str, ...] | None = None
-    """Participants with other diagnoses are only in the test; null: no such rule"""
+    """Participants with others are only in test; null: no rule"""
     on_error: Literal['stop', 'skip'] = 'stop'
     """On problems: stop and list all of them, or skip those subjects"""
     cache: str = '.state/volumes'
-    """Folder of prepared volumes; only changed files are read again"""
+    """Folder: prepared volumes of unchanged files"""
     name: str = 'cohort'
     """Name of the cohort in the card and the report"""
     licence: str = 'not stated'
@@ -515,7 +515,7 @@ class Spreadsheet(_Spreadsheet):
     sexes: dict[str, Literal['F', 'M']] = ...
     """The table's code of a sex → F or M, such as {1: M, 2: F}"""
     digits: int = 0
-    """Digits of an id in file names; shorter ids get zeros"""
+    """Digits of ids in file names; zeros are added"""
     site_in_name: str | None = None
     """A regular expression for the T1's file name, whose group is the site"""
 
@@ -539,7 +539,7 @@ class Subspaces(_Subspaces):
     size: int = 6
     """Side of an image S, pixels"""
     noise: float = 0.1
-    """Expected norm of the noise, relative to the signal's"""
+    """Expected norm of noise / norm of signal"""
 
 class TissueMapPatterns(_TissueMapPatterns):
     """Patterns of the probability maps of the three tissues."""
@@ -559,7 +559,7 @@ class TwoCohorts(_TwoCohorts):
     seed: int = 0
     """Seed of the splits, and of simulated people"""
     validation: float = 0.15
-    """Share of the participants for validation"""
+    """Share of participants for validation"""
     test: float = 0.25
     """Share of the participants for the test"""
     age_groups: int = 8
@@ -581,7 +581,7 @@ class Wikitext(_Wikitext):
     root: str
     """folder with the three files"""
     name: str = 'wikitext'
-    """wikitext-103: its numbers of words and tokens are checked"""
+    """wikitext-103: numbers of words and tokens checked"""
     licence: str = 'CC BY-SA 3.0'
     """licence of the text, for the card"""
 

@@ -172,8 +172,7 @@ def cross_misfits(data: Any, study: Study | None) -> Misfits:
     yield from selection_misfits(data)
     if study is not None:
         of_sections = part_rules.section_misfits(study)
-        of_parts = part_rules.part_misfits(study, {})
-        yield from part_rules.first_by_place(of_sections, of_parts)
+        yield from part_rules.first_by_place(of_sections, part_rules.part_misfits(study, {}))
         yield from _unwritten_kinds(study, data)
 
 

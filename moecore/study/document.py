@@ -208,8 +208,7 @@ class _PlainData:
                 converted[self._text(str(key), place)] = self.convert(value, place, level + 1)
             return converted
         if isinstance(node, CommentedSeq):
-            places = range(len(node))
-            return [self.convert(node[at], node.lc.item(at), level + 1) for at in places]
+            return [self.convert(node[at], node.lc.item(at), level + 1) for at in range(len(node))]
         if node is None or isinstance(node, bool | ScalarBoolean):
             return None if node is None else bool(node)
         for kind in (int, float):

@@ -38,9 +38,7 @@ class UnjudgedMetrics(Config):
     phase: str
     methods: tuple[str, ...]
     metrics: tuple[str, ...]
-    levels: tuple[float, ...] = Field(
-        (), description="of the methods: the rise is tested as linear"
-    )
+    levels: tuple[float, ...] = Field((), description="of methods: the rise is tested as linear")
 
 
 class ComputedPair(Config):

@@ -286,9 +286,8 @@ class Round(NamedTuple):
             name: {TUNED_PHASE: {RATE: kept[name][RATE]}} | kept[name].get("also", {})
             for name in names
         }
-        return Layer(
-            Document(str(self.question.tuned_file), {"methods": rates}), {"methods": rates}
-        )
+        sections = {"methods": rates}
+        return Layer(Document(str(self.question.tuned_file), sections), sections)
 
 
 def list_question_names(root: Path) -> list[str]:

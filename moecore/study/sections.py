@@ -78,24 +78,17 @@ class Comparison(Config):
 
     metric: str = Field(description="A metric of reports/compare.json.")
     method: str = Field(description="The method or calculation that the claim is about.")
-    against: str = Field(
-        description="The method to compare with, one of run.methods; equal to `method` only with "
-        "against_metric."
-    )
+    against: str = Field(description="Another of run.methods, or with against_metric `method`.")
     against_metric: str = Field("", description="Metric of `against`, if it is not `metric`.")
     better: Direction = Field(
         description="higher, lower; equivalent: they differ by at most `margin`; no_worse: not "
         "worse by `margin` or more, in the direction that is good for the metric."
     )
     margin: float | None = Field(
-        None,
-        gt=0,
-        description="With equivalent and no_worse: the largest difference that counts as none.",
+        None, gt=0, description="With equivalent, no_worse: largest difference that counts as none."
     )
     reference_effect: float | None = Field(
-        None,
-        gt=0,
-        description="With a margin: a printed effect, of which the margin is a third or less.",
+        None, gt=0, description="With a margin: a printed effect; the margin is a third or less."
     )
     why: str = Field("", description="Why this margin.")
     phase: Phase = Field("pretrain", description="Which models are compared.")
@@ -140,18 +133,14 @@ class Claim(Comparison):
     """A claim of a paper in a form that can be measured."""
 
     paper: str = Field(min_length=1, description="The paper that makes the claim.")
-    source: str = Field(
-        min_length=1, description="Place in the paper: table 4; figure 3, left; §5.1; the text."
-    )
+    source: str = Field(min_length=1, description="Place: table 4; figure 3, left; §5.1; the text.")
     says: str = Field(min_length=1, description="The claim in plain words.")
     quote: str = Field(
         min_length=1,
         description='The paper\'s whole sentence, word for word, or a cell: table 4, E = 8: "…".',
     )
     effect: float | None = Field(
-        None,
-        allow_inf_nan=False,
-        description="What the paper prints as method − against, in the metric's unit; 1 pp: 0.01.",
+        None, allow_inf_nan=False, description="Printed method − against, metric unit; 1 pp: 0.01."
     )
 
     @field_validator("quote")

@@ -22,14 +22,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from moecore.core import config
 from moecore.core.config import KIND as TAG
-from moecore.core.config import (
-    UNKNOWN_KIND,
-    Config,
-    is_family_base,
-    part_classes_by_kind,
-    settings_classes_in,
-)
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages
 from moecore.study.document import (
@@ -42,7 +36,7 @@ from moecore.study.document import (
     show_value,
 )
 
-AnySettings = TypeVar("AnySettings", bound=Config)
+AnySettings = TypeVar("AnySettings", bound=config.Config)
 Keys = tuple[str | int, ...]
 PLACE = re.compile(r"(.*?):(\d+):(\d+): ")  # of an error's line
 # instead of pydantic's terms of JSON
@@ -56,7 +50,7 @@ class ParamsKeyTemplate:
     path: str
 
 
-def params_keys_by_field(model: type[Config]) -> dict[str, str]:
+def params_keys_by_field(model: type[config.Config]) -> dict[str, str]:
     """Return field → key in params.yaml, as under ``params:`` of dvc.yaml."""
     keys = {}
     for name, field in model.model_fields.items():
@@ -197,9 +191,9 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
         return "missing", describe_field(model, item["loc"])
     if kind == "union_tag_not_found":
         return f"{TAG} is missing", _describe_models(_models_at(model, item["loc"]))
-    if kind in ("union_tag_invalid", UNKNOWN_KIND):
+    if kind in ("union_tag_invalid", config.UNKNOWN_KIND):
         tag = item["ctx"]["tag"]
-        is_part = kind == UNKNOWN_KIND
+        is_part = kind == config.UNKNOWN_KIND
         listed = item["ctx"]["kinds" if is_part else "expected_tags"].replace("'", "")
         hint = did_you_mean(tag, listed.split(", "))
         outside = ", or package.module where `packages` lists that package" if is_part else ""
@@ -247,9 +241,9 @@ def _models_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[Ba
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     """Return the settings classes in a type annotation; for a family, the classes of its parts."""
     models: list[type[BaseModel]] = []
-    for settings in settings_classes_in(annotation):
-        if is_family_base(settings):
-            models += part_classes_by_kind(settings).values()
+    for settings in config.settings_classes_in(annotation):
+        if config.is_family_base(settings):
+            models += config.part_classes_by_kind(settings).values()
         else:
             models.append(settings)
     return models

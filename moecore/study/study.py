@@ -92,9 +92,7 @@ class Study(Sections):
     packages: Annotated[
         tuple[Annotated[str, AfterValidator(_check_package)], ...],
         AfterValidator(_check_listed_once),
-    ] = Field(
-        (), description="Packages with parts, kind: package.module; other packages are refused."
-    )
+    ] = Field((), description="Packages with parts, kind: package.module; others are refused.")
     run: Selection
     data: dict[Phase, Source] = {}
     model: Backbone | None = None
@@ -110,9 +108,7 @@ class Study(Sections):
     robustness: Robustness | None = None
     transfer: Transfer | None = None
     routing: Routing | None = None
-    claims: tuple[Claim, ...] = Field(
-        (), description="Claims of papers about two methods, tested on these runs."
-    )
+    claims: tuple[Claim, ...] = Field((), description="Papers' claims, tested on these runs.")
     questions: tuple[Question, ...] = Field(
         (), description="Questions about two methods that no paper answers, asked of these runs."
     )

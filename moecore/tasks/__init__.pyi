@@ -36,7 +36,7 @@ class ImageText(_ImageText):
     vocabulary: str
     """sha256 of the vocabulary"""
     sided: bool = False
-    """captions mention left and right: no view may mirror an image"""
+    """captions say left or right: no view mirrors an image"""
     width: int = 1
     """of the joint space, d; set by the model"""
     pairs: Literal['softmax', 'sigmoid'] = 'softmax'
@@ -65,4 +65,4 @@ class Regression(_Regression):
     mean: float = 0.0
     """of the training labels: what an untrained head says"""
     deviation: float = 1.0
-    """of the training labels: one unit of the head's output"""
+    """of training labels: one unit of the output"""

@@ -48,8 +48,7 @@ class Cells(ClassTask):
 
     def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
         """Return the share of right cells per mosaic; (N,) fp64."""
-        hits = self._by_cell(prediction).argmax(dim=-1) == labels
-        return hits.double().mean(dim=1)
+        return (self._by_cell(prediction).argmax(dim=-1) == labels).double().mean(dim=1)
 
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         scores = self.scores(prediction, labels)

@@ -73,10 +73,8 @@ def topk_hits(logits: Tensor, labels: Tensor, best: int) -> Tensor:
     """Return (N,) bool: whether the label is among the ``best`` largest logits, ties by index."""
     label_logits = logits.gather(1, labels[:, None].long())
     classes = torch.arange(logits.shape[1], device=logits.device)
-    ranks_higher = (logits > label_logits) | (
-        (logits == label_logits) & (classes < labels[:, None])
-    )
-    return ranks_higher.sum(dim=1) < best
+    is_higher = (logits > label_logits) | ((logits == label_logits) & (classes < labels[:, None]))
+    return is_higher.sum(dim=1) < best
 
 
 def class_confidence(logits: Tensor) -> Tensor:
@@ -106,9 +104,7 @@ def reliability_bins(confidences: Tensor, hits: Tensor, bins: int = BINS) -> Rel
 
     def means(values: Tensor) -> list[float | None]:
         sums = torch.bincount(bin_index, weights=values.double(), minlength=bins).tolist()
-        return [
-            total / number if number else None for total, number in zip(sums, count, strict=True)
-        ]
+        return [total / n if n else None for total, n in zip(sums, count, strict=True)]
 
     edges = [i / bins for i in range(bins + 1)]
     return ReliabilityBins(

@@ -43,9 +43,7 @@ class ImageText(Task):
     captions: int = Field(ge=1, description="largest number of captions per image, C")
     end: int = Field(ge=0, description="the token that ends a caption")
     vocabulary: str = Field(description="sha256 of the vocabulary")
-    sided: bool = Field(
-        False, description="captions mention left and right: no view may mirror an image"
-    )
+    sided: bool = Field(False, description="captions say left or right: no view mirrors an image")
     width: int = Field(1, ge=1, description="of the joint space, d; set by the model")
     pairs: Literal["softmax", "sigmoid"] = Field("softmax", description="loss; set by the model")
 
@@ -65,8 +63,7 @@ class ImageText(Task):
 
     def drawn(self, labels: Tensor, draws: BatchDraws) -> Tensor:
         """Return one random caption of each image for a training step, (B, M) of (B, C, M)."""
-        caption_counts = (labels[:, :, 0] != NONE).sum(dim=1)
-        chosen = (draws.rand().to(labels.device) * caption_counts).long()
+        chosen = (draws.rand().to(labels.device) * (labels[:, :, 0] != NONE).sum(dim=1)).long()
         chosen = chosen.clamp_max(labels.shape[1] - 1)
         return labels[torch.arange(len(labels), device=labels.device), chosen]
 
@@ -125,8 +122,7 @@ class ImageText(Task):
         """Return −log of the share of an image's own captions among the gallery's, (B,)."""
         # Without ``with_gallery``: among the batch's. labels: text sides (B, C, d + 3).
         self._check_shapes(prediction, labels)
-        gallery = labels if self._gallery is None else self._gallery
-        texts = gallery.flatten(0, 1).to(prediction)
+        texts = (labels if self._gallery is None else self._gallery).flatten(0, 1).to(prediction)
         all_logits = (prediction @ texts[:, :-MARKS].T).masked_fill(
             missing_caption_mask(texts), -torch.inf
         )
@@ -144,8 +140,7 @@ class ImageText(Task):
 
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         """Return how many captions of this rank rank their image first of those of all ranks."""
-        all_images = all_gather_rows(prediction.float())
-        logits = all_images @ labels[:, 0, :-MARKS].float().T
+        logits = all_gather_rows(prediction.float()) @ labels[:, 0, :-MARKS].float().T
         captions = torch.arange(logits.shape[1], device=logits.device)
         return (logits.argmax(dim=0) == captions + current_ranks().rank * len(captions)).sum()
 
@@ -248,8 +243,7 @@ def image_to_text_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> 
         above = (cosines > best + TIE).sum(dim=1)
         tied = (cosines - best).abs() <= TIE
         wrong_ties = (tied & ~is_right).sum(dim=1)
-        right_ties = (tied & is_right).sum(dim=1)
-        hits.append(hit_probability_under_ties(above, wrong_ties, right_ties, at))
+        hits.append(hit_probability_under_ties(above, wrong_ties, (tied & is_right).sum(dim=1), at))
     return torch.cat(hits)
 
 

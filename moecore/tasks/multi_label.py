@@ -75,9 +75,7 @@ class MultiLabel(Classification):
         if labels.ndim != 2 or labels.shape[1] != self.outputs:
             raise label_shape_error(labels, what, f"(images, {self.outputs})")
         if not np.isin(labels, (0, 1)).all() or not labels.any(axis=1).all():
-            raise UserError(
-                f"{what} are not sets of classes; allowed: 0 and 1, with a 1 for each image"
-            )
+            raise UserError(f"{what} are not sets of classes; allowed: 0 and 1, a 1 per image")
 
     @classmethod
     def needs_classes(cls, what: str) -> str | None:

@@ -20,9 +20,7 @@ class Regression(Task):
     target: str = Field(min_length=1, description="what the labels are, such as age")
     unit: str = Field("", description="of the labels, such as years")
     mean: float = Field(0.0, description="of the training labels: what an untrained head says")
-    deviation: float = Field(
-        1.0, gt=0, description="of the training labels: one unit of the head's output"
-    )
+    deviation: float = Field(1.0, gt=0, description="of training labels: one unit of the output")
 
     @property
     def outputs(self) -> int:
@@ -158,7 +156,6 @@ def signed_errors(prediction: Tensor, labels: Tensor) -> Tensor:
     invalid = (~errors.isfinite()).nonzero()
     if len(invalid):
         raise UserError(
-            f"regression: image {int(invalid[0])} has a prediction or a label that is not a finite "
-            "number"
+            f"regression: image {int(invalid[0])} has a prediction or a label that is not finite"
         )
     return errors

@@ -29,22 +29,22 @@ class Adamw(_Adamw):
 class Adversarial(_Adversarial):
     """A PGD attack on the images of every step (Madry et al., 2018; adversarial-moe, §4.2)."""
     steps: int = 10
-    """PGD steps per batch; each costs as much as a training step"""
+    """PGD steps per batch; each costs a training step"""
     epsilon: float = 0.03137254901960784
-    """radius of the L∞ ball; 0 changes nothing"""
+    """radius of the L∞ ball; 0: no attack"""
     form: Literal['paper', 'strong'] = 'paper'
-    """as in the attack pgd; strong draws a random start"""
+    """as in pgd; strong: random start"""
 
 class AffineRanges(_AffineRanges):
     """Limits of a random affine about the centre: scale and shear, rotation, translation."""
     degrees: float = 0.0
-    """Largest rotation; volumes: about each of three axes"""
+    """Largest rotation; of volumes: per axis"""
     translate: float = 0.0
-    """Largest movement along each axis, as a share of the side"""
+    """Largest shift per axis, share of a side"""
     scale: tuple[float, float] = ...
     """Scaling factor of all sides: lowest, highest"""
     shear: float = 0.0
-    """Shear along the columns, ± this many degrees; images only"""
+    """± degrees along the columns; images only"""
 
 class ColourJitter(_ColourJitter):
     """ColorJitter of torchvision without hue: factors uniform in 1 ± value, in random order."""
@@ -74,7 +74,7 @@ class Mix(_Mix):
     cutmix: float = 0.0
     """alpha of CutMix's Beta(alpha, alpha); 0 = off"""
     probability: float = 1.0
-    """Probability that an image is mixed at all"""
+    """Probability that an image is mixed"""
 
 class NoTeacher(_NoTeacher):
     """No teacher is trained; methods that need one are refused."""
@@ -97,7 +97,7 @@ class RandAugment(_RandAugment):
     0.9, 4 bits, threshold 0; other magnitudes in proportion. Signs are random. Geometric operations
     are about the image's centre and come before all colours (our choice)."""
     operations: int = 2
-    """Operations per image, drawn with replacement"""
+    """Operations per image, with replacement"""
     magnitude: float = 9
     """Strength; 10 is the full range of each, others in proportion"""
     names: tuple[Literal['shear_x', 'shear_y', 'translate_x', 'translate_y', 'rotate'] | Literal['identity', 'autocontrast', 'equalize', 'brightness', 'contrast', 'saturation', 'sharpness', 'posterize', 'solarize', 'invert'], ...] = ...
@@ -113,9 +113,9 @@ class Timm(_Timm):
     training: None = None
     data: Source | None = None
     name: str
-    """timm's model name, for example deit3_small_patch16_224.fb_in22k_ft_in1k"""
+    """timm's name, such as deit3_small_patch16_224.fb_in22k_ft_in1k"""
     checkpoint: str | None = None
-    """a .safetensors file with timm's names; null: download"""
+    """.safetensors, timm's names; null: download"""
 
 class Training(_Training):
     """One training run: optimizer, cosine schedule with linear warm-up, augmented views."""
@@ -144,7 +144,7 @@ class Training(_Training):
     shots: int | None = None
     """training images per class that the seed draws; null: all images"""
     shard: int = 1
-    """ranks that share parameters and optimizer state; 1: each has all"""
+    """ranks sharing parameters and optimizer; 1: no sharing"""
     expert_parallel: int = 1
     """ranks that share the experts; tokens are sent to them: 1, or shard"""
     precision: Literal['auto', 'float32', 'bfloat16'] = 'auto'
@@ -152,7 +152,7 @@ class Training(_Training):
     log_every: int = 20
     """steps between two logged points"""
     checkpoint_every: int = 100
-    """steps between checkpoints, rounded up to a logged point"""
+    """steps, rounded up to a logged point"""
 
 class ViewSettings(_ViewSettings):
     """Settings of random views: shift, crop, flip, affine, RandAugment, colours, erasing.
@@ -162,7 +162,7 @@ class ViewSettings(_ViewSettings):
     pixel exact. Volumes take shift, flip (of their first axis, which runs from left to right),
     affine without shear, and fill."""
     shift: int = 0
-    """Largest movement along each axis in whole pixels (pad and crop)"""
+    """Largest movement per axis in pixels (pad and crop)"""
     crop: _CropRanges | None = None
     """Random resized crop"""
     flip: bool = False

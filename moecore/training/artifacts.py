@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
 
 from moecore.core import outside_packages
 from moecore.core.config import Config, read_json_settings
@@ -313,9 +314,7 @@ class Checkpoint:
         self._writing: Future[None] | None = None
         self._group: Any = None  # process group of the saving thread
 
-    def save(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, note: dict
-    ) -> None:
+    def save(self, step: int, model: nn.Module, optimizer: Optimizer, note: dict) -> None:
         """Copy the state after ``step`` steps, with a ``note``; a thread replaces the file."""
         self.wait()
         if self.inputs is not None:  # first: the new code may have computed the state
@@ -344,7 +343,7 @@ class Checkpoint:
         if writing is not None:
             writing.result()
 
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict]:
+    def load(self, model: nn.Module, optimizer: Optimizer) -> tuple[int, dict]:
         """Restore model and optimizer; return (steps done, note), (0, {}) without a checkpoint."""
         path = next((path for path in (self.pointer, self.path) if path.exists()), None)
         check_equal_across_ranks("checkpoints", str(path and path.name))
@@ -365,9 +364,7 @@ class Checkpoint:
         distributed_training.restore_optimizer(optimizer, tensors)
         return int(about["step"]), json.loads(about["note"])
 
-    def _read_shards(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[Tensors, dict[str, Any]]:
+    def _read_shards(self, model: nn.Module, optimizer: Optimizer) -> tuple[Tensors, dict]:
         """Return name → tensor, sharded as on this rank, and the content of sharded.json."""
         about = read_json(self.pointer, sealed=True)
         folder = self.folder / about["folder"]

@@ -52,8 +52,7 @@ def shard_like(value: Tensor, target: Tensor) -> Tensor:
         return value
     from torch.distributed.tensor import distribute_tensor  # slow to import: half a second
 
-    placements = getattr(target, "placements", None)
-    return distribute_tensor(value.to(target.device), mesh, placements)
+    return distribute_tensor(value.to(target.device), mesh, getattr(target, "placements", None))
 
 
 def collect_rank_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -125,9 +124,7 @@ class ShardedReplica:
         size = current_ranks().size
         if size % settings.shard:
             divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
-            raise UserError(
-                f"shard is {settings.shard}, and there are {size} ranks; allowed: {divisors}"
-            )
+            raise UserError(f"shard is {settings.shard}, with {size} ranks; allowed: {divisors}")
         mesh = init_device_mesh(
             torch.device(device).type,
             (size // settings.shard, settings.shard),
@@ -211,17 +208,11 @@ def check_expert_parallel(model: nn.Module, settings: Training) -> None:
     for layer in model.modules():
         experts = len(next(layer.experts.parameters())) if isinstance(layer, MoEFeedForward) else 0
         if experts % number:
-            raise UserError(
-                f"{prefix} a layer has {experts} experts; allowed: 1, or a divisor of these"
-            )
+            raise UserError(f"{prefix} a layer has {experts} experts; allowed: a divisor of these")
         if getattr(getattr(layer, "router", None), "merges_experts", False):
-            raise UserError(
-                f"{prefix} the router merges experts of all ranks; allowed: 1, or another router"
-            )
+            raise UserError(f"{prefix} the router merges all experts; allowed: 1, or another")
         if dropout := getattr(getattr(layer, "experts", None), "dropout", 0):
-            raise UserError(
-                f"{prefix} experts.dropout {dropout}; allowed: 1, or experts without dropout"
-            )
+            raise UserError(f"{prefix} experts.dropout {dropout}; allowed: 1, or no dropout")
 
 
 def check_rank_batches(model: nn.Module, batch: int) -> None:

@@ -41,8 +41,7 @@ class Guide(nn.Module):
 
     def forward(self, images: Tensor) -> Guidance:
         # An attack on a GuidedModel needs gradients through the teacher; training does not.
-        is_attacked = torch.is_grad_enabled() and images.requires_grad
-        with torch.set_grad_enabled(is_attacked):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
             encoded = self.teacher.encode(images, EncodeOptions(self.features, self.blocks))
             prediction = self.teacher.predict(encoded.tokens)
         probs = tuple(self.route(layer, feature) for layer, feature in enumerate(encoded.features))

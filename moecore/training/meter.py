@@ -54,8 +54,7 @@ class Meter:
         self.count += 1
         if self.monitor is None or step % self.monitor.every:
             return
-        towers = {"MoE": output.routing, "text MoE": output.text_routing}
-        for tower, records in towers.items():
+        for tower, records in {"MoE": output.routing, "text MoE": output.text_routing}.items():
             for index, record in enumerate(records, start=1):
                 name = f"{tower} {index}"
                 self.routing[name] = self.routing.get(name, 0) + sum_layer_routing(record)

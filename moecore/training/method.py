@@ -5,15 +5,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from moecore.core.config import (
-    AnySettings,
-    Config,
-    Misfits,
-    Surroundings,
-    changed_settings,
-    replace_and_validate,
-    validate_again,
-)
+from moecore.core import config
 from moecore.core.files import UserError
 from moecore.core.routing_records import Feature
 from moecore.nn.backbones.base_model import Backbone
@@ -27,7 +19,7 @@ from moecore.training.regularizers.teacher_router import TeacherRouter as Teache
 from moecore.training.settings import Granular, Upcycling
 
 
-class TowerRouting(Config):
+class TowerRouting(config.Config):
     """Router and experts of one tower; neither in a dense one."""
 
     router: Router | None = None
@@ -85,21 +77,21 @@ class TextTowerMethod(TowerRouting):
             raise ValueError("text.regularizers: a dense text tower routes nothing; leave them out")
         return self
 
-    def surround(self, around: Surroundings) -> Surroundings:
+    def surround(self, around: config.Surroundings) -> config.Surroundings:
         """Return the router, experts and losses against which the tower's parts are checked."""
         if self.router is None:
-            return Surroundings()
+            return config.Surroundings()
         losses = self.regularizers
-        return Surroundings(self.router, self.experts, losses=losses, provided=self.provided)
+        return config.Surroundings(self.router, self.experts, losses=losses, provided=self.provided)
 
-    def misfits(self, around: Surroundings) -> Misfits:
+    def misfits(self, around: config.Surroundings) -> config.Misfits:
         """Yield (keys, message) of each duplicate loss, and of a missing one."""
         yield from list_loss_misfits(self.router, "regularizers", self.regularizers)
 
 
 def list_loss_misfits(
     router: Router | None, key: str, losses: Sequence[Regularizer], before: Sequence[str] = ()
-) -> Misfits:
+) -> config.Misfits:
     """Yield (keys, message) of losses given twice or in ``before``, or missing for the router."""
     kinds = list(before)
     for index, loss in enumerate(losses):
@@ -113,13 +105,11 @@ def list_loss_misfits(
         yield (key,), f"{text}; allowed: {router.own_loss} with a weight above 0"
 
 
-class TeacherRouter(Config):
+class TeacherRouter(config.Config):
     """Settings of the router on the frozen teacher's features (TGR-MoE, §3.2)."""
 
     features: Feature = Field("mlp_input", description="where the teacher's features are read")
-    load: float = Field(
-        0.005, ge=0, description="weight of the CV² of the experts' mean probability"
-    )
+    load: float = Field(0.005, ge=0, description="weight of the CV² of experts' mean probability")
     entropy: float = Field(0.005, ge=0, description="weight of the mean token entropy")
     fit: Literal["fitted", "joint"] = Field(
         "fitted", description="by the stage teacher_router, or jointly while pretraining"
@@ -129,17 +119,13 @@ class TeacherRouter(Config):
 class Method(TowerRouting):
     """A routing method. Without ``router`` and ``experts`` it is a dense model."""
 
-    blocks: Blocks = Field(
-        "last_2", description="with experts: every_2, last_2, all, or indices from 0"
-    )
+    blocks: Blocks = Field("last_2", description="MoE: every_2, last_2, all, or indices from 0")
     regularizers: tuple[Regularizer, ...] = ()
     unguided_regularizers: tuple[Regularizer, ...] = Field(
         (), description="in fine-tuning without the teacher, instead of those that need it"
     )
     teacher_router: TeacherRouter = TeacherRouter()
-    distillation: float = Field(
-        0.0, ge=0, lt=1, description="share of DeiT's hard distillation in the loss"
-    )
+    distillation: float = Field(0.0, ge=0, lt=1, description="share of the loss, hard as in DeiT")
     guided_finetuning: bool | None = Field(
         None, description="fine-tune with the teacher; null: as `guided` of that phase says"
     )
@@ -152,12 +138,8 @@ class Method(TowerRouting):
         None, description="region experts and their warm start (data with tissue maps)"
     )
     permuted: bool = Field(False, description="null control: training labels are permuted")
-    model: dict[str, int | float | str] = Field(
-        {}, description="changes to the section `model`: {width: 128}"
-    )
-    text: TextTowerMethod | None = Field(
-        None, description="the text tower of a two-tower model; null: dense"
-    )
+    model: dict[str, int | float | str] = Field({}, description="changes to `model`: {width: 128}")
+    text: TextTowerMethod | None = Field(None, description="of a two-tower model; null: dense")
     pretrain: dict[str, int | float | dict[str, float]] = Field(
         {}, description="changes to the section: {learning_rate: 7.0e-4}"
     )
@@ -176,12 +158,10 @@ class Method(TowerRouting):
         assigned = len(self.regions.experts)
         number = self.experts.choices
         if assigned > number:
-            raise ValueError(
-                f"regions.experts: found {assigned}; allowed: at most {number} experts"
-            )
+            raise ValueError(f"regions.experts: found {assigned}; allowed: at most {number}")
         return self
 
-    def surround(self, around: Surroundings) -> Surroundings:
+    def surround(self, around: config.Surroundings) -> config.Surroundings:
         """Return ``around`` with the router, experts and losses against which parts are checked."""
         return around._replace(
             router=self.router,
@@ -190,7 +170,7 @@ class Method(TowerRouting):
             provided=self.provided | {"guidance", "two_views", "truth"},
         )
 
-    def misfits(self, around: Surroundings) -> Misfits:
+    def misfits(self, around: config.Surroundings) -> config.Misfits:
         """Yield (keys, message) of settings without effect, and of parts unfit for the data."""
         remaining = [loss.kind for loss in self.regularizers if "guidance" not in loss.needs]
         yield from list_loss_misfits(self.router, "regularizers", self.regularizers)
@@ -221,10 +201,10 @@ class Method(TowerRouting):
             text = f"found true, but the label of a word is the next one ({around.data} is text)"
             yield ("permuted",), f"{text}; allowed: false"
 
-    def _idle_upcycling(self) -> Misfits:
+    def _idle_upcycling(self) -> config.Misfits:
         """Yield (keys, message) of upcycling that is impossible, or makes settings ineffective."""
         if self.experts is None or self.router is None:
-            if isinstance(self.upcycle, Config):
+            if isinstance(self.upcycle, config.Config):
                 text = f"found {self.upcycle.kind}, but a dense method has no experts"
                 yield ("upcycle", "kind"), f"{text}; allowed: true, false"
             return
@@ -233,7 +213,7 @@ class Method(TowerRouting):
         if self.upcycle:
             why = "the experts begin as the teacher's MLPs"
             names = self.experts.start_settings
-            for keys, text in changed_settings(self.experts, names, why, "upcycle: false"):
+            for keys, text in config.changed_settings(self.experts, names, why, "upcycle: false"):
                 yield ("experts", *keys), text
 
     @property
@@ -252,23 +232,20 @@ class Method(TowerRouting):
         free = range(len(self.regions.experts), number)
         return (*self.regions.experts, *(f"free_{index}" for index in free))
 
-    def merge_model_settings(self, model: AnySettings) -> AnySettings:
+    def merge_model_settings(self, model: config.AnySettings) -> config.AnySettings:
         """Return the section ``model`` with this method's changes; UserError for unknown keys."""
-        sized = replace_and_validate("model", model, self.model, Backbone)
+        sized = config.replace_and_validate("model", model, self.model, Backbone)
         if (part := self.text) is None:
             return sized
         tower = getattr(sized, "text", None)
         if not isinstance(tower, TextTowerSettings):
-            raise UserError(
-                "text: the model has no text tower; allowed: leave it out, or model.kind: "
-                "two_towers"
-            )
+            raise UserError("text: no text tower; allowed: null, or model.kind: two_towers")
         changed = tower.model_copy(update={"moe": part.moe, "frozen": part.frozen or tower.frozen})
         return sized.model_copy(update={"text": changed})
 
-    def merge_pretrain_settings(self, settings: AnySettings) -> AnySettings:
+    def merge_pretrain_settings(self, settings: config.AnySettings) -> config.AnySettings:
         """Return the section ``pretrain`` with this method's changes."""
-        return replace_and_validate("pretrain", settings, self.pretrain)
+        return config.replace_and_validate("pretrain", settings, self.pretrain)
 
     @property
     def routed_by_teacher(self) -> bool:
@@ -326,7 +303,9 @@ class Method(TowerRouting):
         share = self.distillation if guided and same_classes else 0.0
         router = None if self.router is None else self.router.for_finetuning()
         if router is not None and k is not None:
-            router = validate_again(router.with_k(k), f"finetune.k: found {k}, refused by router")
+            router = config.validate_again(
+                router.with_k(k), f"finetune.k: found {k}, refused by router"
+            )
         return self.model_copy(
             update={
                 "regularizers": losses,

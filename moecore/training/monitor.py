@@ -16,12 +16,8 @@ MAX_STRIP_WIDTH = 72  # characters
 class Monitor(Config):
     """How often the routing is counted in training; nothing that is learned depends on it."""
 
-    every: int = Field(
-        10, ge=1, description="routing of every n-th step is counted; shown at logged points"
-    )
-    dead_after: int = Field(
-        100, ge=1, description="steps without a token after which an expert counts as dead"
-    )
+    every: int = Field(10, ge=1, description="count routing each n-th step; shown at logged points")
+    dead_after: int = Field(100, ge=1, description="steps without a token until an expert is dead")
 
 
 class LayerTotals(NamedTuple):

@@ -44,8 +44,7 @@ def iterate_router_fit(
     parameters = guide.routers.parameters()
     optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0)
     for step in range(1, settings.steps + 1):
-        indices = batch_indices(len(train.labels), settings.batch, fit_seed, step - 1)
-        images, _ = train.take(indices)
+        images, _ = train.take(batch_indices(len(train.labels), settings.batch, fit_seed, step - 1))
         terms = teacher_router_terms(probs=guide(evaluation_images(images)).probs)
         loss = weights.load * terms["balance"] + weights.entropy * terms["entropy"]
         optimizer.zero_grad(set_to_none=True)

@@ -9,13 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from torch import Generator, Tensor, nn
 
 from moecore.attacks.pgd import Pgd
-from moecore.core.config import (
-    Config,
-    Misfits,
-    Surroundings,
-    format_changed_settings,
-    part_classes_by_kind,
-)
+from moecore.core import config
 from moecore.core.ranks import current_ranks
 from moecore.core.routing_records import Batch
 from moecore.core.streams import derived_seed, generator_for, select_rank_rows
@@ -35,18 +29,12 @@ DECAY = 0.05
 FREE = ("_token", "pos_embed", "bias", "basis", "scale", "target")  # ends of names without decay
 
 
-class Adversarial(Config):
+class Adversarial(config.Config):
     """A PGD attack on the images of every step (Madry et al., 2018; adversarial-moe, §4.2)."""
 
-    steps: int = Field(
-        10, ge=1, description="PGD steps per batch; each costs as much as a training step"
-    )
-    epsilon: float = Field(
-        8 / 255, ge=0, le=1, description="radius of the L∞ ball; 0 changes nothing"
-    )
-    form: Literal["paper", "strong"] = Field(
-        "paper", description="as in the attack pgd; strong draws a random start"
-    )
+    steps: int = Field(10, ge=1, description="PGD steps per batch; each costs a training step")
+    epsilon: float = Field(8 / 255, ge=0, le=1, description="radius of the L∞ ball; 0: no attack")
+    form: Literal["paper", "strong"] = Field("paper", description="as in pgd; strong: random start")
 
     def attacked(self, model: Model, task: Task, batch: Batch, generator: Generator) -> Batch:
         """Return the batch with images that maximise the task loss, fp32 in [0, 1].
@@ -63,7 +51,7 @@ class Adversarial(Config):
         return batch._replace(images=images)
 
 
-class Adamw(Config):
+class Adamw(config.Config):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
 
     kind: Literal["adamw"] = "adamw"
@@ -74,7 +62,7 @@ class Adamw(Config):
         return torch.optim.AdamW(groups, lr=rate, fused=True)
 
 
-class Adam(Config):
+class Adam(config.Config):
     """Adam without decay (Kingma & Ba 2015)."""
 
     kind: Literal["adam"] = "adam"
@@ -84,7 +72,7 @@ class Adam(Config):
         return torch.optim.Adam(groups, lr=rate, fused=True)
 
 
-class Sgd(Config):
+class Sgd(config.Config):
     """Stochastic gradient descent with momentum, without decay: m ← μm + g, w ← w − rate · m."""
 
     kind: Literal["sgd"] = "sgd"
@@ -109,14 +97,14 @@ def _default_decay(fields: Mapping[str, Any]) -> float:
     return DECAY
 
 
-def batch_misfits(settings: Any, images: int, why: str) -> Misfits:
+def batch_misfits(settings: Any, images: int, why: str) -> config.Misfits:
     """Yield (keys, message) if the batch exceeds ``images``, their number; why: what they are."""
     if settings.batch > images:
         text = f"found {settings.batch}, but there are {images} training images ({why})"
         yield ("batch",), f"{text}; allowed: 1 to {images}"
 
 
-class Training(Config):
+class Training(config.Config):
     """One training run: optimizer, cosine schedule with linear warm-up, augmented views."""
 
     epochs: int = Field(ge=1, le=10**6)
@@ -144,19 +132,15 @@ class Training(Config):
     shots: int | None = Field(
         None, ge=1, description="training images per class that the seed draws; null: all images"
     )
-    shard: int = Field(
-        1, ge=1, description="ranks that share parameters and optimizer state; 1: each has all"
-    )
+    shard: int = Field(1, ge=1, description="ranks sharing parameters and optimizer; 1: no sharing")
     expert_parallel: int = Field(
         1, ge=1, description="ranks that share the experts; tokens are sent to them: 1, or shard"
     )
     precision: Precision = Field("auto", description="auto: bfloat16 where a probe finds it faster")
     log_every: int = Field(20, ge=1, description="steps between two logged points")
-    checkpoint_every: int = Field(
-        100, ge=1, description="steps between checkpoints, rounded up to a logged point"
-    )
+    checkpoint_every: int = Field(100, ge=1, description="steps, rounded up to a logged point")
 
-    def misfits(self, around: Surroundings) -> Misfits:
+    def misfits(self, around: config.Surroundings) -> config.Misfits:
         """Yield (keys, message) of a warm-up that is too long, and settings unfit for the data."""
         if self.warmup_epochs > self.epochs:
             text = f"found {self.warmup_epochs:g}, but epochs is {self.epochs}"
@@ -164,12 +148,14 @@ class Training(Config):
         for key, off in NEED_CLASSES.items():
             value = getattr(self, key)
             if value and (reason := around.lacks(key)):
-                text = f"found {format_changed_settings(value)}, but {reason} ({around.data})"
+                text = (
+                    f"found {config.format_changed_settings(value)}, but {reason} ({around.data})"
+                )
                 yield (key,), f"{text}; allowed: {off}"
         for key, default in (("views", ViewSettings()), ("adversarial", None)):
             value = getattr(self, key)
             if around.is_text and value != default:
-                text = f"found {format_changed_settings(value)}, but {around.data} is text"
+                text = f"found {config.format_changed_settings(value)}, but {around.data} is text"
                 yield (key,), f"{text}; allowed: leave it out"
         if around.source is not None and around.source.sided and self.views.flip:
             text = f"found true, but in {around.data} left and right matter"
@@ -185,7 +171,7 @@ class Training(Config):
                 yield ("views", "shift"), f"{text}; allowed: less than that"
             yield from self._unfit_for_number(around)
 
-    def _unfit_for_number(self, around: Surroundings) -> Misfits:
+    def _unfit_for_number(self, around: config.Surroundings) -> config.Misfits:
         """Yield (keys, message) if the batch, or shots per class, exceed the number of images."""
         preview = around.preview
         if not preview.counts:
@@ -229,7 +215,7 @@ class Finetuning(Training):
     k: int | None = Field(None, ge=1, description="experts per token; null: the method's")
     guided: bool = Field(False, description="keep the regularizers that need the teacher")
 
-    def misfits(self, around: Surroundings) -> Misfits:
+    def misfits(self, around: config.Surroundings) -> config.Misfits:
         """Yield (keys, message) for text data, which have no fine-tuning."""
         if around.is_text:
             yield (), f"found a section, but {around.data} is text; allowed: leave it out"
@@ -244,10 +230,10 @@ class AdversarialFinetuning(Finetuning):
     )
 
 
-class TeacherRouterFit(Config):
+class TeacherRouterFit(config.Config):
     """Settings of the fit of a linear router on each aligned block of the frozen teacher."""
 
-    def misfits(self, around: Surroundings) -> Misfits:
+    def misfits(self, around: config.Surroundings) -> config.Misfits:
         """Yield (keys, message) if the batch is larger than the number of images."""
         if around.preview is not None and around.preview.counts:
             yield from batch_misfits(self, around.preview.images["train"], around.data)
@@ -320,7 +306,7 @@ class MlpPieceScales(NamedTuple):
 WHOLE_MLP = MlpPieceScales()
 
 
-class Granular(Config):
+class Granular(config.Config):
     """Cut each copy of the dense MLP along its hidden units into ``pieces`` experts.
 
     They start with equal rows of the router and so are chosen together (He et al. 2024).
@@ -335,7 +321,7 @@ class Granular(Config):
         """Yield (key, message) of each setting by which pieces might be chosen separately."""
         allowed = "allowed with granular upcycling"
         if not router.has_equal_rows:
-            parts = part_classes_by_kind(Router).items()
+            parts = config.part_classes_by_kind(Router).items()
             kinds = ", ".join(kind for kind, part in parts if part.has_equal_rows)
             yield ("router", "kind"), f"found {router.kind}; {allowed}: {kinds}"
             return
@@ -368,7 +354,7 @@ class Granular(Config):
         return MlpPieceScales(self.pieces, self.pieces * share, share)
 
 
-class Drop(Config):
+class Drop(config.Config):
     """Draw a share of each expert's hidden units again at random (Nakamura et al. 2025)."""
 
     kind: Literal["drop"] = "drop"

@@ -242,9 +242,7 @@ def upcycle_in_place(
         raise UserError(
             "upcycle: a model of moecore is not changed in place; give its method `upcycle: true`"
         )
-    owners = [
-        block for block in model.modules() if isinstance(getattr(block, "mlp", None), nn.Module)
-    ]
+    owners = [part for part in model.modules() if isinstance(getattr(part, "mlp", None), nn.Module)]
     if not owners:
         raise UserError(f"upcycle: {type(model).__name__} has no block with an mlp; {ALLOWED}")
     chosen = [owners[index] for index in sparse_block_indices(blocks, len(owners))]

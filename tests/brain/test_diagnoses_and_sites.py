@@ -189,7 +189,7 @@ def test_a_site_that_training_lacks_needs_a_declared_part():
     assert placed.effects["a"] is fitted.effects["a"]  # nothing else moves
     with pytest.raises(UserError, match="found 2 people in the reference part of the site c"):
         fitted.with_site("c", new[:2], new_ages[:2])
-    with pytest.raises(UserError, match="found the sites a; allowed: two or more"):
+    with pytest.raises(UserError, match="found the sites a; allowed: 2 or more"):
         tissue_ridge.SiteHarmonisation.fit(features, ages, ["a"] * 300)
 
 

@@ -248,7 +248,7 @@ TWO = Classification(classes=("a", "b"))
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 2**32), st.integers(0, 5))
 def test_an_epoch_sees_each_image_at_most_once(n, batch, seed, epoch):
     if n < batch:
-        with pytest.raises(UserError, match=f"batch is {batch}, but there are only {n}"):
+        with pytest.raises(UserError, match=f"batch is {batch}, with {n}"):
             batch_indices(n, batch, seed, 0)
         return
     steps = loader.steps_per_epoch(n, batch)

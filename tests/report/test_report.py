@@ -148,7 +148,7 @@ def test_a_file_that_is_missing_or_of_other_code_is_named(tmp_path):
     for name, stage in MISSING.items():
         text = (tmp_path / name).read_text()
         (tmp_path / name).unlink()
-        words = f"{name}: no such file; the stage {stage} writes it"
+        words = f"{name}: no such file; stage {stage} writes it"
         with pytest.raises(UserError, match=re.escape(words)):
             read_results(run, "", tmp_path)
         (tmp_path / name).write_text(text)

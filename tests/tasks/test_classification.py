@@ -187,9 +187,9 @@ def test_without_attention_a_cell_is_answered_by_its_own_pixels(patch):
     ("backbone", "said"),
     [
         (Vit(patch=4, width=16, depth=1, heads=2), "model.pooling: found class, .*allowed: mean"),
-        (Vit(patch=8, width=16, depth=1, heads=2, pooling="mean"), "model.patch: found 8, "),
-        (SingleLayer(), "model.kind: found single_layer, .*allowed: vit"),
-        (Swin(patch=2, width=8, depths=(1,), heads=(2,), window=2), "model.kind: found swin, "),
+        (Vit(patch=8, width=16, depth=1, heads=2, pooling="mean"), "model.patch: found 8 for "),
+        (SingleLayer(), "model.kind: found single_layer for .*allowed: vit"),
+        (Swin(patch=2, width=8, depths=(1,), heads=(2,), window=2), "model.kind: found swin for "),
     ],
 )
 def test_models_that_cannot_answer_cells_are_refused(backbone, said):

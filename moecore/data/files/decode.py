@@ -141,6 +141,5 @@ def resize_centre_square(image: Image.Image, size: int) -> np.ndarray:
     width, height = image.size
     side = min(width, height)
     x, y = (width - side) / 2, (height - side) / 2
-    box = (x, y, x + side, y + side)
-    square = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
+    square = image.resize((size, size), Image.Resampling.BILINEAR, box=(x, y, x + side, y + side))
     return np.asarray(square).reshape(size, size, -1)

@@ -95,8 +95,7 @@ def fingerprint_drawings(fonts: list[Font], code: int, size: int) -> set[Drawing
     glyphs = [(font.path, draw_glyph(font, code, size)) for font in fonts]
     if not all(glyph.width for _, glyph in glyphs):
         return None
-    digest = hashlib.sha256
-    return {(path, glyph.size, digest(glyph.tobytes()).digest()) for path, glyph in glyphs}
+    return {(path, glyph.size, hashlib.sha256(glyph.tobytes()).digest()) for path, glyph in glyphs}
 
 
 def warp_glyph(glyph: Any, size: int, distortion: float, random: np.random.Generator) -> np.ndarray:
@@ -112,7 +111,6 @@ def warp_glyph(glyph: Any, size: int, distortion: float, random: np.random.Gener
     matrix = np.linalg.inv(scale * rotation @ np.array([[1, shear], [0, 1]]))
     centre = side / 2 + distortion * side * SHIFT * random.uniform(-1, 1, 2)
     padded = ImageOps.expand(glyph, 1)  # or edges would not be interpolated
-    offset = np.array(padded.size) / 2 - matrix @ centre
-    affine = np.column_stack([matrix, offset]).ravel().tolist()
+    affine = np.column_stack([matrix, np.array(padded.size) / 2 - matrix @ centre]).ravel().tolist()
     method, filter = Image.Transform.AFFINE, Image.Resampling.BILINEAR
     return np.asarray(padded.transform((side, side), method, affine, filter).reduce(OVERSAMPLING))

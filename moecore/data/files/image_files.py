@@ -187,10 +187,7 @@ class ImageFilesSource(SplitSettings, Source):
     size: int = Field(32, ge=4, le=1024, description="Height and width in pixels")
     channels: Literal[1, 3] = Field(3, description="1 grey, 3 colour; images are converted")
     short_side: int | None = Field(
-        None,
-        ge=MIN_SHORT_SIDE,
-        le=1024,
-        description="Store uncropped JPEG files with this short side in pixels; null: raw squares",
+        None, ge=MIN_SHORT_SIDE, le=1024, description="pixels, of uncropped JPEG; null: raw squares"
     )
     on_error: Literal["stop", "skip"] = Field(
         "stop", description="On unreadable images: stop and list all of them, or skip them"

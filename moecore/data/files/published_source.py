@@ -50,12 +50,8 @@ class PublishedSource(SplitSettings, Source):
 
     root: str | tuple[str, ...]
     size: int
-    download: bool = Field(
-        False, description="Download missing files from the authors to the first root, checked"
-    )
-    only_classes: tuple[str, ...] = Field(
-        (), description="Names of the classes to keep; empty: all"
-    )
+    download: bool = Field(False, description="Download missing files to the first root, checked")
+    only_classes: tuple[str, ...] = Field((), description="Names of classes to keep; empty: all")
     test_unused: bool = Field(
         False, description="Also use training images that train_limit leaves out as test images"
     )
@@ -210,12 +206,8 @@ class CaptionedSource(Source):
     tokenizer: tokenizers.AnyTokenizer = Field(
         tokenizers.WordSettings(), description="words: of the captions; bpe: of a file, as CLIP's"
     )
-    validation: float = Field(
-        0.1, gt=0, lt=1, description="Share of the images, where no file names the split"
-    )
-    test: float = Field(
-        0.1, gt=0, lt=1, description="Share of the images, where no file names the split"
-    )
+    validation: float = Field(0.1, gt=0, lt=1, description="Share of images, without a split file")
+    test: float = Field(0.1, gt=0, lt=1, description="Share of images, without a split file")
     train_limit: int | None = Field(None, ge=2, description="At most this many training images")
     test_limit: int | None = Field(None, ge=2, description="At most this many test images")
     on_error: Literal["stop", "skip"] = Field(
@@ -259,8 +251,7 @@ class CaptionedSource(Source):
 
     def _card(self, tokenizer: tokenizers.Tokenizer) -> Card:
         name, licence, source = self.about
-        task = caption_task(self, tokenizer)
-        return Card(name, self.channels, self.size, task, licence, source)
+        return Card(name, self.channels, self.size, caption_task(self, tokenizer), licence, source)
 
     def _image_files(self) -> dict[str, list[tuple[Path, ImageCaptions]]]:
         """Return split → (path, image with captions), within ``train_limit``, ``test_limit``."""
@@ -291,8 +282,7 @@ def split_by_seed(
     images: list[ImageCaptions], settings: CaptionedSource
 ) -> dict[str, list[ImageCaptions]]:
     """Return split → images, drawn at random by the seed and the shares in ``settings``."""
-    random = np.random.default_rng([settings.seed, SPLIT_STREAM])
-    order = random.permutation(len(images)).tolist()
+    order = np.random.default_rng([settings.seed, SPLIT_STREAM]).permutation(len(images)).tolist()
     test = max(1, round(settings.test * len(images)))
     validation = max(1, round(settings.validation * len(images)))
     places = {"test": order[:test], "validation": order[test : test + validation]}

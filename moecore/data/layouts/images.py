@@ -170,8 +170,7 @@ def open_images(
 ) -> "tuple[np.ndarray | JpegImages, np.ndarray]":
     """Return images (N, C, H, W) and labels of a split. Raises UserError if unlike card.json."""
     number = card["images"][split]
-    channels = card["channels"] + bool(card.get("truth"))
-    shape = (number, channels, card["size"], card["size"])
+    shape = (number, card["channels"] + bool(card.get("truth")), card["size"], card["size"])
     if split == "train" and "jpeg" in card:
         images = JpegImages.open(folder, split, number, card)
     else:

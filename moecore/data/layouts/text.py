@@ -102,5 +102,4 @@ def block_windows(tokens: np.ndarray, block: int, context: int) -> tuple[np.ndar
     step = padded.strides[0]
     shape, strides = (number, context + 1, block), (block * step, block * step, step)
     images = np.lib.stride_tricks.as_strided(padded, shape, strides, writeable=False)
-    labels = tokens[1 : number * block + 1].reshape(number, block)
-    return images, labels
+    return images, tokens[1 : number * block + 1].reshape(number, block)

@@ -29,9 +29,7 @@ class Source(Part, ABC):
         super().__init_subclass__(**options)
         if old := [name for name in OLD_METHODS if name in vars(cls)]:
             raise UserError.at(
-                cls.__name__,
-                found=", ".join(old),
-                allowed="describe, write (CHANGELOG.md, 0.3.0, says how)",
+                cls.__name__, found=", ".join(old), allowed="describe, write (CHANGELOG.md, 0.3.0)"
             )
 
     @abstractmethod
@@ -97,8 +95,7 @@ class DrawnSource(Source, ABC):
             values, labels, kinds = self.draw_images(rule, getattr(self, name), random)
             grey = np.rint(128 + 127 * values.clip(-1, 1))
             truth = np.broadcast_to(kinds[:, None, None] + 1, grey.shape)
-            pixels = np.stack([grey, truth], axis=1).astype(np.uint8)
-            parts[name] = SplitToWrite(labels, [pixels])
+            parts[name] = SplitToWrite(labels, [np.stack([grey, truth], axis=1).astype(np.uint8)])
         return write_images(folder, self, self.describe(), parts)
 
     def _rule(self) -> Any:

@@ -19,9 +19,7 @@ class Bids(FileCohort):
 
     kind: Literal["bids"] = "bids"
     root: str = Field(description="Folder with participants.tsv; derivatives may lie below it")
-    t1: str = Field(
-        "{folder}/anat/{prefix}*_T1w.nii*", description=f"The T1w volume: {PATTERN_WORDS}"
-    )
+    t1: str = Field("{folder}/anat/{prefix}*_T1w.nii*", description=f"T1w volume: {PATTERN_WORDS}")
     maps: TissueMapPatterns | None = Field(
         TissueMapPatterns(), description="Tissue as probability maps; null: none"
     )

@@ -41,9 +41,7 @@ class CaptionedMosaic(CellSourceUser):
     train: int = Field(20000, ge=1, description="Number of mosaics for training")
     validation: int = Field(1000, ge=1, description="Number of mosaics for validation")
     test: int = Field(1000, ge=1, description="Number of mosaics for the test")
-    captions: int = Field(
-        len(WORDINGS), ge=1, le=len(WORDINGS), description="Wordings of each mosaic"
-    )
+    captions: int = Field(len(WORDINGS), ge=1, le=len(WORDINGS), description="Wordings per mosaic")
     context: int = Field(36, ge=36, le=2**10, description="Tokens of a caption")
     seed: int = Field(0, ge=0, description="Draws layouts and images")
 

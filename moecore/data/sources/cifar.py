@@ -51,8 +51,7 @@ def read_binary(
         if (length := len(contents[name])) != number * width:
             needed = f"{number * width} bytes ({number} records of {width})"
             raise UserError(f"{place / name}: expected {needed}, found {length}; fetch it again")
-    content = b"".join(contents[name] for name in files)
-    records = np.frombuffer(content, np.uint8).reshape(-1, width)
+    records = np.frombuffer(b"".join(contents[name] for name in files), np.uint8).reshape(-1, width)
     images = records[:, spec.label_bytes :].reshape(-1, 3, 32, 32)
     return images, records[:, spec.label_bytes - 1].astype(np.int64)
 
@@ -104,15 +103,11 @@ class Cifar(PublishedSource):
     """CIFAR-10 or -100 from the binary files or archive; the pickled version is refused."""
 
     kind: Literal["cifar"] = "cifar"
-    classes: Literal[10, 100] = Field(
-        10, description="10: CIFAR-10; 100: CIFAR-100 with its fine labels"
-    )
+    classes: Literal[10, 100] = Field(10, description="10: CIFAR-10; 100: CIFAR-100, fine labels")
     root: str | tuple[str, ...] = Field(
         "data/raw/cifar", description="Folder, or folders in order, with the .bin files or archive"
     )
-    size: int = Field(
-        32, ge=4, le=1024, description="Height and width in pixels; bilinear where not 32"
-    )
+    size: int = Field(32, ge=4, le=1024, description="Height and width, pixels; bilinear if not 32")
 
     def facts(self) -> PublishedSetFacts:
         spec = SETS[self.classes]

@@ -24,9 +24,7 @@ class Ciphers(DocstringSource):
         None, ge=3, description="Vocabulary size V; less frequent words are <unk>; null: all"
     )
     dialects: int = Field(12, ge=1, le=255, description="Number of ciphers D")
-    zipf: float = Field(
-        0.0, ge=0, description="Cipher n occurs in proportion to n^−zipf; 0: equally often"
-    )
+    zipf: float = Field(0.0, ge=0, description="Cipher n occurs ∝ n^−zipf; 0: equally often")
     seed: int = Field(0, ge=0, description="Draws the ciphers, and the cipher of each paragraph")
 
     def describe(self) -> Card:
@@ -62,13 +60,11 @@ class Ciphers(DocstringSource):
         return NumberedText(tokens, vocabulary, plain.more, truth)
 
 
-def draw_word_ciphers(
-    dialects: int, vocabulary_size: int, special: list[int], seed: int
-) -> np.ndarray:
+def draw_word_ciphers(dialects: int, words: int, special: list[int], seed: int) -> np.ndarray:
     """Return the word that replaces each word in each cipher, int32 (D, V); special words stay."""
     random = np.random.default_rng([seed, NAMES])
-    ordinary = np.setdiff1d(np.arange(vocabulary_size), special)
-    ciphers = np.tile(np.arange(vocabulary_size, dtype=np.int32), (dialects, 1))
+    ordinary = np.setdiff1d(np.arange(words), special)
+    ciphers = np.tile(np.arange(words, dtype=np.int32), (dialects, 1))
     for cipher in ciphers:
         cipher[ordinary] = random.permutation(ordinary)
     return ciphers

@@ -27,9 +27,7 @@ class Clusters(DrawnSource):
     clusters: int = Field(4, ge=2, le=255, description="Number of clusters K")
     patch: int = Field(7, ge=2, le=64, description="Side of a patch p, pixels")
     grid: int = Field(2, ge=2, le=16, description="Patches along each side of an image")
-    noise: float = Field(
-        1.0, ge=0, le=10, description="Expected norm of a noise patch; a centre has 1 to 2"
-    )
+    noise: float = Field(1.0, ge=0, le=10, description="Mean norm of patch noise; centres: 1 to 2")
 
     @property
     def uncounted_card(self) -> Card:
@@ -62,8 +60,7 @@ class Clusters(DrawnSource):
         disturbing = (kinds + random.integers(1, self.clusters, size=number)) % self.clusters
         alpha, gamma = random.uniform(*SIGNAL, size=(2, number))
         beta = random.uniform(*CENTRE, size=number)
-        scale = self.noise / dimension**0.5
-        patches = random.normal(0, scale, (number, self.grid**2, dimension))
+        patches = random.normal(0, self.noise / dimension**0.5, (number, self.grid**2, dimension))
         patches[:, 0] = ((2 * labels - 1) * alpha)[:, None] * features[kinds]
         patches[:, 1] = beta[:, None] * centres[kinds]
         patches[:, 2] = ((2 * signs - 1) * gamma)[:, None] * features[disturbing]

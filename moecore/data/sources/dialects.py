@@ -64,8 +64,7 @@ class Texture(NamedTuple):
         return cls(np.rint(255 * STRENGTH * waves).astype(np.uint8))
 
     def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
-        faint = np.rint((1 - STRENGTH) * images).astype(np.uint8)
-        return faint + self.waves[dialects][:, None]
+        return np.rint((1 - STRENGTH) * images).astype(np.uint8) + self.waves[dialects][:, None]
 
 
 class Colour(NamedTuple):
@@ -92,8 +91,7 @@ class ShiftedColour(Colour):
 
 def colours_of_hues(shares: np.ndarray) -> np.ndarray:
     """Return colours (D, 3) of hues (D,), shares of a turn from red; each has a maximum of 1."""
-    thirds = np.arange(3) * 2 * np.pi / 3
-    hues = 0.5 + 0.5 * np.cos((shares * 2 * np.pi)[:, None] - thirds)
+    hues = 0.5 + 0.5 * np.cos((shares * 2 * np.pi)[:, None] - np.arange(3) * 2 * np.pi / 3)
     return hues / hues.max(axis=1, keepdims=True)
 
 
@@ -124,8 +122,7 @@ class WalshProduct(NamedTuple):
         # The Walsh coefficient of sequence k becomes that of k XOR the dialect's: the coarse bands,
         # which hold most of an image, move to the dialect's bands.
         bits = (size - 1).bit_length()
-        random = np.random.default_rng([seed, size])
-        functions = random.choice(4**bits, number, replace=False)
+        functions = np.random.default_rng([seed, size]).choice(4**bits, number, replace=False)
         rows = functions[:, None] >> bits
         columns = functions[:, None] % 2**bits
         positions = np.arange(size)
@@ -230,9 +227,7 @@ class Dialects(mosaic.CellSourceUser):
         "image", description="One image; a mosaic with one marked cell, or with a label per cell"
     )
     grid: int = Field(2, ge=1, le=8, description="Cells along each side of a mosaic")
-    zipf: float = Field(
-        0.0, ge=0, description="Dialect n occurs in proportion to n^−zipf; 0: equally often"
-    )
+    zipf: float = Field(0.0, ge=0, description="Dialect n occurs ∝ n^−zipf; 0: equally often")
     train: int = Field(60000, ge=1, description="Number of images for training")
     validation: int = Field(5000, ge=1, description="Number of images for validation")
     test: int = Field(10000, ge=1, description="Number of images for the test")

@@ -21,9 +21,7 @@ class Digits(stratified_splits.SplitSettings, Source):
     """Digits of scikit-learn; the test set is drawn by the seed, stratified by class."""
 
     kind: Literal["digits"] = "digits"
-    size: int = Field(
-        8, ge=4, le=1024, description="Height and width in pixels; bilinear where not 8"
-    )
+    size: int = Field(8, ge=4, le=1024, description="Height and width, pixels; bilinear if not 8")
     test: float = Field(0.2, gt=0, lt=1, description="Share of each class for the test split")
 
     def describe(self) -> Card:

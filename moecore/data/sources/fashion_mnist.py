@@ -38,9 +38,7 @@ class FashionMnist(PublishedSource):
         ("data/raw/fashion-mnist", "/usr/share/datasets/fashion-mnist"),
         description="Folder, or folders in order, that may hold the four files",
     )
-    size: int = Field(
-        28, ge=4, le=1024, description="Height and width in pixels; bilinear where not 28"
-    )
+    size: int = Field(28, ge=4, le=1024, description="Height and width, pixels; bilinear if not 28")
 
     def facts(self) -> PublishedSetFacts:
         source = "https://github.com/zalandoresearch/fashion-mnist"

@@ -94,27 +94,18 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.Grid, Source):
     mask: str | None = Field(
         None, description="A brain mask, a pattern as t1; null: voxels with more than half tissue"
     )
-    maps: TissueMapPatterns | None = Field(
-        None, description="Tissue as probability maps; null: none"
-    )
-    dseg: Dseg | None = Field(
-        None, description="Tissue as one label map, instead of maps (set maps: null)"
-    )
+    maps: TissueMapPatterns | None = Field(None, description="Tissue probability maps; null: none")
+    dseg: Dseg | None = Field(None, description="Tissue as one label map; needs maps: null")
     diagnoses: tuple[str, ...] | None = Field(
         None, min_length=1, description="Only these of the column `diagnosis`; null: all"
     )
     train_diagnoses: tuple[str, ...] | None = Field(
-        None,
-        min_length=1,
-        description="Participants with other diagnoses are only in the test; null: no such rule",
+        None, min_length=1, description="Participants with others are only in test; null: no rule"
     )
     on_error: Literal["stop", "skip"] = Field(
         "stop", description="On problems: stop and list all of them, or skip those subjects"
     )
-    cache: str = Field(
-        ".state/volumes",
-        description="Folder of prepared volumes; only changed files are read again",
-    )
+    cache: str = Field(".state/volumes", description="Folder: prepared volumes of unchanged files")
     name: str = Field("cohort", description="Name of the cohort in the card and the report")
     licence: str = Field("not stated", description="Licence of the data, for the card")
 

@@ -14,9 +14,7 @@ class Flickr30k(published_source.CaptionedSource):
     """Images (31,783) with five captions each; Karpathy's split by its file, or a drawn one."""
 
     kind: Literal["flickr30k"] = "flickr30k"
-    captions_file: str | None = Field(
-        None, description="results_20130124.token; not with `karpathy`"
-    )
+    captions_file: str | None = Field(None, description="results_20130124.token; not with karpathy")
     karpathy: str | None = Field(None, description="dataset_flickr30k.json")
 
     @property
@@ -31,8 +29,7 @@ class Flickr30k(published_source.CaptionedSource):
             return published_source.read_karpathy_split(find_raw_file(self.karpathy))
         path = find_raw_file(str(self.captions_file))
         lines = list(read_flickr_captions(path))
-        files = {name: name for name, _ in lines}
-        images = published_source.group_captions(path, files, lines)
+        images = published_source.group_captions(path, {name: name for name, _ in lines}, lines)
         return published_source.split_by_seed(images, self)
 
 

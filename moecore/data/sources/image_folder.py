@@ -18,15 +18,9 @@ class ImageFolder(image_files.ImageFilesSource):
     """
 
     kind: Literal["image_folder"] = "image_folder"
-    root: str = Field(
-        description="Folder with the class folders, or with train/, validation/ (or val/) and test/"
-    )
-    test: float = Field(
-        0.2, gt=0, lt=1, description="Share of each class for the test split, without a test folder"
-    )
-    name: str | None = Field(
-        None, min_length=1, description="Name on card and page; null: the folder's name"
-    )
+    root: str = Field(description="Has class folders, or train/, validation/ (or val/) and test/")
+    test: float = Field(0.2, gt=0, lt=1, description="Share of each class for test, if no test/")
+    name: str | None = Field(None, min_length=1, description="Card's name; null: the folder's name")
     licence: str = Field("not stated", description="Licence of the images, for the card")
 
     @property

@@ -21,16 +21,10 @@ class Imagenet(image_files.ImageFilesSource):
     """
 
     kind: Literal["imagenet"] = "imagenet"
-    root: str = Field(
-        "data/raw/imagenet", description="Folder with train/ and val/, one folder per wnid in each"
-    )
-    cache: str = Field(
-        ".state/imagenet", description="Folder for unfinished work, on the artifacts' disk"
-    )
+    root: str = Field("data/raw/imagenet", description="Has train/ and val/ with a folder per wnid")
+    cache: str = Field(".state/imagenet", description="Unfinished work, on the artifacts' disk")
     size: int = Field(64, ge=4, le=1024, description="Height and width in pixels")
-    validation: float = Field(
-        10000, gt=0, description="Share (below 1) or number (from 1) of the training images"
-    )
+    validation: float = Field(10000, gt=0, description="Share (< 1) or number of training images")
 
     @property
     def about(self) -> tuple[str, str, str]:
@@ -65,11 +59,7 @@ class Imagenet(image_files.ImageFilesSource):
         for half in halves:
             names = sorted(path.name for path in (root / half).iterdir() if path.is_dir())
             if not names:
-                raise UserError(
-                    f"{root / half}: holds no class folders; sort the images by wnid (n01440764, …)"
-                )
+                raise UserError(f"{root / half}: no class folders; sort by wnid (n01440764, …)")
             if wrong := [name for name in names if not WNID.fullmatch(name)]:
-                raise UserError(
-                    f"{root / half}: folder {wrong[0]} is not a wnid; allowed: n and eight digits"
-                )
+                raise UserError(f"{root / half}: {wrong[0]} is no wnid; allowed: n and 8 digits")
         return root

@@ -12,12 +12,7 @@ from moecore.data.phantom.anatomy import SIDE, VOXEL_MM, Preset, scan_brain
 from moecore.data.phantom.simulated_person import LifelongTraits
 from moecore.data.sources.base import Source
 from moecore.data.thread_map import map_in_threads, one_blas_thread
-from moecore.data.volumes.cohorts import (
-    CohortSettings,
-    VolumeSubject,
-    age_cohort_card,
-    split_cohort,
-)
+from moecore.data.volumes import cohorts
 from moecore.data.volumes.volume_preparation import (
     REGIONS,
     VolumeWithTissueShares,
@@ -55,7 +50,7 @@ class SimulatedScan(NamedTuple):
 class Visit(NamedTuple):
     """One scan of a cohort: its subject, and arguments for ``Phantom.draw``."""
 
-    subject: VolumeSubject
+    subject: cohorts.VolumeSubject
     seed: int
     site: int
 
@@ -74,7 +69,7 @@ def simulate_scan(
         return SimulatedScan(volume, brain.regions, mask)
 
 
-class Phantom(CohortSettings, Source):
+class Phantom(cohorts.CohortSettings, Source):
     """Scans of simulated people; results hold for the simulation only, not for real brains.
 
     Head size, tissue volumes, ventricles, lesions and scanners vary independently, given age and
@@ -85,22 +80,18 @@ class Phantom(CohortSettings, Source):
 
     kind: Literal["phantom"] = "phantom"
     subjects: int = Field(480, ge=8, lt=MAX_SUBJECTS, description="Number of simulated people")
-    preset: Preset = Field(
-        "demo", description="Variation among people of one age: demo (small) or realistic"
-    )
-    voxel_mm: Literal[3, 2] = Field(
-        3, description="Side of a voxel, mm; 2: scans of 3 mm, resampled to 96³ voxels"
-    )
+    preset: Preset = Field("demo", description="Variation at one age: demo (small) or realistic")
+    voxel_mm: Literal[3, 2] = Field(3, description="Voxel side, mm; 2: 3 mm scans resampled to 96³")
 
     def describe(self) -> Card:
         side = round(SIDE * VOXEL_MM / self.voxel_mm)
         name = f"Simulated ageing cohort (phantom, {self.preset})"
-        card = age_cohort_card(
+        card = cohorts.age_cohort_card(
             name, (side,) * 3, self.voxel_mm, REGIONS, (LICENCE, SOURCE), simulated=True
         )
 
         def count() -> dict[str, Any]:
-            rows = split_cohort([visit.subject for visit in self.visits()], self)
+            rows = cohorts.split_cohort([visit.subject for visit in self.visits()], self)
             return {"counts": {split: (len(rows[split]),) for split in SPLITS}}
 
         return card.complete_with(count)
@@ -109,7 +100,7 @@ class Phantom(CohortSettings, Source):
         """Write arrays and card.json, the same bytes for the same settings; return its content."""
         visits = self.visits()
         parts = {}
-        for split, rows in split_cohort([visit.subject for visit in visits], self).items():
+        for split, rows in cohorts.split_cohort([visit.subject for visit in visits], self).items():
             visits_of_split = [visits[row] for row in rows]
             volumes = map_in_threads(self._draw_visit, visits_of_split)
             parts[split] = VolumeSplitToWrite([visit.subject for visit in visits_of_split], volumes)
@@ -137,6 +128,6 @@ class Phantom(CohortSettings, Source):
             age = round(float(random.uniform(*AGES)), 2)
             sex = "F" if random.random() < WOMEN else "M"
             site = int(random.integers(SITES))
-            row = VolumeSubject(f"sub-{number + 1:04}", "", age, sex, f"site-{site + 1}")
+            row = cohorts.VolumeSubject(f"sub-{number + 1:04}", "", age, sex, f"site-{site + 1}")
             visits.append(Visit(row, seed, site))
         return visits

@@ -51,9 +51,7 @@ class Scripts(Source):
         ("data/raw/fonts", "/usr/share/fonts/truetype/noto"),
         description="Folder of TrueType and OpenType fonts, or several: the first that exists",
     )
-    sha256: str | None = Field(
-        None, description="Checksum that the fonts must have (card.json: fonts); null: any"
-    )
+    sha256: str | None = Field(None, description="Fonts' checksum (card.json: fonts); null: any")
     scripts: tuple[str, ...] | None = Field(
         None, min_length=1, description="Only these scripts, by Unicode's names; null: all"
     )
@@ -64,22 +62,16 @@ class Scripts(Source):
     characters: int | None = Field(
         None, ge=2, description="Number of characters in total, drawn by the seed; null: all"
     )
-    per_script: int | None = Field(
-        None, ge=1, description="Largest number of characters per script; null: all"
-    )
+    per_script: int | None = Field(None, ge=1, description="Most characters per script; null: all")
     split: Literal["renderings", "fonts"] = Field(
-        "renderings",
-        description="Test images are other renderings, or of font families that are not trained on",
+        "renderings", description="Test images are other renderings, or of other font families"
     )
     train: int = Field(12, ge=1, description="Images per character for training")
     validation: int = Field(3, ge=1, description="Images per character for validation")
     test: int = Field(3, ge=1, description="Images per character for the test")
     size: int = Field(28, ge=12, le=256, description="Height and width in pixels")
     distortion: float = Field(
-        1.0,
-        ge=0,
-        le=2,
-        description="Factor of the largest changes: 30 % smaller, 15°, shear 0.2, shift 8 %",
+        1.0, ge=0, le=2, description="Factor of up to 30 % smaller, 15°, shear 0.2, shift 8 %"
     )
     seed: int = Field(0, ge=0, description="Draws characters, fonts and renderings")
 
@@ -150,8 +142,7 @@ class Scripts(Source):
         for character, font, random in renderings:
             glyph = fonts.draw_glyph(font, character.code, self.size)
             grey = fonts.warp_glyph(glyph, self.size, self.distortion, random)
-            truth = np.full_like(grey, scripts.index(character.script) + 1)
-            yield np.stack([grey, truth])[None]
+            yield np.stack([grey, np.full_like(grey, scripts.index(character.script) + 1)])[None]
 
 
 @lru_cache(maxsize=8)

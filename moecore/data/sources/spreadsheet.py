@@ -41,9 +41,7 @@ class Spreadsheet(FileCohort):
     sexes: dict[str, Literal["F", "M"]] = Field(
         {}, description="The table's code of a sex → F or M, such as {1: M, 2: F}"
     )
-    digits: int = Field(
-        0, ge=0, le=20, description="Digits of an id in file names; shorter ids get zeros"
-    )
+    digits: int = Field(0, ge=0, le=20, description="Digits of ids in file names; zeros are added")
     site_in_name: str | None = Field(
         None, description="A regular expression for the T1's file name, whose group is the site"
     )

@@ -24,9 +24,7 @@ class Subspaces(DrawnSource):
     subspaces: int = Field(16, ge=1, le=255, description="Number of subspaces D")
     rank: int = Field(4, ge=2, le=100, description="Rank r of each subspace, and number of classes")
     size: int = Field(6, ge=2, le=64, description="Side of an image S, pixels")
-    noise: float = Field(
-        0.1, ge=0, le=10, description="Expected norm of the noise, relative to the signal's"
-    )
+    noise: float = Field(0.1, ge=0, le=10, description="Expected norm of noise / norm of signal")
 
     @property
     def uncounted_card(self) -> Card:

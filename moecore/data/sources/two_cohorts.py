@@ -41,9 +41,7 @@ class TwoCohorts(CohortSettings, Source):
         for name in EQUAL_SETTINGS:
             first, second = getattr(self.first, name), getattr(self.second, name)
             if first != second:
-                raise ValueError(
-                    f"{name}: found {first} of first, {second} of second; allowed: equal values"
-                )
+                raise ValueError(f"{name}: found {first} and {second}; allowed: equal values")
         if self.test_sites:
             raise ValueError("test_sites: found some; allowed: none, the test is all of second")
         return self

@@ -32,9 +32,7 @@ class Wikitext(TextSource):
 
     kind: Literal["wikitext"] = "wikitext"
     root: str = Field(description="folder with the three files")
-    name: str = Field(
-        "wikitext", description="wikitext-103: its numbers of words and tokens are checked"
-    )
+    name: str = Field("wikitext", description="wikitext-103: numbers of words and tokens checked")
     licence: str = Field("CC BY-SA 3.0", description="licence of the text, for the card")
 
     def describe(self) -> Card:

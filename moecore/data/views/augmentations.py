@@ -76,8 +76,7 @@ def equalize(pixels: Tensor, strength: Tensor) -> Tensor:
     levels = pixels.round().to(torch.int64).flatten(2).flatten(0, 1)
     histogram = torch.zeros(len(levels), 256, dtype=torch.int64, device=pixels.device)
     histogram.scatter_add_(1, levels, torch.ones_like(levels))
-    last = histogram.gather(1, levels.amax(1, keepdim=True))
-    step = (levels.shape[1] - last) // 255
+    step = (levels.shape[1] - histogram.gather(1, levels.amax(1, keepdim=True))) // 255
     table = ((histogram.cumsum(1) - histogram + step // 2) // step.clamp(min=1)).clamp(max=255)
     table = torch.where(step > 0, table, torch.arange(256, device=pixels.device))
     return table.gather(1, levels).view_as(pixels).to(pixels.dtype)
@@ -187,9 +186,7 @@ class RandAugment(Config):
     are about the image's centre and come before all colours (our choice).
     """
 
-    operations: int = Field(
-        2, ge=0, le=16, description="Operations per image, drawn with replacement"
-    )
+    operations: int = Field(2, ge=0, le=16, description="Operations per image, with replacement")
     magnitude: float = Field(
         9, ge=0, le=30, description="Strength; 10 is the full range of each, others in proportion"
     )

@@ -46,18 +46,12 @@ class CropRanges(Config):
 class AffineRanges(Config):
     """Limits of a random affine about the centre: scale and shear, rotation, translation."""
 
-    degrees: float = Field(
-        0.0, ge=0, le=180, description="Largest rotation; volumes: about each of three axes"
-    )
-    translate: float = Field(
-        0.0, ge=0, le=1, description="Largest movement along each axis, as a share of the side"
-    )
+    degrees: float = Field(0.0, ge=0, le=180, description="Largest rotation; of volumes: per axis")
+    translate: float = Field(0.0, ge=0, le=1, description="Largest shift per axis, share of a side")
     scale: Annotated[tuple[float, float], AfterValidator(_check_range)] = Field(
         (1.0, 1.0), description="Scaling factor of all sides: lowest, highest"
     )
-    shear: float = Field(
-        0.0, ge=0, lt=45, description="Shear along the columns, ± this many degrees; images only"
-    )
+    shear: float = Field(0.0, ge=0, lt=45, description="± degrees along the columns; images only")
 
     @property
     def is_identity(self) -> bool:
@@ -77,9 +71,7 @@ class ViewSettings(Config):
     affine without shear, and fill.
     """
 
-    shift: int = Field(
-        0, ge=0, description="Largest movement along each axis in whole pixels (pad and crop)"
-    )
+    shift: int = Field(0, ge=0, description="Largest movement per axis in pixels (pad and crop)")
     crop: CropRanges | None = Field(None, description="Random resized crop")
     flip: bool = Field(False, description="Mirror left and right with probability one half")
     affine: AffineRanges | None = Field(None, description="Random affine")
@@ -241,9 +233,7 @@ class Mix(Config):
 
     mixup: float = Field(0.0, ge=0, description="alpha of mixup's Beta(alpha, alpha); 0 = off")
     cutmix: float = Field(0.0, ge=0, description="alpha of CutMix's Beta(alpha, alpha); 0 = off")
-    probability: float = Field(
-        1.0, ge=0, le=1, description="Probability that an image is mixed at all"
-    )
+    probability: float = Field(1.0, ge=0, le=1, description="Probability that an image is mixed")
 
     @property
     def active(self) -> bool:

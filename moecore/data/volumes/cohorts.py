@@ -62,9 +62,7 @@ def find_only_file(root: Path, pattern: str, subject: VolumeSubject) -> Path:
         raise UserError(f"{root / filled}: no such file")
     if len(files) > 1:
         names = ", ".join(path.name for path in files[:3])
-        raise UserError(
-            f"{root / filled}: found {len(files)} files ({names}); make the pattern stricter"
-        )
+        raise UserError(f"{root / filled}: found {len(files)} files ({names}); narrow the pattern")
     if not files[0].is_file():  # reading a pipe would never end
         raise UserError(f"{files[0]}: no file, or a link to nothing")
     return files[0]
@@ -189,9 +187,7 @@ def _read_rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, 
         )
     if not rows:
         raise UserError(f"{path}: has no rows")
-    return [
-        {name: "" if value == MISSING else value for name, value in row.items()} for row in rows
-    ]
+    return [{key: "" if value == MISSING else value for key, value in row.items()} for row in rows]
 
 
 def read_delimited_table(
@@ -248,9 +244,7 @@ class CohortSettings(Config):
     volumes: ClassVar[bool] = True
 
     seed: int = Field(0, ge=0, description="Seed of the splits, and of simulated people")
-    validation: float = Field(
-        0.15, gt=0, lt=1, description="Share of the participants for validation"
-    )
+    validation: float = Field(0.15, gt=0, lt=1, description="Share of participants for validation")
     test: float = Field(0.25, gt=0, lt=1, description="Share of the participants for the test")
     age_groups: int = Field(
         8, ge=1, le=100, description="Age groups of equal size that stratify the splits, per sex"
@@ -301,9 +295,7 @@ def held_out_participants(
     cohort_sites = {subject.site for subject in subjects}
     if unknown := sorted(sites - cohort_sites):
         listed = ", ".join(sorted(cohort_sites - {""})) or "none"
-        raise UserError.at(
-            "test_sites", found=", ".join(unknown), allowed=f"sites of the cohort: {listed}"
-        )
+        raise UserError.at("test_sites", found=", ".join(unknown), allowed=listed)
     allowed = settings.allowed_diagnoses
     visits: dict[str, set[str]] = {}
     reasons = {}

@@ -137,9 +137,7 @@ VOXEL_TOLERANCE_MM = 1e-3  # voxel sizes that differ less count as equal
 class Grid(Config):
     """The voxel grid of every volume; axes run right, anterior, superior (RAS)."""
 
-    voxel_mm: float = Field(
-        3.0, gt=0, le=20, description="Side of a voxel in mm; volumes are resampled to it"
-    )
+    voxel_mm: float = Field(3.0, gt=0, le=20, description="Voxel side, mm; volumes are resampled")
     size: tuple[int, int, int] = Field(
         (64, 64, 64), description="Right, anterior, superior, in voxels; multiples of 16"
     )
@@ -188,9 +186,7 @@ def brain_window_start(mask: np.ndarray, size: tuple[int, int, int]) -> tuple[in
     return tuple(middle - length // 2 for middle, length in zip(middles, size, strict=True))
 
 
-def cut_window(
-    volume: np.ndarray, start: tuple[int, ...], size: tuple[int, int, int]
-) -> np.ndarray:
+def cut_window(volume: np.ndarray, start: tuple[int, ...], size: tuple[int, ...]) -> np.ndarray:
     """Return ``size`` voxels of a volume (D, H, W) from ``start`` on, padded with zeros."""
     axes = list(zip(start, size, volume.shape, strict=True))
     padded = np.pad(volume, [(max(-at, 0), max(at + n - length, 0)) for at, n, length in axes])
@@ -213,10 +209,7 @@ def tissue_problem(regions: np.ndarray, voxel_ml: float) -> str | None:
     """Return why tissue shares fp32 (3, D, H, W) are impossible for a head, or None."""
     total = regions.sum(axis=0)
     if (over := float((total > 1 + SUM_TOLERANCE).mean())) > MAX_OVERFULL:
-        return (
-            f"tissue shares add up to more than 1 in {over:.1%} of the voxels "
-            f"(up to {total.max():.2f})"
-        )
+        return f"tissue shares sum to more than 1 in {over:.1%} of voxels (up to {total.max():.2f})"
     head = float(total.sum(dtype=np.float64)) * voxel_ml
     if not HEAD_ML[0] <= head <= HEAD_ML[1]:
         return f"the tissue maps hold {head:.0f} mL; possible: {HEAD_ML[0]} to {HEAD_ML[1]} mL"
@@ -239,10 +232,7 @@ def skull_problem(volume: np.ndarray, mask: np.ndarray, from_maps: bool) -> str 
     outside = (bright & ~scipy.ndimage.binary_dilation(mask, iterations=2)).sum() / mask.sum()
     if outside <= MAX_OUTSIDE:
         return None
-    return (
-        f"not skull-stripped: bright voxels outside the tissue make {outside:.0%} of the brain; "
-        f"{remedy}"
-    )
+    return f"not skull-stripped: bright voxels outside tissue: {outside:.0%} of the brain; {remedy}"
 
 
 MIN_BRIGHTNESS = 0.01  # of a voxel inside the mask, so that value > 0 gives the mask
@@ -269,8 +259,7 @@ def read_subject_volumes(
     regions = None  # tissue shares fp32 (3, D, H, W)
     if labels is not None:
         numbers = np.rint(volumes["dseg"].values)
-        masks = [np.isin(numbers, labels[name]) for name in REGIONS]
-        regions = np.stack(masks).astype(np.float32)
+        regions = np.stack([np.isin(numbers, labels[name]) for name in REGIONS]).astype(np.float32)
     elif "wm" in volumes:
         regions = np.stack([volumes[name].values for name in REGIONS])
     if regions is not None:

@@ -23,9 +23,7 @@ class FittedCalibrator(Config, ABC):
 
     kind: Any
     predictor_sha256: str | None = Field(
-        default=None,
-        pattern=r"^[0-9a-f]{64}$",
-        description="Of the model.safetensors that predicted the numbers; set by the stage.",
+        default=None, pattern=r"^[0-9a-f]{64}$", description="Of model.safetensors; set by stage."
     )
 
     @abstractmethod
@@ -122,9 +120,7 @@ class NumberCalibrator(Calibrator, ABC):
     predicts: ClassVar[Literal["numbers"]] = "numbers"
     tasks: ClassVar[tuple[str, ...]] = ("regression",)
 
-    fit_on: FitOn = Field(
-        "train", description="out_of_fold: training images, predicted by models of other folds."
-    )
+    fit_on: FitOn = Field("train", description="out_of_fold: training images, other folds' models.")
 
     @property
     def split(self) -> FitOn:
@@ -176,9 +172,7 @@ def fit_by_group(
             fits[group] = fit(predictions[members], targets[members])
         except NoFitError as reason:
             fallbacks[group] = str(reason)
-            warnings.warn(
-                f"calibrate: the group {group!r} gets the pooled line: {reason}", stacklevel=3
-            )
+            warnings.warn(f"calibrate: {group!r} gets the pooled line: {reason}", stacklevel=3)
     return {"pooled": pooled, "groups": fits, "fallbacks": fallbacks}
 
 
@@ -191,9 +185,7 @@ def fit_of_each(fits: Mapping[str, Fit], pooled: Fit, groups: Sequence[str], n: 
         )
     if missing := sorted({group for group in groups if group not in fits}):
         names = ", ".join(map(repr, missing))
-        warnings.warn(
-            f"calibrate: no line of their own for {names}; the pooled line is used", stacklevel=3
-        )
+        warnings.warn(f"calibrate: no line for {names}; the pooled line is used", stacklevel=3)
     return [fits.get(group, pooled) for group in groups]
 
 
@@ -202,9 +194,7 @@ def check_ages_vary(ages: np.ndarray, min_pairs: int) -> None:
     if len(ages) < min_pairs:
         raise NoFitError(f"found {len(ages)} pairs; allowed: {min_pairs} or more")
     if ages.max() == ages.min():
-        raise NoFitError(
-            f"all {len(ages)} ages are {ages[0]:g}; allowed: two different ages or more"
-        )
+        raise NoFitError(f"all {len(ages)} ages are {ages[0]:g}; allowed: two ages or more")
 
 
 def check_finite(name: str, values: Any) -> np.ndarray:

@@ -39,9 +39,7 @@ class FittedGapOnAge(base.FittedNumbers):
     uses_age: ClassVar[bool] = True
 
     kind: Literal["gap_on_age"] = "gap_on_age"
-    pooled: FittedGap = Field(
-        description="The curve of all pairs; also used for groups without a curve."
-    )
+    pooled: FittedGap = Field(description="The curve of all pairs, and of groups without a curve.")
     groups: dict[str, FittedGap] = Field(description="Curves by group (sex).")
     fallbacks: dict[str, str] = Field({}, description="Groups without a curve → the reason.")
 
@@ -78,9 +76,7 @@ class GapOnAge(base.NumberCalibrator):
         """Return the gap ŷ − y as a polynomial of age y; NoFitError for too few pairs or ages."""
         base.check_ages_vary(ages, self.degree + 2)
         if (different := len(np.unique(ages))) <= self.degree:
-            raise base.NoFitError(
-                f"found {different} different ages; allowed: {self.degree + 1} or more"
-            )
+            raise base.NoFitError(f"found {different} ages; allowed: {self.degree + 1} or more")
         curve = Polynomial.fit(ages, predictions - ages, self.degree).convert()
         coefficients = np.zeros(self.degree + 1)
         coefficients[: len(curve.coef)] = curve.coef  # ``convert`` drops trailing zeros

@@ -21,12 +21,8 @@ from moecore.measure.calibrators.base import FittedCalibrator
 class FittedLine(Config):
     """ŷ = intercept + slope · y, fitted to n pairs."""
 
-    intercept: float = Field(
-        allow_inf_nan=False, description="a of ŷ = a + b·y, in the target's unit."
-    )
-    slope: float = Field(
-        allow_inf_nan=False, description="b of ŷ = a + b·y; 1 needs no correction."
-    )
+    intercept: float = Field(allow_inf_nan=False, description="a of ŷ = a + b·y, in target units.")
+    slope: float = Field(allow_inf_nan=False, description="b of ŷ = a + b·y; 1: no correction.")
     n: int = Field(ge=3, description="Number of pairs that it was fitted to.")
 
     @field_validator("slope")
@@ -45,9 +41,7 @@ class FittedLinear(base.FittedNumbers):
     """The fitted lines: one for all pairs, and one for each group that allows a fit."""
 
     kind: Literal["linear"] = "linear"
-    pooled: FittedLine = Field(
-        description="The line of all pairs; also used for groups without a line."
-    )
+    pooled: FittedLine = Field(description="The line of all pairs, and of groups without a line.")
     groups: dict[str, FittedLine] = Field(description="Lines by group (sex).")
     fallbacks: dict[str, str] = Field({}, description="Groups without a line → the reason.")
 
@@ -67,9 +61,7 @@ class Linear(base.NumberCalibrator):
     fitted: ClassVar[type[FittedCalibrator]] = FittedLinear
 
     kind: Literal["linear"] = "linear"
-    min_slope: float = Field(
-        0.1, gt=0, lt=1, description="Smallest |b| allowed, as errors are divided by it."
-    )
+    min_slope: float = Field(0.1, gt=0, lt=1, description="Smallest |b|: errors are divided by b.")
 
     def fit_pairs(self, predictions: np.ndarray, ages: np.ndarray) -> FittedLine:
         """Return a and b of ŷ = a + b·y; NoFitError for n < 3, equal ages, or a small |b|."""

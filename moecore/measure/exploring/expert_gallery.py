@@ -62,8 +62,7 @@ def patch_crop(image: Tensor, patch: int, layout: TokenLayout) -> Tensor:
     position = [int(index) for index in np.unravel_index(patch, layout.grid)]
     sides = [size // patches for size, patches in zip(layout.size, layout.grid, strict=True)]
     if image.ndim == 4:
-        level = position[2] * sides[2] + sides[2] // 2
-        image = image[..., level].transpose(1, 2).flip(1)
+        image = image[..., position[2] * sides[2] + sides[2] // 2].transpose(1, 2).flip(1)
         position = [layout.grid[1] - 1 - position[1], position[0]]
         sides = [sides[1], sides[0]]
     margins = [side // 2 for side in sides]
@@ -109,8 +108,7 @@ def overlapping_crops(images: np.ndarray, layout: TokenLayout, seed: int) -> Mat
     number = len(images)
     views = draw_two_views(images, TWO_CROPS, seed)
     pairs = match_patches(views.affines[:number], views.affines[number:], layout)
-    enough = math.prod(layout.grid) // 2
-    chosen = int(pairs.mask.sum(dim=1).clamp(max=enough).numpy().argmax())
+    chosen = int(pairs.mask.sum(dim=1).clamp(max=math.prod(layout.grid) // 2).numpy().argmax())
     index = torch.where(pairs.mask[chosen], pairs.index[chosen], -1)
     second = torch.full_like(index, -1)
     second[index[index >= 0]] = index[index >= 0]
@@ -275,16 +273,14 @@ def expert_galleries_by_layer(
 def one_hot_kinds(images: np.ndarray, layout: TokenLayout, kinds: int) -> Tensor:
     """Return whether each token is of each kind, (N, T, D) bool; D = 0 without known kinds."""
     if not kinds:
-        tokens = layout.special + prod(layout.grid)
-        return torch.zeros(len(images), tokens, 0, dtype=torch.bool)
+        return torch.zeros(len(images), layout.special + prod(layout.grid), 0, dtype=torch.bool)
     return token_kinds(torch.from_numpy(images), layout)[..., None] == torch.arange(1, kinds + 1)
 
 
 def expert_use_by_image(record: RoutingRecord, special: int, kinds: Tensor) -> ExpertUseByImage:
     """Return, per image and expert, how many tokens chose it, and its most probable patch."""
     # special: number of tokens before the patches; kinds: (N, T, D) bool, each token's true kind.
-    probs = torch.where(record.chosen, record.probs, -1.0)[:, special:]
-    highest, patch = probs.max(dim=1)
+    highest, patch = torch.where(record.chosen, record.probs, -1.0)[:, special:].max(dim=1)
     counts = torch.stack([expert_counts(image) for image in record.chosen])
     at_place = record.chosen[:, special:].sum(dim=0, keepdim=True)
     of_kind = (kinds.double().mT @ record.chosen.double()).sum(dim=0, keepdim=True).long()

@@ -52,8 +52,7 @@ class RoutedCubes(NamedTuple):
     @property
     def own(self) -> np.ndarray:
         """Return the index of each cube's largest tissue, or NONE, (N, P)."""
-        has_tissue = self.amounts.any(axis=-1)
-        return np.where(has_tissue, self.amounts.argmax(axis=-1), NONE)
+        return np.where(self.amounts.any(axis=-1), self.amounts.argmax(axis=-1), NONE)
 
     @property
     def first(self) -> np.ndarray:
@@ -135,12 +134,8 @@ Filter = Callable[[int, np.ndarray], np.ndarray]
 class RegionGeneralisationSettings(Config):
     """Volumes that differ from training, on which region experts are tested."""
 
-    volumes: int = Field(
-        48, ge=2, description="Largest number of test participants, one volume each."
-    )
-    subjects: int = Field(
-        24, ge=2, le=PEOPLE, description="Simulated subjects of another generator of volumes."
-    )
+    volumes: int = Field(48, ge=2, description="Most test participants, one volume each.")
+    subjects: int = Field(24, ge=2, le=PEOPLE, description="Subjects of another volume generator.")
 
 
 class RegionExpertAgreement(NamedTuple):

@@ -150,8 +150,7 @@ def fixed_subset_gain(losses: np.ndarray, chosen: np.ndarray, is_first: np.ndarr
     # is_first: (n,) bool, the tokens of one half. Each half uses the set that is best on the other.
     gain = np.empty(len(chosen))
     for half in (is_first, ~is_first):
-        best = losses[~half].mean(axis=0).argmin()
-        gain[half] = chosen[half] - losses[half, best]
+        gain[half] = chosen[half] - losses[half, losses[~half].mean(axis=0).argmin()]
     return gain
 
 
@@ -165,9 +164,7 @@ Experts = tuple[Annotated[int, Field(ge=1)], ...]  # numbers of experts per toke
 class SweepSettings(Config):
     """Settings of the router that are tried on the trained weights; nothing is selected by them."""
 
-    k: Experts = Field(
-        (1, 2, 3, 4, 6), description="Experts per token; values above the number are skipped"
-    )
+    k: Experts = Field((1, 2, 3, 4, 6), description="Experts per token; skipped above the number")
     threshold: tuple[Annotated[float, Field(ge=-1, le=1)], ...] = Field(
         (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
         description="Thresholds (of a cosine); routers without a threshold have no such sweep",

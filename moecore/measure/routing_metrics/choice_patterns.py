@@ -42,8 +42,7 @@ def follow_up_shares(before: Tensor, chosen: Tensor) -> Tensor:
     """Return P(b chosen | a chosen in the layer before), (E', E) fp64, rows a; by chance P(b)."""
     # before: (B, T, E') bool, of the same tokens. A row is 0 if no token chose a.
     first = before.flatten(0, 1).double()
-    counts = first.T @ chosen.flatten(0, 1).double()
-    return counts / first.sum(dim=0).clamp_min(1).unsqueeze(-1)
+    return first.T @ chosen.flatten(0, 1).double() / first.sum(dim=0).clamp_min(1).unsqueeze(-1)
 
 
 def coactivation_lift(counts: Tensor, tokens: int) -> Tensor:
@@ -158,8 +157,7 @@ def choice_margin(scores: Tensor, chosen: Tensor) -> Tensor:
     # as with a balance; NaN if a token chose none, or all that it could.
     scores = scores.double()
     lowest = scores.where(chosen, torch.inf).amin(dim=-1)
-    highest = scores.where(~chosen, -torch.inf).amax(dim=-1)
-    margin = lowest - highest
+    margin = lowest - scores.where(~chosen, -torch.inf).amax(dim=-1)
     return margin.where(margin.isfinite(), torch.nan)
 
 
@@ -170,8 +168,7 @@ def margin_values(scores: Tensor, chosen: Tensor) -> tuple[dict[str, np.ndarray]
     if not is_known.any():
         return {}, {}
     sums = margins.nan_to_num().sum(dim=1)
-    tokens = is_known.sum(dim=1)
-    by_image = linearize_ratio(sums.numpy(), tokens.numpy())
+    by_image = linearize_ratio(sums.numpy(), is_known.sum(dim=1).numpy())
     smallest = float(np.quantile(margins[is_known].numpy(), SMALLEST_QUANTILE))
     return {"margin": by_image}, {"smallest_margin": smallest}
 

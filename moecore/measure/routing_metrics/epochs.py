@@ -325,8 +325,7 @@ def spread_places(total: int, number: int) -> list[int]:
 def explorer_image_indices(data: Prepared, number: int) -> list[int]:
     """Return indices in the test split of the ``number`` images that the explorer shows first."""
     images = data.test.images
-    limit = VOLUMES if images.ndim == 5 else IMAGES
-    return spread_places(len(images), min(number, limit))
+    return spread_places(len(images), min(number, VOLUMES if images.ndim == 5 else IMAGES))
 
 
 def watched_epochs(epochs: int) -> tuple[int, ...]:
@@ -376,8 +375,7 @@ def shuffle_tissue_in_brain(share: Tensor, brain: Tensor, seed: int) -> Tensor:
     shuffled = torch.zeros_like(share)
     shuffle_seed = derived_seed("mixed_regions", seed)
     for index, (values, is_brain) in enumerate(zip(share, brain, strict=True)):
-        inside = values[is_brain].numpy()
-        mixed = np.random.default_rng([shuffle_seed, index]).permutation(inside)
+        mixed = np.random.default_rng([shuffle_seed, index]).permutation(values[is_brain].numpy())
         shuffled[index][is_brain] = torch.from_numpy(mixed)
     return shuffled
 

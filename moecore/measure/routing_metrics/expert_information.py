@@ -105,11 +105,7 @@ def expert_information(
     # positions within images; never single tokens. min_tokens: of a label to count for
     # specialisation.
     if len(np.unique(labels[labels >= 0])) < 2:
-        raise UserError.at(
-            "expert_information",
-            found="fewer than two labels among the images",
-            allowed="two or more",
-        )
+        raise UserError.at("expert_information", found="fewer than two labels", allowed="2 or more")
     pairs = chosen.nonzero()
     table = _count_table(chosen, pairs, labels)
     tokens = np.bincount(labels[labels >= 0], minlength=table.shape[1])
@@ -167,8 +163,7 @@ def _count_table(
     image, token, expert = pairs
     width = int(labels.max()) + 2
     cells = expert * width + labels[image, token] + 1
-    table = np.bincount(cells, minlength=chosen.shape[-1] * width)
-    return table.reshape(-1, width)[:, 1:]
+    return np.bincount(cells, minlength=chosen.shape[-1] * width).reshape(-1, width)[:, 1:]
 
 
 def _information_by_image(
@@ -213,8 +208,7 @@ def label_information(
     patches = chosen[:, layout.special :].numpy()
     for name, kind_labels in labels.items():
         token_labels = kind_labels.expand(chosen.shape[:2])[:, layout.special :].numpy()
-        is_counted = (token_labels >= 0) & patches.any(axis=-1)
-        if len(np.unique(token_labels[is_counted])) < 2:
+        if len(np.unique(token_labels[(token_labels >= 0) & patches.any(axis=-1)])) < 2:
             continue
         permuted = permute_images(token_labels, PERMUTATIONS, SEED, people)
         if name == "position":  # the same in all images, so permuted within each image

@@ -37,9 +37,7 @@ SPECIAL = "largest share of a label's tokens that one expert has, above that of 
 TWO_IMAGES = "the same of tokens of two images; mean over layers"
 METRICS = {
     **{
-        f"information_{name}": Metric(
-            f"Experts tell the {label}", "", "share", note=TELLS, signed=True
-        )
+        f"information_{name}": Metric(f"Experts tell the {label}", "", "share", TELLS, signed=True)
         for name, label in LABELS.items()
     },
     **{
@@ -104,9 +102,7 @@ METRICS = {
         signed=True,
     ),
     "early_load_rank": Metric(
-        "Load foretold, ranks",
-        note="Spearman's correlation of the same; mean over layers",
-        detail=True,
+        "Load foretold, ranks", note="Spearman's ρ of the same; mean over layers", detail=True
     ),
     "early_hottest": Metric(
         "Hottest experts foretold",

@@ -50,8 +50,7 @@ def normalised_load_entropy(counts: Tensor) -> float:
     _check_counts(counts)
     if len(counts) == 1:
         return 1.0
-    share = counts.double() / counts.sum()
-    return float(torch.special.entr(share).sum() / math.log(len(counts)))
+    return float(torch.special.entr(counts.double() / counts.sum()).sum() / math.log(len(counts)))
 
 
 def max_load_violation(counts: Tensor) -> float:
@@ -124,8 +123,7 @@ def changes_by_image(
     before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
 ) -> list[Tensor]:
     """Return 1 − IoU of the experts that each image's tokens chose, per layer (N,) fp64."""
-    pairs = zip(before, after, strict=True)
-    return [1 - choice_iou(a.chosen, b.chosen).mean(-1) for a, b in pairs]
+    return [1 - choice_iou(a.chosen, b.chosen).mean(-1) for a, b in zip(before, after, strict=True)]
 
 
 def expert_agreement(
@@ -156,8 +154,7 @@ def average_layers(layers: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _check_counts(counts: Tensor) -> None:
     if int(counts.sum()) == 0:
         raise UserError(
-            f"routing: no token chose any of the {len(counts)} experts; "
-            "the router's records are empty"
+            f"routing: no token chose any of {len(counts)} experts; the router's records are empty"
         )
 
 
@@ -327,8 +324,7 @@ def measure_layer_use_by_image(
         tails, has_eligible = _eligible_tails(layer.logits, threshold, k)
         if has_eligible.any():
             sums = tails.where(has_eligible, 0).sum(dim=-1)
-            tokens = has_eligible.sum(dim=-1)
-            ratio = linearize_ratio(sums.numpy(), tokens.double().numpy())
+            ratio = linearize_ratio(sums.numpy(), has_eligible.sum(dim=-1).double().numpy())
             metrics["tail_mass"] = torch.from_numpy(ratio)
     return metrics
 

@@ -42,12 +42,8 @@ class TwoViewAugmentation(Config):
     """An augmentation, applied twice with independent draws; the default changes nothing."""
 
     name: str = Field(min_length=1, description="Its name in tables; the draws depend on it")
-    views: ViewSettings = Field(
-        ViewSettings(), description="Geometry and colours, drawn for each view"
-    )
-    noise: float = Field(
-        0.0, ge=0, le=1, description="σ of Gaussian noise, added last; pixels lie in [0, 1]"
-    )
+    views: ViewSettings = Field(ViewSettings(), description="Geometry and colours of each view")
+    noise: float = Field(0.0, ge=0, le=1, description="Gaussian σ, added last; pixels in [0, 1]")
 
 
 HALF = {"operations": 1, "magnitude": 5}  # of RandAugment's range: a factor of 0.55 or 1.45
@@ -176,9 +172,7 @@ def augmented_row(
     means = average_layers([layer.shares() for layer in layers])
     images = mean_items_over_layers([layer.by_image() for layer in layers])
     limits = match_intervals(layers, people)
-    return {
-        name: (images[name], Interval(mean, *limits.get(name, ()))) for name, mean in means.items()
-    }
+    return {key: (images[key], Interval(mean, *limits.get(key, ()))) for key, mean in means.items()}
 
 
 def count_matches_by_layer(model: Model, views: ViewsWithAffines, batch: int) -> list[LayerMatches]:
@@ -205,9 +199,7 @@ def count_matches_by_layer(model: Model, views: ViewsWithAffines, batch: int) ->
 def mean_items_over_layers(layers: Sequence[Mapping[str, Tensor]]) -> dict[str, np.ndarray]:
     """Return the mean over layers of each metric that all of them have, name → (N,)."""
     names = [name for name in layers[0] if all(name in layer for layer in layers)]
-    return {
-        name: torch.stack([layer[name] for layer in layers]).mean(dim=0).numpy() for name in names
-    }
+    return {key: torch.stack([layer[key] for layer in layers]).mean(dim=0).numpy() for key in names}
 
 
 def match_intervals(

@@ -92,13 +92,9 @@ def check_patches_and_heads(image: ImageSpec, patch: int, width: int, heads: int
     """Raise UserError if patches do not tile the images or heads do not divide the width."""
     if any(size % patch for size in image.shape):
         size = image.size if isinstance(image.size, int) else list(image.size)
-        raise UserError.at(
-            "model.patch", found=patch, allowed=f"a divisor of the image size {size}"
-        )
+        raise UserError.at("model.patch", found=patch, allowed=f"a divisor of image size {size}")
     if width % heads:
-        raise UserError.at(
-            "model.heads", found=heads, allowed=f"a divisor of model.width = {width}"
-        )
+        raise UserError.at("model.heads", found=heads, allowed=f"a divisor of model.width, {width}")
 
 
 def check_axes(kind: str, image: ImageSpec, axes: int) -> None:
@@ -244,8 +240,7 @@ class Model(nn.Module, ABC):
         reduction: Reduction = "mean",
     ) -> Tensor:
         """Return the task's loss of an output, a scalar, or (B,) with ``reduction`` "none"."""
-        task = self.image.task
-        return task.loss(output.prediction, labels, label_smoothing, reduction)
+        return self.image.task.loss(output.prediction, labels, label_smoothing, reduction)
 
     def routing_of(self, images: Tensor) -> tuple[RoutingRecord, ...]:
         """Return one routing record per MoE layer for images; skip the prediction if possible."""
@@ -296,15 +291,12 @@ class BackboneModel(Model):
             )
         if image.task.cells > 1 and not self.answers_cells:
             raise UserError.at(
-                "model.kind",
-                found=f"{config.kind}, which does not predict the cells of a mosaic",
-                allowed="vit, or other data",
+                "model.kind", found=f"{config.kind} for mosaic cells", allowed="vit, or other data"
             )
         axes = [1] * len(image.shape)
         for name, values in (("pixel_mean", image.mean), ("pixel_std", image.std)):
             # not persistent: settings of the model, not weights
-            buffer = torch.tensor(values).view(1, -1, *axes)
-            self.register_buffer(name, buffer, persistent=False)
+            self.register_buffer(name, torch.tensor(values).view(1, -1, *axes), persistent=False)
 
     @property
     def depth(self) -> int:
@@ -433,8 +425,7 @@ class BackboneModel(Model):
 
 def cut_token_pixels(images: Tensor, layout: TokenLayout) -> Tensor:
     """Return each token's pixels (B, T, pixels); 0 outside of images and for special tokens."""
-    sizes = images.shape[2:]
-    excess = [covered - size for covered, size in zip(layout.size, sizes, strict=True)]
+    excess = [covered - size for covered, size in zip(layout.size, images.shape[2:], strict=True)]
     padding = [side for length in reversed(excess) for side in (0, length)]
     sides = [covered // patches for covered, patches in zip(layout.size, layout.grid, strict=True)]
     return pad(cut_patches(pad(images, padding), sides), (0, 0, layout.special, 0))

@@ -69,8 +69,7 @@ class SlidingWindowAttention(nn.Module):
 def undo_relative_shift(values: Tensor) -> Tensor:
     """Return (…, M, L) of (…, M, L + M): row t keeps its columns t … t + L − 1."""
     *lead, block, total = values.shape
-    flat = pad(values.flatten(-2), (0, block))
-    return flat.view(*lead, block, total + 1)[..., : total - block]
+    return pad(values.flatten(-2), (0, block)).view(*lead, block, total + 1)[..., : total - block]
 
 
 def relative_shift(values: Tensor) -> Tensor:
@@ -197,18 +196,14 @@ class LanguageModel(Backbone):
     width: int = Field(128, ge=1, le=2**16, description="width of a token, d")
     depth: int = Field(3, ge=1, le=1000, description="number of blocks")
     heads: int = Field(8, ge=1, description="attention heads; they divide the width")
-    span: int = Field(
-        256, ge=1, description="previous tokens that a token attends to, L, in each block"
-    )
+    span: int = Field(256, ge=1, description="previous tokens a token attends to, L, in each block")
     layers: Literal["smoe", "momentum", "adam"] = Field(
         "smoe",
         description="how a feed-forward's output is added: unchanged, with momentum over blocks, "
         "or with momentum after a first block of Adam",
     )
     mlp_ratio: HiddenRatio = Field(1.0, description="hidden width of a dense feed-forward over d")
-    dropout: float = Field(
-        0.1, ge=0, lt=1, description="dropout of attention and of dense feed-forwards"
-    )
+    dropout: float = Field(0.1, ge=0, lt=1, description="of attention and of dense feed-forwards")
 
     def grid(self, image: ImageSpec) -> tuple[int, ...]:
         return tuple(image.shape)

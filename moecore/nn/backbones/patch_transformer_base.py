@@ -36,21 +36,14 @@ class TransformerSettings(base_model.Backbone):
     position_on_class: bool = Field(
         True, description="special tokens have position embeddings (DeiT-III: false)"
     )
-    layer_scale: float | None = Field(
-        None, gt=0, description="initial LayerScale; null: none (DeiT-III: 1e-6)"
-    )
+    layer_scale: float | None = Field(None, gt=0, description="initial; null: off (DeiT-III: 1e-6)")
     qkv_bias: bool = True
     pre_norm: bool = Field(False, description="a norm before the first block (CLIP's image tower)")
     activation: layers.Activation = Field(
-        "gelu",
-        description="of dense MLPs; quick_gelu: x·σ(1.702 x), as in OpenAI's CLIP; linear: none",
+        "gelu", description="of dense MLPs; quick_gelu: x·σ(1.702 x), as in CLIP; linear: none"
     )
-    norm_eps: float = Field(
-        1e-6, gt=0, le=1e-2, description="added to a norm's variance (CLIP: 1e-5)"
-    )
-    drop_path: float = Field(
-        0.0, ge=0, lt=1, description="stochastic depth: probability at the last block"
-    )
+    norm_eps: float = Field(1e-6, gt=0, le=1e-2, description="added to the variance (CLIP: 1e-5)")
+    drop_path: float = Field(0.0, ge=0, lt=1, description="stochastic depth at the last block")
 
     initial_std: float = Field(
         INITIAL_STD, gt=0, le=1, description="of the initial maps of attention, MLPs and experts"
@@ -187,15 +180,11 @@ def check_cells_of_patches(config: TransformerSettings, image: base_model.ImageS
         return
     if config.pooling != "mean":
         raise UserError.at(
-            "model.pooling",
-            found=f"{config.pooling}, but the data have a label for each cell of a mosaic",
-            allowed="mean",
+            "model.pooling", found=f"{config.pooling}, but labels of mosaic cells", allowed="mean"
         )
     if any(patches % side for patches in config.grid(image)):
         raise UserError.at(
-            "model.patch",
-            found=f"{config.patch}, whose patches do not tile the cells of a mosaic",
-            allowed="a divisor of their size",
+            "model.patch", found=f"{config.patch} for mosaic cells", allowed="a divisor of the size"
         )
 
 

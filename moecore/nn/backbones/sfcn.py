@@ -39,9 +39,7 @@ class Sfcn(Backbone):
 
     kind: Literal["sfcn"] = "sfcn"
     channels: tuple[int, ...] = Field(
-        (32, 64, 128, 256, 256, 64),
-        min_length=3,
-        description="channels of each convolution; all but the last halve the volume",
+        (32, 64, 128, 256, 256, 64), min_length=3, description="all but the last halve the volume"
     )
     dropout: float = Field(0.5, ge=0, lt=1, description="dropout before the head")
     head: Literal["bins", "number"] = Field(
@@ -50,9 +48,7 @@ class Sfcn(Backbone):
     first_bin: float = Field(42.0, description="lower edge of the first bin, in the label's unit")
     bin_width: float = Field(1.0, gt=0, description="width of a bin, in the label's unit")
     bins: int = Field(40, ge=2, description="number of bins")
-    bin_deviation: float = Field(
-        1.0, gt=0, description="standard deviation of a label's distribution, in its unit"
-    )
+    bin_deviation: float = Field(1.0, gt=0, description="σ of a label's distribution, in its unit")
 
     @property
     def depth(self) -> int:
@@ -113,8 +109,7 @@ class ConvolutionalNetwork(BackboneModel):
             nn.Conv3d(self.width, last, kernel_size=1), nn.BatchNorm3d(last), nn.ReLU()
         )
         self.dropout = Dropout(config.dropout)
-        outputs = config.bins if config.head == "bins" else image.outputs
-        self.head = nn.Linear(last, outputs)
+        self.head = nn.Linear(last, config.bins if config.head == "bins" else image.outputs)
         edges = config.first_bin + config.bin_width * torch.arange(config.bins + 1.0)
         self.register_buffer("edges", edges, persistent=False)
 
@@ -168,8 +163,7 @@ class ConvolutionalNetwork(BackboneModel):
         """Return the mean of bins under their probabilities, (B, 1), or the head's number."""
         if self.config.head == "number":
             return heads[0]
-        centres = (self.edges[:-1] + self.edges[1:]) / 2
-        return (softmax(heads[0], dim=1) @ centres)[:, None]
+        return (softmax(heads[0], dim=1) @ ((self.edges[:-1] + self.edges[1:]) / 2))[:, None]
 
 
 def soft_labels(labels: Tensor, edges: Tensor, deviation: float) -> Tensor:

@@ -20,9 +20,7 @@ class SingleLayer(base_model.Backbone):
 
     kind: Literal["single_layer"] = "single_layer"
     hidden: int = Field(64, ge=1, description="hidden width of a dense model's layer")
-    activation: Activation = Field(
-        "gelu", description="activation of a dense model's layer; linear: none"
-    )
+    activation: Activation = Field("gelu", description="of a dense model's layer; linear: none")
 
     @property
     def depth(self) -> int:
@@ -63,9 +61,7 @@ class SingleLayerModel(base_model.BackboneModel):
         """Return the layer's output and record; the feature "mlp_input" is normalised pixels."""
         if set(options.blocks) - {0}:
             raise UserError.at(
-                "blocks",
-                found=list(options.blocks),
-                allowed="0, the only block of a single_layer model",
+                "blocks", found=list(options.blocks), allowed="0, the only block of single_layer"
             )
         entering = self.normalised(images).flatten(1).unsqueeze(1)
         contexts = self.routing_contexts(images, options)

@@ -31,26 +31,16 @@ class SwinSettings(base_model.Backbone):
 
     kind: window_attention.SwinKind
     patch: int = Field(4, ge=1, description="side of a patch, pixels")
-    width: int = Field(
-        96, ge=8, le=2**16, description="width of a token in the first stage; doubles per stage"
-    )
-    depths: tuple[int, ...] = Field(
-        (2, 2, 6, 2), min_length=1, description="number of blocks of each stage"
-    )
-    heads: tuple[int, ...] = Field(
-        (3, 6, 12, 24), min_length=1, description="attention heads of each stage"
-    )
-    window: int = Field(
-        7, ge=1, description="side of a window, tokens; a smaller grid is one window"
-    )
+    width: int = Field(96, ge=8, le=2**16, description="in the first stage; doubles per stage")
+    depths: tuple[int, ...] = Field((2, 2, 6, 2), min_length=1, description="blocks of each stage")
+    heads: tuple[int, ...] = Field((3, 6, 12, 24), min_length=1, description="heads of each stage")
+    window: int = Field(7, ge=1, description="side of a window, tokens; a smaller grid: one window")
     pretrained_windows: tuple[int, ...] | None = Field(
         None, description="swin_moe, swin_v2: window of the learned positions, per stage"
     )
     mlp_ratio: layers.HiddenRatio = Field(4.0, description="hidden width of the dense MLP / width")
     qkv_bias: bool = True
-    drop_path: float = Field(
-        0.0, ge=0, lt=1, description="stochastic depth: probability at the last block"
-    )
+    drop_path: float = Field(0.0, ge=0, lt=1, description="stochastic depth at the last block")
 
     @model_validator(mode="after")
     def _as_many(self) -> Self:
@@ -61,9 +51,7 @@ class SwinSettings(base_model.Backbone):
                 text = f"{name} has {len(values)} values and depths {stages}"
                 raise ValueError(f"{text}; allowed: one for each stage in both")
         if min(self.depths) < 1 or min(self.heads) < 1 or max(self.depths) > 1000:
-            raise ValueError(
-                "depths and heads: allowed: 1 or more in each stage, up to 1000 blocks"
-            )
+            raise ValueError("depths and heads: allowed: 1 or more per stage, up to 1000 blocks")
         for stage, heads in enumerate(self.heads):
             if self.width * 2**stage % heads:
                 text = f"heads is {heads} in stage {stage + 1}, whose width is "

@@ -47,18 +47,14 @@ class TextTowerSettings(Config):
     mask: Literal["causal", "full"] = Field(
         "causal", description="a token attends to itself and earlier ones, or to all (SigLIP)"
     )
-    pooling: Literal["end", "class"] = Field(
-        "end", description="embed the caption's end token, or a learned token"
-    )
+    pooling: Literal["end", "class"] = Field("end", description="embed the end or a learned token")
     activation: Literal["gelu", "quick_gelu"] = Field(
         "gelu", description="quick_gelu: x·σ(1.702 x), for OpenAI's weights"
     )
     frozen: Literal["never", "finetune", "always"] = Field(
         "never", description="when the tower neither learns nor drops values (LiT)"
     )
-    moe: MoESettings | None = Field(
-        None, description="experts of this tower; set by a method's `text`"
-    )
+    moe: MoESettings | None = Field(None, description="experts of this tower, by a method's `text`")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

@@ -23,9 +23,7 @@ class Vit3d(TransformerSettings):
     stem: Literal["linear", "pooled", "conv"] = Field(
         "linear", description="map from cube to token: linear, linear in means, or two convolutions"
     )
-    pool: int = Field(
-        4, ge=1, description="pooled: number of means along each axis of a cube; divides the patch"
-    )
+    pool: int = Field(4, ge=1, description="pooled: means per axis of a cube; divides the patch")
     stem_width: int = Field(16, ge=1, description="conv: channels of the first convolution")
     positions: Literal["learned", "sinusoidal"] = Field(
         "learned", description="learned, or fixed sinusoids along the three axes"

@@ -22,19 +22,14 @@ class LossFree(Balance):
 
     kind: Literal["loss_free"] = "loss_free"
     rate: float = Field(
-        1e-3,
-        gt=0,
-        allow_inf_nan=False,
-        description="change of the bias per step, in units of scores",
+        1e-3, gt=0, allow_inf_nan=False, description="bias change per step, in units of scores"
     )
     rule: Rule = Field(
         "sign",
         description="change of a bias: sign: ± the rate; recentred: minus the mean of these; "
         "proportional: the rate times the missing load, in even shares",
     )
-    until: float = Field(
-        1.0, ge=0, le=1, description="share of the training after which the bias is constant"
-    )
+    until: float = Field(1.0, ge=0, le=1, description="share of training when the bias changes")
 
     def build(self, experts: int, k: int) -> "LossFreeBias":
         return LossFreeBias(self, experts)

@@ -23,10 +23,7 @@ class Quantile(Balance):
 
     kind: Literal["quantile"] = "quantile"
     decay: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="share of the old bias in the new one; 0: only the last batch counts",
+        0.0, ge=0, lt=1, description="share of the old bias; 0: only the last batch counts"
     )
 
     def build(self, experts: int, k: int) -> "QuantileBias":
@@ -85,8 +82,7 @@ def needed_biases(scores: Tensor, bias: Tensor, k: int) -> Tensor:
             allowed="a larger batch",
         )
     # The (k + 1)-th largest of a token's scores + bias; an expert reaches it with bias cut − score.
-    cut = (scores + bias).topk(k + 1, dim=-1).values[:, -1:]
-    needed = (cut - scores).T
+    needed = ((scores + bias).topk(k + 1, dim=-1).values[:, -1:] - scores).T
     # The quantile at N·k/E + 1/2, counted from 1 and interpolated linearly (Hazen).
     place = tokens * k / experts + 0.5
     low = math.floor(place)

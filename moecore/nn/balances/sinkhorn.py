@@ -25,9 +25,7 @@ class Sinkhorn(Balance):
         1e-4, gt=0, description="mean change of the experts' factors at which a plan has converged"
     )
     rounds: int = Field(
-        100,
-        ge=1,
-        description="maximum number of iterations; on a GPU, which does not wait: always all",
+        100, ge=1, description="maximum iterations; on a GPU, which does not wait: always all"
     )
 
     def build(self, experts: int, k: int) -> "SinkhornPlanner":

@@ -101,15 +101,10 @@ class ZeroComputation(Config):
     """Numbers of experts without a network, which follow the networks in a router's choices."""
 
     constants: int = Field(
-        1,
-        ge=0,
-        le=2**16,
-        description="experts that return a learned mean of the token and a vector",
+        1, ge=0, le=2**16, description="experts returning a learned mean of the token and a vector"
     )
     copies: int = Field(1, ge=0, le=2**16, description="experts that return the token unchanged")
-    zeros: int = Field(
-        1, ge=0, le=2**16, description="experts that return 0: the token skips the layer"
-    )
+    zeros: int = Field(1, ge=0, le=2**16, description="experts returning 0: tokens skip the layer")
 
     @model_validator(mode="after")
     def _some(self) -> "ZeroComputation":

@@ -22,15 +22,9 @@ class Eigen(Experts):
 
     kind: Literal["eigen"] = "eigen"
     number: int = Field(8, ge=2, le=2**16, description="number of experts")
-    hidden_ratio: float = Field(
-        4.0, gt=0, le=1000, description="hidden width of an expert / width of a token"
-    )
-    rank: int | None = Field(
-        None, ge=1, description="columns of a basis; null: two thirds of d, at most 512"
-    )
-    factored_output: bool = Field(
-        False, description="factor the second map at this rank too, instead of a dense one"
-    )
+    hidden_ratio: float = Field(4.0, gt=0, le=1000, description="hidden width / width of a token")
+    rank: int | None = Field(None, ge=1, description="columns of a basis; null: 2/3 d, at most 512")
+    factored_output: bool = Field(False, description="factor the second map too, at this rank")
 
     def build(self, width: int) -> "EigenExperts":
         if self.rank is not None and self.rank > width:

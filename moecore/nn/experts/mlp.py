@@ -29,9 +29,7 @@ class Mlp(Experts):
 
     kind: Literal["mlp"] = "mlp"
     number: int = Field(8, ge=2, le=2**16, description="number of experts")
-    hidden_ratio: float = Field(
-        4.0, gt=0, le=1000, description="hidden width of an expert / width of a token"
-    )
+    hidden_ratio: float = Field(4.0, gt=0, le=1000, description="hidden width / width of a token")
     init: Literal["independent", "identical", "flat"] = Field(
         "independent",
         description="independent or identical (V-MoE) initial experts, drawn as timm's ViT; flat: "
@@ -43,9 +41,7 @@ class Mlp(Experts):
         "h numbers, silu of one times the other, no biases; its three matrices have the same size "
         "at 2/3 of the ratio",
     )
-    shared: int = Field(
-        0, ge=0, description="experts that every token uses, in addition; fewer than routed ones"
-    )
+    shared: int = Field(0, ge=0, description="additional experts of every token; fewer than routed")
     fine: int | None = Field(
         None,
         ge=1,
@@ -56,9 +52,7 @@ class Mlp(Experts):
     zero_computation: ZeroComputation | None = Field(
         None, description="experts without a network, additional choices (MoE++); null: none"
     )
-    dropout: float = Field(
-        0.0, ge=0, lt=1, description="share of hidden numbers set to 0 in training"
-    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="share of hidden values zeroed in training")
 
     @model_validator(mode="after")
     def _two_routed_or_more(self) -> "Mlp":
@@ -120,9 +114,7 @@ class MlpExperts(ExpertsModule):
         pieces = config.fine or 1
         if hidden % pieces:
             raise UserError.at(
-                "experts.fine",
-                found=pieces,
-                allowed=f"a divisor of {hidden}, the hidden width of an expert",
+                "experts.fine", found=pieces, allowed=f"a divisor of {hidden}, the hidden width"
             )
         hidden //= pieces
         self.activation = config.activation

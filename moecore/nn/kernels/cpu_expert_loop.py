@@ -94,8 +94,7 @@ class ExpertGroups:
             product(part, group, rows[group.rows])
         else:
             padded = product(part, group, None)
-            values = padded.flatten(0, 1).index_select(0, self.slots[group.rows])
-            rows[group.rows].copy_(values)
+            rows[group.rows].copy_(padded.flatten(0, 1).index_select(0, self.slots[group.rows]))
 
 
 def _share_product(sizes: list[int], group_size: int) -> bool:

@@ -40,8 +40,7 @@ class ShardedExperts:
         values = _Exchange.apply(rows.values, sent, received, self.group)
         to_expert, inverse = rank_to_expert_permutation(sizes_received, sum(received))
         ends = sizes_received.sum(dim=0).cumsum(dim=0).int()
-        by_expert = GatherTokens.apply(values, to_expert, inverse, 1)
-        local_rows = Rows(by_expert, ends, rows.projected)
+        local_rows = Rows(GatherTokens.apply(values, to_expert, inverse, 1), ends, rows.projected)
         names = [name for name, _ in self.experts.named_parameters()]
         parameters = {name: self._local_part(name) for name in names}
         outputs = functional_call(self.experts, parameters, (local_rows,))
@@ -59,8 +58,7 @@ def rank_to_expert_permutation(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor
     # sizes: (n, E / n), rows received from each rank for each expert. Rows arrive sorted by rank,
     # then by expert. Of one expert, the first rank's rows come first: the order of the whole batch.
     experts = torch.arange(sizes.shape[1], device=sizes.device).expand_as(sizes).flatten()
-    expert_of_row = experts.repeat_interleave(sizes.flatten(), output_size=rows)
-    order = expert_of_row.argsort(stable=True)
+    order = experts.repeat_interleave(sizes.flatten(), output_size=rows).argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(rows, device=order.device))
     return order, inverse
 

@@ -154,8 +154,7 @@ class DropPath(Dropout):
         # fp32 under autocast too: bfloat16 would round 1 / share, and bias every branch
         empty = torch.empty(len(values), 1, 1, device=values.device)
         # one draw per sample from the tokens' device, as in timm's layer of this name
-        mask = draw_bernoulli_mask(empty, share, self.batch_views)
-        return values * (mask / share)
+        return values * (draw_bernoulli_mask(empty, share, self.batch_views) / share)
 
 
 def drop_rates(last: float, depth: int) -> list[float]:

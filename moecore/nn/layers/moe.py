@@ -86,9 +86,7 @@ def sparse_block_indices(blocks: Blocks, depth: int) -> tuple[int, ...]:
     chosen = tuple(sorted(set(blocks)))
     if not chosen or len(chosen) != len(blocks) or chosen[0] < 0 or chosen[-1] >= depth:
         raise UserError.at(
-            "blocks",
-            found=list(blocks),
-            allowed=f"one or more different indices from 0 to {depth - 1}, of {depth} blocks",
+            "blocks", found=list(blocks), allowed=f"one or more different of {depth} blocks, from 0"
         )
     return chosen
 
@@ -254,8 +252,7 @@ def build_moe_feed_forward(router: Router, experts: Experts, width: int) -> MoEF
             allowed="null",
         )
     module = experts.build(width)
-    scaled = scale_router_k(router, experts)
-    routing = scaled.build(width, experts.choices, module.lent_basis())
+    routing = scale_router_k(router, experts).build(width, experts.choices, module.lent_basis())
     additional = experts.build_shared(width), experts.build_zero_computation(width)
     return MoEFeedForward(routing, module, router.wants, experts.provides, *additional)
 

@@ -15,9 +15,7 @@ from moecore.core.files import UserError
 CAUSAL = "top_k_softmax, eigenbasis, hash by word or position, or noisy_top_k without a capacity"
 
 
-NoiseStd = Annotated[
-    float, Field(ge=0, description="noise on the logits in training, in units of 1 / experts")
-]
+NoiseStd = Annotated[float, Field(ge=0, description="on logits, in training; unit: 1 / experts")]
 
 
 class Router(Part, ABC):
@@ -104,17 +102,14 @@ class Router(Part, ABC):
         fields = type(self).model_fields
         if "k" not in fields:
             kind = fields["kind"].default
-            raise UserError.at(
-                "finetune.k", found=f"{k}, but the router {kind} has no k", allowed="null"
-            )
+            raise UserError.at("finetune.k", found=f"{k}, but {kind} has no k", allowed="null")
         return self.model_copy(update={"k": k})
 
     def check_k(self, experts: int, key: str = "router.k") -> None:
         """Raise UserError, at ``key``, if k is above the number of experts."""
         if (k := getattr(self, "k", 0)) > experts:
             raise UserError(
-                f"{key} is {k}, but there are {experts} experts (experts.number); allowed: 1 to "
-                f"{experts}"
+                f"{key} is {k}, with {experts} experts (experts.number); allowed: 1 to {experts}"
             )
 
     def check_causal(self, key: str = "router") -> None:

@@ -26,9 +26,7 @@ class Competition(Router):
 
     kind: Literal["competition"] = "competition"
     k: int = Field(2, ge=1, description="experts per token")
-    share: float = Field(
-        0.07, ge=0, le=1, description="probability that a layer's experts compete in a step"
-    )
+    share: float = Field(0.07, ge=0, le=1, description="chance that a layer competes in a step")
     warmup: float = Field(0.05, ge=0, le=1, description="share of the training before any compete")
     router_weight: float = Field(
         ge=0,
@@ -37,20 +35,13 @@ class Competition(Router):
         "softmax of the experts' strengths (paper 1e-3, code 1e-2)",
     )
     chosen_weight: float = Field(
-        ge=0,
-        allow_inf_nan=False,
-        description="factor of the same distance over chosen experts, added (paper 0.2, code 0.1)",
+        ge=0, allow_inf_nan=False, description="the same over chosen experts (paper 0.2, code 0.1)"
     )
     diversity_weight: float = Field(
-        ge=0,
-        allow_inf_nan=False,
-        description="weight of half the mean cosine between outputs of chosen experts; needs k ≥ 2",
+        ge=0, allow_inf_nan=False, description="of half the mean cosine of chosen outputs; k ≥ 2"
     )
     bal_comp: float = Field(
-        0.01,
-        ge=0,
-        allow_inf_nan=False,
-        description="weight of the balance loss on the strengths, in competing steps; 0: none",
+        0.01, ge=0, allow_inf_nan=False, description="balance loss on strengths, in competing steps"
     )
     balance: Balance | None = Field(
         None, description="balancing of the load by shifting the choice by the softmax; null: none"

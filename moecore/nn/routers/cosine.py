@@ -24,9 +24,7 @@ class Cosine(NoisyTopK):
 
     kind: Literal["cosine"] = "cosine"  # pyrefly: ignore[bad-override]
     noise_std: NoiseStd = 0.0
-    embedding: int | None = Field(
-        None, ge=2, description="width of the embeddings; null: half the number of experts"
-    )
+    embedding: int | None = Field(None, ge=2, description="width; null: half the number of experts")
     temperature: float = Field(0.3, ge=0.01, description="initial divisor of the cosines")
 
     @model_validator(mode="after")
@@ -55,8 +53,7 @@ class CosineRouter(NoisyTopKRouter):
         super().__init__(config, narrow, experts)
         # with lengths near 1 the optimizer turns embeddings as fast as it changes other weights
         nn.init.normal_(self.weight, std=narrow**-0.5)
-        projection = nn.init.trunc_normal_(torch.empty(narrow, width), std=0.02)
-        self.projection = nn.Parameter(projection)
+        self.projection = nn.Parameter(nn.init.trunc_normal_(torch.empty(narrow, width), std=0.02))
         self.log_factor = nn.Parameter(torch.tensor([-math.log(config.temperature)]))
 
     def logits(self, tokens: Tensor) -> Tensor:

@@ -27,19 +27,14 @@ class Depth(Router):
     """
 
     kind: Literal["depth"] = "depth"
-    share: float = Field(
-        0.125, gt=0, le=1, description="share of an image's tokens that use experts"
-    )
+    share: float = Field(0.125, gt=0, le=1, description="share of images' tokens that use experts")
     sampling: Literal["bce", "predictor"] | None = Field(
         None,
         description="decision per token alone in evaluation: bce: r > 0; predictor: score > 0 of a "
         "small network; null: by rank, as in training",
     )
     sampling_weight: float = Field(
-        0.01,
-        ge=0,
-        allow_inf_nan=False,
-        description="weight of the penalty that teaches the decision",
+        0.01, ge=0, allow_inf_nan=False, description="of the penalty that teaches the decision"
     )
     router: NoisyTopK = Field(NoisyTopK(), description="router of the tokens that use experts")
 

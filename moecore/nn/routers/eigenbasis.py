@@ -40,13 +40,10 @@ class Eigenbasis(Router):
         "prune", description="prune: eligible experts only; literal: Algorithm 1 as is"
     )
     context: Literal["tokens", "attention_output", "learned"] = Field(
-        "tokens",
-        description="c: attention · tokens, the attention's output, or a learned direction",
+        "tokens", description="c: attention · tokens, the attention's output, or a learned vector"
     )
     rank: int | None = Field(
-        None,
-        ge=1,
-        description="of the router's basis, for experts without one; null: 2/3 of the width",
+        None, ge=1, description="of the router's basis, for experts without one; null: 2/3 width"
     )
 
     def misfits(self, around: Surroundings) -> Misfits:

@@ -27,13 +27,9 @@ class ExpertChoice(Router):
 
     kind: Literal["expert_choice"] = "expert_choice"
     k: int = Field(2, ge=1, description="mean number of experts per token, at capacity_factor 1")
-    capacity_factor: float = Field(
-        1.0, gt=0, description="tokens per expert, relative to tokens · k / experts"
-    )
+    capacity_factor: float = Field(1.0, gt=0, description="tokens per expert / (tokens·k/experts)")
     noise_std: NoiseStd = 1.0
-    group_size: int = Field(
-        1, ge=1, description="number of images among whose tokens an expert chooses in training"
-    )
+    group_size: int = Field(1, ge=1, description="images per choice of an expert, in training")
 
     def active(self, experts: int) -> float:
         return min(float(experts), self.k * self.capacity_factor)

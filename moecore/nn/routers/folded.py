@@ -82,8 +82,7 @@ class FoldedRouter(nn.Module):
         super().__init__()
         self.router = config.router.build(width, config.experts, basis)
         self.number = experts
-        runs = torch.arange(config.experts) * experts // config.experts
-        self.register_buffer("clusters", runs)
+        self.register_buffer("clusters", torch.arange(config.experts) * experts // config.experts)
 
     def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> PlanAndRecord:
         """Route among the experts before merging; return plan and record over the clusters."""
@@ -92,8 +91,7 @@ class FoldedRouter(nn.Module):
             combine, probs, chosen = (
                 self.fold(values) for values in (record.combine, record.probs, record.chosen)
             )
-            slots = min(plan.weights.shape[-1], self.number)
-            best = top_k(combine.where(chosen > 0, -1), slots)
+            best = top_k(combine.where(chosen > 0, -1), min(plan.weights.shape[-1], self.number))
             weights = combine.gather(-1, best)
             valid = chosen.gather(-1, best) > 0
             return plan_and_record(

@@ -21,9 +21,7 @@ class FrozenCopy(Router):
 
     kind: Literal["frozen_copy"] = "frozen_copy"
     router: NoisyTopK = Field(NoisyTopK(), description="the router of the first phase")
-    until: float = Field(
-        0.5, ge=0, le=1, description="share of the training during which the router learns"
-    )
+    until: float = Field(0.5, ge=0, le=1, description="share of training when the router learns")
 
     @model_validator(mode="after")
     def _learns_alone(self) -> "FrozenCopy":

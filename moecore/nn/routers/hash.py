@@ -31,15 +31,13 @@ class Hash(Router):
     kind: Literal["hash"] = "hash"
     k: int = Field(1, ge=1, description="experts per token")
     by: Literal["patch", "position", "word"] = Field(
-        "patch",
-        description="hash the patch's pixels minus their mean, the position, or the text's word",
+        "patch", description="hash the patch minus its mean, the position, or the text's word"
     )
     seed: int = Field(0, ge=0, description="seed of the hash")
 
     @property
     def wants(self) -> frozenset[str]:
-        hashed = {"patch": ["patches"], "position": [], "word": ["words"]}
-        return frozenset(hashed[self.by])
+        return frozenset({"patch": ["patches"], "position": [], "word": ["words"]}[self.by])
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "HashRouter":
         self.check_k(experts)
@@ -85,8 +83,7 @@ class HashRouter(nn.Module):
         first = self.places
         if first is None or len(first) != tokens.shape[1] or first.device != tokens.device:
             seed = self.config.seed
-            number = tokens.shape[1]
-            first = experts_by_position(seed, number, self.experts, tokens.device)
+            first = experts_by_position(seed, tokens.shape[1], self.experts, tokens.device)
             self.places = first
         return self._in_circle(first).expand(len(tokens), -1, -1)
 

@@ -26,9 +26,7 @@ class Merged(Router):
     looks_ahead: ClassVar[str | None] = "whose experts are merged by the mean of all words"
 
     kind: Literal["merged"] = "merged"
-    normalise: bool = Field(
-        True, description="layer norm of mean token and router weights (the authors' code)"
-    )
+    normalise: bool = Field(True, description="layer norm of mean token and router (authors' code)")
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "MergedRouter":
         if basis is not None:

@@ -28,9 +28,7 @@ class GroupLimitedChoice(Config):
     number: int = Field(ge=2, description="number of groups, which have equally many experts")
     kept: int = Field(ge=1, description="number of groups that a token chooses within")
     per_group: int | None = Field(
-        None,
-        ge=1,
-        description="number of best scores that value a group; null: k / kept, at least 1",
+        None, ge=1, description="best scores that value a group; null: k / kept, at least 1"
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
@@ -87,9 +85,7 @@ class NoisyTopK(Router):
     k: int = Field(2, ge=1, description="experts per token")
     noise_std: NoiseStd = 1.0
     capacity_factor: float | None = Field(
-        None,
-        gt=0,
-        description="maximum tokens per expert in training, relative to an even share; null: all",
+        None, gt=0, description="maximum tokens per expert in training / even share; null: all"
     )
     eval_capacity_factor: float | None = Field(
         None,
@@ -99,9 +95,7 @@ class NoisyTopK(Router):
             "of a group; null: no limit"
         ),
     )
-    batch_priority: bool = Field(
-        False, description="serve tokens by their largest gate, highest first"
-    )
+    batch_priority: bool = Field(False, description="serve tokens by largest gate, highest first")
     group_size: int = Field(8, ge=1, description="images that share a capacity")
     renormalise: token_choice.Renormalise = Field(
         False,
@@ -110,9 +104,7 @@ class NoisyTopK(Router):
             "straight: likewise, but with the gradient of gates divided by a constant"
         ),
     )
-    task_gradient: bool = Field(
-        True, description="false: the router learns from its losses only (TGR)"
-    )
+    task_gradient: bool = Field(True, description="false: only the router's losses teach it (TGR)")
     score: Literal["softmax", "sigmoid", "sqrt_softplus"] = Field(
         "softmax",
         description="function from logits to scores: softmax over all experts, or per expert a "
@@ -126,26 +118,19 @@ class NoisyTopK(Router):
         None, description="balancing of the load without a loss, by shifting the choice; null: none"
     )
     input_jitter: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="in training, multiply the router's tokens by uniform draws from 1 ± this",
+        0.0, ge=0, lt=1, description="in training, multiply tokens by uniform draws from 1 ± this"
     )
     start: Literal["normal", "orthonormal"] = Field(
-        "normal",
-        description="orthonormal: initial rows are orthonormal, without weight decay (simbal)",
+        "normal", description="orthonormal: initial rows, without weight decay (simbal)"
     )
     residual: bool = Field(
-        False,
-        description="add a learned map, 0 at first, of the previous MoE layer's logits (MoE++)",
+        False, description="add a learned map, first 0, of the previous MoE layer's logits (MoE++)"
     )
 
     @model_validator(mode="after")
     def _settings_fit(self) -> "NoisyTopK":
         if self.batch_priority and not self.has_capacity:
-            raise ValueError(
-                "`batch_priority` orders tokens for a capacity: give `capacity_factor` too"
-            )
+            raise ValueError("`batch_priority` needs a capacity: give `capacity_factor` too")
         if self.groups is not None and self.balance is not None and self.balance.is_alone:
             raise ValueError(
                 describe_refusal(
@@ -248,9 +233,7 @@ class NoisyTopKRouter(nn.Module):
         self.config = config
         factors = (config.eval_capacity_factor, config.capacity_factor)
         # in evaluation, in training
-        self.factors = tuple(
-            None if factor is None else exact_fraction(factor) for factor in factors
-        )
+        self.factors = tuple(None if value is None else exact_fraction(value) for value in factors)
         self.balance = None if config.balance is None else config.balance.build(experts, config.k)
         # like the other linear maps of the ViT
         self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(experts, width), std=0.02))

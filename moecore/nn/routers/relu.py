@@ -24,14 +24,10 @@ class Relu(Router):
     own_loss: ClassVar[str | None] = "adaptive_l1"
 
     kind: Literal["relu"] = "relu"
-    k: int = Field(
-        2, ge=1, description="mean number of experts per token, the target of adaptive_l1"
-    )
+    k: int = Field(2, ge=1, description="mean experts per token, the target of adaptive_l1")
     l1_start: float = Field(1e-8, gt=0, description="weight of adaptive_l1 at the start (λ)")
     l1_factor: float = Field(
-        1.2,
-        gt=1,
-        description="λ is multiplied (divided) by this after a step of too many (few) experts",
+        1.2, gt=1, description="multiplies (divides) λ after a step of too many (few) experts"
     )
 
     def misfits(self, around: Surroundings) -> Misfits:

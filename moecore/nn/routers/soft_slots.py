@@ -26,9 +26,7 @@ class SoftSlots(Router):
     looks_ahead: ClassVar[str | None] = "whose slots are means of all words"
 
     kind: Literal["soft_slots"] = "soft_slots"
-    slots: int = Field(
-        1, ge=1, le=2**16, description="slots per expert: round(tokens · k / experts)"
-    )
+    slots: int = Field(1, ge=1, le=2**16, description="slots per expert: round(tokens·k / experts)")
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "SoftSlotsRouter":
         return SoftSlotsRouter(self, width, experts)
@@ -68,7 +66,7 @@ class SoftSlotsRouter(nn.Module):
         slots = torch.empty(width, experts, config.slots)
         self.slots = nn.Parameter(nn.init.normal_(slots, std=width**-0.5))
         self.scale = nn.Parameter(torch.ones(1))  # not a scalar: sharded models have none
-        self.register_load_state_dict_pre_hook(_give_scale_an_axis)
+        self.register_load_state_dict_pre_hook(_add_scale_axis)
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
@@ -89,9 +87,7 @@ class SoftSlotsRouter(nn.Module):
         return plan, RoutingRecord(logits, probs, load=ones, chosen=ones.bool(), combine=probs)
 
 
-def _give_scale_an_axis(
-    module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object
-) -> None:
+def _add_scale_axis(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
     """Reshape ``scale`` in ``state`` to (1,), before loading: older files store a scalar."""
     name = f"{prefix}scale"
     if name in state:

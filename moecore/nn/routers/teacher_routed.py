@@ -24,12 +24,9 @@ class TeacherRouted(Router):
 
     kind: Literal["teacher_routed"] = "teacher_routed"
     k: int = Field(2, ge=1, description="experts per token")
-    noise_std: float = Field(
-        1.0, ge=0, description="noise on the teacher's log probs, in units of 1 / experts"
-    )
+    noise_std: float = Field(1.0, ge=0, description="on the teacher's log probs; unit: 1 / experts")
     inference: Literal["teacher", "student"] = Field(
-        "teacher",
-        description="router that decides in evaluation; in training the student's never does",
+        "teacher", description="it decides in evaluation; in training the student never does"
     )
 
     @property
@@ -59,8 +56,7 @@ class TeacherRoutedRouter(NoisyTopKRouter):
     def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> PlanAndRecord:
         with full_precision(tokens):
             # The student's router imitates: its loss must not change the tokens.
-            inputs = tokens.detach() if self.training else tokens
-            logits = router_logits(inputs, self.weight)
+            logits = router_logits(tokens.detach() if self.training else tokens, self.weight)
             if not self.training and self.inference == "student":
                 return self.decide(logits)
             teacher = context.teacher

@@ -21,9 +21,7 @@ class Told(Router):
     has_expert_rows: ClassVar[bool] = False
 
     kind: Literal["told"] = "told"
-    together: int = Field(
-        1, ge=1, description="number of adjacent kinds that share an expert, a family"
-    )
+    together: int = Field(1, ge=1, description="adjacent kinds that share an expert, a family")
 
     @property
     def wants(self) -> frozenset[str]:
@@ -46,10 +44,7 @@ class ToldRouter(nn.Module):
 
     def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> PlanAndRecord:
         assert context.truth is not None
-        expert = (context.truth - 1).clamp_min(0) // self.together % self.experts
-        chosen = expert.unsqueeze(-1)
-        dtype = torch.promote_types(tokens.dtype, torch.float32)
-        weights = torch.ones_like(chosen, dtype=dtype)
+        chosen = ((context.truth - 1).clamp_min(0) // self.together % self.experts).unsqueeze(-1)
+        weights = torch.ones_like(chosen, dtype=torch.promote_types(tokens.dtype, torch.float32))
         probs = weights.new_zeros(*tokens.shape[:2], self.experts).scatter(-1, chosen, weights)
-        logits = safe_log(probs)
-        return plan_and_record(logits=logits, probs=probs, chosen=chosen, weights=weights)
+        return plan_and_record(logits=safe_log(probs), probs=probs, chosen=chosen, weights=weights)

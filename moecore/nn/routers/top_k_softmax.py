@@ -19,13 +19,9 @@ class TopKSoftmax(NoisyTopK):
     """
 
     kind: Literal["top_k_softmax"] = "top_k_softmax"  # pyrefly: ignore[bad-override]
-    k: int = Field(
-        2, ge=1, description="experts per token; with 1 only regularizers teach the router"
-    )
+    k: int = Field(2, ge=1, description="experts per token; 1: only regularizers teach the router")
     noise_std: NoiseStd = 0.0
-    renormalise: Renormalise = Field(
-        True, description="let the chosen gates sum to 1; see noisy_top_k"
-    )
+    renormalise: Renormalise = Field(True, description="chosen gates sum to 1; see noisy_top_k")
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "TopKSoftmaxRouter":
         self.check_experts(width, experts)

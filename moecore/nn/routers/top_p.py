@@ -20,9 +20,7 @@ class TopP(Router):
     """
 
     kind: Literal["top_p"] = "top_p"
-    threshold: float = Field(
-        0.4, gt=0, lt=1, description="sum of probs at which a token stops adding experts"
-    )
+    threshold: float = Field(0.4, gt=0, lt=1, description="sum of probs at which experts suffice")
     k: int | None = Field(None, ge=1, description="maximum number of experts per token; null: all")
     noise_std: NoiseStd = 0.0
     balance: LossFree | None = Field(

@@ -28,9 +28,7 @@ class DiversitySimplicity(Regularizer):
         parameters = step.model.named_parameters()
         embeddings = [values for name, values in parameters if name.endswith("router.embeddings")]
         if not embeddings:
-            raise UserError(
-                "diversity_simplicity: no router has embeddings; allowed: the router dynamic"
-            )
+            raise UserError("diversity_simplicity: no embeddings; allowed: the router dynamic")
         # A text tower's embeddings come last and have no records here.
         layers = embeddings[: len(step.output.routing)]
         losses = [embedding_loss(embeddings=to_full_tensor(values)) for values in layers]

@@ -20,9 +20,7 @@ class JensenShannon(Regularizer):
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "two_views"})
 
     kind: Literal["jensen_shannon"] = "jensen_shannon"
-    weight: float = Field(
-        5e-3, ge=0, description="factor in the objective (our choice; the paper gives none)"
-    )
+    weight: float = Field(5e-3, ge=0, description="our choice of the factor; the paper gives none")
     special: bool = Field(False, description="pair the class token with itself (on for ImageNet)")
 
     def __call__(self, step: ObjectiveInputs) -> Tensor:

@@ -17,9 +17,7 @@ class PairwiseConsistency(Regularizer):
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "two_views"})
 
     kind: Literal["pairwise_consistency"] = "pairwise_consistency"
-    diagonal: float = Field(
-        5e-3, ge=0, description="factor of the mean of (1 − S_ii)²: rewards equal choices"
-    )
+    diagonal: float = Field(5e-3, ge=0, description="of mean (1 − S_ii)²: rewards equal choices")
     off_diagonal: float = Field(
         5e-2, ge=0, description="factor of the mean of S_ij², i ≠ j: penalises unequal choices"
     )

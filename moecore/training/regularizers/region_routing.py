@@ -26,12 +26,8 @@ class RegionExpertSettings(Config):
         min_length=1, description="tissues as the data names them, of the first experts"
     )
     after: int = Field(0, ge=0, description="epochs on whole volumes before the warm start")
-    warm_start_epochs: int = Field(
-        3, ge=0, description="epochs on volumes that keep one tissue; 0 for none"
-    )
-    isolated: float = Field(
-        0.0, ge=0, lt=1, description="share of one-tissue volumes after the warm start"
-    )
+    warm_start_epochs: int = Field(3, ge=0, description="epochs on volumes of one tissue; 0: none")
+    isolated: float = Field(0.0, ge=0, lt=1, description="share of one-tissue volumes afterwards")
 
     def misfits(self, around: Surroundings) -> Misfits:
         """Yield (keys, message) if the data have no tissue maps, or none of a tissue."""

@@ -40,5 +40,4 @@ class Simbal(Regularizer):
 def router_orthonormality_loss(*, weight: Tensor) -> Tensor:
     """Return the sum of |WWᵀ − I| over all entries, for a router's weight (E, d); a scalar ≥ 0."""
     products = weight @ weight.mT
-    identity = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
-    return (products - identity).abs().sum()
+    return (products - torch.eye(len(weight), dtype=weight.dtype, device=weight.device)).abs().sum()

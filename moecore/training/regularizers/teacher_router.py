@@ -19,9 +19,7 @@ class TeacherRouter(Regularizer):
     added_by: ClassVar[str] = "teacher_router: {fit: joint}"
 
     kind: Literal["teacher_router"] = "teacher_router"
-    balance: float = Field(
-        0.005, ge=0, description="factor of the CV² of the experts' mean probability"
-    )
+    balance: float = Field(0.005, ge=0, description="factor of CV² of experts' mean probability")
     entropy: float = Field(0.005, ge=0, description="factor of the mean token entropy")
 
     def __call__(self, step: ObjectiveInputs) -> Tensor:

@@ -28,10 +28,7 @@ class TruthKl(Regularizer):
     def __call__(self, step: ObjectiveInputs) -> Tensor:
         check_has_experts(step)
         if not step.model.image.truth:
-            raise UserError(
-                "truth_kl: the truth of these tokens is unknown; allowed: data whose card says "
-                "truth"
-            )
+            raise UserError("truth_kl: unknown truth; allowed: data whose card says truth")
         divergences = [
             truth_kl(truth=majority_token_kinds(step.batch.images, layout), record=record)
             for record, layout in zip(step.output.routing, step.model.layouts, strict=True)

@@ -33,9 +33,7 @@ class ZeroComputationBalance(Regularizer):
         check_has_experts(step)
         experts = step.model.moe.experts
         if experts.networks == experts.choices:
-            raise UserError(
-                f"{self.kind}: all experts are networks; allowed: experts with zero_computation"
-            )
+            raise UserError(f"{self.kind}: all experts are networks; allowed: {self.allowed_with}")
         networks, share = experts.networks, self.share
         return sum_over_layers(step, lambda record: uneven_use(record, networks, share))
 

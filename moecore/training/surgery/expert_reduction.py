@@ -100,12 +100,8 @@ class ExpertReduction(Config, ABC):
 
     section: ClassVar[str]  # of params.yaml, as messages name it
 
-    left: float = Field(
-        0.5, gt=0, lt=1, description="share of a layer's experts that remain, rounded up"
-    )
-    images: int = Field(
-        1000, ge=1, description="training images on which experts' use is measured, evenly spread"
-    )
+    left: float = Field(0.5, gt=0, lt=1, description="share of a layer's experts kept, rounded up")
+    images: int = Field(1000, ge=1, description="training images, evenly spread, to measure use")
 
     @abstractmethod
     def reduced_settings(self, moe: MoESettings) -> MoESettings:

@@ -23,16 +23,12 @@ class Merge(expert_reduction.ExpertReduction):
 
     section: ClassVar[str] = "merge"
 
-    linkage: Linkage = Field(
-        "average", description="distance of clusters: mean, smallest or largest of their pairs"
-    )
+    linkage: Linkage = Field("average", description="distance: mean, smallest or largest of pairs")
     weights: Literal["frequency", "mean"] = Field(
         "frequency", description="an expert's weight in its cluster: by its tokens, or equal"
     )
     fold: bool = Field(
-        True,
-        description="routing is summed within clusters; false: E experts remain, equal within "
-        "clusters, which saves nothing",
+        True, description="sum routing within clusters; false: E experts remain, equal within them"
     )
 
     def reduced_settings(self, moe: MoESettings) -> MoESettings:
@@ -40,9 +36,7 @@ class Merge(expert_reduction.ExpertReduction):
         expert_reduction.check_token_choice(moe, "merged")
         if not moe.experts.has_hidden_units:
             raise UserError.at(
-                "experts.kind",
-                found=f"{moe.experts.kind}, whose weights have no meaningful mean",
-                allowed="mlp",
+                "experts.kind", found=f"{moe.experts.kind}, which have no mean", allowed="mlp"
             )
         number = self.number_left(moe)
         if not self.fold:

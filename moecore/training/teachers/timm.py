@@ -32,18 +32,14 @@ class Timm(Teacher):
     volumes: ClassVar[bool] = False
 
     kind: Literal["timm"] = "timm"
-    name: str = Field(
-        description="timm's model name, for example deit3_small_patch16_224.fb_in22k_ft_in1k"
-    )
-    checkpoint: str | None = Field(
-        None, description="a .safetensors file with timm's names; null: download"
-    )
+    name: str = Field(description="timm's name, such as deit3_small_patch16_224.fb_in22k_ft_in1k")
+    checkpoint: str | None = Field(None, description=".safetensors, timm's names; null: download")
     training: None = None
 
     def build(self, image: ImageSpec) -> BackboneModel:
         """Return the pretrained model, with timm's normalisation and interpolated positions."""
         # Classes are named by number. Raises UserError for a name or a file that does not fit.
-        model, weights = self._convert_model(self._load_source(image), image)
+        model, weights = self._convert(self._load_source(image), image)
         model.load_state_dict(weights)
         return model.eval()
 
@@ -51,11 +47,9 @@ class Timm(Teacher):
         """Raise UserError for a name that timm does not know, or a model that moecore lacks."""
         timm = self._import_timm()
         source = timm.create_model(self.name, pretrained=False, **self._image_arguments(image))
-        self._convert_model(source, image)
+        self._convert(source, image)
 
-    def _convert_model(
-        self, source: Any, image: ImageSpec
-    ) -> tuple[BackboneModel, dict[str, Tensor]]:
+    def _convert(self, source: Any, image: ImageSpec) -> tuple[BackboneModel, dict[str, Tensor]]:
         """Return moecore's version of a timm model, and its weights; UserError without one."""
         unsupported = unsupported_features(source)
         if unsupported:
@@ -161,8 +155,7 @@ def unsupported_features(source: Any) -> list[str]:
     if not hasattr(source, "blocks"):  # a Swin
         first = [stage.blocks[0] for stage in source.layers]
         window = max(block.window_size[0] for block in first)
-        differ = any(block.window_size[0] < min(window, *block.input_resolution) for block in first)
-        if differ:
+        if any(block.window_size[0] < min(window, *block.input_resolution) for block in first):
             return ["windows of different sizes in its stages"]
         return []
     block = source.blocks[0]

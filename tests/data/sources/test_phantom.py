@@ -429,7 +429,7 @@ def test_sites_are_held_out_and_nobody_else_is_tested(tmp_path):
     participants(tmp_path / "raw", people({"site": "abc", "split": ["test", "", ""]}))
     with pytest.raises(UserError, match="tsv:2: sub-00: split is test, but its site is not in"):
         held.write(tmp_path / "out")
-    with pytest.raises(UserError, match="found z; allowed: sites of the cohort: a, b, c"):
+    with pytest.raises(UserError, match="found z; allowed: a, b, c"):
         source.model_copy(update={"test_sites": ("z",)}).write(tmp_path / "out")
 
 
@@ -470,5 +470,5 @@ def test_two_cohorts(tmp_path):
     participants(tmp_path / "two", people({"site": "b"}))
     with pytest.raises(UserError, match="tsv:2: sub-00: site b is in first, too; allowed: a site"):
         both.write(tmp_path / "out")
-    with pytest.raises(ValidationError, match="voxel_mm: found 6.0 of first, 3.0 of second"):
+    with pytest.raises(ValidationError, match="voxel_mm: found 6.0 and 3.0"):
         TwoCohorts(first=first, second=second.model_copy(update={"voxel_mm": 3.0}))

@@ -271,10 +271,10 @@ def test_imagenet_folders_are_checked(tmp_path):
     imagenet_folder(tmp_path)
     shutil.rmtree(tmp_path / "val")
     (tmp_path / "val").mkdir()
-    with pytest.raises(UserError, match="val: holds no class folders"):
+    with pytest.raises(UserError, match="val: no class folders"):
         settings.write(tmp_path / "out")
     (tmp_path / "val/goldfish").mkdir()
-    with pytest.raises(UserError, match="folder goldfish is not a wnid"):
+    with pytest.raises(UserError, match="goldfish is no wnid"):
         settings.write(tmp_path / "out")
 
 

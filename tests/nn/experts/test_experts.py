@@ -414,5 +414,5 @@ def test_what_goes_together_and_what_does_not():
         ZeroComputation(constants=0, copies=0, zeros=0)
     with pytest.raises(ValidationError, match="router.residual: found true, .*; allowed: false"):
         FrozenCopy(router=NoisyTopK(residual=True))
-    with pytest.raises(UserError, match=r"^router\.k is 6, but there are 5"):
+    with pytest.raises(UserError, match=r"^router\.k is 6, with 5"):
         moe_of(NoisyTopK(k=6)).build(8)

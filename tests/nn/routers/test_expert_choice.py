@@ -239,7 +239,7 @@ def test_what_cannot_be_is_refused():
     for key, value in inner.items():
         with pytest.raises(ValidationError, match=f"router.{key}: found one, .*; allowed: none"):
             Depth(sampling="bce", router=NoisyTopK(**{key: value}))
-    with pytest.raises(UserError, match="^router.router.k is 9, but there are 8 experts"):
+    with pytest.raises(UserError, match="^router.router.k is 9, with 8 experts"):
         Depth().with_k(9).build(4, 8)
 
 
