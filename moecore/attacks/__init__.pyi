@@ -8,6 +8,7 @@ from moecore.attacks.fab import Fab as _Fab
 from moecore.attacks.fgsm import Fgsm as _Fgsm
 from moecore.attacks.pgd import Pgd as _Pgd
 from moecore.attacks.square import Square as _Square
+from moecore.attacks.surrogate import Surrogate as _Surrogate
 
 class Apgd(_Apgd):
     """PGD with momentum and a step size per image, 2ε at first.
@@ -18,10 +19,12 @@ class Apgd(_Apgd):
     """The attack's own radius, in its norm; null: the given epsilons."""
     norm: Literal['linf', 'l2'] = 'linf'
     """Of the ball. A section's epsilons are L∞ radii."""
-    objective: Literal['task', 'cross_entropy', 'dlr', 'targeted_dlr', 'balance', 'routing_change'] = 'task'
-    """task: its loss is maximised; balance: the routers' balance losses too"""
+    objective: Literal['task', 'cross_entropy', 'dlr', 'targeted_dlr', 'balance', 'routing_change', 'routing_margin', 'task_and_routing'] = 'task'
+    """task: its loss is maximised; balance: the routers' balance losses too; routing_margin: a
+    token's next expert against its k-th; task_and_routing: both"""
     weight: float = 0.005
-    """Of the balance losses, against the mean task loss (`balance`)."""
+    """Of the balance losses (`balance`) or the routing margin (`task_and_routing`), against the
+    task loss."""
     group: int = 100
     """Images attacked together by `balance`, whose losses couple them."""
     inside: bool = False
@@ -72,10 +75,12 @@ class Fgsm(_Fgsm):
     """The attack's own radius, in its norm; null: the given epsilons."""
     norm: Literal['linf', 'l2'] = 'linf'
     """Of the ball. A section's epsilons are L∞ radii."""
-    objective: Literal['task', 'cross_entropy', 'dlr', 'targeted_dlr', 'balance', 'routing_change'] = 'task'
-    """task: its loss is maximised; balance: the routers' balance losses too"""
+    objective: Literal['task', 'cross_entropy', 'dlr', 'targeted_dlr', 'balance', 'routing_change', 'routing_margin', 'task_and_routing'] = 'task'
+    """task: its loss is maximised; balance: the routers' balance losses too; routing_margin: a
+    token's next expert against its k-th; task_and_routing: both"""
     weight: float = 0.005
-    """Of the balance losses, against the mean task loss (`balance`)."""
+    """Of the balance losses (`balance`) or the routing margin (`task_and_routing`), against the
+    task loss."""
     group: int = 100
     """Images attacked together by `balance`, whose losses couple them."""
     inside: bool = False
@@ -90,10 +95,12 @@ class Pgd(_Pgd):
     """The attack's own radius, in its norm; null: the given epsilons."""
     norm: Literal['linf', 'l2'] = 'linf'
     """Of the ball. A section's epsilons are L∞ radii."""
-    objective: Literal['task', 'cross_entropy', 'dlr', 'targeted_dlr', 'balance', 'routing_change'] = 'task'
-    """task: its loss is maximised; balance: the routers' balance losses too"""
+    objective: Literal['task', 'cross_entropy', 'dlr', 'targeted_dlr', 'balance', 'routing_change', 'routing_margin', 'task_and_routing'] = 'task'
+    """task: its loss is maximised; balance: the routers' balance losses too; routing_margin: a
+    token's next expert against its k-th; task_and_routing: both"""
     weight: float = 0.005
-    """Of the balance losses, against the mean task loss (`balance`)."""
+    """Of the balance losses (`balance`) or the routing margin (`task_and_routing`), against the
+    task loss."""
     group: int = 100
     """Images attacked together by `balance`, whose losses couple them."""
     inside: bool = False
@@ -107,6 +114,8 @@ class Pgd(_Pgd):
     """paper: step ε/τ from the clean image. strong: 2.5·ε/τ, random start."""
     restarts: int = 1
     """Random starts of the strong form; the largest objective counts."""
+    length: float = 2.5
+    """Step of the strong form, in units of ε/τ."""
 
 class Square(_Square):
     """Change squares of random place and sign, and keep what lowers the margin; no gradients."""
@@ -116,3 +125,32 @@ class Square(_Square):
     """Of the ball. A section's epsilons are L∞ radii."""
     queries: int = 5000
     """Number of passes per image."""
+
+class Surrogate(_Surrogate):
+    """APGD on a copy of the model whose top-k choice is soft (as BPDA, Athalye et al. 2018).
+
+    At low temperature the copy tends to the model. ``direct`` then runs APGD on the model itself,
+    from the images found on the copy."""
+    eps: float | None = None
+    """The attack's own radius, in its norm; null: the given epsilons."""
+    norm: Literal['linf', 'l2'] = 'linf'
+    """Of the ball. A section's epsilons are L∞ radii."""
+    objective: Literal['task', 'cross_entropy', 'dlr', 'targeted_dlr', 'balance', 'routing_change', 'routing_margin', 'task_and_routing'] = 'task'
+    """task: its loss is maximised; balance: the routers' balance losses too; routing_margin: a
+    token's next expert against its k-th; task_and_routing: both"""
+    weight: float = 0.005
+    """Of the balance losses (`balance`) or the routing margin (`task_and_routing`), against the
+    task loss."""
+    group: int = 100
+    """Images attacked together by `balance`, whose losses couple them."""
+    inside: bool = False
+    """Change only pixels that are not 0: a brain's background stays 0."""
+    targets: int | Literal['all'] | None = None
+    """Other classes that `targeted_dlr` aims at, one after the other, the most likely first: a
+    number of 1 or more, or all; null: 9, or all of fewer."""
+    steps: int = 100
+    """Number of gradient steps."""
+    temperature: float | Literal['probs'] = 0.1
+    """Of an expert's gate, in logits; probs: all experts, by their probs."""
+    direct: bool = False
+    """Go on with APGD on the model itself, as many steps."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from moecore.attacks.balls import Ball, BallAttack, where_chosen
 from moecore.attacks.base import Generators, ImageGenerators, expand_generators
+from moecore.attacks.routing_objectives import routing_margin_loss
 from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError, describe_refusal
 from moecore.core.routing_records import ModelOutput, RoutingRecord
@@ -25,7 +26,18 @@ from moecore.tasks.base import Task
 # Images (B, C, H, W) → the objective of each (B,), and the gradient of their sum.
 ObjectiveGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
 
-Objective = Literal["task", "cross_entropy", "dlr", "targeted_dlr", "balance", "routing_change"]
+Objective = Literal[
+    "task",
+    "cross_entropy",
+    "dlr",
+    "targeted_dlr",
+    "balance",
+    "routing_change",
+    "routing_margin",
+    "task_and_routing",
+]
+ON_ROUTING = ("routing_change", "routing_margin", "task_and_routing")
+NO_ROUTING = "the model has no MoE layer whose routing could change"
 Goal = Callable[[ModelOutput], Tensor]  # a model's output for B images → the objective (B,)
 MIN_CLASSES = {"dlr": 3, "targeted_dlr": 4}  # for the third and the fourth largest logit
 Targets = int | Literal["all"] | None
@@ -36,10 +48,15 @@ class GradientAttack(BallAttack):
     """An attack along the gradient of an objective; subclasses define ``perturb_images``."""
 
     objective: Objective = Field(
-        "task", description="task: its loss is maximised; balance: the routers' balance losses too"
+        "task",
+        description="task: its loss is maximised; balance: the routers' balance losses too; "
+        "routing_margin: a token's next expert against its k-th; task_and_routing: both",
     )
     weight: float = Field(
-        0.005, ge=0, description="Of the balance losses, against the mean task loss (`balance`)."
+        0.005,
+        ge=0,
+        description="Of the balance losses (`balance`) or the routing margin (`task_and_routing`), "
+        "against the task loss.",
     )
     group: int = Field(
         100, ge=1, description="Images attacked together by `balance`, whose losses couple them."
@@ -85,8 +102,8 @@ class GradientAttack(BallAttack):
         return f"{self.kind} with {reason}" if reason else None
 
     def does_not_apply(self, model: nn.Module, task: Task) -> str | None:
-        if self.objective == "routing_change" and getattr(model, "moe", None) is None:
-            return "the model has no MoE layer whose routing could change"
+        if self.objective in ON_ROUTING and getattr(model, "moe", None) is None:
+            return NO_ROUTING
         return self.refuses(task)
 
     def __call__(
@@ -307,10 +324,17 @@ def make_objective(
     """Return a function from the model's output for ``images`` to the objective of each, (B,)."""
     if reason := objective_refusal(objective, task):
         raise UserError(f"attack: {reason}; choose objective task")
-    if objective == "routing_change":
+    if objective in ON_ROUTING:
         with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
             before = [record.chosen for record in model(images).routing]
-        return lambda output: routing_change_surrogate(output, before)
+        if objective == "routing_change":
+            return lambda output: routing_change_surrogate(output, before)
+        if objective == "routing_margin":
+            return lambda output: routing_margin_loss(output, before)
+        return lambda output: (
+            task.attack_loss(output.prediction, labels)
+            + weight * routing_margin_loss(output, before)
+        )
     if objective == "dlr":
         return lambda output: dlr_loss(output.prediction, labels)
     if objective == "balance":

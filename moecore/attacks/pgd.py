@@ -21,6 +21,7 @@ class Pgd(GradientAttack):
     restarts: int = Field(
         1, ge=1, description="Random starts of the strong form; the largest objective counts."
     )
+    length: float = Field(2.5, gt=0, description="Step of the strong form, in units of ε/τ.")
 
     @model_validator(mode="after")
     def _restarts_differ(self) -> Self:
@@ -38,7 +39,7 @@ class Pgd(GradientAttack):
         size = ball.epsilon / self.steps
         current = ball.centre
         if self.form == "strong":
-            size *= 2.5
+            size *= self.length
             who = "pgd in its strong form"
             if ball.norm == "linf":
                 noise = uniform_noise_like(ball.centre, generator, who)

@@ -41,6 +41,17 @@ def chosen_first_scores(scores: Tensor, chosen: Tensor) -> Tensor:
     return scores + chosen * (reach + 1)
 
 
+def choice_margin(scores: Tensor, chosen: Tensor) -> Tensor:
+    """Return each token's lowest chosen score − highest other score, (B, T) fp64."""
+    # scores: (B, T, E), −∞ for experts that could not be chosen. Negative if other scores decided,
+    # as with a balance; NaN if a token chose none, or all that it could.
+    scores = scores.double()
+    lowest = scores.where(chosen, torch.inf).amin(dim=-1)
+    highest = scores.where(~chosen, -torch.inf).amax(dim=-1)
+    margin = lowest - highest
+    return margin.where(margin.isfinite(), torch.nan)
+
+
 def first_choices(record: RoutingRecord) -> Tensor:
     """Return each token's most probable chosen expert, (B, T) int64; −1 if none is chosen."""
     first = chosen_first_scores(record.probs, record.chosen).argmax(dim=-1)

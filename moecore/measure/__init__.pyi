@@ -2,6 +2,7 @@
 
 from typing import Literal
 from moecore.attacks.base import Attack
+from moecore.attacks.surrogate import RouterAttacks as _RouterAttacks
 from moecore.data.sources.cifar import Cifar
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
@@ -51,7 +52,7 @@ class AffineRanges(_AffineRanges):
 
 class AuditSettings(_AuditSettings):
     """Additional attacks of the audit: PGD from the clean image on the task's loss."""
-    images: int = 100
+    images: int = 200
     """The first of the attacked images; all where there are fewer."""
     steps: int = 20
     """Steps of PGD; one line doubles them."""
@@ -205,6 +206,11 @@ class Robustness(_Robustness):
     """Radii of the L∞ ball in pixel units [0, 1]; 0 is added. An attack's eps replaces them for
     that attack."""
     attacks: tuple[Attack, ...]
+    routers: _RouterAttacks | None = None
+    """Attacks on the routers, in addition; null: none."""
+    transfer: Attack | None = None
+    """Attack on the dense model and on the next seed's, by the stage transferred, whose images this
+    model gets; null: none."""
     batch: int = 128
     """Images per pass; rounded down to groups that share a capacity."""
     precision: Literal['float32', 'bfloat16'] = 'float32'
@@ -213,6 +219,20 @@ class Robustness(_Robustness):
     """Attack only images that are right when clean; no routing change."""
     audit: _AuditSettings = ...
     """Additional attacks that check the strength of the others."""
+
+class RouterAttacks(_RouterAttacks):
+    """APGD in each form that uses the routers.
+
+    The forms: through a soft choice at each temperature; on the model itself from there; on the
+    task and the margin of the choice at each weight; on the margin alone."""
+    steps: int = 50
+    """Steps of APGD in each form."""
+    temperatures: tuple[float | Literal['probs'], ...] = ...
+    """Of a soft choice, as in the attack surrogate."""
+    weights: tuple[float, ...] = ...
+    """Of the choice's margin, against the task's loss."""
+    inside: bool = False
+    """Change only pixels that are not 0."""
 
 class RouterRegret(_RouterRegret):
     """Loss of tokens under other sets of experts: one forward pass per token and set."""

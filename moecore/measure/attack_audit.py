@@ -16,14 +16,15 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.attacks.attack_setup import Target
-from moecore.attacks.base import Attack
+from moecore.attacks.base import Attack, image_generators, uniform_noise_like
+from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.gradient import image_gradient
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.exploring.expert_gallery import EncodedImages, encode_thumbnails
 from moecore.nn.layers.lipschitz_lemma import soften_model
-from moecore.nn.predict import eval_mode, image_batches, model_device
+from moecore.nn.predict import ImageSequence, eval_mode, image_batches, model_device
 from moecore.statistics.intervals import Interval, bootstrap_mean
 from moecore.tasks.base import Task
 
@@ -100,10 +101,10 @@ def attack_gallery(
     target: Target, attacks: Sequence[Attack], number: int, curves: Curves
 ) -> AttackedGallery | None:
     """Return ``number`` images, evenly spread, at each epsilon under the strongest attack."""
-    if not number or not curves or target.images.ndim != 4:
+    last = {attack.name: curves[attack.name][-1] for attack in attacks if attack.name in curves}
+    if not number or not last or target.images.ndim != 4:
         return None
     sign = 1 if target.task.score.better == "higher" else -1
-    last = {name: rows[-1] for name, rows in curves.items()}
     # worst score at the largest epsilon, in a tie the larger loss
     strongest = min(last, key=lambda name: (sign * last[name].score, -last[name].loss))
     attack = next(attack for attack in attacks if attack.name == strongest)
@@ -170,6 +171,8 @@ def interval_limits(interval: Interval) -> tuple[float, float]:
     return low, high
 
 
+FRACTIONS = (0.25, 0.5, 1.0)  # of ε, at which the loss is compared along two directions
+BLACK_BOXES = ("square",)  # kinds that read no gradient; of another model: transferred attacks
 LARGE_EPSILON = 0.5  # radius at which accuracy must be down to chance
 BOTH = "are not both among the attacks"
 # Attacks of many small steps; fgsm's single step may overshoot, which a larger ball makes worse.
@@ -180,7 +183,7 @@ class AuditSettings(Config):
     """Additional attacks of the audit: PGD from the clean image on the task's loss."""
 
     images: int = Field(
-        100, ge=1, description="The first of the attacked images; all where there are fewer."
+        200, ge=1, description="The first of the attacked images; all where there are fewer."
     )
     steps: int = Field(20, ge=1, description="Steps of PGD; one line doubles them.")
 
@@ -199,14 +202,29 @@ def run_audit(
     scores = part.worse_scores(part.attacked(direct, epsilon))
     longer_scores = part.worse_scores(part.attacked(longer, epsilon))
     task = target.task
+    listed = {
+        name: task.decode_scores(rows[-1].scores, len(target.labels))[: len(part.labels)]
+        for name, rows in curves.items()
+    }
+    by_gradient = {attack.name for attack in attacks if attack.kind not in BLACK_BOXES}
+    black = [listed[name] for name in listed if name not in by_gradient]
+    white = [scores, *(listed[name] for name in listed if name in by_gradient)]
+    strong = Pgd(steps=settings.steps, form="strong")
+    half, same, twice = (
+        part.worse_scores(part.attacked(strong.model_copy(update={"length": length}), epsilon))
+        for length in (strong.length / 2, strong.length, strong.length * 2)
+    )
     lines = [
         check_repeated_predictions(part),
         check_zero_gradients(part),
         check_pgd_beats_fgsm(task, curves, attacks),
         check_apgd_beats_pgd(task, curves, attacks),
         check_huge_radius(part, direct, LARGE_EPSILON),
-        check_more_steps(task, scores, longer_scores, settings.steps, epsilon, part.people),
+        check_unchanged("more_steps", part, scores, {"twice the steps": longer_scores}),
         check_surrogate(part, direct, epsilon, scores),
+        check_loss_landscape(part, epsilon),
+        check_unchanged("step_size", part, same, {"half the step": half, "twice the step": twice}),
+        check_black_box(part, settings.steps, epsilon, reduce(task.worse_scores, white), black),
     ]
     if is_share(task):
         return tuple(lines)
@@ -265,23 +283,19 @@ def check_huge_radius(target: Target, attack: Pgd, epsilon: float) -> AuditLine:
     return AuditLine(name="chance", holds=holds, text=text)
 
 
-def check_more_steps(
-    task: Task,
-    scores: Tensor,
-    longer_scores: Tensor,
-    steps: int,
-    epsilon: float,
-    people: np.ndarray | None = None,
+def check_unchanged(
+    name: str, target: Target, scores: Tensor, others: Mapping[str, Tensor]
 ) -> AuditLine:
-    """Return an ``AuditLine`` on whether twice the ``steps`` stay within the worse limit."""
-    interval = task.interval(scores, people)
-    longer = float(longer_scores.double().mean())
-    text = (
-        f"{format_score_interval(task, interval)} under pgd of {steps} steps, "
-        f"{format_score(task, longer)} of {2 * steps}, at ε = {epsilon:g}"
-    )
-    holds = is_equal_or_worse(task, worse_limit(task, interval), longer)
-    return AuditLine(name="more_steps", holds=holds, text=text)
+    """Return an ``AuditLine`` on whether PGD in other forms stays within the worse limit."""
+    # scores, and each of others: (N,), the latter by the form's difference in words
+    task = target.task
+    interval = task.interval(scores, target.people)
+    means = {words: float(other.double().mean()) for words, other in others.items()}
+    texts = [f"{format_score(task, mean)} with {words}" for words, mean in means.items()]
+    text = f"{format_score_interval(task, interval)} under pgd, {', '.join(texts)}"
+    limit = worse_limit(task, interval)
+    holds = all(is_equal_or_worse(task, limit, mean) for mean in means.values())
+    return AuditLine(name=name, holds=holds, text=text)
 
 
 def check_surrogate(target: Target, attack: Pgd, epsilon: float, direct: Tensor) -> AuditLine:
@@ -291,24 +305,71 @@ def check_surrogate(target: Target, attack: Pgd, epsilon: float, direct: Tensor)
         return unevaluated_audit_line("surrogate", "the model has no MoE layer")
     soft = target._replace(model=soften_model(target.model))
     transferred = target.worse_scores(soft.attacked(attack, epsilon))
+    words = f"the attack from the soft all-experts surrogate at ε = {epsilon:g}"
+    return check_no_more_harm("surrogate", target, words, transferred, direct)
+
+
+def check_black_box(
+    target: Target, tries: int, epsilon: float, direct: Tensor, listed: Sequence[Tensor]
+) -> AuditLine:
+    """Return an ``AuditLine`` on whether attacks without a gradient do no more harm than others."""
+    # direct: (N,), the worst scores by gradient; listed: (N,) each, under attacks without
+    corners = (move_to_random_corner(target, epsilon, seed) for seed in range(tries))
+    worst = reduce(target.task.worse_scores, [*map(target.worse_scores, corners), *listed])
+    words = f"{tries} random corners of the ball and {len(listed)} listed black boxes"
+    return check_no_more_harm("black_box", target, f"{words} at ε = {epsilon:g}", worst, direct)
+
+
+def check_no_more_harm(
+    name: str, target: Target, words: str, other: Tensor, direct: Tensor
+) -> AuditLine:
+    """Return an ``AuditLine`` on whether ``other`` scores (N,) are no worse than the direct."""
     task = target.task
-    if is_share(task):
-        right_direct = int(direct.sum())
-        right_transferred = int(transferred.sum())
-        text = (
-            f"{right_transferred} of {len(transferred)} images are right under the attack from the "
-            f"soft all-experts surrogate, {right_direct} under the direct one, at ε = {epsilon:g}"
-        )
-        return AuditLine(name="surrogate", holds=right_direct <= right_transferred, text=text)
-    # Paired over images: a difference within the interval may be chance.
-    change = (transferred - direct).double().numpy()
-    low, high = interval_limits(bootstrap_mean(change, lowest=-math.inf, people=target.people))
+    means = [float(scores.double().mean()) for scores in (other, direct)]
+    number = int((task.worse_scores(other, direct) != direct).sum())
     text = (
-        f"{task.score.label} {format_score(task, float(transferred.mean()))} under the attack from "
-        f"the soft all-experts surrogate, {format_score(task, float(direct.mean()))} under the "
-        f"direct one ({low:+.3g} to {high:+.3g}), at ε = {epsilon:g}"
+        f"{task.score.label} {format_score(task, means[0])} under {words}, "
+        f"{format_score(task, means[1])} under the direct one, worse for {number} of {len(other)} "
+        "images"
     )
-    return AuditLine(name="surrogate", holds=low <= 0, text=text)
+    if is_share(task):
+        holds = is_equal_or_worse(task, means[1], means[0])
+        return AuditLine(name=name, holds=holds, text=text)
+    # Paired over images: a difference within the interval may be chance.
+    change = (other - direct).double().numpy()
+    low, high = interval_limits(bootstrap_mean(change, lowest=-math.inf, people=target.people))
+    text = f"{text} ({low:+.3g} to {high:+.3g})"
+    return AuditLine(name=name, holds=low <= 0, text=text)
+
+
+def check_loss_landscape(target: Target, epsilon: float) -> AuditLine:
+    """Return an ``AuditLine`` on whether the loss rises more along its gradient than at random."""
+    radii = [share * epsilon for share in FRACTIONS]
+    along = [mean_loss(target, target.attacked(Fgsm(), radius)) for radius in radii]
+    random = [mean_loss(target, move_to_random_corner(target, radius)) for radius in radii]
+    shown = [", ".join(f"{loss:.4g}" for loss in losses) for losses in (along, random)]
+    text = (
+        f"mean loss {mean_loss(target, target.images):.4g} clean; {shown[0]} along the gradient's "
+        f"sign and {shown[1]} along random signs, at {', '.join(map(str, FRACTIONS))} of "
+        f"ε = {epsilon:g}"
+    )
+    holds = all(ours >= theirs for ours, theirs in zip(along, random, strict=True))
+    return AuditLine(name="loss_landscape", holds=holds, text=text)
+
+
+def mean_loss(target: Target, images: ImageSequence) -> float:
+    """Return the mean of the loss that attacks on the task maximise."""
+    prediction, _ = target.predict_images(images)
+    return float(target.task.attack_loss(prediction, target.labels).double().mean())
+
+
+def move_to_random_corner(target: Target, epsilon: float, seed: int = 0) -> Tensor:
+    """Return the images with every pixel moved by ε up or down at random, in [0, 1]."""
+    clean = target.clean_images()
+    noise = uniform_noise_like(clean, image_generators(seed, range(len(clean))), "corners").sign()
+    if getattr(getattr(target.model, "image", None), "truth", 0):
+        noise[:, -1] = 0  # no pixels but the true kinds of patches
+    return (clean + epsilon * noise).clamp(0, 1)
 
 
 def check_pgd_beats_fgsm(task: Task, curves: Curves, attacks: Sequence[Attack]) -> AuditLine:

@@ -44,6 +44,8 @@ class MeasuredModel(NamedTuple):
     guide: Guide | None = None  # the teacher that the model learned its routing from
     device: str = "cpu"  # a name that torch accepts
     regions: tuple[str, ...] = ()  # tissues that its first experts are named after
+    # name → folder of images that the stage transferred attacked on another model
+    transferred: Mapping[str, Path] = {}
 
 
 class MeasuredPart(Config):

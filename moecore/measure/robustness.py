@@ -1,6 +1,6 @@
 """Score and routing of a subset of the test split under attack, and an audit of the attacks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -11,9 +11,11 @@ from torch import Tensor
 
 from moecore.attacks.attack_setup import Precision, Target, draw_image_indices
 from moecore.attacks.base import Attack
+from moecore.attacks.surrogate import RouterAttacks
 from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError, describe_refusal
 from moecore.core.routing_records import RoutingRecord
+from moecore.core.safetensors_files import read_tensors
 from moecore.measure import attack_audit
 from moecore.measure.attack_audit import AttackRow, AuditSettings
 from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
@@ -24,6 +26,9 @@ from moecore.tasks.base import Task
 
 PICTURES = 3  # attacked images shown, under the strongest attack
 CHANGES = ("routing_change", "processing_change")
+ROUTERS = "router_attacks"  # the worst of them, in place of an attack
+TRANSFERS = ("transfer-dense", "transfer-seed")  # images attacked on another model
+TRANSFERRED = "images.safetensors"  # such images (N, C, H, W), by epsilon
 MEAN = "{} epsilons"  # also a place on "epsilon": the mean over this many of them
 Epsilon = Annotated[float, Field(ge=0, le=1)]
 ATTACKED = Metric(
@@ -72,7 +77,16 @@ METRICS = {
         detail=True,
     ),
     "processing_change_layer": Metric(""),
-    "clean": Metric(""),
+    "clean": Metric(
+        "{title}",
+        SCORE,
+        SCORE,
+        note="without an attack, on the images that are attacked",
+        paper="adversarial",
+        name="clean_{score}",
+        items="hits",
+    ),
+    "part": Metric(""),  # scores under each attack on the routers
     "loss": Metric("", note="of the task, mean over the attacked images alone"),
     "unchanged_images": Metric("", form="share", note="that the attack left as they were"),
 }
@@ -93,6 +107,14 @@ class Robustness(Measurement):
         "replaces them for that attack.",
     )
     attacks: tuple[Attack, ...] = Field(min_length=1)
+    routers: RouterAttacks | None = Field(
+        None, description="Attacks on the routers, in addition; null: none."
+    )
+    transfer: Attack | None = Field(
+        None,
+        description="Attack on the dense model and on the next seed's, by the stage transferred, "
+        "whose images this model gets; null: none.",
+    )
     batch: int = Field(
         128, ge=1, description="Images per pass; rounded down to groups that share a capacity."
     )
@@ -124,14 +146,34 @@ class Robustness(Measurement):
     @property
     def pieces(self) -> int:
         """Return the number of stored steps (attack at an epsilon, audit) if none is skipped."""
-        return 1 + sum(len({0.0, *attack.radii(self.epsilons)}) for attack in self.attacks)
+        attacks = [*self.single_attacks.values(), *[None] * len(self.transferred_names)]
+        radii = [self.epsilons if each is None else each.radii(self.epsilons) for each in attacks]
+        return 1 + sum(len({0.0, *each}) for each in radii)
+
+    @property
+    def router_parts(self) -> tuple[Attack, ...]:
+        """Attacks on the routers; () without."""
+        return () if self.routers is None else self.routers.parts
+
+    @property
+    def single_attacks(self) -> dict[str, Attack]:
+        """Name → attack, of all that are run on the model."""
+        return {attack.name: attack for attack in (*self.attacks, *self.router_parts)}
+
+    @property
+    def transferred_names(self) -> tuple[str, ...]:
+        """Names of the transferred attacks; () without."""
+        return () if self.transfer is None else TRANSFERS
 
     def places(self) -> dict[str, Iterable[Place]]:
         """Return "attack" → names, and "epsilon" → the epsilons above 0 and their mean."""
         radii = [epsilon for epsilon in self.epsilons if epsilon]
         mean = MEAN.format(len(set(radii)))
         radii += [radius for attack in self.attacks for radius in attack.radii(())]
-        return {"attack": [attack.name for attack in self.attacks], "epsilon": [*radii, mean]}
+        names = [*self.transferred_names, *(attack.name for attack in self.attacks)]
+        if self.routers is not None:
+            names.append(ROUTERS)
+        return {"attack": names, "epsilon": [*radii, mean]}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         """Put the scores under every attack at every epsilon, and the worst case over attacks."""
@@ -147,34 +189,40 @@ class Robustness(Measurement):
             target = target._replace(only=clean.scores)
         # Epsilon 0 checks that the model is deterministic, and is the start of the curves.
         epsilons = sorted({0.0, *self.epsilons})
-        curves = {}
-        for attack in self.attacks:
-            if reason := attack.does_not_apply(target.model, target.task):
-                out.skipped.append(f"{attack.name}: {reason}")
+        curves: dict[str, attack_audit.Curve] = {}
+        parts = {part.name: ROUTERS for part in self.router_parts}
+        for name, attack in self.single_attacks.items():
+            if reason := attack.does_not_apply(target.model, task):
+                out.skipped.append(f"{parts.get(name, name)}: {reason}")
                 continue
-            rows = []
-            for epsilon in sorted({0.0, *attack.radii(self.epsilons)}):
-                name = f"{attack.name} at {epsilon}"
-                compute = partial(measure_attack_at_epsilon, attack, target, clean, epsilon)
-                rows.append(load_or_compute(out.parts, name, AttackRow, compute))
-            curves[attack.name] = tuple(rows)
+            radii = sorted({0.0, *attack.radii(self.epsilons)})
+            curves[name] = measure_curve(attack, target, clean, radii, out)
+        out.skipped = list(dict.fromkeys(out.skipped))
+        for name in self.transferred_names:
+            if name not in subject.transferred:
+                out.skipped.append(f"{name}: the stage transferred attacked no such model")
+                continue
+            tensors, _ = read_tensors(subject.transferred[name] / TRANSFERRED)
+            source = TransferredImages(name, tensors)
+            curves[name] = measure_curve(source, target, clean, epsilons, out)
         # What compares attacks leaves out those with their own radius.
-        compared = [attack for attack in self.attacks if not attack.radii(())]
-        shared = {each.name: curves[each.name] for each in compared if each.name in curves}
+        compared = [attack for attack in self.single_attacks.values() if not attack.radii(())]
+        others = {attack.name for attack in self.attacks if attack.radii(())}
+        shared = {name: curve for name, curve in curves.items() if name not in others}
 
         def audit_lines() -> list[dict[str, Any]]:
             lines = attack_audit.run_audit(target, self.audit, epsilons[-1], shared, compared)
             return [line.model_dump() for line in lines]
 
         out.facts["audit"] = out.parts("audit", audit_lines)
-        out.put("clean", float(clean.scores.double().mean()))
         images = len(target.labels)
-        for name, rows in curves.items():
-            put_scores("attacked", rows, images, out, attack=name)
-            put_changes(rows, out, name)
-        put_scores(
-            "worst", attack_audit.worst_case(shared, task, images, target.people), images, out
-        )
+        out.put("clean", clean.scores, task.interval(clean.scores, target.people))
+        for name in (*self.transferred_names, *(attack.name for attack in self.attacks)):
+            put_scores("attacked", curves.get(name, ()), images, out, attack=name)
+            put_changes(curves.get(name, ()), out, name)
+        put_router_attacks({name: curves[name] for name in parts if name in curves}, images, out)
+        worst = attack_audit.worst_case(shared, task, images, target.people)
+        put_scores("worst", worst, images, out)
         shown = attack_audit.attack_gallery(target, compared, PICTURES, shared)
         out.facts |= {"images": images, "task": task, "attacked": shown}
 
@@ -216,6 +264,37 @@ def check_attack_settings(settings: Robustness, task: Task) -> None:
             )
 
 
+class TransferredImages(NamedTuple):
+    """Images that were attacked on another model, in place of an attack."""
+
+    name: str
+    images: Mapping[str, Tensor]  # epsilon, as text → (N, C, H, W) in [0, 1]
+
+
+def measure_curve(
+    attack: Attack | TransferredImages,
+    target: Target,
+    clean: CleanAnswers,
+    epsilons: Sequence[float],
+    out: Values,
+) -> attack_audit.Curve:
+    """Return a row per epsilon under one attack; finished rows are stored."""
+    rows = []
+    for epsilon in epsilons:
+        compute = partial(measure_attack_at_epsilon, attack, target, clean, epsilon)
+        rows.append(load_or_compute(out.parts, f"{attack.name} at {epsilon}", AttackRow, compute))
+    return tuple(rows)
+
+
+def put_router_attacks(curves: attack_audit.Curves, images: int, out: Values) -> None:
+    """Put the worst of the attacks on the routers, and each one's scores as ``part``."""
+    worst = attack_audit.worst_case(curves, out.task, images, out.people)
+    put_scores("attacked", worst, images, out, attack=ROUTERS)
+    for name, rows in curves.items():
+        for row in rows:
+            out.put("part", Interval(row.score, row.low, row.high), part=name, epsilon=row.epsilon)
+
+
 def put_scores(
     key: str,
     rows: Sequence[attack_audit.ScoresAtEpsilon],
@@ -252,10 +331,13 @@ def put_changes(rows: Sequence[AttackRow], out: Values, attack: str) -> None:
 
 
 def measure_attack_at_epsilon(
-    attack: Attack, target: Target, clean: CleanAnswers, epsilon: float
+    attack: Attack | TransferredImages, target: Target, clean: CleanAnswers, epsilon: float
 ) -> AttackRow:
     """Return scores, loss and routing at one epsilon; UserError if 0 changes a prediction."""
-    adversarial = target.attacked(attack, epsilon)
+    if isinstance(attack, TransferredImages):
+        adversarial = attack.images[str(epsilon)] if epsilon else target.clean_images()
+    else:
+        adversarial = target.attacked(attack, epsilon)
     prediction, routing = target.predict_images(adversarial)
     if epsilon == 0 and not torch.equal(prediction, clean.prediction):
         raise UserError(

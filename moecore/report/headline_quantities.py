@@ -162,7 +162,8 @@ def attacked_score_and_change_names(phase: Phase) -> tuple[str, str]:
     if not attack:
         return "", ""
     score = robustness.attacked_name(score_slug(phase.task.score), attack)
-    return score, f"routing_change_{robustness.names_of_attacks(phase)[-1]}"
+    changed = robustness.names_of_attacks(phase, "routing_change") or [attack]
+    return score, f"routing_change_{changed[-1]}"
 
 
 def shown_attack(phase: Phase) -> str:

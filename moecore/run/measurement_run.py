@@ -11,6 +11,7 @@ from moecore.core.config import Config
 from moecore.core.files import KeptParts, whole_folder
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Calculation, MeasuredModel, Measurement, Skipped, find_measurement
+from moecore.measure.robustness import TRANSFERS
 from moecore.measure.values import Found
 from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import record_resumable, record_run, report_progress
@@ -35,6 +36,10 @@ def measure_model(what: str, phase: Phase, method: str, seed: int) -> Any:
     section: dict[str, Any] = {what: (measurement, ...)}
     params = read_params(create_model("Params", __base__=Config, **section))
     inputs = [Path("artifacts/data", phase), Path("artifacts", phase, method, str(seed))]
+    transferred = {}
+    if what == "robustness":
+        transferred = find_transferred(Path("artifacts/transferred", phase), method, seed)
+        inputs += transferred.values()
     item = {"phase": phase, "method": method, "seed": seed}
     with record_resumable(what, params, inputs, **item) as (run, work):
         parts = KeptParts(work, run.inputs)  # survive a kill
@@ -44,7 +49,7 @@ def measure_model(what: str, phase: Phase, method: str, seed: int) -> Any:
         # The teacher was fitted on the images of the pretraining.
         is_guided = measurement.guided and phase == "pretrain"
         guide = load_guide(guide_folder(method, seed)) if is_guided else None
-        subject = MeasuredModel(model, data, guide, device)
+        subject = MeasuredModel(model, data, guide, device, transferred=transferred)
         if measurement.regions and phase == "pretrain":  # fine-tuning has no region experts
             named = read_params(MethodParams, method=method).method.regions
             subject = subject._replace(regions=named.experts if named else ())
@@ -61,6 +66,15 @@ def measure_model(what: str, phase: Phase, method: str, seed: int) -> Any:
             result = Skipped(skipped=reason)
         run.result(result)
     return result
+
+
+def find_transferred(root: Path, method: str, seed: int) -> dict[str, Path]:
+    """Return "transfer-dense", of the same seed, and "transfer-seed", the next → their folder."""
+    seeds = sorted(int(path.name) for path in root.glob(f"{method}/[0-9]*") if path.is_dir())
+    later = [other for other in seeds if other > seed] or seeds
+    items = {TRANSFERS[0]: f"dense/{seed}", TRANSFERS[1]: f"{method}/{(later or [seed])[0]}"}
+    folders = {name: root / item for name, item in items.items() if item != f"{method}/{seed}"}
+    return {name: folder for name, folder in folders.items() if folder.is_dir()}
 
 
 def calculate_values(what: str) -> Found:

@@ -199,11 +199,21 @@ ROWS = (
         folder=True,
     ),
     Stage(
+        "transferred",
+        "Images attacked on a model, which robustness.transfer shows to others",
+        each="measured model",
+        keys=("robustness",),
+        code=("measure/robustness",),
+        after=(DATA, MODEL),
+        folder=True,
+        usual=False,
+    ),
+    Stage(
         "robustness",
         "Attack a model, and see how its routing changes",
         each="measured model",
         code=("measure/robustness",),
-        after=(DATA, MODEL),
+        after=(DATA, MODEL, "transferred/{phase}"),
     ),
     Stage(
         "routing",

@@ -25,6 +25,7 @@ from moecore.attacks.gradient import (
     total_balance_loss,
 )
 from moecore.attacks.pgd import Pgd
+from moecore.attacks.surrogate import Surrogate
 from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.nn.predict import coupled_image_count, predict_in_batches, round_batch_to_groups
 from tests.attacks.models import CLASSES, SETS, YEARS, Curved, Linear, Smooth, vit
@@ -288,7 +289,8 @@ def test_the_start_lies_on_the_edge_of_the_ball():
 
 
 BALANCE = Pgd(steps=2, objective="balance", weight=5, group=4)
-ATTACKS = [Fgsm(), Pgd(steps=3, form="strong"), BALANCE, Apgd(steps=5)]
+SOFT = Surrogate(steps=3, direct=True)
+ATTACKS = [Fgsm(), Pgd(steps=3, form="strong"), BALANCE, Apgd(steps=5), SOFT]
 
 
 def target(batch: int = 5, images: int = 13, **changes) -> Target:

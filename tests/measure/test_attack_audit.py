@@ -15,13 +15,16 @@ from moecore.measure.attack_audit import (
     Curve,
     ScoresAtEpsilon,
     check_apgd_beats_pgd,
+    check_black_box,
     check_huge_radius,
     check_larger_epsilon,
-    check_more_steps,
+    check_loss_landscape,
     check_pgd_beats_fgsm,
     check_repeated_predictions,
     check_surrogate,
+    check_unchanged,
     check_zero_gradients,
+    move_to_random_corner,
     run_audit,
     worst_case,
 )
@@ -159,6 +162,7 @@ def test_a_larger_ball_never_helps():
 
 PGD = Pgd(steps=5)
 LINES = "deterministic zero_gradients pgd_beats_fgsm apgd_beats_pgd chance more_steps surrogate"
+LINES += " loss_landscape step_size black_box"
 
 
 class Noisy(Smooth):
@@ -208,15 +212,38 @@ def test_a_hidden_gradient_keeps_a_score_above_chance():
 def test_too_few_steps_show_in_hits_and_in_errors():
     full = torch.ones(40).bool()
     half = torch.arange(40) < 20
-    assert check_more_steps(CLASSES, half, half, 20, 0.1).holds is True
-    assert check_more_steps(CLASSES, half, torch.arange(40) < 19, 20, 0.1).holds is True
-    line = check_more_steps(CLASSES, full, half, 20, 0.1)
-    assert line.holds is False and "under pgd of 20 steps, 50.0% of 40" in line.text
-    wrong = torch.tensor([1.0, 2.0, 3.0] * 10)
-    assert check_more_steps(YEARS, wrong, wrong, 5, 0.1).holds is True
-    assert check_more_steps(YEARS, wrong, wrong + 0.1, 5, 0.1).holds is True
-    line = check_more_steps(YEARS, wrong, wrong + 2, 5, 0.1)
-    assert line.holds is False and "under pgd of 5 steps, 4 of 10" in line.text
+    given = of_classes(Smooth())
+    assert check_unchanged("more_steps", given, half, {"more": half}).holds is True
+    others = {"half": full, "twice": torch.arange(40) < 19}
+    assert check_unchanged("step_size", given, half, others).holds is True
+    line = check_unchanged("step_size", given, full, {"half": full, "twice the step": half})
+    assert line.holds is False and line.name == "step_size"
+    assert line.text.endswith("under pgd, 100.0% with half, 50.0% with twice the step")
+    given, wrong = of_years(Regressor(WEIGHT)), torch.tensor([1.0, 2.0, 3.0] * 10)
+    for more, holds in ((0, True), (0.1, True), (2, False)):
+        assert check_unchanged("more_steps", given, wrong, {"more": wrong + more}).holds is holds
+
+
+def test_a_loss_that_rises_more_at_random_than_by_its_gradient_is_seen():
+    assert check_loss_landscape(of_classes(Smooth()), 0.1).holds is True
+    line = check_loss_landscape(of_classes(Blind(Smooth())), 0.1)
+    assert line.holds is False and "along random signs, at 0.25, 0.5, 1.0 of ε = 0.1" in line.text
+    given = of_classes(Smooth())
+    moved = move_to_random_corner(given, 0.1, 3) - given.images
+    inside = (given.images > 0.1) & (given.images < 0.9)
+    assert torch.allclose(moved[inside].abs(), torch.tensor(0.1), atol=1e-6)
+    assert not torch.equal(moved, move_to_random_corner(given, 0.1, 4) - given.images)
+
+
+def test_a_black_box_that_breaks_more_is_seen():
+    given = of_classes(Smooth())
+    direct = given.worse_scores(given.attacked(PGD, 0.1))
+    assert check_black_box(given, 4, 0.1, direct, []).holds is True
+    square = direct & (torch.arange(40) > 5)
+    assert check_black_box(given, 4, 0.1, direct, [square]).holds is (not direct[:6].any())
+    blind = of_classes(Blind(Smooth()))
+    line = check_black_box(blind, 4, 0.2, torch.ones(40).bool(), [])
+    assert line.holds is False and "100.0% under the direct one, worse for" in line.text
 
 
 def test_a_hard_choice_that_hides_gradients_shows(monkeypatch):
@@ -232,7 +259,7 @@ def test_a_hard_choice_that_hides_gradients_shows(monkeypatch):
     monkeypatch.setattr(module, "soften_model", lambda found: found.model)
     blind = given._replace(model=hidden)
     line = check_surrogate(blind, PGD, 0.1, blind.worse_scores(blind.attacked(PGD, 0.1)))
-    assert line.holds is False and "40 under the direct one" in line.text
+    assert line.holds is False and "100.0% under the direct one" in line.text
 
 
 def test_the_surrogate_of_a_real_target(monkeypatch):
@@ -273,7 +300,8 @@ def test_all_lines_of_classes_are_there_and_only_the_first_images_are_used(monke
 
 def test_all_lines_of_a_real_target_are_there():
     attacks = [Fgsm(), Pgd(steps=5), Apgd(steps=5)]
-    curves = {"fgsm": curve(1, 2), "pgd-5": curve(1, 2), "apgd-5": curve(1, 2)}
+    rows = tuple(row(epsilon, YEARS, torch.full((30,), 20 * epsilon)) for epsilon in (0.05, 0.1))
+    curves = dict.fromkeys(["fgsm", "pgd-5", "apgd-5"], rows)
     settings = AuditSettings(images=12, steps=3)
     lines = run_audit(of_years(Regressor(WEIGHT)), settings, 0.1, curves, attacks)
     assert [line.name for line in lines] == [*LINES.split(), "larger_epsilon"]

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from moecore.core.files import UserError
 from moecore.core.streams import derived_seed
@@ -11,7 +12,9 @@ from moecore.measure.base import read_result
 from moecore.measure.robustness import Robustness, check_attack_settings, target_on_drawn_images
 from moecore.measure.values import Found, Value
 from moecore.nn.predict import predict_in_batches
+from moecore.run.measurement_run import find_transferred
 from moecore.stages import robustness as stage
+from moecore.stages import transferred
 from tests.attacks.models import CLASSES, SETS, YEARS
 from tests.measure.subjects import MODELS, compute_without_cache, in_run
 
@@ -118,7 +121,7 @@ def test_what_needs_routing_is_skipped_for_a_dense_model_and_nothing_else(result
     sparse, dense = (
         {line["name"]: line for line in results[name].facts["audit"]} for name in MODELS
     )
-    assert list(sparse) == list(dense) and len(sparse) == 7
+    assert list(sparse) == list(dense) and len(sparse) == 10
     assert sparse["deterministic"]["holds"] is True
     assert [name for name, line in sparse.items() if line["holds"] is None] == []
     assert [name for name, line in dense.items() if line["holds"] is None] == ["surrogate"]
@@ -190,6 +193,56 @@ def test_a_killed_stage_attacks_only_what_is_left(run, results, monkeypatch):
     assert len(rows) == 5 + ROWS - 4
     run_stage(run, monkeypatch, batch=7)
     assert len(rows) == 5 + ROWS - 4 + ROWS
+
+
+def test_attacks_on_routers_are_reported_each_and_by_their_worst(run):
+    routers = {"steps": 3, "temperatures": [0.3], "weights": [1.0]}
+    changes = {"images": 20, "epsilons": (0.05,), "attacks": [{"kind": "fgsm"}], "routers": routers}
+    changes |= {"audit": {"images": 2, "steps": 1}}
+    settings = Robustness.model_validate(SETTINGS.model_dump() | changes)
+    found = settings.collect_result(run[1]["vit"], compute_without_cache)
+    target = target_on_drawn_images(run[1]["vit"], settings)
+    clean = target.scores(target.images)
+    reported = {value.at["part"]: value for value in found.all("part") if value.at["epsilon"]}
+    each = []
+    for attack in settings.routers.parts:
+        each.append(clean & target.scores(target.attacked(attack, 0.05)))
+        assert reported[attack.name].value == float(each[-1].double().mean())
+    worst = torch.stack(each).all(dim=0).double().numpy()
+    curves = curves_of(found)
+    assert np.array_equal(curves["router_attacks"][-1].array, worst)
+    assert np.array_equal(found.all("worst")[-1].array, worst * curves["fgsm"][-1].array)
+    assert settings.pieces == 5 * 2 + 1 and settings.places()["attack"] == list(curves)
+    dense = settings.collect_result(run[1]["dense"], compute_without_cache)
+    assert dense.skipped == (f"router_attacks: {IDLE}",) and not dense.all("part")
+
+
+def test_images_attacked_on_another_model_are_scored_too(run, monkeypatch):
+    changes = {"transfer": {"kind": "pgd", "steps": 3}, "epsilons": [0.1]}
+    changes |= {"attacks": [{"kind": "fgsm"}], "audit": {"images": 4, "steps": 1}}
+    settings = SETTINGS.model_dump(mode="json") | changes
+    in_run(monkeypatch, run[0], robustness=settings)
+    transferred.transferred("pretrain", "dense", 0)
+    found = run_stage(run, monkeypatch, **changes)
+    settings = Robustness.model_validate(settings)
+    source, target = (target_on_drawn_images(run[1][name], settings) for name in ("dense", "vit"))
+    scores = target.worse_scores(source.attacked(settings.transfer, 0.1)).double().numpy()
+    curves = curves_of(found)
+    assert np.array_equal(curves["transfer-dense"][-1].array, scores)
+    assert scores.sum() < found.find("clean").array.sum()
+    assert np.array_equal(found.all("worst")[-1].array, scores * curves["fgsm"][-1].array)
+    assert found.skipped == ("transfer-seed: the stage transferred attacked no such model",)
+    assert "and 1 listed black boxes" in str(found.facts["audit"])
+
+
+def test_images_come_from_the_dense_model_and_the_next_seed(tmp_path):
+    for item in ("dense/0", "vmoe/0", "vmoe/2", "vmoe/10", "tgr/0"):
+        (tmp_path / item).mkdir(parents=True)
+    expected = {"transfer-dense": tmp_path / "dense/0", "transfer-seed": tmp_path / "vmoe/2"}
+    assert find_transferred(tmp_path, "vmoe", 0) == expected
+    assert find_transferred(tmp_path, "vmoe", 10) == {"transfer-seed": tmp_path / "vmoe/0"}
+    assert find_transferred(tmp_path, "tgr", 0) == {"transfer-dense": tmp_path / "dense/0"}
+    assert find_transferred(tmp_path, "dense", 0) == {}
 
 
 ON_AGES = Robustness(

@@ -1,18 +1,25 @@
 """Columns of the newer stages: read where they are stored, shown, absent without the stage."""
 
+import numpy as np
 import pytest
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, write_json
 from moecore.measure import Robustness, Routing
 from moecore.measure.corruptions import Corruptions, errors_of, errors_of_dense, relative_error
+from moecore.measure.robustness import METRICS
 from moecore.measure.trained import collect_outcome_values
-from moecore.measure.values import Found
+from moecore.measure.values import Found, Values
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.column import column_context
 from moecore.report.figures.charts import points_over_seeds
 from moecore.report.page.report_page import render_report
-from moecore.report.pictures.robustness import scores_by_epsilon
+from moecore.report.pictures.robustness import (
+    attack_title,
+    gains_at_equal_clean_accuracy,
+    robust_accuracy_block,
+    scores_by_epsilon,
+)
 from moecore.report.results import Column as TypedColumn
 from moecore.report.results import Display, show_typed_result
 from moecore.report.study_results import Measured, Phase
@@ -21,7 +28,7 @@ from moecore.statistics.intervals import Interval
 from moecore.study.sections import Question
 from moecore.study.stages import MEASURED_STAGES
 from moecore.tasks.multi_label import MultiLabel
-from tests.report.generated import CLASSES, NEW, changed
+from tests.report.generated import CLASSES, NEW, TASK, changed
 from tests.report.test_metrics import study
 from tests.report.test_report import METHODS, assert_self_contained
 
@@ -75,6 +82,46 @@ def test_timings_have_quartiles_and_trainings_are_relative_to_the_baseline(whole
     assert (cell.interval, cell.kind) == ((4.0, 3.5, 4.75), "quartiles")
     overheads = [cells(whole, method)["training_overhead"].value for method in METHODS]
     assert overheads == pytest.approx([0.8, 1.0, 1.2]), "trainings of 120, 150, 180 s"
+
+
+def worst_of(*hits: list[int]) -> Found:
+    """Which of four images are right at ε = 0, then at each larger ε."""
+    out = Values(METRICS, TASK, lambda name, compute: compute())
+    for place, right in enumerate(hits):
+        out.put("worst", np.array(right), epsilon=0.1 * place)
+    return out.found()
+
+
+def test_a_gain_at_equal_clean_accuracy_is_over_images_that_both_have_right():
+    # Both right: images 0 and 1 of the first seed (1 and 0 more under attack, then 0 and −1); image
+    # 2 alone of the second (0, then 1). The mean over seeds of 1/2 and 0, then of −1/2 and 1.
+    ours = [worst_of([1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0])]
+    theirs = [worst_of([1, 1, 0, 1], [0, 1, 0, 1], [0, 1, 0, 0])]
+    found = gains_at_equal_clean_accuracy(ours, theirs)
+    assert [gain.value for gain in found] == pytest.approx([0.5, -0.5])
+    assert found[0].low < 0.5 < found[0].high
+    ours += [worst_of([0, 0, 1, 0], [0, 0, 1, 0], [0, 0, 1, 0])]
+    theirs += [worst_of([0, 1, 1, 0], [0, 1, 1, 0], [0, 0, 0, 0])]
+    found = gains_at_equal_clean_accuracy(ours, theirs)
+    assert [gain.value for gain in found] == pytest.approx([0.25, 0.25])
+    none = worst_of([0, 0, 0, 0], [0, 0, 0, 0])
+    assert gains_at_equal_clean_accuracy([none], [none]) == [None]
+
+
+def test_each_epsilon_is_shown_with_the_standard_accuracy(whole):
+    (grid,) = robust_accuracy_block(whole.phases["pretrain"]).grids
+    assert grid.columns[:2] == ["Attack", "Standard"] and grid.columns[-1] == "ε = 8/255"
+    shown = [line.head.text for line in grid.lines]
+    equal = "worst case − dense, at equal standard accuracy"
+    rows = ["Worst case", "FGSM", "PGD 10"]
+    assert shown == ["dense", *rows, "vmoe", *rows, equal, "tgr", *rows, equal]
+    assert {len(line.items) for line in grid.lines} == {0, len(grid.columns) - 1}
+
+
+def test_attacks_are_named_as_by_their_authors():
+    names = {"apgd-cross_entropy-50": "APGD-CE 50", "apgd-dlr": "APGD-DLR", "pgd-10": "PGD 10"}
+    names |= {"autoattack": "AutoAttack", "router_attack-50": "router attack 50", "fgsm": "FGSM"}
+    assert {name: attack_title(name) for name in names} == names
 
 
 def test_worst_case_and_both_changes_of_the_routing(whole):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import RoutingContext, RoutingRecord, choice_margin
 from moecore.measure.base import SEED
 from moecore.measure.routing_metrics import layer_metrics
 from moecore.measure.routing_metrics.alternative_choices import find_own_model
@@ -149,16 +149,6 @@ def cumulative_load_shares(counts: Tensor) -> Tensor:
     """Return the m most used experts' share of the choices, m = 1 … E, (E,); m/E if even."""
     ordered = counts.double().sort(descending=True).values
     return ordered.cumsum(dim=0) / ordered.sum()
-
-
-def choice_margin(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Return each token's lowest chosen score − highest other score, (B, T) fp64."""
-    # scores: (B, T, E), −∞ for experts that could not be chosen. Negative if other scores decided,
-    # as with a balance; NaN if a token chose none, or all that it could.
-    scores = scores.double()
-    lowest = scores.where(chosen, torch.inf).amin(dim=-1)
-    margin = lowest - scores.where(~chosen, -torch.inf).amax(dim=-1)
-    return margin.where(margin.isfinite(), torch.nan)
 
 
 def margin_values(scores: Tensor, chosen: Tensor) -> tuple[dict[str, np.ndarray], dict[str, float]]:

@@ -124,24 +124,25 @@ def row_jacobians(function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tenso
     return torch.stack(rows, dim=1).flatten(2)
 
 
-def soften_model(model: nn.Module) -> nn.Module:
-    """Return a copy whose MoE layers are Σ_e probs_e · expert_e(x); parameters are shared."""
-    # Equal to the model if all experts are chosen with their probs as weights
-    # (noisy top-k at k = E). Soft slots and merged experts do not change: every expert already
-    # contributes to every token.
+def soften_model(model: nn.Module, temperature: float | None = None) -> nn.Module:
+    """Return a copy whose MoE layers are Σ_e w_e · expert_e(x); parameters are shared."""
+    # w: probs, or ``soft_top_k_weights`` at a temperature. With probs it equals the model if all
+    # experts are chosen with their probs as weights (noisy top-k at k = E). Soft slots and merged
+    # experts do not change: every expert already contributes to every token.
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copy = deepcopy(model, shared)
     for layer in [module for module in copy.modules() if isinstance(module, MoEFeedForward)]:
-        layer.router = AllExpertsRouter(layer.router)
+        layer.router = AllExpertsRouter(layer.router, temperature)
     return copy
 
 
 class AllExpertsRouter(nn.Module):
-    """A router that sends tokens (B, T, d) to all experts, weighted by the inner router's probs."""
+    """A router that sends tokens (B, T, d) to all experts, with weights from the inner router's."""
 
-    def __init__(self, router: nn.Module) -> None:
+    def __init__(self, router: nn.Module, temperature: float | None = None) -> None:
         super().__init__()
         self.router = router
+        self.temperature = temperature
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
@@ -149,6 +150,33 @@ class AllExpertsRouter(nn.Module):
         plan, record = self.router(tokens, context)
         if getattr(plan, "uses_all_experts", False):
             return plan, record
+        if self.temperature is not None:
+            weights = soft_top_k_weights(record, self.temperature)
+            return SparsePlan.to_all(weights), record._replace(combine=weights)
         dense_plan = SparsePlan.to_all(record.probs)
         ones = torch.ones_like(record.probs)
         return dense_plan, record._replace(load=ones, chosen=ones.bool(), combine=record.probs)
+
+
+def soft_top_k_weights(record: RoutingRecord, temperature: float) -> Tensor:
+    """Return weights (B, T, E) of all experts that tend to ``combine`` as the temperature falls."""
+    # Each expert's gate is σ(d / temperature), d: how far its logit lies above the midpoint of the
+    # k-th and the next logit. A gate times the weight that the expert has, or would have (its share
+    # of probs, as of the processed experts); a token's total weight stays. Pairs over capacity
+    # keep weight 0.
+    logits, chosen, combine = record.logits, record.chosen, record.combine
+    processed = combine != 0
+    lowest = logits.where(chosen, torch.inf).amin(dim=-1, keepdim=True)
+    highest = logits.where(~chosen, -torch.inf).amax(dim=-1, keepdim=True)
+    midpoint = (lowest + highest) / 2
+    is_mixed = midpoint.isfinite()  # some experts are chosen, and some are not
+    distance = logits - midpoint.where(is_mixed, 0)
+    # Where a balance or the experts decide, the sign is that of the choice; the gradient stays.
+    signed = distance.abs().where(chosen, -distance.abs())
+    gate = ((distance + (signed - distance).detach()) / temperature).sigmoid()
+    gate = gate.where(is_mixed, chosen.to(gate.dtype))
+    tiny = torch.finfo(combine.dtype).tiny
+    total = combine.sum(dim=-1, keepdim=True)
+    share = total / (record.probs * processed).sum(dim=-1, keepdim=True).clamp_min(tiny)
+    weights = gate * combine.where(chosen, record.probs * share)
+    return weights * total / weights.sum(dim=-1, keepdim=True).clamp_min(tiny)

@@ -208,11 +208,16 @@ def attack_points(seeds: Sequence[Sequence[Value]], score: Score) -> list[Point]
     limits = {"share": (0.0, 1.0)}.get(score.form, (0.0, np.inf))
     points = []
     for values in zip(*seeds, strict=True):
-        interval = values[0].interval
-        if len(values) > 1:
-            interval = mean_over_seeds([value.value for value in values])
-        points.append(point_from_interval(float(values[0].at["epsilon"]) * PIXEL, interval, limits))
+        epsilon = float(values[0].at["epsilon"])
+        points.append(point_from_interval(epsilon * PIXEL, interval_over_seeds(values), limits))
     return points
+
+
+def interval_over_seeds(values: Sequence[Value]) -> Interval:
+    """Return the mean of the seeds' values with its interval, or one seed's interval."""
+    if len(values) == 1:
+        return values[0].interval
+    return mean_over_seeds([value.value for value in values])
 
 
 FONT = 9.0

@@ -4,24 +4,40 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from moecore.attacks.base import Attack
 from moecore.data.card import parse_card_task
 from moecore.measure.attack_audit import AttackedGallery
 from moecore.measure.robustness import Robustness
 from moecore.measure.values import Found, Metric, Place, Value, place_slug
-from moecore.report.column import references, score_slug
+from moecore.report.column import references, score_slug, score_title
 from moecore.report.figures import charts
 from moecore.report.figures.drawing import SheetLabels, Tile, displayable_image, sheet
-from moecore.report.page.page_objects import NONE, Block, PageCell, PageTable, Picture, TableRow
+from moecore.report.page.page_objects import (
+    EMPTY,
+    NONE,
+    Block,
+    PageCell,
+    PageTable,
+    Picture,
+    TableRow,
+)
 from moecore.report.results import Figures, Pictures, draw_method_curves
 from moecore.report.study_results import Phase
-from moecore.report.tables.cells import PIXEL, format_epsilon, shorten_epsilons
+from moecore.report.tables.cells import PIXEL, NumberFormat, format_epsilon, shorten_epsilons
+from moecore.statistics.comparisons import crossed_difference, linearize_ratio
+from moecore.statistics.intervals import Interval
 
 WORST = "worst_case"
-ACRONYMS = ("fgsm", "pgd", "apgd", "ce", "dlr", "fab")
+ACRONYMS = ("fgsm", "pgd", "apgd", "fab", "ce", "dlr", "t")
 MARKS = {True: "✓ holds", False: "✗ does not hold", None: "– not judged"}
 LOOKS = {True: "verdict holds", False: "verdict differs", None: "verdict open"}
 WORST_FIRST = (False, None, True)
+EQUAL_CLEAN = (
+    "At equal standard accuracy: the share of images that stay right, ours minus theirs, of the "
+    "images that both models have right without an attack."
+)
 FIGURES = {"pgd": " (figure 2 of the paper)", "apgd": " (figure 4b of the paper)"}
 Audited = Mapping[str, Any]  # an ``AuditLine``
 
@@ -34,8 +50,10 @@ def fill_in(key: str, metric: Metric, score: str, at: Mapping[str, Place]) -> Me
     is_mean = isinstance(epsilon, str)
     radius = "" if is_mean else format_epsilon(float(epsilon))
     texts = {"title": attack_title(attack), "epsilon": radius, "layer": str(at.get("layer", ""))}
-    label, note, name = metric.label, metric.note, metric.name
-    if not note:
+    label, note, name = metric.label, metric.note, metric.name.replace("{score}", score)
+    if key == "clean":
+        texts["title"] = "Standard accuracy" if score == "accuracy" else "{score}, no attack"
+    elif not note:
         note = "accuracy under attack"
         if attack == WORST and score == "accuracy":
             texts["title"] = "Worst case"
@@ -59,9 +77,11 @@ def fill_in(key: str, metric: Metric, score: str, at: Mapping[str, Place]) -> Me
 
 
 def attack_title(name: str) -> str:
-    """Return an attack's name for readers: pgd-10 → PGD 10, apgd_ce → APGD CE."""
-    parts = name.replace("_", "-").split("-")
-    return " ".join(word.upper() if word in ACRONYMS else word for word in parts)
+    """Return an attack's name as RobustBench writes it: pgd-10 → PGD 10, apgd-dlr → APGD-DLR."""
+    words = re.split("[-_]", name.replace("cross_entropy", "ce"))
+    title = " ".join(word.upper() if word in ACRONYMS else word for word in words)
+    title = re.sub(r"\b(APGD|FAB) (CE|DLR|T)\b", r"\1-\2", title)
+    return re.sub("^auto ?attack", "AutoAttack", title)
 
 
 def describe_attacks(phase: Phase, settings: Mapping[str, Attack]) -> str:
@@ -95,14 +115,24 @@ def attacked_name(score: str, attack: str) -> str:
     return f"attacked_{score}_{attack}"
 
 
-def attacks_of(result: Found) -> list[str]:
+def attacks_of(result: Found, metric: str = "attacked") -> list[str]:
     """Return the names of the attacks that were run on the model, in their order."""
-    return list(dict.fromkeys(str(value.at["attack"]) for value in result.all("attacked")))
+    return list(dict.fromkeys(str(value.at["attack"]) for value in result.all(metric)))
 
 
-def names_of_attacks(phase: Phase) -> list[str]:
-    names = [name for result in phase.results(Robustness) for name in attacks_of(result)]
+def names_of_attacks(phase: Phase, metric: str = "attacked") -> list[str]:
+    names = [name for result in phase.results(Robustness) for name in attacks_of(result, metric)]
     return list(dict.fromkeys(names))
+
+
+def attacks_with_curves(result: Found) -> list[str]:
+    """Return the names of the attacks at the section's epsilons, not at a radius of their own."""
+    radii = {value.at["epsilon"] for value in result.all("worst")}
+    return [
+        name
+        for name in attacks_of(result)
+        if {value.at["epsilon"] for value in scores_by_epsilon(result, name)} == radii
+    ]
 
 
 def scores_by_epsilon(result: Found, attack: str) -> list[Value]:
@@ -125,17 +155,18 @@ def figures(result: Found) -> Figures:
     score = parse_card_task(result.facts["task"]).score
     curves = {
         name: charts.attack_points([scores_by_epsilon(result, name)], score)
-        for name in [*attacks_of(result), WORST]
+        for name in [*attacks_with_curves(result), WORST]
     }
     yield "score_under_attack", charts.draw_score_over_epsilon(curves, "attack", score)
 
 
 def draw_under_attack(phase: Phase) -> Iterator[Picture]:
     """Yield pictures over epsilon: scores per attack and worst case, then routing changes."""
-    attacks = names_of_attacks(phase)
+    results = phase.results(Robustness)
+    attacks = dict.fromkeys(name for result in results for name in attacks_with_curves(result))
     for attack in attacks:
         yield draw_attack_curve(phase, attack)
-    if all(result.all("worst") for result in phase.results(Robustness)):
+    if all(result.all("worst") for result in results):
         yield draw_attack_curve(phase, WORST)
     for attack in attacks:
         yield from draw_method_curves(
@@ -147,7 +178,7 @@ def draw_under_attack(phase: Phase) -> Iterator[Picture]:
             label=f"routing under {attack}",
             limits=(0.0, 1.0),
         )
-    for attack in attacks:
+    for attack in names_of_attacks(phase, "routing_change_layer"):
         yield from draw_routing_change_by_layer(phase, attack)
 
 
@@ -168,8 +199,84 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
         caption = f"{method}. Images as the strongest attack made them (figure 5)."
         label = f"{phase.name}: attacked pictures of {method}"
         pictures.append(Picture(figure, label, caption + phase.first_seed))
+    yield robust_accuracy_block(phase)
     yield Block("Attacked pictures", pictures=pictures, about=about)
     yield audit_block(phase)
+
+
+def robust_accuracy_block(phase: Phase) -> Block:
+    """Return a table with a row per method and attack: the score without attack and at each ε."""
+    score = phase.task.score
+    shown = {
+        method: results
+        for method, results in phase.of(Robustness).items()
+        if results and results[0].all("worst")
+    }
+    reference = next(reversed(references(phase.models)), "")
+    epsilons: list[float] = []
+    lines = []
+    for method, results in shown.items():
+        lines.append(TableRow(PageCell(method)))
+        for title, seeds in curves_by_title(results).items():
+            intervals = [charts.interval_over_seeds(values) for values in zip(*seeds, strict=True)]
+            epsilons = [float(value.at["epsilon"]) for value in seeds[0]]
+            number_format = NumberFormat.of(score.form, intervals)
+            cells = [
+                PageCell(number_format.value(interval.value), number_format.limits(interval))
+                for interval in intervals
+            ]
+            lines.append(TableRow(PageCell(title), cells))
+        if score.form == "share" and method != reference and reference in shown:
+            gains = gains_at_equal_clean_accuracy(results, shown[reference])
+            title = f"worst case − {reference}, at equal standard accuracy"
+            lines.append(TableRow(PageCell(title), [EMPTY, *map(difference_cell, gains)]))
+    heads = [f"ε = {format_epsilon(epsilon)}" for epsilon in epsilons if epsilon]
+    grids = [PageTable(["Attack", "Standard", *heads], lines)] if lines else []
+    words = ["Standard: without an attack, on the same images."]
+    if score.form == "share":
+        words.append(EQUAL_CLEAN)
+    about = attacked_name(score_slug(score), WORST)
+    return Block(f"{score_title(score)} at each ε", words, grids, about=about)
+
+
+def curves_by_title(results: Sequence[Found]) -> dict[str, list[list[Value]]]:
+    """Return title → the scores of each seed by epsilon: worst case, attacks, parts of attacks."""
+    curves = {"Worst case": [result.all("worst") for result in results]}
+    for attack in attacks_with_curves(results[0]):
+        curves[attack_title(attack)] = [scores_by_epsilon(result, attack) for result in results]
+    for part in dict.fromkeys(str(value.at["part"]) for value in results[0].all("part")):
+        curves[f"– {attack_title(part)}"] = [
+            [value for value in result.all("part") if value.at["part"] == part]
+            for result in results
+        ]
+    return curves
+
+
+def gains_at_equal_clean_accuracy(
+    ours: Sequence[Found], theirs: Sequence[Found]
+) -> list[Interval | None]:
+    """Return the difference in worst-case accuracy at each ε > 0 on images both have right.
+
+    Of a seed it is Σ b·(a − a′) / Σ b over images; b: both models are right without an attack; a,
+    a′: right under every attack. Paired by image and seed; None where both are never right.
+    """
+    rows = []  # of a seed (ε, images)
+    for pair in zip(ours, theirs, strict=True):
+        arrays = [[value.array for value in result.all("worst")] for result in pair]
+        mine, other = (np.array(hits, float) for hits in arrays)
+        both = mine[0] * other[0]
+        if not both.any():
+            return [None] * (len(mine) - 1)
+        rows.append([linearize_ratio(both * change, both) for change in (mine - other)[1:]])
+    return [crossed_difference(np.stack(seeds)).interval() for seeds in zip(*rows, strict=True)]
+
+
+def difference_cell(share: Interval | None) -> PageCell:
+    if share is None:
+        return NONE
+    number_format = NumberFormat.of("share", [share])
+    text = number_format.difference(share.value)
+    return PageCell(text, number_format.difference_limits(share))
 
 
 def draw_attack_curve(phase: Phase, attack: str) -> Picture:
