@@ -48,9 +48,9 @@ from moecore.tasks.base import Task as Task
 from moecore.tasks.classification import Classification as Classification
 from moecore.training.regularizers.base import Regularizer as Regularizer
 from moecore.training.regularizers.base import sum_over_layers as sum_over_layers
-from moecore.training.settings import Drop as Drop
-from moecore.training.settings import Granular as Granular
 from moecore.training.teachers.base import Teacher as Teacher
+from moecore.training.upcycling_kinds import Drop as Drop
+from moecore.training.upcycling_kinds import Granular as Granular
 
 if TYPE_CHECKING:
     from moecore.report.results import Column as Column

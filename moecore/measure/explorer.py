@@ -16,7 +16,7 @@ from moecore.core.config import Config, Misfits, Surroundings
 from moecore.core.routing_records import TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary
-from moecore.measure import corruptions
+from moecore.measure import changed_images
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
 from moecore.measure.exploring import expert_gallery
 from moecore.measure.exploring.expert_gallery import EncodedImages, encode_thumbnails
@@ -89,16 +89,16 @@ class Explorer(Measurement):
         clean = target.clean_images()
         channels = model.image.channels
 
-        changed: dict[str, Iterable[corruptions.ChangedImages]] = {
-            "clean": [corruptions.ChangedImages("clean", "clean", clean)],
-            "noise": corruptions.iterate_noisy_images(clean, places, SIGMAS, SEED, channels),
-            "attack": corruptions.iterate_attacked_images(target, self.attack, self.epsilons),
-            "augmentations": corruptions.iterate_augmented_images(
+        changed: dict[str, Iterable[changed_images.ChangedImages]] = {
+            "clean": [changed_images.ChangedImages("clean", "clean", clean)],
+            "noise": changed_images.iterate_noisy_images(clean, places, SIGMAS, SEED, channels),
+            "attack": changed_images.iterate_attacked_images(target, self.attack, self.epsilons),
+            "augmentations": changed_images.iterate_augmented_images(
                 images, augmentations, layout, SEED
             ),
         }
 
-        def trace_variants(variants: Iterable[corruptions.ChangedImages]) -> ExplorerPart:
+        def trace_variants(variants: Iterable[changed_images.ChangedImages]) -> ExplorerPart:
             shown = [trace_variant(model, data.task, variant) for variant in variants]
             return ExplorerPart(shown=shown)
 
@@ -126,7 +126,7 @@ class Explorer(Measurement):
 class ShownVariant(Config):
     """The images with one change, and how the model routes them."""
 
-    kind: corruptions.Kind
+    kind: changed_images.Kind
     label: str
     picture: EncodedImages | None  # None for changed volumes
     origins: str | None  # packed uint16 (N, P): patch of the clean image, 65535 for none
@@ -178,7 +178,7 @@ def explore_text(subject: MeasuredModel, settings: Explorer) -> Result:
     )
 
 
-def trace_variant(model: Model, task: Task, variant: corruptions.ChangedImages) -> ShownVariant:
+def trace_variant(model: Model, task: Task, variant: changed_images.ChangedImages) -> ShownVariant:
     """Return the routing of changed images, and their picture without the channel of truth."""
     prediction, records = predict_in_batches(model, variant.pixels, BATCH)
     places = picture = None

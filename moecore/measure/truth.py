@@ -20,7 +20,11 @@ from moecore.core.routing_records import first_choices
 from moecore.data.corruptions import SIGMAS
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
-from moecore.measure.corruptions import ChangedImages, iterate_attacked_images, iterate_noisy_images
+from moecore.measure.changed_images import (
+    ChangedImages,
+    iterate_attacked_images,
+    iterate_noisy_images,
+)
 from moecore.measure.routing_metrics.epochs import (
     expert_purity,
     expert_truth_tables,

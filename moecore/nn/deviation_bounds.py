@@ -20,8 +20,7 @@ from moecore.nn.backbones.patch_transformer_base import PatchTransformer
 from moecore.nn.layers.block import Attention, DenseMlp, LayerScale
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.layers.patch_embed import ConvStem, PatchEmbed, cut_patches
-from moecore.nn.routers.cosine import MAX_LOG_FACTOR
-from moecore.nn.routers.token_choice import FLOOR
+from moecore.nn.routers.token_choice import FLOOR, MAX_LOG_FACTOR
 
 
 class Deviation(NamedTuple):

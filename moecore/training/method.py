@@ -16,7 +16,7 @@ from moecore.nn.routers.base import Router
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.region_routing import RegionExpertSettings, RegionRouting
 from moecore.training.regularizers.teacher_router import TeacherRouter as TeacherRouterLoss
-from moecore.training.settings import Granular, Upcycling
+from moecore.training.upcycling_kinds import Granular, Upcycling
 
 
 class TowerRouting(config.Config):

@@ -19,9 +19,10 @@ from moecore.training.guide import Guide, build_guide
 from moecore.training.job import Objective, TrainingJob, build_training_job
 from moecore.training.method import Method, TeacherRouter
 from moecore.training.regularizers.teacher_router import teacher_router_terms
-from moecore.training.settings import Drop, Finetuning, TeacherRouterFit, Training
+from moecore.training.settings import Finetuning, TeacherRouterFit, Training
 from moecore.training.single_tissue_volumes import build_tissue_isolation
 from moecore.training.upcycle import inherit_pretrained_windows, upcycle_model
+from moecore.training.upcycling_kinds import Drop
 
 FIT_LOG_EVERY = 20  # steps
 

@@ -1,24 +1,21 @@
-"""Settings of a training run: optimizer, adversarial steps, experts of an upcycled model."""
+"""Settings of a training run, its optimizer and its adversarial steps."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, ValidationInfo, field_validator
-from torch import Generator, Tensor, nn
+from torch import Generator, nn
 
 from moecore.attacks.pgd import Pgd
 from moecore.core import config
 from moecore.core.ranks import current_ranks
 from moecore.core.routing_records import Batch
-from moecore.core.streams import derived_seed, generator_for, select_rank_rows
+from moecore.core.streams import select_rank_rows
 from moecore.data.views.views import UNEVEN_REFUSAL, Mix, ViewSettings
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.experts.base import Experts
-from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import eval_mode
-from moecore.nn.routers.base import Router, exact_fraction
 from moecore.tasks.base import Task
 from moecore.training.runtime import Precision
 
@@ -293,111 +290,3 @@ def learning_rate(step: int, steps: int, warmup: float, settings: Training) -> f
     share = (step - warmup) / max(1.0, steps - warmup)
     span = settings.learning_rate - settings.final_learning_rate
     return settings.final_learning_rate + span * (1 + math.cos(math.pi * share)) / 2
-
-
-class MlpPieceScales(NamedTuple):
-    """The number of experts a dense MLP is cut into, with factors of its second map and bias."""
-
-    number: int = 1
-    output_scale: float = 1.0
-    bias_scale: float = 1.0
-
-
-WHOLE_MLP = MlpPieceScales()
-
-
-class Granular(config.Config):
-    """Cut each copy of the dense MLP along its hidden units into ``pieces`` experts.
-
-    They start with equal rows of the router and so are chosen together (He et al. 2024).
-    """
-
-    kind: Literal["granular"] = "granular"
-    pieces: int = Field(default=2, ge=2, description="experts that a copy of the MLP is cut into")
-
-    def list_parting_settings(
-        self, router: Router, experts: Experts
-    ) -> Iterator[tuple[tuple[str, str], str]]:
-        """Yield (key, message) of each setting by which pieces might be chosen separately."""
-        allowed = "allowed with granular upcycling"
-        if not router.has_equal_rows:
-            parts = config.part_classes_by_kind(Router).items()
-            kinds = ", ".join(kind for kind, part in parts if part.has_equal_rows)
-            yield ("router", "kind"), f"found {router.kind}; {allowed}: {kinds}"
-            return
-        if not experts.has_hidden_units:
-            yield ("experts", "kind"), f"found {experts.kind}; {allowed}: mlp"
-            return
-        multiples = f"multiples of upcycle.pieces, {self.pieces}"
-        k = int(router.active(experts.number))
-        if k % self.pieces:
-            yield ("router", "k"), f"found {k}; allowed: {multiples}"
-        if experts.number % self.pieces:
-            yield ("experts", "number"), f"found {experts.number}; allowed: {multiples}"
-        if experts.choices != experts.number:
-            text = f"found {experts.choices} choices for {experts.number} experts; {allowed}"
-            yield ("experts", "number"), f"{text}: experts without fine and zero_computation"
-        if std := getattr(router, "noise_std", 0.0):
-            yield ("router", "noise_std"), f"found {std:g}, which breaks ties; {allowed}: 0"
-        if balance := getattr(router, "balance", None):
-            yield ("router", "balance"), f"found {balance.kind}; {allowed}: null"
-        score = getattr(router, "score", "softmax")
-        if not _is_renormalised(router) and score != "softmax":
-            text = f"found {score}, whose sum at the start is unknown"
-            yield ("router", "score"), f"{text}; allowed: softmax, or renormalise: true"
-
-    def cut_mlp(self, router: Router, experts: int) -> MlpPieceScales:
-        """Return number and scales of pieces; the layer starts as the MLP if weights sum to 1."""
-        if _is_renormalised(router):  # the layer starts as the dense MLP
-            return MlpPieceScales(self.pieces, self.pieces)
-        share = experts / router.active(experts)  # it would, if all weights were 1/E
-        return MlpPieceScales(self.pieces, self.pieces * share, share)
-
-
-class Drop(config.Config):
-    """Draw a share of each expert's hidden units again at random (Nakamura et al. 2025)."""
-
-    kind: Literal["drop"] = "drop"
-    ratio: float = Field(default=0.5, ge=0, le=1, description="share of hidden units drawn again")
-
-    @torch.no_grad()
-    def redraw_experts(self, model: nn.Module, seed: int) -> None:
-        """Draw a share of each expert's hidden units again, independently, in all MoE layers."""
-        layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
-        redraw_seed = derived_seed("upcycling", seed)
-        for index, layer in enumerate(layers):
-            experts = layer.experts
-            assert isinstance(experts.up, Tensor) and isinstance(experts.up_bias, Tensor)
-            assert isinstance(experts.down, Tensor)
-            # By hidden unit, (E, h, …); the second bias has none.
-            maps = [experts.up.transpose(1, 2), experts.up_bias, experts.down]
-            hidden = maps[0].shape[1]
-            number = math.floor(exact_fraction(self.ratio) * hidden)
-            for expert in range(len(maps[0])):
-                generator = generator_for(redraw_seed, index, expert)
-                units = torch.randperm(hidden, generator=generator)[:number]
-                for values in maps:
-                    shape = (number, *values.shape[2:])
-                    redraw_units(values[expert], units, torch.randn(shape, generator=generator))
-
-
-Upcycling = bool | Annotated[Granular | Drop, Field(discriminator="kind")]
-
-
-def redraw_units(values: Tensor, units: Tensor, normals: Tensor) -> None:
-    """Replace rows ``units`` of ``values`` (h, …) by ``normals`` with their mean and deviation."""
-    if len(units):
-        replaced = values[units]
-        spread = replaced.std(correction=min(1, replaced.numel() - 1))  # 0 for a single number
-        values[units] = replaced.mean() + spread * normals
-
-
-def repeat_router_rows(router: nn.Module, pieces: int) -> None:
-    """Copy the first row of every ``pieces`` experts to all of them, in each parameter (E, …)."""
-    for values in router.parameters():
-        values.copy_(values[::pieces].repeat_interleave(pieces, dim=0))
-
-
-def _is_renormalised(router: Router) -> bool:
-    """Return whether combine weights sum to 1: as set, or always, as for top_k_softmax."""
-    return bool(getattr(router, "renormalise", True))

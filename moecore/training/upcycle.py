@@ -1,6 +1,6 @@
 """Sparse upcycling: a dense checkpoint's MLP becomes every expert of an MoE block.
 
-Komatsuzaki et al. 2023; MoGE, §3.1. An expert may also be a piece of the MLP (settings.py).
+Komatsuzaki et al. 2023; MoGE, §3.1. An expert may also be a piece of the MLP (upcycling_kinds.py).
 An outside model (timm's ViT, DeiT, Swin) is upcycled in place.
 """
 
@@ -19,7 +19,7 @@ from moecore.nn.experts.base import Experts
 from moecore.nn.layers.block import FeedForward
 from moecore.nn.layers.moe import Blocks, MoEFeedForward, MoELayer, sparse_block_indices
 from moecore.nn.routers.base import Router
-from moecore.training import settings
+from moecore.training import upcycling_kinds
 from moecore.training.artifacts import adapt_head
 
 Settings = TypeVar("Settings")
@@ -46,7 +46,7 @@ def inherit_pretrained_windows(
 
 @torch.no_grad()
 def upcycle_model(
-    model: BackboneModel, dense: BackboneModel, kind: settings.Upcycling = True
+    model: BackboneModel, dense: BackboneModel, kind: upcycling_kinds.Upcycling = True
 ) -> BackboneModel:
     """Copy the weights of ``dense`` into ``model``, in place, each dense MLP into all experts."""
     # Routers keep their random weights, as does the head if the classes differ. With
@@ -157,14 +157,14 @@ def _check_activation(layer: FeedForward, mlp: nn.Module | None, name: str) -> N
 
 
 def cut_mlp(
-    module: nn.Module, router: Router, experts: Experts, kind: settings.Upcycling
-) -> settings.MlpPieceScales:
+    module: nn.Module, router: Router, experts: Experts, kind: upcycling_kinds.Upcycling
+) -> upcycling_kinds.MlpPieceScales:
     """Return how an MLP is cut into pieces; make rows of the router ``module`` equal per MLP."""
-    if not isinstance(kind, settings.Granular):
-        return settings.WHOLE_MLP
+    if not isinstance(kind, upcycling_kinds.Granular):
+        return upcycling_kinds.WHOLE_MLP
     for key, refusal in kind.list_parting_settings(router, experts):
         raise UserError(f"{'.'.join(key)}: {refusal}")
-    settings.repeat_router_rows(module, kind.pieces)
+    upcycling_kinds.repeat_router_rows(module, kind.pieces)
     return kind.cut_mlp(router, experts.number)
 
 
@@ -172,7 +172,7 @@ def fill_experts(
     experts: Any,
     weights: dict[str, torch.Tensor],
     prefix: str,
-    pieces: settings.MlpPieceScales = settings.WHOLE_MLP,
+    pieces: upcycling_kinds.MlpPieceScales = upcycling_kinds.WHOLE_MLP,
 ) -> None:
     """Move the dense MLP under ``prefix`` out of ``weights`` into every expert, or its pieces."""
     if not experts.can_copy_mlp:
@@ -215,7 +215,7 @@ def upcycle_in_place(
     router: Router,
     experts: Experts,
     blocks: Blocks = "last_2",
-    kind: settings.Upcycling = True,
+    kind: upcycling_kinds.Upcycling = True,
     seed: int = 0,
 ) -> tuple[MoELayer, ...]:
     """Replace the MLP of some blocks of ``model`` by MoE layers; return these layers.
@@ -247,7 +247,7 @@ def upcycle_in_place(
         raise UserError(f"upcycle: {type(model).__name__} has no block with an mlp; {ALLOWED}")
     chosen = [owners[index] for index in sparse_block_indices(blocks, len(owners))]
     layers = tuple(_sparse_copy(block.mlp, router, experts, kind) for block in chosen)
-    if isinstance(kind, settings.Drop):
+    if isinstance(kind, upcycling_kinds.Drop):
         kind.redraw_experts(nn.ModuleList(layers), seed)
     for block, layer in zip(chosen, layers, strict=True):
         dense: Any = block.mlp
@@ -255,7 +255,9 @@ def upcycle_in_place(
     return layers
 
 
-def _sparse_copy(mlp: Any, router: Router, experts: Experts, kind: settings.Upcycling) -> MoELayer:
+def _sparse_copy(
+    mlp: Any, router: Router, experts: Experts, kind: upcycling_kinds.Upcycling
+) -> MoELayer:
     """Return an MoE layer on the CPU that starts as the dense ``mlp``."""
     check_dense_mlp(mlp)
     activation = ACTIVATIONS[type(mlp.act).__name__]

@@ -17,9 +17,9 @@ from moecore.regularizers import GroupSparsity, Importance, JensenShannon, Load,
 from moecore.routers import Cosine, Depth, Hash, NoisyTopK, TopKSoftmax
 from moecore.tasks import Classification, ImageText, NextToken, Regression
 from moecore.testing.check_helpers import IMAGE, draw_weights
-from moecore.training.settings import Drop, Granular, redraw_units, repeat_router_rows
 from moecore.training.teachers.timm import define_missing_operators
 from moecore.training.upcycle import fill_experts, upcycle_in_place, upcycle_model
+from moecore.training.upcycling_kinds import Drop, Granular, redraw_units, repeat_router_rows
 from tests.attacks.models import vit
 
 VOLUMES = IMAGE.model_copy(update={"size": (8, 8, 8)})

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 from moecore.nn.routers.base import NoiseStd
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
-from moecore.nn.routers.token_choice import cosines_to_embeddings, router_logits
-
-MAX_LOG_FACTOR = math.log(100)  # of the learned factor 1 / temperature
+from moecore.nn.routers.token_choice import MAX_LOG_FACTOR, cosines_to_embeddings, router_logits
 
 
 class Cosine(NoisyTopK):

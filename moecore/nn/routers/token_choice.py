@@ -1,5 +1,6 @@
 """Logits, gates (scores and weights), choice and plan of routers that choose experts per token."""
 
+import math
 from typing import Literal
 
 import torch
@@ -9,6 +10,7 @@ from torch.nn.functional import linear, normalize, softplus
 from moecore.core.routing_records import RoutingRecord
 from moecore.nn.dispatch import SparsePlan
 
+MAX_LOG_FACTOR = math.log(100)  # of the learned factor 1 / temperature of a cosine router
 FLOOR = 1e-6  # of a divisor; a vector of zeros has cosine 0 with every other
 
 PlanAndRecord = tuple[SparsePlan, RoutingRecord]
