@@ -16,7 +16,7 @@ class Apgd(_Apgd):
     Where steps no longer raise the objective, the step size is halved and the search restarts from
     the image's best point."""
     eps: float | None = None
-    """The attack's own radius, in its norm; null: the given epsilons."""
+    """Own radius, in its norm; null: `epsilons`."""
     norm: Literal['linf', 'l2'] = 'linf'
     """Of the ball. A section's epsilons are L∞ radii."""
     objective: Literal['task', 'cross_entropy', 'dlr', 'targeted_dlr', 'balance', 'routing_change', 'routing_margin', 'task_and_routing'] = 'task'
@@ -26,21 +26,21 @@ class Apgd(_Apgd):
     """Of the balance losses (`balance`) or the routing margin (`task_and_routing`), against the
     task loss."""
     group: int = 100
-    """Images attacked together by `balance`, whose losses couple them."""
+    """Images at once with `balance`, which couples them."""
     inside: bool = False
-    """Change only pixels that are not 0: a brain's background stays 0."""
+    """Change only pixels that are not 0, no background."""
     targets: int | Literal['all'] | None = None
     """Other classes that `targeted_dlr` aims at, one after the other, the most likely first: a
     number of 1 or more, or all; null: 9, or all of fewer."""
     steps: int = 100
     """Number of gradient steps."""
     restarts: int = 1
-    """Random starts; an image's largest objective counts."""
+    """Random starts; the largest objective counts."""
 
 class Autoattack(_Autoattack):
     """APGD on cross-entropy and targeted DLR, targeted FAB and Square, in this order."""
     eps: float | None = None
-    """The attack's own radius, in its norm; null: the given epsilons."""
+    """Own radius, in its norm; null: `epsilons`."""
     norm: Literal['linf', 'l2'] = 'linf'
     """Of the ball. A section's epsilons are L∞ radii."""
     version: Literal['standard', 'plus', 'rand'] = 'standard'
@@ -51,12 +51,12 @@ class Autoattack(_Autoattack):
     queries: int = 5000
     """Of Square."""
     targets: int | Literal['all'] | None = None
-    """Of APGD-T and FAB-T, as of the objective `targeted_dlr`."""
+    """Of APGD-T and FAB-T, as of `targeted_dlr`."""
 
 class Fab(_Fab):
     """Seek the nearest misclassified image, by steps to the model's linearised boundary."""
     eps: float | None = None
-    """The attack's own radius, in its norm; null: the given epsilons."""
+    """Own radius, in its norm; null: `epsilons`."""
     norm: Literal['linf', 'l2'] = 'linf'
     """Of the ball. A section's epsilons are L∞ radii."""
     steps: int = 100
@@ -65,14 +65,14 @@ class Fab(_Fab):
     """classes: at one after the other (FAB-T). nearest: at that of the nearest boundary, which
     takes all classes' gradients at each step."""
     targets: int | Literal['all'] | None = None
-    """Other classes to aim at, as of the objective `targeted_dlr`."""
+    """Other classes to aim at, as of `targeted_dlr`."""
     restarts: int = 1
     """Starts; all but the first are random."""
 
 class Fgsm(_Fgsm):
     """One step of size epsilon along the gradient (in L∞ its sign); deterministic."""
     eps: float | None = None
-    """The attack's own radius, in its norm; null: the given epsilons."""
+    """Own radius, in its norm; null: `epsilons`."""
     norm: Literal['linf', 'l2'] = 'linf'
     """Of the ball. A section's epsilons are L∞ radii."""
     objective: Literal['task', 'cross_entropy', 'dlr', 'targeted_dlr', 'balance', 'routing_change', 'routing_margin', 'task_and_routing'] = 'task'
@@ -82,9 +82,9 @@ class Fgsm(_Fgsm):
     """Of the balance losses (`balance`) or the routing margin (`task_and_routing`), against the
     task loss."""
     group: int = 100
-    """Images attacked together by `balance`, whose losses couple them."""
+    """Images at once with `balance`, which couples them."""
     inside: bool = False
-    """Change only pixels that are not 0: a brain's background stays 0."""
+    """Change only pixels that are not 0, no background."""
     targets: int | Literal['all'] | None = None
     """Other classes that `targeted_dlr` aims at, one after the other, the most likely first: a
     number of 1 or more, or all; null: 9, or all of fewer."""
@@ -92,7 +92,7 @@ class Fgsm(_Fgsm):
 class Pgd(_Pgd):
     """Gradient steps (in L∞ their signs), each projected to the ball and [0, 1]."""
     eps: float | None = None
-    """The attack's own radius, in its norm; null: the given epsilons."""
+    """Own radius, in its norm; null: `epsilons`."""
     norm: Literal['linf', 'l2'] = 'linf'
     """Of the ball. A section's epsilons are L∞ radii."""
     objective: Literal['task', 'cross_entropy', 'dlr', 'targeted_dlr', 'balance', 'routing_change', 'routing_margin', 'task_and_routing'] = 'task'
@@ -102,9 +102,9 @@ class Pgd(_Pgd):
     """Of the balance losses (`balance`) or the routing margin (`task_and_routing`), against the
     task loss."""
     group: int = 100
-    """Images attacked together by `balance`, whose losses couple them."""
+    """Images at once with `balance`, which couples them."""
     inside: bool = False
-    """Change only pixels that are not 0: a brain's background stays 0."""
+    """Change only pixels that are not 0, no background."""
     targets: int | Literal['all'] | None = None
     """Other classes that `targeted_dlr` aims at, one after the other, the most likely first: a
     number of 1 or more, or all; null: 9, or all of fewer."""
@@ -113,14 +113,14 @@ class Pgd(_Pgd):
     form: Literal['paper', 'strong'] = 'paper'
     """paper: step ε/τ from the clean image. strong: 2.5·ε/τ, random start."""
     restarts: int = 1
-    """Random starts of the strong form; the largest objective counts."""
+    """Random starts, strong form; the largest counts."""
     length: float = 2.5
     """Step of the strong form, in units of ε/τ."""
 
 class Square(_Square):
     """Change squares of random place and sign, and keep what lowers the margin; no gradients."""
     eps: float | None = None
-    """The attack's own radius, in its norm; null: the given epsilons."""
+    """Own radius, in its norm; null: `epsilons`."""
     norm: Literal['linf', 'l2'] = 'linf'
     """Of the ball. A section's epsilons are L∞ radii."""
     queries: int = 5000
@@ -132,7 +132,7 @@ class Surrogate(_Surrogate):
     At low temperature the copy tends to the model. ``direct`` then runs APGD on the model itself,
     from the images found on the copy."""
     eps: float | None = None
-    """The attack's own radius, in its norm; null: the given epsilons."""
+    """Own radius, in its norm; null: `epsilons`."""
     norm: Literal['linf', 'l2'] = 'linf'
     """Of the ball. A section's epsilons are L∞ radii."""
     objective: Literal['task', 'cross_entropy', 'dlr', 'targeted_dlr', 'balance', 'routing_change', 'routing_margin', 'task_and_routing'] = 'task'
@@ -142,15 +142,15 @@ class Surrogate(_Surrogate):
     """Of the balance losses (`balance`) or the routing margin (`task_and_routing`), against the
     task loss."""
     group: int = 100
-    """Images attacked together by `balance`, whose losses couple them."""
+    """Images at once with `balance`, which couples them."""
     inside: bool = False
-    """Change only pixels that are not 0: a brain's background stays 0."""
+    """Change only pixels that are not 0, no background."""
     targets: int | Literal['all'] | None = None
     """Other classes that `targeted_dlr` aims at, one after the other, the most likely first: a
     number of 1 or more, or all; null: 9, or all of fewer."""
     steps: int = 100
     """Number of gradient steps."""
     temperature: float | Literal['probs'] = 0.1
-    """Of an expert's gate, in logits; probs: all experts, by their probs."""
+    """Of gates, in logits; probs: all, by probs."""
     direct: bool = False
     """Go on with APGD on the model itself, as many steps."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moecore.attacks.balls import Ball, random_start, spread, where_chosen
 from moecore.attacks.base import ImageGenerators
-from moecore.attacks.gradient import GradientAttack, ObjectiveGradient
+from moecore.attacks.gradient import GradientAttack, ValueGradient
 
 MOMENTUM = 0.75  # share of the new step; the rest is the previous step
 MIN_RISES = 0.75  # ρ: share of the steps that must raise the objective to keep the step size
@@ -24,17 +24,13 @@ class Apgd(GradientAttack):
 
     kind: Literal["apgd"] = "apgd"
     steps: int = Field(100, ge=1, description="Number of gradient steps.")
-    restarts: int = Field(
-        1, ge=1, description="Random starts; an image's largest objective counts."
-    )
+    restarts: int = Field(1, ge=1, description="Random starts; the largest objective counts.")
 
     @property
     def attempts(self) -> int:
         return self.restarts
 
-    def perturb_images(
-        self, at: ObjectiveGradient, ball: Ball, generator: ImageGenerators
-    ) -> Tensor:
+    def perturb_images(self, at: ValueGradient, ball: Ball, generator: ImageGenerators) -> Tensor:
         return apgd_ascent(at, ball, random_start(ball, generator), self.steps).images
 
 
@@ -59,7 +55,7 @@ def step_checkpoints(steps: int) -> Iterator[int]:
 
 
 def apgd_ascent(
-    at: ObjectiveGradient,
+    at: ValueGradient,
     ball: Ball,
     start: Tensor,
     steps: int,

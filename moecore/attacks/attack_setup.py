@@ -31,12 +31,9 @@ class Target(NamedTuple):
 
     def first(self, number: int) -> "Target":
         """Return the target with the first ``number`` images only, all of them to be attacked."""
-        return self._replace(
-            images=self.images[:number],
-            labels=self.labels[:number],
-            only=None,
-            people=None if self.people is None else self.people[:number],
-        )
+        people = None if self.people is None else self.people[:number]
+        images, labels = self.images[:number], self.labels[:number]
+        return self._replace(images=images, labels=labels, only=None, people=people)
 
     def clean_images(self) -> Tensor:
         """Return the images, fp32 (N, C, H, W) in [0, 1], on the CPU."""
@@ -68,10 +65,8 @@ class Target(NamedTuple):
                 if indices:
                     clean = pixels[places].to(device)
                     labels = self.labels[indices].to(device)
-                    generators = image_generators(self.seed, indices)
-                    changed = attack(
-                        model, self.task, clean, labels, epsilon, generators, **options
-                    )
+                    draws = image_generators(self.seed, indices)
+                    changed = attack(model, self.task, clean, labels, epsilon, draws, **options)
                     pixels = pixels.index_copy(0, places, changed.cpu())
                 batches.append(pixels)
         return torch.cat(batches)

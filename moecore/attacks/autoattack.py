@@ -8,20 +8,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from moecore.attacks import gradient
 from moecore.attacks.apgd import apgd_ascent
 from moecore.attacks.balls import random_start
 from moecore.attacks.fab import Fab
-from moecore.attacks.gradient import (
-    Goal,
-    ModelGradient,
-    Targets,
-    count_targets,
-    dlr_loss,
-    lacking_classes,
-    lacking_targets,
-    predict_logits,
-    targeted_dlr_loss,
-)
+from moecore.attacks.gradient import Goal, ModelGradient, Targets, count_targets
 from moecore.attacks.square import Square
 from moecore.attacks.survivors import SurvivorAttack, Trial, Victims
 from moecore.nn import predict
@@ -45,27 +36,23 @@ class Autoattack(SurvivorAttack):
     )
     steps: int = Field(100, ge=1, description="Of APGD and FAB.")
     queries: int = Field(5000, ge=1, description="Of Square.")
-    targets: Targets = Field(
-        None, description="Of APGD-T and FAB-T, as of the objective `targeted_dlr`."
-    )
+    targets: Targets = Field(None, description="Of APGD-T and FAB-T, as of `targeted_dlr`.")
 
     def lacks_classes(self, classes: int) -> str | None:
         objective = "dlr" if self.version == "rand" else "targeted_dlr"
-        if reason := lacking_classes(objective, classes):
+        if reason := gradient.lacking_classes(objective, classes):
             return (
                 f"autoattack's {objective} does not exist for {classes} classes: {reason}; "
                 "allowed: apgd with objective cross_entropy, fab and square, each of its own"
             )
-        return lacking_targets(self.targets, classes)
+        return gradient.lacking_targets(self.targets, classes)
 
     def refuses_model(self, model: nn.Module, images: Tensor) -> str | None:
         if self.version != "rand":
             return None
         with predict.eval_mode(model):
-            first, second = (predict_logits(model, images) for _ in range(2))
-        if torch.equal(first, second):
-            return NO_NOISE
-        return None
+            first, second = (gradient.predict_logits(model, images) for _ in range(2))
+        return NO_NOISE if torch.equal(first, second) else None
 
     def trials(self, classes: int) -> list[Trial]:
         climb = partial(climb_to_error, steps=self.steps)
@@ -93,15 +80,14 @@ def climb_to_error(
     # rank: of the other class that targeted_dlr aims at; 0 is the most likely.
     # samples: passes whose gradients are averaged.
     labels = victims.labels
+    aims = victims.others[:, rank]
     goals: dict[str, Goal] = {
         "cross_entropy": lambda output: cross_entropy(output.prediction, labels, reduction="none"),
-        "dlr": lambda output: dlr_loss(output.prediction, labels),
-        "targeted_dlr": lambda output: targeted_dlr_loss(output, labels, victims.others[:, rank]),
+        "dlr": lambda output: gradient.dlr_loss(output.prediction, labels),
+        "targeted_dlr": lambda output: gradient.targeted_dlr_loss(output, labels, aims),
     }
     at = ModelGradient(victims.model, goals[objective], victims.ball, samples)
     start = victims.ball.confine(random_start(victims.ball, victims.generators, "autoattack"))
-    result = apgd_ascent(
-        at, victims.ball, start, steps, lambda: at.prediction.argmax(dim=1) != labels
-    )
+    result = apgd_ascent(at, victims.ball, start, steps, lambda: at.prediction.argmax(1) != labels)
     at.check_finite()
     return result.wrong

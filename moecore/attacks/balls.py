@@ -84,9 +84,7 @@ def random_start(ball: Ball, generator: ImageGenerators, who: str = "apgd") -> T
 class BallAttack(Attack):
     """An attack within a ball of a norm; base of all attacks but those of other packages."""
 
-    eps: float | None = Field(
-        None, gt=0, description="The attack's own radius, in its norm; null: the given epsilons."
-    )
+    eps: float | None = Field(None, gt=0, description="Own radius, in its norm; null: `epsilons`.")
     norm: Norm = Field("linf", description="Of the ball. A section's epsilons are L∞ radii.")
 
     def radii(self, epsilons: Iterable[float]) -> tuple[float, ...]:
@@ -114,9 +112,7 @@ class BallAttack(Attack):
     def clean_copy(self, images: Tensor, epsilon: float) -> Tensor:
         """Return the images as new fp32; ValueError if they or ε are out of range."""
         if not images.is_floating_point():
-            raise ValueError(
-                f"attack: images are {images.dtype}; floating point in [0, 1] is needed"
-            )
+            raise ValueError(f"attack: images are {images.dtype}; floats in [0, 1] are needed")
         if images.numel() and not (images.min() >= 0 and images.max() <= 1):
             limits = f"[{images.min():.4g}, {images.max():.4g}]"
             raise ValueError(f"attack: images are in {limits}; [0, 1] is needed")

@@ -87,9 +87,8 @@ Generators = torch.Generator | ImageGenerators  # or one for all images, in thei
 
 def image_generators(seed: int, indices: Iterable[int]) -> list[torch.Generator]:
     """Return one CPU generator per image, a function of the seed and the image's index only."""
-    states = (
-        np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0] for index in indices
-    )
+    sequences = (np.random.SeedSequence((seed, index)) for index in indices)
+    states = (sequence.generate_state(1, np.uint64)[0] for sequence in sequences)
     # torch takes seeds below 2⁶³ only.
     return [torch.Generator().manual_seed(int(state >> np.uint64(1))) for state in states]
 
@@ -122,7 +121,6 @@ def _draw_like(
         raise ValueError(f"attack: {who} draws a random start; pass a CPU generator")
     if not len(images):
         return torch.zeros_like(images)
-    noise = [
-        draw(image.shape, generator=each) for image, each in zip(images, generator, strict=True)
-    ]
-    return torch.stack(noise).to(images.device)
+    pairs = zip(images, generator, strict=True)
+    noise = torch.stack([draw(image.shape, generator=each) for image, each in pairs])
+    return noise.to(images.device)

@@ -30,9 +30,7 @@ class Fab(SurvivorAttack):
         description="classes: at one after the other (FAB-T). nearest: at that of the nearest "
         "boundary, which takes all classes' gradients at each step.",
     )
-    targets: Targets = Field(
-        None, description="Other classes to aim at, as of the objective `targeted_dlr`."
-    )
+    targets: Targets = Field(None, description="Other classes to aim at, as of `targeted_dlr`.")
     restarts: int = Field(1, ge=1, description="Starts; all but the first are random.")
 
     def lacks_classes(self, classes: int) -> str | None:
@@ -42,11 +40,9 @@ class Fab(SurvivorAttack):
         ranks: list[int | None] = [None]
         if self.aim == "classes":
             ranks = list(range(count_targets(self.targets, classes)))
-        return [
-            partial(search_boundary, rank=rank, steps=self.steps, is_random=restart > 0)
-            for rank in ranks
-            for restart in range(self.restarts)
-        ]
+        search = partial(search_boundary, steps=self.steps)
+        starts = [restart > 0 for restart in range(self.restarts)]
+        return [partial(search, rank=rank, is_random=start) for rank in ranks for start in starts]
 
 
 def search_boundary(victims: Victims, rank: int | None, steps: int, is_random: bool) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moecore.attacks.balls import Ball
 from moecore.attacks.base import ImageGenerators
-from moecore.attacks.gradient import GradientAttack, ObjectiveGradient
+from moecore.attacks.gradient import GradientAttack, ValueGradient
 
 
 class Fgsm(GradientAttack):
@@ -14,7 +14,5 @@ class Fgsm(GradientAttack):
 
     kind: Literal["fgsm"] = "fgsm"
 
-    def perturb_images(
-        self, at: ObjectiveGradient, ball: Ball, generator: ImageGenerators
-    ) -> Tensor:
+    def perturb_images(self, at: ValueGradient, ball: Ball, generator: ImageGenerators) -> Tensor:
         return ball.project(ball.centre + ball.epsilon * ball.direction(at(ball.centre)[1]))

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from pydantic import Field
@@ -24,19 +24,11 @@ from moecore.statistics.intervals import squared_cv
 from moecore.tasks.base import Task
 
 # Images (B, C, H, W) → the objective of each (B,), and the gradient of their sum.
-ObjectiveGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
+ValueGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
 
-Objective = Literal[
-    "task",
-    "cross_entropy",
-    "dlr",
-    "targeted_dlr",
-    "balance",
-    "routing_change",
-    "routing_margin",
-    "task_and_routing",
-]
-ON_ROUTING = ("routing_change", "routing_margin", "task_and_routing")
+OnRouting = Literal["routing_change", "routing_margin", "task_and_routing"]
+Objective = Literal["task", "cross_entropy", "dlr", "targeted_dlr", "balance", OnRouting]
+ON_ROUTING = get_args(OnRouting)
 NO_ROUTING = "the model has no MoE layer whose routing could change"
 Goal = Callable[[ModelOutput], Tensor]  # a model's output for B images → the objective (B,)
 MIN_CLASSES = {"dlr": 3, "targeted_dlr": 4}  # for the third and the fourth largest logit
@@ -58,12 +50,8 @@ class GradientAttack(BallAttack):
         description="Of the balance losses (`balance`) or the routing margin (`task_and_routing`), "
         "against the task loss.",
     )
-    group: int = Field(
-        100, ge=1, description="Images attacked together by `balance`, whose losses couple them."
-    )
-    inside: bool = Field(
-        False, description="Change only pixels that are not 0: a brain's background stays 0."
-    )
+    group: int = Field(100, ge=1, description="Images at once with `balance`, which couples them.")
+    inside: bool = Field(False, description="Change only pixels that are not 0, no background.")
     targets: Targets = Field(
         None,
         description="Other classes that `targeted_dlr` aims at, one after the other, the most "
@@ -161,9 +149,7 @@ class GradientAttack(BallAttack):
         return best
 
     @abstractmethod
-    def perturb_images(
-        self, at: ObjectiveGradient, ball: Ball, generator: ImageGenerators
-    ) -> Tensor:
+    def perturb_images(self, at: ValueGradient, ball: Ball, generator: ImageGenerators) -> Tensor:
         """Return the attacked images (B, C, H, W) of ``ball``, whose ε is above 0."""
         # at: objective (B,) and gradient (B, C, H, W) at images. generator: draws the random start.
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moecore.attacks.balls import Ball, random_start
 from moecore.attacks.base import ImageGenerators, uniform_noise_like
-from moecore.attacks.gradient import GradientAttack, ObjectiveGradient
+from moecore.attacks.gradient import GradientAttack, ValueGradient
 
 
 class Pgd(GradientAttack):
@@ -18,9 +18,7 @@ class Pgd(GradientAttack):
     form: Literal["paper", "strong"] = Field(
         "paper", description="paper: step ε/τ from the clean image. strong: 2.5·ε/τ, random start."
     )
-    restarts: int = Field(
-        1, ge=1, description="Random starts of the strong form; the largest objective counts."
-    )
+    restarts: int = Field(1, ge=1, description="Random starts, strong form; the largest counts.")
     length: float = Field(2.5, gt=0, description="Step of the strong form, in units of ε/τ.")
 
     @model_validator(mode="after")
@@ -33,9 +31,7 @@ class Pgd(GradientAttack):
     def attempts(self) -> int:
         return self.restarts
 
-    def perturb_images(
-        self, at: ObjectiveGradient, ball: Ball, generator: ImageGenerators
-    ) -> Tensor:
+    def perturb_images(self, at: ValueGradient, ball: Ball, generator: ImageGenerators) -> Tensor:
         size = ball.epsilon / self.steps
         current = ball.centre
         if self.form == "strong":

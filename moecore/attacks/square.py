@@ -52,13 +52,8 @@ def search_squares(victims: Victims, queries: int) -> Tensor:
         if not keep.all():
             result[active] = best
             rows = keep.nonzero()[:, 0]
-            victims, best, margin, active = (
-                victims.take(rows),
-                best[rows],
-                margin[rows],
-                active[rows],
-            )
-            draws = draws[rows]
+            victims = victims.take(rows)
+            best, margin, active, draws = (each[rows] for each in (best, margin, active, draws))
         if not len(active):
             return result
         if query % BLOCK == 0:

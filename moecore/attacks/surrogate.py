@@ -1,6 +1,7 @@
 """APGD through a soft form of the routers, and the settings of all attacks on the routers."""
 
 from copy import copy
+from itertools import product
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from moecore.attacks.apgd import Apgd, apgd_ascent
 from moecore.attacks.balls import Ball, random_start
 from moecore.attacks.base import Attack, ImageGenerators
-from moecore.attacks.gradient import NO_ROUTING, GradientAttack, ModelGradient, ObjectiveGradient
+from moecore.attacks.gradient import NO_ROUTING, GradientAttack, ModelGradient, ValueGradient
 from moecore.core.config import Config
 from moecore.nn.layers.lipschitz_lemma import soften_model
 from moecore.tasks.base import Task
@@ -27,9 +28,7 @@ class Surrogate(GradientAttack):
 
     kind: Literal["surrogate"] = "surrogate"
     steps: int = Field(100, ge=1, description="Number of gradient steps.")
-    temperature: Temperature = Field(
-        0.1, description="Of an expert's gate, in logits; probs: all experts, by their probs."
-    )
+    temperature: Temperature = Field(0.1, description="Of gates, in logits; probs: all, by probs.")
     direct: bool = Field(False, description="Go on with APGD on the model itself, as many steps.")
 
     def does_not_apply(self, model: nn.Module, task: Task) -> str | None:
@@ -37,9 +36,7 @@ class Surrogate(GradientAttack):
             return NO_ROUTING
         return super().does_not_apply(model, task)
 
-    def perturb_images(
-        self, at: ObjectiveGradient, ball: Ball, generator: ImageGenerators
-    ) -> Tensor:
+    def perturb_images(self, at: ValueGradient, ball: Ball, generator: ImageGenerators) -> Tensor:
         assert isinstance(at, ModelGradient)
         soft = copy(at)  # checks of both are in one list
         temperature = None if self.temperature == "probs" else self.temperature
@@ -61,21 +58,14 @@ class RouterAttacks(Config):
     temperatures: tuple[Temperature, ...] = Field(
         (0.03, 0.3, 3.0, "probs"), description="Of a soft choice, as in the attack surrogate."
     )
-    weights: tuple[Positive, ...] = Field(
-        (0.1, 1.0, 10.0), description="Of the choice's margin, against the task's loss."
-    )
+    weights: tuple[Positive, ...] = Field((0.1, 1.0, 10.0), description="Margin against task loss.")
     inside: bool = Field(False, description="Change only pixels that are not 0.")
 
     @property
     def parts(self) -> tuple[Attack, ...]:
         """The attacks, each with its own name."""
         shared = {"steps": self.steps, "inside": self.inside}
-        soft = [
-            Surrogate(temperature=temperature, direct=direct, **shared)
-            for direct in (False, True)
-            for temperature in self.temperatures
-        ]
-        joint = [
-            Apgd(objective="task_and_routing", weight=weight, **shared) for weight in self.weights
-        ]
+        forms = product((False, True), self.temperatures)
+        soft = [Surrogate(temperature=value, direct=direct, **shared) for direct, value in forms]
+        joint = [Apgd(objective="task_and_routing", weight=each, **shared) for each in self.weights]
         return (*soft, *joint, Apgd(objective="routing_margin", **shared))

@@ -7,14 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moecore.attacks import gradient
 from moecore.attacks.balls import Ball, BallAttack
 from moecore.attacks.base import Generators, ImageGenerators, expand_generators
-from moecore.attacks.gradient import (
-    changeable_pixels,
-    frozen_parameters,
-    other_classes,
-    predict_logits,
-)
 from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError
 from moecore.nn import predict
@@ -35,16 +30,12 @@ class Victims(NamedTuple):
         generators = self.generators
         if generators is not None:
             generators = [generators[row] for row in rows.tolist()]
-        return self._replace(
-            ball=self.ball.take(rows),
-            labels=self.labels[rows],
-            others=self.others[rows],
-            generators=generators,
-        )
+        labels, others = self.labels[rows], self.others[rows]
+        return Victims(self.model, self.ball.take(rows), labels, others, generators)
 
     def are_wrong(self, images: Tensor) -> Tensor:
         """Return whether the model misclassifies images (B, C, H, W), (B,)."""
-        return predict_logits(self.model, images).argmax(dim=1) != self.labels
+        return gradient.predict_logits(self.model, images).argmax(dim=1) != self.labels
 
 
 Trial = Callable[[Victims], Tensor]  # attacked images (B, C, H, W), right or wrong
@@ -106,24 +97,20 @@ class SurvivorAttack(BallAttack):
         if reason := self.does_not_apply(model, task):
             raise UserError(f"attack: {reason}")
         if clean.ndim != 4:
-            allowed = "(B, C, H, W)"
-            raise UserError.at("attack: images", found=tuple(clean.shape), allowed=allowed)
+            raise UserError.at("attack: images", found=tuple(clean.shape), allowed="(B, C, H, W)")
         if reason := self.refuses_model(model, clean[:batch]):
             raise UserError(f"attack: {reason}")
         attacked = clean.clone()
-        with frozen_parameters(model):
-            logits = torch.cat([predict_logits(model, few) for few in clean.split(batch)])
+        with gradient.frozen_parameters(model):
+            logits = torch.cat([gradient.predict_logits(model, few) for few in clean.split(batch)])
             classes = logits.shape[1]
             if reason := self.lacks_classes(classes):
                 raise UserError(f"attack: {reason}")
             labels = labels.long()
-            everything = Victims(
-                model,
-                Ball(clean, epsilon, self.norm, changeable_pixels(model, clean)),
-                labels,
-                other_classes(logits, labels),
-                expand_generators(generator, len(clean)),
-            )
+            ball = Ball(clean, epsilon, self.norm, gradient.changeable_pixels(model, clean))
+            others = gradient.other_classes(logits, labels)
+            generators = expand_generators(generator, len(clean))
+            everything = Victims(model, ball, labels, others, generators)
             right = (logits.argmax(dim=1) == labels).nonzero()[:, 0]
             for trial in self.trials(classes):
                 if not len(right):

@@ -36,9 +36,8 @@ def pack_numbers(values: np.ndarray) -> str:
     mean = float(values.mean())
     apart = values - mean
     largest = float(np.abs(apart).max()) or 1.0
-    return (
-        f"{mean!r}:{largest!r}:{encode_concatenated_arrays((apart / largest).astype(np.float16))}"
-    )
+    deviations = encode_concatenated_arrays((apart / largest).astype(np.float16))
+    return f"{mean!r}:{largest!r}:{deviations}"
 
 
 def encode_exact(values: np.ndarray) -> str:

@@ -82,9 +82,7 @@ class Surroundings(NamedTuple):
         return self.task.needs_classes(what)
 
 
-def changed_settings(
-    settings: Any, names: Iterable[str], why: str, allowed: str
-) -> Iterator[tuple[tuple, str]]:
+def changed_settings(settings: Any, names: Iterable[str], why: str, allowed: str) -> Misfits:
     """Yield ((name,), message) for each of ``names`` whose setting is not its default."""
     # why: the reason that it has no effect. allowed: what would give it one.
     for name in names:

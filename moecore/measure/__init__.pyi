@@ -53,14 +53,14 @@ class AffineRanges(_AffineRanges):
 class AuditSettings(_AuditSettings):
     """Additional attacks of the audit: PGD from the clean image on the task's loss."""
     images: int = 200
-    """The first of the attacked images; all where there are fewer."""
+    """The first of the attacked images, at most."""
     steps: int = 20
     """Steps of PGD; one line doubles them."""
 
 class CohortChecks(_CohortChecks):
     """Checks of a model of age on single tissues, simulated ageing, rescans and region experts."""
     subjects: int = 8
-    """Simulated subjects, in no split, that are aged."""
+    """Simulated subjects that are aged."""
     ages: tuple[float, ...] = ...
     """Ages in years, ascending."""
     rescans: int = 16
@@ -119,7 +119,7 @@ class ExpertRoles(_ExpertRoles):
 class ExpertWorth(_ExpertWorth):
     """Loss of score without experts; the order of use is counted on the validation split."""
     images: int | None = 500
-    """Test images, evenly spread, the same for every method; null: all."""
+    """Test images, evenly spread; null: all."""
     batch: int = 256
     """Images per forward pass."""
     draws: int = 5
@@ -130,7 +130,7 @@ class Explorer(_Explorer):
     images: int = 24
     """Test images, evenly spread over the split, the same for every method; at most 6 volumes."""
     gallery: int | None = 400
-    """Test images of experts' favourite patches; null: all."""
+    """Images of favourite patches; null: all."""
     epsilons: tuple[float, ...] = ...
     """Radii of the L∞ ball, pixels in [0, 1]."""
     attack: Attack = ...
@@ -153,7 +153,7 @@ class FewerExperts(_FewerExperts):
     ways: tuple[Literal['reap', 'load', 'merge'], ...] = ...
     """reap, load: pruned by that score; merge: clustered by mean outputs."""
     calibration: int = 1000
-    """Training images for statistics of experts, evenly spread."""
+    """Evenly spread training images for scores."""
     images: int | None = None
     """Test images, evenly spread; null: all."""
 
@@ -167,9 +167,9 @@ class Invariance(_Invariance):
 class Lipschitz(_Lipschitz):
     """Slopes of the logits at test images, and Lemma 1 at their tokens."""
     images: int = 100
-    """Test images, evenly spread; the same for every method."""
+    """Test images, evenly spread."""
     lemma_tokens: int = 64
-    """Tokens of these images at which Lemma 1 is evaluated, per MoE layer."""
+    """Their tokens for Lemma 1, per MoE layer."""
 
 class RandAugment(_RandAugment):
     """RandAugment's settings: number of random operations per image, and their strength.
@@ -201,24 +201,24 @@ class Retrieval(_Retrieval):
 class Robustness(_Robustness):
     """Scores and routing under attacks within L∞ balls around the images."""
     images: int = 512
-    """Test images, drawn once; the same for every method."""
+    """Test images, drawn once for every method."""
     epsilons: tuple[float, ...]
     """Radii of the L∞ ball in pixel units [0, 1]; 0 is added. An attack's eps replaces them for
     that attack."""
     attacks: tuple[Attack, ...]
     routers: _RouterAttacks | None = None
-    """Attacks on the routers, in addition; null: none."""
+    """On the routers, too; null: none."""
     transfer: Attack | None = None
     """Attack on the dense model and on the next seed's, by the stage transferred, whose images this
     model gets; null: none."""
     batch: int = 128
-    """Images per pass; rounded down to groups that share a capacity."""
+    """Images per pass, rounded to groups of a capacity."""
     precision: Literal['float32', 'bfloat16'] = 'float32'
-    """Of the attack's passes; attacked images are scored in float32."""
+    """Of the attack's passes; scores: float32."""
     survivors: bool = False
-    """Attack only images that are right when clean; no routing change."""
+    """Attack only right images; no routing change."""
     audit: _AuditSettings = ...
-    """Additional attacks that check the strength of the others."""
+    """Attacks that check the others."""
 
 class RouterAttacks(_RouterAttacks):
     """APGD in each form that uses the routers.
@@ -230,20 +230,20 @@ class RouterAttacks(_RouterAttacks):
     temperatures: tuple[float | Literal['probs'], ...] = ...
     """Of a soft choice, as in the attack surrogate."""
     weights: tuple[float, ...] = ...
-    """Of the choice's margin, against the task's loss."""
+    """Margin against task loss."""
     inside: bool = False
     """Change only pixels that are not 0."""
 
 class RouterRegret(_RouterRegret):
     """Loss of tokens under other sets of experts: one forward pass per token and set."""
     images: int | None = 32
-    """Test images, evenly spread, the same for every method; null: all."""
+    """Test images, evenly spread; null: all."""
     tokens: int = 8
     """Random tokens per image, the same for every method."""
     batch: int = 256
     """Forward passes per batch."""
     explored: int = 8
-    """Explorer's images for which each token's best experts are stored."""
+    """Explorer's images whose best experts are stored."""
 
 class Routing(_Routing):
     """Routing metrics on test images, also under augmentations and other router settings."""
@@ -258,11 +258,11 @@ class Routing(_Routing):
     augmentations: tuple[Literal['identity', 'noise', 'shift', 'flip', 'crop', 'rotation', 'affine', 'brightness', 'contrast', 'randaugment', 'erasing'] | _TwoViewAugmentation, ...] = ...
     """Each compared like views: presets, or {name, views, noise}."""
     augmentation_images: int = 200
-    """How many of the images are compared under each augmentation."""
+    """Images compared per augmentation."""
     sweeps: _SweepSettings = ...
-    """Trained weights under other k and thresholds (ERMoE, S3, S5)."""
+    """Other k and T (ERMoE, S3, S5)."""
     roles: _ExpertRoles | None = None
-    """Analysis of the experts' roles, from the same pass; null: none."""
+    """Experts' roles, same pass; null: none."""
 
 class RoutingCertificate(_RoutingCertificate):
     """Radii around images within which no change of the pixels changes a token's experts."""
@@ -278,7 +278,7 @@ class RoutingCertificate(_RoutingCertificate):
 class Smoothing(_Smoothing):
     """Certified accuracy of the model smoothed by Gaussian noise on the pixels."""
     images: int = 100
-    """Test images, evenly spread; the same for every method."""
+    """Test images, evenly spread."""
     sigma: float = 0.25
     """σ of the noise, of pixels in [0, 1]."""
     guesses: int = 100
@@ -286,18 +286,18 @@ class Smoothing(_Smoothing):
     draws: int = 1000
     """Draws per image that certify this class (n)."""
     alpha: float = 0.001
-    """Probability per image of a wrong certificate (α)."""
+    """Probability of a wrong certificate (α)."""
     radii: tuple[float, ...] = ...
     """ℓ2 radii of the curve, of pixels in [0, 1]."""
 
 class Stability(_Stability):
     """Score and routing under noise, and jumps of the prediction along a ramp of noise."""
     images: int | None = 100
-    """Test images, evenly spread, the same for every method; null: all."""
+    """Test images, evenly spread; null: all."""
     overlays: int = 4
     """Images shown with their experts and ramps."""
     sigmas: tuple[float, ...] = ...
-    """σ of the noise; pixels lie in [0, 1]."""
+    """σ of noise in [0, 1]."""
     steps: int = 40
     """Equal steps of the ramp."""
 
@@ -313,7 +313,7 @@ class SweepSettings(_SweepSettings):
 class Truth(_Truth):
     """Agreement of each token's first expert with the token's true kind."""
     images: int | None = None
-    """Test images, evenly spread; null: all of them."""
+    """Evenly spread; null: all of them."""
 
 class TwoViewAugmentation(_TwoViewAugmentation):
     """An augmentation, applied twice with independent draws; the default changes nothing."""
@@ -351,9 +351,9 @@ class ViewSettings(_ViewSettings):
 class WordSwaps(_WordSwaps):
     """Loss and routing of a text in which words are replaced by ``<unk>``."""
     images: int | None = None
-    """Blocks of the test text, the same for every method; null: all."""
+    """Blocks of the test text; null: all."""
     shares: tuple[float, ...] = ...
-    """Shares of the words that become <unk>."""
+    """Swapped for <unk>."""
 
 class ZeroShot(_ZeroShot):
     """Zero-shot classification of another data set's test images."""

@@ -10,7 +10,6 @@ from functools import reduce
 from itertools import pairwise
 from typing import Self
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -25,7 +24,7 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.exploring.expert_gallery import EncodedImages, encode_thumbnails
 from moecore.nn.layers.lipschitz_lemma import soften_model
 from moecore.nn.predict import ImageSequence, eval_mode, image_batches, model_device
-from moecore.statistics.intervals import Interval, bootstrap_mean
+from moecore.statistics.intervals import Interval, People, bootstrap_mean
 from moecore.tasks.base import Task
 
 
@@ -39,19 +38,11 @@ class ScoresAtEpsilon(Config):
     scores: str | tuple[float, ...] = Field(description="one per image, as the task packs them")
 
     @classmethod
-    def of(
-        cls, epsilon: float, task: Task, scores: Tensor, people: np.ndarray | None = None, **more
-    ) -> Self:
+    def of(cls, epsilon: float, task: Task, scores: Tensor, people: People = None, **more) -> Self:
         """Return a row with mean, interval and scores (N,) at an epsilon; more: other fields."""
-        interval = task.interval(scores, people)
-        return cls(
-            epsilon=epsilon,
-            score=interval.value,
-            low=interval.low,
-            high=interval.high,
-            scores=task.encode_scores(scores),
-            **more,
-        )
+        interval = task.interval(scores, people)._asdict()
+        more |= {"score": interval.pop("value"), "scores": task.encode_scores(scores)}
+        return cls(epsilon=epsilon, **interval, **more)
 
 
 class AttackRow(ScoresAtEpsilon):
@@ -61,9 +52,7 @@ class AttackRow(ScoresAtEpsilon):
     unchanged_images: float = Field(description="share of the images that the attack left as is")
     routing_change: tuple[float, ...] = Field(description="by MoE layer; () where not measured")
     processing_change: tuple[float, ...] = Field(description="by MoE layer; () where not measured")
-    items: dict[str, tuple[float, ...]] = Field(
-        {}, description="both changes, mean over layers, one value per image"
-    )
+    items: dict[str, tuple[float, ...]] = Field({}, description="changes by image, mean of layers")
 
 
 Curve = tuple[AttackRow, ...]  # one row per epsilon, in ascending order
@@ -71,7 +60,7 @@ Curves = Mapping[str, Curve]  # attack name → curve, of attacks that were run
 
 
 def worst_case(
-    curves: Curves, task: Task, images: int, people: np.ndarray | None = None
+    curves: Curves, task: Task, images: int, people: People = None
 ) -> tuple[ScoresAtEpsilon, ...]:
     """Return a row per epsilon with each image's worst score over all attacks, () for none."""
     if len({tuple(row.epsilon for row in rows) for rows in curves.values()}) > 1:
@@ -110,12 +99,10 @@ def attack_gallery(
     attack = next(attack for attack in attacks if attack.name == strongest)
     indices = evenly_spaced_indices(len(target.labels), number)
     few = target._replace(images=target.images[indices], labels=target.labels[indices], only=None)
-    rows = [
-        AttackedPictures(
-            epsilon=row.epsilon, pictures=encode_thumbnails(few.attacked(attack, row.epsilon))
-        )
-        for row in curves[strongest]
-    ]
+    rows = []
+    for row in curves[strongest]:
+        pictures = encode_thumbnails(few.attacked(attack, row.epsilon))
+        rows.append(AttackedPictures(epsilon=row.epsilon, pictures=pictures))
     return AttackedGallery(attack=strongest, rows=rows)
 
 
@@ -182,9 +169,7 @@ ITERATIVE_ATTACKS = ("pgd", "apgd")
 class AuditSettings(Config):
     """Additional attacks of the audit: PGD from the clean image on the task's loss."""
 
-    images: int = Field(
-        200, ge=1, description="The first of the attacked images; all where there are fewer."
-    )
+    images: int = Field(200, ge=1, description="The first of the attacked images, at most.")
     steps: int = Field(20, ge=1, description="Steps of PGD; one line doubles them.")
 
 
@@ -407,12 +392,11 @@ def check_larger_epsilon(task: Task, curves: Curves, attacks: Sequence[Attack]) 
     """Return an ``AuditLine`` on whether the score never gets better at a larger epsilon."""
     climbers = [attack for attack in attacks if attack.climbs_task and attack.name in curves]
     judged = [attack.name for attack in climbers if attack.kind in ITERATIVE_ATTACKS]
-    failed = dict.fromkeys(
-        name
-        for name in judged
-        for before, after in pairwise(curves[name])
-        if not is_equal_or_worse(task, after.score, before.score)
-    )
+    failed = []
+    for name in judged:
+        pairs = pairwise(row.score for row in curves[name])
+        if not all(is_equal_or_worse(task, after, before) for before, after in pairs):
+            failed.append(name)
     if not judged:
         reason = "neither pgd nor apgd on the task's loss is among the attacks"
         return unevaluated_audit_line("larger_epsilon", reason)

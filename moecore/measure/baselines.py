@@ -35,9 +35,7 @@ class Baselines(MeasuredPart):
 
     metrics = {"baseline": Metric("{score} of {}", SCORE, SCORE, over="classifier", items="hits")}
 
-    images: int = Field(
-        10_000, ge=100, description="Most training and validation images, evenly spaced."
-    )
+    images: int = Field(10_000, ge=100, description="Most images of a split, evenly spaced.")
     pixels: int = Field(3072, ge=16, description="Values per image; larger images are averaged.")
     penalties: tuple[Annotated[float, Field(gt=0)], ...] = Field(
         (10.0, 100.0, 1000.0),

@@ -6,6 +6,7 @@ intervals are over mosaics. Ages are calibrated by moecore.brain.age_calibration
 
 from abc import ABC
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, Self, cast
 
@@ -18,12 +19,8 @@ from moecore.core.config import Config, part_classes_by_kind
 from moecore.core.files import UserError, write_sealed
 from moecore.data.prepared import Split, evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, Measurement
+from moecore.measure.calibrators import temperature
 from moecore.measure.calibrators.base import Calibrator, FittedCalibrator
-from moecore.measure.calibrators.temperature import (
-    FittedTemperature,
-    Temperature,
-    nll_derivative_by_row,
-)
 from moecore.measure.values import Metric, OnPage, Values
 from moecore.nn import predict
 from moecore.nn.backbones.language_model import LanguageTransformer
@@ -55,15 +52,15 @@ class FinalTokens(NamedTuple):
         """Return the derivative of the mean NLL per word, in nats, with respect to β = 1/T."""
         total = 0.0
         for logits, targets in self.parts():
-            total += float(nll_derivative_by_row(logits, targets, beta).double().sum())
+            total += float(temperature.nll_derivative_by_row(logits, targets, beta).double().sum())
         return total / self.labels.numel()
 
     def answers(self, *temperatures: float) -> list["TokenLossAndConfidence"]:
         """Return, per temperature, each token's loss and confidence with logits divided by it."""
         by_temperature: list[list[tuple[Tensor, ...]]] = [[] for _ in temperatures]
         for logits, targets in self.parts():
-            for answers, temperature in zip(by_temperature, temperatures, strict=True):
-                log_probs = (logits / temperature).log_softmax(dim=1)
+            for answers, value in zip(by_temperature, temperatures, strict=True):
+                log_probs = (logits / value).log_softmax(dim=1)
                 right = log_probs.gather(1, targets[:, None])[:, 0]
                 best, word = log_probs.max(dim=1)
                 # in place, as (n, V) is large; ``right`` and ``best`` are copies
@@ -131,12 +128,8 @@ class Calibrate(Config):
 
     calibrator: Calibrator
     batch: int = Field(256, ge=1, description="Images per pass; results do not depend on it.")
-    on_refusal: OnRefusal = Field(
-        "stop", description="If no line can be fitted: stop, or report the raw predictions."
-    )
-    tissue_ridge: TissueRidge | None = Field(
-        None, description="For ages: a baseline from tissue volumes alone; null: none."
-    )
+    on_refusal: OnRefusal = Field("stop", description="No line: stop, or raw predictions.")
+    tissue_ridge: TissueRidge | None = Field(None, description="Age from volumes; null: none.")
 
 
 class CalibrationFiles(NamedTuple):
@@ -208,16 +201,13 @@ class ClassCalibration(ModelCalibration):
         # after; scores, one per test image as the task packs them, equal before and after; top5,
         # likewise, whether the class is among the five largest.
         calibrator = self.settings.calibrator
-        if subject.data.task.long and isinstance(calibrator, Temperature):
+        if subject.data.task.long and isinstance(calibrator, temperature.Temperature):
             self._measure_words(subject, calibrator, out)
             return
         data = subject.data
-        predictions = {
-            name: predict.predict_in_batches(
-                subject.model, split.images, self.settings.batch, routing=False
-            )[0]
-            for name, split in (("validation", data.validation), ("test", data.test))
-        }
+        run = partial(predict.predict_in_batches, batch=self.settings.batch, routing=False)
+        splits = {"validation": data.validation, "test": data.test}
+        predictions = {name: run(subject.model, splits[name].images)[0] for name in splits}
         truth = labels_as_tensor(data.validation.labels)
         fitted = calibrator.fit(logits_by_answer(predictions["validation"], truth), truth.flatten())
         self._write_fit(fitted, out)
@@ -232,7 +222,9 @@ class ClassCalibration(ModelCalibration):
         out.facts["scores"] = task.encode_scores(task.scores(before, labels))
         out.facts["top5"] = None if top5 is None else task.encode_scores(top5)
 
-    def _measure_words(self, subject: MeasuredModel, calibrator: Temperature, out: Values) -> None:
+    def _measure_words(
+        self, subject: MeasuredModel, calibrator: temperature.Temperature, out: Values
+    ) -> None:
         """Do the work of ``measure`` for the next words of a text; intervals are over blocks."""
         data = subject.data
         model = cast(LanguageTransformer, subject.model)
@@ -250,7 +242,7 @@ class ClassCalibration(ModelCalibration):
 
     def _write_fit(self, fitted: FittedCalibrator, out: Values) -> None:
         write_sealed(self.files.out / "calibrator.json", fitted.model_dump(mode="json"))
-        if isinstance(fitted, FittedTemperature):
+        if isinstance(fitted, temperature.FittedTemperature):
             out.put("temperature", fitted.temperature)
             out.facts["at_limit"] = fitted.at_limit
 
@@ -269,12 +261,8 @@ def prediction_quality(task: Task, logits: Tensor, labels: Tensor) -> Prediction
     # logits: (N, K) with labels (N,), or (N, C·K) with labels of C cells, (N, C).
     rows = logits_by_answer(logits, labels)
     right = labels.flatten()
-    by_row = (
-        class_task.class_nll(rows, right),
-        class_task.brier_scores(rows, right),
-        class_task.class_confidence(rows),
-        class_task.top1_hits(rows, right),
-    )
+    losses = (class_task.class_nll(rows, right), class_task.brier_scores(rows, right))
+    by_row = (*losses, class_task.class_confidence(rows), class_task.top1_hits(rows, right))
     answers = TokenLossAndConfidence(*(values.view(labels.shape) for values in by_row))
     return quality_from_losses(task, task.scores(logits, labels), answers)
 
@@ -294,15 +282,14 @@ def quality_from_losses(
     def bootstrap(statistic: Callable[[np.ndarray], float]) -> Interval:
         return bootstrap_interval(statistic, len(scores), lowest=0.0)
 
+    def error(rows: np.ndarray) -> float:
+        return class_task.calibration_error(confidence[rows].flatten(), hits[rows].flatten())
+
     return PredictionQuality(
         score=task.interval(scores),
         nll=bootstrap(lambda resample: float(losses[resample].mean())),
         brier=bootstrap(lambda resample: float(squares[resample].mean())),
-        ece=bootstrap(
-            lambda rows: class_task.calibration_error(
-                confidence[rows].flatten(), hits[rows].flatten()
-            )
-        ),
+        ece=bootstrap(error),
         bins=class_task.reliability_bins(confidence.flatten(), hits.flatten()),
     )
 

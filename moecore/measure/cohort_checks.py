@@ -3,6 +3,7 @@
 Ageing needs subjects that change in age alone, which only a simulation (phantom) has.
 """
 
+from functools import partial
 from typing import Annotated, ClassVar, Self
 
 import numpy as np
@@ -12,13 +13,8 @@ from pydantic import Field, model_validator
 from moecore.data.sources.phantom import Phantom
 from moecore.data.volumes.volume_preparation import REGIONS
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.probes import ageing_and_rescans, region_experts_on_new_data
+from moecore.measure.probes import ageing_and_rescans, linear_probe, region_experts_on_new_data
 from moecore.measure.probes.ageing_and_rescans import PEOPLE, UnseenPeopleSimulator
-from moecore.measure.probes.linear_probe import (
-    ModelAndProbeErrors,
-    model_and_probe_errors,
-    tissue_error_differences,
-)
 from moecore.measure.values import Metric, OnPage, Place, Values
 
 SIMULATED_ONLY = "only a simulated cohort (kind: phantom) can age a subject and change nothing else"
@@ -64,9 +60,7 @@ METRICS |= {
         "subject",
     ),
     "ageing_rank": Metric("Ageing, rank correlation", "higher", note="of age and prediction"),
-    "rescan": Metric(
-        "Rescan, years apart", "lower", note="mean |difference| of two scans of one subject"
-    ),
+    "rescan": Metric("Rescan, years apart", "lower", note="mean |difference| of a subject's scans"),
 }
 METRICS |= {
     key: metric
@@ -111,9 +105,7 @@ class CohortChecks(Measurement):
     tasks = ("regression",)
     regions: ClassVar[bool] = True
 
-    subjects: int = Field(
-        8, ge=1, le=PEOPLE // 2, description="Simulated subjects, in no split, that are aged."
-    )
+    subjects: int = Field(8, ge=1, le=PEOPLE // 2, description="Simulated subjects that are aged.")
     ages: tuple[Age, ...] = Field(
         (20, 30, 40, 50, 60, 70, 80, 90), min_length=2, description="Ages in years, ascending."
     )
@@ -158,13 +150,14 @@ class CohortChecks(Measurement):
 def put_tissue_errors(subject: MeasuredModel, settings: CohortChecks, out: Values) -> None:
     """Put MAE of model and probe on complete volumes and, with tissue maps, on single tissues."""
 
-    def load_errors(name: str, region: int | None) -> ModelAndProbeErrors:
+    def load_errors(name: str, region: int | None) -> linear_probe.ModelAndProbeErrors:
         def compute() -> list[list[float]]:
             sizes = (settings.batch, settings.probe)
-            errors = model_and_probe_errors(subject.model, subject.data, region, *sizes)
+            place = (subject.data, region)
+            errors = linear_probe.model_and_probe_errors(subject.model, *place, *sizes)
             return [values.tolist() for values in errors]
 
-        return ModelAndProbeErrors(*np.array(out.parts(name, compute)))
+        return linear_probe.ModelAndProbeErrors(*np.array(out.parts(name, compute)))
 
     complete = load_errors("whole", None)
     tissues = subject.data.card["regions"]
@@ -174,7 +167,8 @@ def put_tissue_errors(subject: MeasuredModel, settings: CohortChecks, out: Value
     for name, alone in errors.items():
         out.put(f"isolated_{name}", alone.raw)
         out.put(f"probe_{name}", alone.probe)
-    for (more, less), difference in tissue_error_differences(errors, out.people).items():
+    differences = linear_probe.tissue_error_differences(errors, out.people)
+    for (more, less), difference in differences.items():
         out.put(f"{more}_over_{less}", difference)
     if not errors:
         out.facts["not_checked"]["isolated"] = NO_MAPS
@@ -210,11 +204,8 @@ def put_rescans(
 
     def put_changes(part: Values) -> None:
         if people is None:
-            batch = settings.batch
-            part.put(
-                "rescan",
-                ageing_and_rescans.compare_sessions(subject.model, subject.data, pairs, batch),
-            )
+            settled = (subject.model, subject.data, pairs, settings.batch)
+            part.put("rescan", ageing_and_rescans.compare_sessions(*settled))
             return
         ages = np.linspace(settings.ages[0], settings.ages[-1], settings.rescans)
         same, other = ageing_and_rescans.measure_simulated_rescans(
@@ -226,9 +217,8 @@ def put_rescans(
     if people is not None or pairs:
         out.piece("rescan", put_changes)
     else:
-        reason = (
-            f"no test participant has two sessions within {ageing_and_rescans.RESCAN_YEARS:g} years"
-        )
+        years = ageing_and_rescans.RESCAN_YEARS
+        reason = f"no test participant has two sessions within {years:g} years"
         out.facts["not_checked"]["rescan"] = reason
 
 
@@ -245,14 +235,9 @@ def put_region_experts(subject: MeasuredModel, settings: CohortChecks, out: Valu
         not_checked["other generator"] = "it makes 64³ voxels of 3 mm, and the data have others"
 
     def put_experts(part: Values) -> None:
-        experts = region_experts_on_new_data.measure_generalisation(
-            subject,
-            settings.generalisation,
-            ages=(settings.ages[0], settings.ages[-1]),
-            seed=SEED,
-            batch=settings.batch,
-        )
-        put_agreements(experts, part)
+        shared = {"ages": (settings.ages[0], settings.ages[-1]), "seed": SEED}
+        measure = partial(region_experts_on_new_data.measure_generalisation, **shared)
+        put_agreements(measure(subject, settings.generalisation, batch=settings.batch), part)
 
     out.piece(f"generalisation of {', '.join(subject.regions)}", put_experts)
 

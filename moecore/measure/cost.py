@@ -100,13 +100,10 @@ def whole_and_routing_flops(model: nn.Module, images: Tensor) -> WholeAndRouting
     ):
         model(images)
     # of experts on CPU: subtracted, so that the count does not depend on the machine
-    padding = sum(
-        (span.end - span.start) * span.padding for span in spans if span.part == "experts"
-    )
+    padded = sum((span.end - span.start) * span.padding for span in spans if span.part == "experts")
     routing = sum_routing_time(spans, lambda start, end: end - start)
-    return WholeAndRoutingCost(
-        (counter.get_total_flops() - padding) / len(images), routing / len(images)
-    )
+    total = counter.get_total_flops() - padded
+    return WholeAndRoutingCost(total / len(images), routing / len(images))
 
 
 def pass_and_routing_times(
@@ -213,19 +210,13 @@ METRICS = {
         note="matrix products and convolutions; a multiplication and an addition count as two",
         is_fixed=True,
     ),
-    "routing_gflops": Metric(
-        "GFLOPs of routing", note="MoE layers without their experts", is_fixed=True
-    ),
+    "routing_gflops": Metric("GFLOPs of routing", note="MoE layers, no experts", is_fixed=True),
     "latency_ms": Metric("Latency, ms", note="of one image; median and quartiles"),
     "inference_images_per_second": Metric("Images / s, inference", form="count", note="in batches"),
-    "peak_memory": Metric(
-        "Peak memory", form="bytes", note="weights and tensors of a batch, without gradients"
-    ),
-    "routing_ms": Metric("Routing, ms", note="of one image; MoE layers without their experts"),
+    "peak_memory": Metric("Peak memory", form="bytes", note="weights and a batch, no gradients"),
+    "routing_ms": Metric("Routing, ms", note="of one image; MoE layers, no experts"),
     "routing_share": Metric("Routing's share", form="share", note="of the time of one image"),
-    "routing_batch_share": Metric(
-        "Routing's share, batch", form="share", note="of the time of a batch"
-    ),
+    "routing_batch_share": Metric("Routing's share, batch", form="share", note="of a batch's time"),
 }
 METRICS = {
     name: metric._replace(paper="cost", limits="quartiles") for name, metric in METRICS.items()

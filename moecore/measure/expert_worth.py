@@ -92,9 +92,7 @@ class ExpertWorth(Measurement):
         about="expert_worth",
     )
 
-    images: int | None = Field(
-        500, ge=2, description="Test images, evenly spread, the same for every method; null: all."
-    )
+    images: int | None = Field(500, ge=2, description="Test images, evenly spread; null: all.")
     batch: int = Field(256, ge=1, description="Images per forward pass.")
     draws: int = Field(5, ge=1, description="Random draws of removed experts, for comparison.")
 

@@ -20,13 +20,8 @@ from moecore.measure import changed_images
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
 from moecore.measure.exploring import expert_gallery
 from moecore.measure.exploring.expert_gallery import EncodedImages, encode_thumbnails
+from moecore.measure.routing_metrics import two_view_agreement
 from moecore.measure.routing_metrics.epochs import IMAGES, VOLUMES, explorer_image_indices
-from moecore.measure.routing_metrics.two_view_agreement import (
-    Preset,
-    TwoViewAugmentation,
-    augmentation_misfits,
-    look_up_augmentation,
-)
 from moecore.measure.values import OnPage, Values
 from moecore.nn.backbones.base_model import Model, majority_token_kinds
 from moecore.nn.predict import predict_in_batches
@@ -52,14 +47,14 @@ class Explorer(Measurement):
         description="Test images, evenly spread over the split, the same for every method; at most "
         f"{VOLUMES} volumes.",
     )
-    gallery: int | None = Field(
-        400, ge=1, description="Test images of experts' favourite patches; null: all."
-    )
+    gallery: int | None = Field(400, ge=1, description="Images of favourite patches; null: all.")
     epsilons: tuple[Positive, ...] = Field(
         (1 / 255, 2 / 255, 4 / 255, 8 / 255), description="Radii of the L∞ ball, pixels in [0, 1]."
     )
     attack: Attack = Field(Pgd(steps=5), description="The attack at these radii.")
-    augmentations: tuple[Preset | TwoViewAugmentation, ...] = Field(
+    augmentations: tuple[
+        two_view_agreement.Preset | two_view_agreement.TwoViewAugmentation, ...
+    ] = Field(
         ("shift", "rotation"),
         description="Random views, by kind: presets, or {name, views, noise}; not used for images "
         "with a channel of truth, which a view would falsify.",
@@ -67,7 +62,7 @@ class Explorer(Measurement):
 
     def misfits(self, around: Surroundings) -> Misfits:
         """Yield a misfit for each augmentation that does not exist for volumes."""
-        return augmentation_misfits(self.augmentations, around)
+        return two_view_agreement.augmentation_misfits(self.augmentations, around)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         """Put the content of explorer.html for one model, a ``Result``, as facts."""
@@ -85,7 +80,8 @@ class Explorer(Measurement):
         target = Target(model, data.task.with_gallery(labels), images, labels, BATCH, SEED)
         volumes = images.ndim == 5
         views = () if model.image.truth else self.augmentations
-        augmentations = [look_up_augmentation(view, volumes, "explorer") for view in views]
+        find = two_view_agreement.look_up_augmentation
+        augmentations = [find(view, volumes, "explorer") for view in views]
         clean = target.clean_images()
         channels = model.image.channels
 

@@ -92,9 +92,8 @@ class FewShot(Measurement):
         counts = subject.data.task.counts(np.array(train.labels))
         size, name = min(zip(counts, subject.data.task.classes, strict=True))
         possible = sorted({shots for shots in self.shots if shots <= size})
-        draws = [
-            draw_shots(subject, max(possible, default=0), SEED, draw) for draw in range(self.draws)
-        ]
+        number = max(possible, default=0)
+        draws = [draw_shots(subject, number, SEED, draw) for draw in range(self.draws)]
         # Features of all drawn training images are computed once; a draw looks its rows up.
         used = np.unique(np.concatenate([draw.flatten() for draw in draws]))
         test_features = head_features(subject, np.asarray(test.images))

@@ -67,9 +67,7 @@ class FewerExperts(Measurement):
         min_length=1,
         description="reap, load: pruned by that score; merge: clustered by mean outputs.",
     )
-    calibration: int = Field(
-        1000, ge=1, description="Training images for statistics of experts, evenly spread."
-    )
+    calibration: int = Field(1000, ge=1, description="Evenly spread training images for scores.")
     images: int | None = Field(None, ge=1, description="Test images, evenly spread; null: all.")
 
     @classmethod

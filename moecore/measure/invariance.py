@@ -21,12 +21,7 @@ from moecore.core.streams import BatchDraws, generator_for
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views import warping
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.routing_metrics.layer_metrics import (
-    class_expert_probs,
-    expert_agreement,
-    imed_between,
-    imed_by_image,
-)
+from moecore.measure.routing_metrics import layer_metrics
 from moecore.measure.values import Metric, OnPage, Place, Values
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import Interval, bootstrap_interval
@@ -86,18 +81,20 @@ class Invariance(Measurement):
         _, clean = predict_in_batches(subject.model, images, self.batch)
         between = None  # (N,), each image's distance to another image
         if len(images) > 1:
-            between = imed_between(probs_by_layer(clean), SEED).numpy()
+            between = layer_metrics.imed_between(probs_by_layer(clean), SEED).numpy()
 
         def put_transformed(name: str, out: Values) -> None:
             affines = draw_affines(name, len(images), images.shape[-2:], SEED)
             moved = move_images(images, affines, self.batch)
             _, records = predict_in_batches(subject.model, moved, self.batch)
-            lengths = imed_by_image(probs_by_layer(clean), probs_by_layer(records)).numpy()
+            lengths = layer_metrics.imed_by_image(
+                probs_by_layer(clean), probs_by_layer(records)
+            ).numpy()
             out.put("imed", lengths, transform=name)
             if between is not None:
                 share = imed_over_between_images(lengths, between)
                 out.put("imed_normalised", share, transform=name)
-            same = [float(layer.mean()) for layer in expert_agreement(clean, records)]
+            same = [float(layer.mean()) for layer in layer_metrics.expert_agreement(clean, records)]
             out.put("agreement_transformed", sum(same) / len(same), transform=name)
 
         for name in TRANSFORMS:
@@ -109,7 +106,8 @@ class Invariance(Measurement):
         # An image of several classes counts for each of them.
         chosen = tuple(record.map_tensors(lambda field: field[rows]) for record in clean)
         out.facts["classes"] = task.classes
-        out.facts["class_maps"] = class_expert_probs(chosen, classes, len(task.classes))
+        maps = layer_metrics.class_expert_probs(chosen, classes, len(task.classes))
+        out.facts["class_maps"] = maps
 
 
 def imed_over_between_images(lengths: np.ndarray, between: np.ndarray) -> Interval | None:

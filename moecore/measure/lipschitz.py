@@ -40,9 +40,7 @@ METRICS = {  # slopes in ℓ2, logits over pixels in [0, 1]: see ``LipschitzSlop
         "lower",
         note="slope of the steepest pair of images found around an image; mean over images",
     ),
-    "lipschitz_lower_bound": Metric(
-        "Lipschitz, at least (largest)", "lower", note="over all images"
-    ),
+    "lipschitz_lower_bound": Metric("Lipschitz, at least (largest)", "lower", note="of all images"),
     # share of images whose steepest pair chooses different experts
     "at_boundary": Metric("", form="share"),
     "jump_max": Metric(""),
@@ -52,9 +50,7 @@ METRICS = {  # slopes in ℓ2, logits over pixels in [0, 1]: see ``LipschitzSlop
         note="share of the bound that is the router's term, mean over layers",
         detail=True,
     ),
-    "lemma1_violations": Metric(
-        "Lemma 1, violated", form="count", note="tokens; none is expected", detail=True
-    ),
+    "lemma1_violations": Metric("Lemma 1, violated", form="count", note="expected: 0", detail=True),
 }
 METRICS = {name: metric._replace(paper="adversarial") for name, metric in METRICS.items()}
 
@@ -170,9 +166,7 @@ def slopes_at(
             image_batches(images, batch, device), labels.split(batch), strict=True
         ):
             pixels = pixels.double()
-            jacobians = lipschitz_lemma.row_jacobians(
-                lambda images: exact(images).prediction, pixels
-            )
+            jacobians = lipschitz_lemma.row_jacobians(lambda rows: exact(rows).prediction, pixels)
             local, direction = top_singular_pair(jacobians)
             best = find_steepest_pair(exact, pixels, direction.view_as(pixels), radius, steps)
             pair, crossed, jump = halve_to_steeper(exact, best, halvings)
@@ -300,12 +294,8 @@ class Lipschitz(Measurement):
     metrics = METRICS
     page = OnPage("a Lipschitz estimate", place=13)
 
-    images: int = Field(
-        100, ge=1, description="Test images, evenly spread; the same for every method."
-    )
-    lemma_tokens: int = Field(
-        64, ge=1, description="Tokens of these images at which Lemma 1 is evaluated, per MoE layer."
-    )
+    images: int = Field(100, ge=1, description="Test images, evenly spread.")
+    lemma_tokens: int = Field(64, ge=1, description="Their tokens for Lemma 1, per MoE layer.")
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         """Put slopes of the logits at test images, and Lemma 1 at their tokens."""

@@ -46,12 +46,8 @@ METRICS = {
     ),
     "text_to_image_chance": Metric(""),
     "image_to_text_chance": Metric(""),
-    "text_load_cv2": Metric(
-        "Load CV², words", "lower", note="of the text tower's experts, over words of test captions"
-    ),
-    "text_entropy": Metric(
-        "Entropy, words", note="of the text tower's routing of a word, nats", detail=True
-    ),
+    "text_load_cv2": Metric("Load CV², words", "lower", note="text tower, over words of captions"),
+    "text_entropy": Metric("Entropy, words", note="routing of a word, nats", detail=True),
     "word_same_expert": Metric(
         "One word, one expert",
         form="share",
@@ -105,12 +101,10 @@ class Retrieval(Measurement):
         out.facts |= {"images": len(labels), "captions": captions}
         out.facts["scale"] = float(sides[:, :-1].norm(dim=1).mean())
         put_caption_routing(subject, labels, out)
-        out.facts |= captioned_pictures(subject, images, labels)
+        out.facts |= caption_pictures(subject, images, labels)
 
 
-def captioned_pictures(
-    subject: MeasuredModel, images: np.ndarray, labels: Tensor
-) -> dict[str, Any]:
+def caption_pictures(subject: MeasuredModel, images: np.ndarray, labels: Tensor) -> dict[str, Any]:
     """Return "overlays" and "captions_read" of a few images: experts of patches and of words."""
     indices = evenly_spaced_indices(len(images), PICTURES)
     towers = expert_gallery.find_two_towers(subject.model)
@@ -129,13 +123,11 @@ def captioned_pictures(
             [[(tokenizer.word(token), []) for token in row[mask].tolist()]]
             for row, mask in zip(tokens, masks, strict=True)
         ]
-    return {
-        "overlays": expert_gallery.encode_expert_overlays(few, records),
-        "captions_read": [
-            [[(word, ranked[0] if ranked else -1) for word, ranked in layer] for layer in caption]
-            for caption in read
-        ],
-    }
+    best = [
+        [[(word, ranked[0] if ranked else -1) for word, ranked in layer] for layer in caption]
+        for caption in read
+    ]
+    return {"overlays": expert_gallery.encode_expert_overlays(few, records), "captions_read": best}
 
 
 def put_recall(
@@ -199,15 +191,11 @@ def summarize_caption_routing(
         "word_same_expert": same_expert_rate(table),
         "word_same_expert_chance": same_expert_rate(overall[None]),
     }
-    rows = [
-        {
-            "word": tokenizer.word(word),
-            "count": int(counts[word]),
-            "experts": [round(value, 4) for value in (table[word] / counts[word]).tolist()],
-        }
-        for word in shown
-        if counts[word]
-    ]
+    rows = []
+    for word in (word for word in shown if counts[word]):
+        experts = [round(value, 4) for value in (table[word] / counts[word]).tolist()]
+        row = {"word": tokenizer.word(word), "count": int(counts[word]), "experts": experts}
+        rows.append(row)
     return numbers, rows
 
 

@@ -98,35 +98,23 @@ class Robustness(Measurement):
     metrics = METRICS
     page = OnPage("robustness", place=4, about="worst")
 
-    images: int = Field(
-        512, ge=1, description="Test images, drawn once; the same for every method."
-    )
+    images: int = Field(512, ge=1, description="Test images, drawn once for every method.")
     epsilons: tuple[Epsilon, ...] = Field(
         min_length=1,
         description="Radii of the L∞ ball in pixel units [0, 1]; 0 is added. An attack's eps "
         "replaces them for that attack.",
     )
     attacks: tuple[Attack, ...] = Field(min_length=1)
-    routers: RouterAttacks | None = Field(
-        None, description="Attacks on the routers, in addition; null: none."
-    )
+    routers: RouterAttacks | None = Field(None, description="On the routers, too; null: none.")
     transfer: Attack | None = Field(
         None,
         description="Attack on the dense model and on the next seed's, by the stage transferred, "
         "whose images this model gets; null: none.",
     )
-    batch: int = Field(
-        128, ge=1, description="Images per pass; rounded down to groups that share a capacity."
-    )
-    precision: Precision = Field(
-        "float32", description="Of the attack's passes; attacked images are scored in float32."
-    )
-    survivors: bool = Field(
-        False, description="Attack only images that are right when clean; no routing change."
-    )
-    audit: AuditSettings = Field(
-        AuditSettings(), description="Additional attacks that check the strength of the others."
-    )
+    batch: int = Field(128, ge=1, description="Images per pass, rounded to groups of a capacity.")
+    precision: Precision = Field("float32", description="Of the attack's passes; scores: float32.")
+    survivors: bool = Field(False, description="Attack only right images; no routing change.")
+    audit: AuditSettings = Field(AuditSettings(), description="Attacks that check the others.")
 
     def misfits(self, around: Surroundings) -> Misfits:
         """Yield misfits: text, which has no pixels, and survivors if no image is right or wrong."""
@@ -240,16 +228,9 @@ def target_on_drawn_images(subject: MeasuredModel, settings: Robustness) -> Targ
     test = subject.data.test
     indices = draw_image_indices(len(test.labels), settings.images, SEED)
     labels = subject.model.targets(torch.from_numpy(test.labels[indices]))
-    return Target(
-        subject.model,
-        subject.data.task.with_gallery(labels),
-        test.images[indices],
-        labels,
-        settings.batch,
-        SEED,
-        settings.precision,
-        people=test.people_at(indices),
-    )
+    task, images = subject.data.task.with_gallery(labels), test.images[indices]
+    sizes = (settings.batch, SEED, settings.precision)
+    return Target(subject.model, task, images, labels, *sizes, people=test.people_at(indices))
 
 
 def check_attack_settings(settings: Robustness, task: Task) -> None:

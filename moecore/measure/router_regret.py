@@ -28,7 +28,7 @@ from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.predict import VOXELS, coupled_image_count, image_batches, model_device, read_block
 from moecore.nn.routing_traces import coarse_patch_indices, finest_layout
 from moecore.statistics.comparisons import linearize_ratio
-from moecore.statistics.intervals import first_half
+from moecore.statistics.intervals import People, first_half
 from moecore.tasks.base import Task
 from moecore.tasks.image_text import ImageText
 from moecore.tasks.next_token import NextToken
@@ -84,14 +84,10 @@ class RouterRegret(Measurement):
         ),
     )
 
-    images: int | None = Field(
-        32, ge=4, description="Test images, evenly spread, the same for every method; null: all."
-    )
+    images: int | None = Field(32, ge=4, description="Test images, evenly spread; null: all.")
     tokens: int = Field(8, ge=1, description="Random tokens per image, the same for every method.")
     batch: int = Field(256, ge=1, description="Forward passes per batch.")
-    explored: int = Field(
-        8, ge=0, description="Explorer's images for which each token's best experts are stored."
-    )
+    explored: int = Field(8, ge=0, description="Explorer's images whose best experts are stored.")
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
@@ -230,9 +226,7 @@ def best_choices(
     return choices
 
 
-def regret_metrics_by_image(
-    losses: np.ndarray, people: np.ndarray | None = None
-) -> dict[str, np.ndarray]:
+def regret_metrics_by_image(losses: np.ndarray, people: People = None) -> dict[str, np.ndarray]:
     """Return metric → (N,) from losses (N, n, S + 1); halves of images do not split ``people``."""
     images, tokens = losses.shape[:2]
     sets = losses[..., :-1].reshape(images * tokens, -1)

@@ -69,15 +69,8 @@ AGREED = "tokens with the same first expert"
 
 def layer_metric(label: str, better: str, form: str, note: str, paper: str) -> Metric:
     """Return a ``Metric`` with one table column per MoE layer."""
-    return Metric(
-        f"{label}, MoE {{}}",
-        better,
-        form,
-        note=f"{note}; MoE layer {{}}",
-        paper=paper,
-        over="layer",
-        detail=True,
-    )
+    label, note = f"{label}, MoE {{}}", f"{note}; MoE layer {{}}"
+    return Metric(label, better, form, note, paper=paper, over="layer", detail=True)
 
 
 def map_metrics(place: str, description: str) -> dict[str, Metric]:
@@ -85,9 +78,8 @@ def map_metrics(place: str, description: str) -> dict[str, Metric]:
     metrics = {}
     for share, (name, quantity) in MAP_SHARES.items():
         label, note = f"{name}, {place}", f"{quantity} {description}"
-        metrics[f"{place}_{share}"] = Metric(
-            label, "", "share", note, paper="moge", is_fixed=share == "cells"
-        )
+        fixed = share == "cells"
+        metrics[f"{place}_{share}"] = Metric(label, "", "share", note, "moge", is_fixed=fixed)
         if share != "cells":
             metrics[f"{place}_{share}_layer"] = layer_metric(label, "", "share", note, "moge")
     return metrics
@@ -126,9 +118,7 @@ METRICS = {
         for name, (label, same) in MATCHES.items()
     },
     **{
-        f"{name}_layer": layer_metric(
-            label, better, "number", "of a token, mean over tokens", "prc"
-        )
+        f"{name}_layer": layer_metric(label, better, "number", "of a token, mean of tokens", "prc")
         for name, (label, better, _) in CONFIDENCES.items()
     },
     "load_cv2": Metric(
@@ -137,9 +127,7 @@ METRICS = {
         note="variance / mean² of the tokens per expert, mean over layers",
         paper="ermoe",
     ),
-    "max_violation": Metric(
-        "MaxVio", "lower", note="load of the most used expert / mean load − 1, mean over layers"
-    ),
+    "max_violation": Metric("MaxVio", "lower", note="largest / mean load − 1, mean over layers"),
     "dead": Metric("Dead experts", "lower", "share", "experts with under 1 % of the mean load"),
     "experts_per_token": Metric("Experts a token", note="chosen before capacity, mean over layers"),
     "unrouted": Metric("Unrouted", "", "share", "tokens that chose no expert, mean over layers"),
@@ -165,21 +153,15 @@ METRICS = {
         paper="ermoe",
         needs="thresholds",
     ),
-    "tail_of_probs": Metric(
-        "Tail of the probabilities", note="probability outside the best k", paper="ermoe"
-    ),
+    "tail_of_probs": Metric("Tail of the probabilities", note="outside the best k", paper="ermoe"),
     "teacher_agreement": Metric(
         "Agreement with teacher", "", "share", f"{AGREED}; mean over layers", "tgr", needs="guide"
     ),
     "teacher_agreement_layer": layer_metric(
         "Agreement with teacher", "", "share", AGREED, "tgr"
     )._replace(detail=False, needs="guide"),
-    "entropy": Metric(
-        "Expert entropy", "higher", note="normalised entropy of use, mean over layers", paper="tgr"
-    ),
-    "token_entropy": Metric(
-        "Token entropy", note="nats, of a token's probabilities; mean over layers", paper="tgr"
-    ),
+    "entropy": Metric("Expert entropy", "higher", note="normalised, mean over layers", paper="tgr"),
+    "token_entropy": Metric("Token entropy", note="nats of a token; mean over layers", paper="tgr"),
     **{
         name: metric
         for place, description in BORDER.items()
@@ -238,16 +220,10 @@ class Routing(Measurement):
     augmentations: tuple[Preset | TwoViewAugmentation, ...] = Field(
         AUGMENTATIONS, description="Each compared like views: presets, or {name, views, noise}."
     )
-    augmentation_images: int = Field(
-        200, ge=1, description="How many of the images are compared under each augmentation."
-    )
-    sweeps: SweepSettings = Field(
-        SweepSettings(), description="Trained weights under other k and thresholds (ERMoE, S3, S5)."
-    )
+    augmentation_images: int = Field(200, ge=1, description="Images compared per augmentation.")
+    sweeps: SweepSettings = Field(SweepSettings(), description="Other k and T (ERMoE, S3, S5).")
 
-    roles: ExpertRoles | None = Field(
-        None, description="Analysis of the experts' roles, from the same pass; null: none."
-    )
+    roles: ExpertRoles | None = Field(None, description="Experts' roles, same pass; null: none.")
 
     @model_validator(mode="after")
     def _roles_and_names_fit(self) -> Self:

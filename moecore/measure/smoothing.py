@@ -74,15 +74,11 @@ class Smoothing(Measurement):
         ),
     )
 
-    images: int = Field(
-        100, ge=1, description="Test images, evenly spread; the same for every method."
-    )
+    images: int = Field(100, ge=1, description="Test images, evenly spread.")
     sigma: float = Field(0.25, gt=0, le=2, description="σ of the noise, of pixels in [0, 1].")
     guesses: int = Field(100, ge=1, description="Draws per image that choose its class (n₀).")
     draws: int = Field(1000, ge=1, description="Draws per image that certify this class (n).")
-    alpha: float = Field(
-        0.001, gt=0, lt=0.5, description="Probability per image of a wrong certificate (α)."
-    )
+    alpha: float = Field(0.001, gt=0, lt=0.5, description="Probability of a wrong certificate (α).")
     radii: tuple[Radius, ...] = Field(
         (0.0, 0.125, 0.25, 0.375, 0.5, 0.75, 1.0),
         min_length=1,
@@ -122,12 +118,8 @@ class Smoothing(Measurement):
     def put_certificates(self, model: Model, images: Split, routes: str, out: Values) -> None:
         pictures = image_batches(images.images, 1, model_device(model))
         generators = image_generators(SEED, range(len(images.labels)))
-        counts = np.array(
-            [
-                self.count_classes(model, image, generator, routes == "fixed")
-                for image, generator in zip(pictures, generators, strict=True)
-            ]
-        )
+        pairs = zip(pictures, generators, strict=True)
+        counts = np.array([self.count_classes(model, *pair, routes == "fixed") for pair in pairs])
         classes = counts[:, 0].argmax(axis=1)
         votes = counts[np.arange(len(classes)), 1, classes]
         radii = certified_radius(votes, self.draws, self.sigma, self.alpha)

@@ -81,13 +81,9 @@ class Stability(Measurement):
         about="noise_selection_change",
     )
 
-    images: int | None = Field(
-        100, ge=1, description="Test images, evenly spread, the same for every method; null: all."
-    )
+    images: int | None = Field(100, ge=1, description="Test images, evenly spread; null: all.")
     overlays: int = Field(4, ge=0, le=8, description="Images shown with their experts and ramps.")
-    sigmas: tuple[Sigma, ...] = Field(
-        SIGMAS, min_length=1, description="σ of the noise; pixels lie in [0, 1]."
-    )
+    sigmas: tuple[Sigma, ...] = Field(SIGMAS, min_length=1, description="σ of noise in [0, 1].")
     steps: int = Field(40, ge=1, description="Equal steps of the ramp.")
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:

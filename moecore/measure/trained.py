@@ -84,13 +84,9 @@ METRICS = {
         "cache (MoGE, table 3)",
         needs="text",
     ),
-    "ppl_all": Metric(
-        "Perplexity, all", "lower", note="every word once, in one stream", needs="text"
-    ),
+    "ppl_all": Metric("Perplexity, all", "lower", note="every word, in one stream", needs="text"),
     "parameters": Metric("Parameters", form="count", is_fixed=True),
-    "active_parameters": Metric(
-        "Active parameters", form="count", note="used for one token", is_fixed=True
-    ),
+    "active_parameters": Metric("Active parameters", form="count", note="per token", is_fixed=True),
     "images_per_second": Metric("{items} / s", form="count", note="while training"),
     "seconds": Metric("Training time", form="seconds"),
     "training_overhead": Metric(
@@ -109,9 +105,7 @@ METRICS = {
         # A step that was not logged is after the end: the loss was not reached in training.
         is_bound=lambda result, step: step not in {row["step"] for row in outcome_of(result).curve},
     ),
-    "agreement_with_final": epoch_agreement_metric(
-        "Agreement with final model", "tokens, halfway through training"
-    ),
+    "agreement_with_final": epoch_agreement_metric("Agreement with final model", "tokens, halfway"),
     "saturation": epoch_agreement_metric(
         "Saturation",
         "share of a token's final experts that it has halfway through training; k/E by chance",

@@ -110,19 +110,13 @@ def build_transfer_targets(
     places = draw_image_indices(len(test.labels), settings.images, SEED)
     images = test.images[places]
     labels = torch.from_numpy(test.labels[places])
-    return {
-        name: Target(
-            model,
-            data.task.with_gallery(model.targets(labels)),
-            images,
-            model.targets(labels),
-            BATCH,
-            SEED,
-            settings.precision,
-            people=test.people_at(places),
-        )
-        for name, model in models.items()
-    }
+    shared = {"precision": settings.precision, "people": test.people_at(places)}
+    targets = {}
+    for name, model in models.items():
+        truth = model.targets(labels)
+        task = data.task.with_gallery(truth)
+        targets[name] = Target(model, task, images, truth, BATCH, SEED, **shared)
+    return targets
 
 
 def put_transfer(out: Values, pairs: Mapping[tuple[str, str], Tensor]) -> None:
@@ -141,11 +135,8 @@ def put_transfer(out: Values, pairs: Mapping[tuple[str, str], Tensor]) -> None:
 
 def check_no_stronger_transfer(task: Task, result: Found) -> AuditLine:
     """Return an ``AuditLine`` on whether no transferred attack does more harm than a direct one."""
-    foreign = [
-        value
-        for value in result.all("transferred_difference")
-        if value.at["made_on"] != value.at["scored_by"]
-    ]
+    pairs = result.all("transferred_difference")
+    foreign = [value for value in pairs if value.at["made_on"] != value.at["scored_by"]]
     if not foreign:
         return unevaluated_audit_line("transfer", "there is no second model that can be attacked")
     stronger = [

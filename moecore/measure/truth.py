@@ -4,7 +4,7 @@ N images, T tokens per image, E experts, D kinds of tokens. Adjusted mutual info
 Epps & Bailey (2010). The null permutes truths among whole images, which keeps their structure.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -19,23 +19,9 @@ from moecore.core.config import Config
 from moecore.core.routing_records import first_choices
 from moecore.data.corruptions import SIGMAS
 from moecore.data.prepared import evenly_spaced_indices
+from moecore.measure import changed_images
 from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
-from moecore.measure.changed_images import (
-    ChangedImages,
-    iterate_attacked_images,
-    iterate_noisy_images,
-)
-from moecore.measure.routing_metrics.epochs import (
-    expert_purity,
-    expert_truth_tables,
-    purity_over_layers,
-    token_kinds,
-)
-from moecore.measure.routing_metrics.expert_information import (
-    MIN_IMAGES,
-    mutual_information,
-    permute_images,
-)
+from moecore.measure.routing_metrics import epochs, expert_information
 from moecore.measure.values import Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
@@ -56,9 +42,7 @@ METRICS = {
         note="tokens that are of their expert's most frequent kind, over test images; mean over "
         "MoE layers",
     ),
-    "purity_chance": Metric(
-        "Purity by chance", "", "share", "the same with truths permuted among images", detail=True
-    ),
+    "purity_chance": Metric("Purity by chance", "", "share", "with permuted truths", detail=True),
     "adjusted_mutual_information": Metric(
         "AMI of expert and truth",
         "higher",
@@ -102,7 +86,7 @@ class Truth(Measurement):
     page = OnPage("experts and truth", place=7)
 
     images: int | None = Field(
-        None, ge=MIN_IMAGES, description="Test images, evenly spread; null: all of them."
+        None, ge=expert_information.MIN_IMAGES, description="Evenly spread; null: all of them."
     )
 
     @classmethod
@@ -136,7 +120,7 @@ class Truth(Measurement):
         _, records = predict_in_batches(model, pixels, prediction=False)
         layers = []
         for index, (record, layout) in enumerate(zip(records, model.layouts, strict=True)):
-            kinds = token_kinds(pixels, layout)
+            kinds = epochs.token_kinds(pixels, layout)
             numbers = (record.probs.shape[-1], model.image.truth)
             compute = partial(truth_layer, first_choices(record), kinds, *numbers)
             layers.append(load_or_compute(out.parts, f"layer {index}", TruthLayer, compute))
@@ -169,18 +153,12 @@ def truth_layer(experts: Tensor, kinds: Tensor, expert_count: int, kind_count: i
     from sklearn.metrics import adjusted_mutual_info_score, normalized_mutual_info_score
 
     chosen, truth = experts.numpy(), kinds.numpy()
-    tables = expert_truth_tables(chosen, truth, expert_count, kind_count)
+    tables = epochs.expert_truth_tables(chosen, truth, expert_count, kind_count)
     total = tables.sum(axis=0)
-    purity = bootstrap_interval(
-        lambda resample: expert_purity(tables[resample].sum(axis=0)),
-        len(tables),
-        RESAMPLES,
-        lowest=0.0,
-        highest=1.0,
-    )
-    null_tables = permuted_truth_tables(chosen, truth, expert_count, kind_count)
-    information = mutual_information(total)
-    null_information = np.array([mutual_information(table) for table in null_tables])
+    purity = bootstrap_purity([tables])
+    nulls = permuted_truth_tables(chosen, truth, expert_count, kind_count)
+    information = expert_information.mutual_information(total)
+    null_information = np.array([expert_information.mutual_information(table) for table in nulls])
     is_known = (truth > 0) & (chosen >= 0)
     labels = (truth[is_known], chosen[is_known])
     rows, columns = scipy.optimize.linear_sum_assignment(total, maximize=True)
@@ -188,7 +166,7 @@ def truth_layer(experts: Tensor, kinds: Tensor, expert_count: int, kind_count: i
     order = [*matched, *np.setdiff1d(np.arange(expert_count), matched)]
     is_as_high = null_information >= information
     numbers = {
-        "purity_chance": np.mean([expert_purity(table) for table in null_tables]),
+        "purity_chance": np.mean([epochs.expert_purity(table) for table in nulls]),
         "adjusted_mutual_information": adjusted_mutual_info_score(*labels),
         "normalised_mutual_information": normalized_mutual_info_score(*labels),
         "matched_to_truth": total[rows, columns].sum() / total.sum(),
@@ -200,14 +178,22 @@ def truth_layer(experts: Tensor, kinds: Tensor, expert_count: int, kind_count: i
     return TruthLayer(values=values, counts=total[order].tolist())
 
 
+def bootstrap_purity(tables: Sequence[np.ndarray]) -> Interval:
+    """Return the mean purity of the layers' tables (N, E, D), with an interval over images."""
+
+    def purity(rows: np.ndarray) -> float:
+        return epochs.purity_over_layers([table[rows].sum(axis=0) for table in tables])
+
+    return bootstrap_interval(purity, len(tables[0]), RESAMPLES, lowest=0.0, highest=1.0)
+
+
 def permuted_truth_tables(
     experts: np.ndarray, kinds: np.ndarray, expert_count: int, kind_count: int
 ) -> list[np.ndarray]:
     """Return counts of tokens by expert and kind, (E, D), per permutation of kinds among images."""
-    return [
-        expert_truth_tables(experts, permuted, expert_count, kind_count).sum(axis=0)
-        for permuted in permute_images(kinds, PERMUTATIONS, SEED)
-    ]
+    permuted = expert_information.permute_images(kinds, PERMUTATIONS, SEED)
+    sizes = (expert_count, kind_count)
+    return [epochs.expert_truth_tables(experts, each, *sizes).sum(axis=0) for each in permuted]
 
 
 def put_perturbed_purity(subject: MeasuredModel, out: Values) -> None:
@@ -220,28 +206,23 @@ def put_perturbed_purity(subject: MeasuredModel, out: Values) -> None:
     target = Target(model, subject.data.task, images, labels, BATCH, SEED)
     clean = target.clean_images()
     channels = model.image.channels
-    noisy = iterate_noisy_images(clean, few.tolist(), SIGMAS, seed=SEED, channels=channels)
-    attacked = iterate_attacked_images(target, ATTACK, EPSILONS)
-    kinds = [token_kinds(torch.from_numpy(images), layout).numpy() for layout in model.layouts]
+    noisy = changed_images.iterate_noisy_images(
+        clean, few.tolist(), SIGMAS, seed=SEED, channels=channels
+    )
+    attacked = changed_images.iterate_attacked_images(target, ATTACK, EPSILONS)
+    pixels = torch.from_numpy(images)
+    kinds = [epochs.token_kinds(pixels, layout).numpy() for layout in model.layouts]
     kind_count = model.image.truth
 
-    def purity_of(variant: ChangedImages) -> Interval:
+    def purity_of(variant: changed_images.ChangedImages) -> Interval:
         _, records = target.predict_images(variant.pixels)
-        tables = [
-            expert_truth_tables(
-                first_choices(record).numpy(), layer_kinds, record.probs.shape[-1], kind_count
-            )
-            for record, layer_kinds in zip(records, kinds, strict=True)
-        ]
-        return bootstrap_interval(
-            lambda resample: purity_over_layers([table[resample].sum(axis=0) for table in tables]),
-            len(few),
-            RESAMPLES,
-            lowest=0.0,
-            highest=1.0,
-        )
+        tables = []
+        for record, truth in zip(records, kinds, strict=True):
+            sizes = (record.probs.shape[-1], kind_count)
+            tables.append(epochs.expert_truth_tables(first_choices(record).numpy(), truth, *sizes))
+        return bootstrap_purity(tables)
 
-    unchanged = purity_of(ChangedImages("clean", "clean", clean))
+    unchanged = purity_of(changed_images.ChangedImages("clean", "clean", clean))
     out.put("changed_purity", unchanged, noise=0.0)
     out.put("changed_purity", unchanged, attack=0.0)
     strengths = (*SIGMAS, *(PIXEL * epsilon for epsilon in EPSILONS))

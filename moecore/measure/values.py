@@ -21,7 +21,7 @@ from moecore.core.arrays_as_text import decode_float_array, encode_exact, pack_n
 from moecore.core.config import Config
 from moecore.core.files import to_jsonable
 from moecore.statistics.comparisons import linearize_by_person
-from moecore.statistics.intervals import Interval, bootstrap_mean, mean_share
+from moecore.statistics.intervals import Interval, People, bootstrap_mean, mean_share
 from moecore.tasks.base import Task
 
 SCORE = "score"  # as a form or direction: that of the task's score
@@ -181,7 +181,7 @@ class Values:
         self.metrics = metrics
         self.task = task
         self.parts = parts
-        self.people: np.ndarray | None = None  # (N,), where a person has several items
+        self.people: People = None  # (N,), where a person has several items
         self.values: list[Value] = []
         self.facts: dict[str, Any] = {}
         self.skipped: list[str] = []

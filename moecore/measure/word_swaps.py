@@ -78,12 +78,8 @@ class WordSwaps(Measurement):
         ),
     )
 
-    images: int | None = Field(
-        None, ge=1, description="Blocks of the test text, the same for every method; null: all."
-    )
-    shares: tuple[Share, ...] = Field(
-        (0.015, 0.15), min_length=1, description="Shares of the words that become <unk>."
-    )
+    images: int | None = Field(None, ge=1, description="Blocks of the test text; null: all.")
+    shares: tuple[Share, ...] = Field((0.015, 0.15), min_length=1, description="Swapped for <unk>.")
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:

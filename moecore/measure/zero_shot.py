@@ -119,15 +119,11 @@ class ZeroShot(Measurement):
             out.put("zero_shot_top5", mean_share(is_among_best.numpy()))
         out.facts |= {"data": source_name, "images": len(labels), "templates": len(self.templates)}
         out.facts["chance"] = 1 / len(names)
-        out.facts["classes"] = [
-            {
-                "name": name,
-                "images": int((labels == number).sum()),
-                "correct": int(is_right[labels == number].sum()),
-                "unknown": unknown[number],
-            }
-            for number, name in enumerate(names)
-        ]
+        out.facts["classes"] = rows = []
+        for number, name in enumerate(names):
+            hits = is_right[labels == number]
+            row = {"name": name, "images": len(hits), "correct": int(hits.sum())}
+            rows.append(row | {"unknown": unknown[number]})
 
 
 def class_vectors_and_unknown_words(

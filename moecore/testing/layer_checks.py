@@ -16,12 +16,7 @@ from moecore.nn.balances.base import Balance
 from moecore.nn.dispatch import Rows, single_expert_rows
 from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.moe import (
-    NOT_IN_TEXTS,
-    MoEFeedForward,
-    build_moe_feed_forward,
-    update_routers,
-)
+from moecore.nn.layers import moe
 from moecore.nn.predict import coupled_image_count
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK
@@ -59,7 +54,7 @@ def check_router(router: Router | type[Router], experts: Experts = EXPERTS) -> N
         AssertionError: a promise is broken; one line with the router's name.
     """
     settings = settings_of(router)
-    check_build_on_meta(settings, lambda: build_moe_feed_forward(settings, experts, WIDTH))
+    check_build_on_meta(settings, lambda: moe.build_moe_feed_forward(settings, experts, WIDTH))
     layer = build_drawn_layer(settings, experts)
     _check_record(settings, layer)
     _check_weighted_sum(settings, layer)
@@ -91,19 +86,19 @@ def check_balance(balance: Balance | type[Balance]) -> None:
     layer = build_drawn_layer(settings).eval()
     tokens, context = make_tokens_and_context(settings, layer)
     before = copy.deepcopy(layer.state_dict())
-    update_routers(layer, layer(tokens, context)[1])
+    moe.update_routers(layer, layer(tokens, context)[1])
     assert_that(settings.balance, has_same_state(layer, before), "evaluation teaches it nothing")
 
 
-def build_drawn_layer(router: Any, experts: Any = EXPERTS) -> MoEFeedForward:
+def build_drawn_layer(router: Any, experts: Any = EXPERTS) -> moe.MoEFeedForward:
     """Return a layer of this router and these experts with large random weights."""
-    layer = build_moe_feed_forward(router, experts, WIDTH)
+    layer = moe.build_moe_feed_forward(router, experts, WIDTH)
     draw_weights(layer)
     return layer
 
 
 def make_tokens_and_context(
-    router: Any, layer: MoEFeedForward, seed: int = 1
+    router: Any, layer: moe.MoEFeedForward, seed: int = 1
 ) -> tuple[Tensor, RoutingContext]:
     """Return tokens (B, T, d) and a context with what ``router.wants`` names, of random numbers."""
     # A group shares the experts' capacity; attention of a token is 0 for later ones.
@@ -125,7 +120,7 @@ def make_tokens_and_context(
     return tokens, RoutingContext(**inputs, progress=0.0)
 
 
-def count_candidate_experts(layer: MoEFeedForward) -> int:
+def count_candidate_experts(layer: moe.MoEFeedForward) -> int:
     """Return the number of experts that a router chooses among, also those without computation."""
     zero_experts = layer.zero_computation
     return layer.number + (0 if zero_experts is None else sum(zero_experts.sizes))
@@ -149,10 +144,10 @@ def is_causal(router: Any) -> bool:
         router.check_causal()
     except UserError:
         return False
-    return not router.wants & NOT_IN_TEXTS
+    return not router.wants & moe.NOT_IN_TEXTS
 
 
-def _check_record(router: Any, layer: MoEFeedForward) -> None:
+def _check_record(router: Any, layer: moe.MoEFeedForward) -> None:
     tokens, context = make_tokens_and_context(router, layer)
     for training in (True, False):
         output, (record,) = layer.train(training)(tokens, context)
@@ -176,7 +171,7 @@ def _check_record(router: Any, layer: MoEFeedForward) -> None:
         assert_that(router, not unchosen, "combine is 0 where an expert is not chosen")
 
 
-def _check_weighted_sum(router: Any, layer: MoEFeedForward) -> None:
+def _check_weighted_sum(router: Any, layer: moe.MoEFeedForward) -> None:
     """Raise AssertionError unless the layer is the sum of all experts, weighted by ``combine``."""
     tokens, context = make_tokens_and_context(router, layer)
     if not layer.eval().shares_basis:
@@ -185,7 +180,7 @@ def _check_weighted_sum(router: Any, layer: MoEFeedForward) -> None:
         if not is_token.all() or rows.shares is not None:  # mixtures of tokens, or of networks
             return
 
-    def slow(twin: MoEFeedForward, values: Tensor) -> Tensor:
+    def slow(twin: moe.MoEFeedForward, values: Tensor) -> Tensor:
         combine = twin(values, context)[1][0].combine
         routed = sum_all_experts(twin.experts, values, combine)
         if twin.zero_computation is not None:
@@ -220,7 +215,9 @@ def sum_all_experts(experts: ExpertsModule, tokens: Tensor, combine: Tensor) -> 
 
 
 def _outputs_and_gradients(
-    layer: MoEFeedForward, tokens: Tensor, forward: Callable[[MoEFeedForward, Tensor], Tensor]
+    layer: moe.MoEFeedForward,
+    tokens: Tensor,
+    forward: Callable[[moe.MoEFeedForward, Tensor], Tensor],
 ) -> list[Tensor]:
     """Return the output, then gradients of a projection of it for tokens and each parameter."""
     leaf = tokens.clone().requires_grad_()
@@ -233,7 +230,7 @@ def _outputs_and_gradients(
     return [output, *gradients]
 
 
-def _check_gradient(router: Any, layer: MoEFeedForward) -> None:
+def _check_gradient(router: Any, layer: moe.MoEFeedForward) -> None:
     parameters = list(layer.router.parameters())
     if not parameters:
         return
@@ -248,7 +245,7 @@ def _check_gradient(router: Any, layer: MoEFeedForward) -> None:
     assert_that(router, reached, "a gradient of the output or the record reaches the router")
 
 
-def _check_evaluation(router: Any, layer: MoEFeedForward) -> None:
+def _check_evaluation(router: Any, layer: moe.MoEFeedForward) -> None:
     tokens, context = make_tokens_and_context(router, layer.eval())
     before = torch.get_rng_state()
     first, repeated = layer(tokens, context), layer(tokens, context)
@@ -262,7 +259,7 @@ def _check_evaluation(router: Any, layer: MoEFeedForward) -> None:
     assert_that(router, torch.equal(alone[1][0].chosen, first[1][0].chosen[:group]), promise)
 
 
-def _check_autocast(router: Any, layer: MoEFeedForward) -> None:
+def _check_autocast(router: Any, layer: moe.MoEFeedForward) -> None:
     tokens, context = make_tokens_and_context(router, layer.eval())
     _, (expected,) = layer(tokens, context)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -285,7 +282,7 @@ def _check_resuming(router: Any, experts: Any) -> None:
     assert_that(router, has_same_state(uninterrupted, resumed.state_dict()), promise)
 
 
-def _train_steps(router: Any, layer: MoEFeedForward, steps: range) -> None:
+def _train_steps(router: Any, layer: moe.MoEFeedForward, steps: range) -> None:
     layer.train()
     for step in steps:
         tokens, context = make_tokens_and_context(router, layer, seed=100 + 10 * step)
@@ -298,10 +295,10 @@ def _train_steps(router: Any, layer: MoEFeedForward, steps: range) -> None:
         with torch.no_grad():
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter -= 0.1 * gradient
-        update_routers(layer, [record], progress=0.0)
+        moe.update_routers(layer, [record], progress=0.0)
 
 
-def _check_causality(router: Any, layer: MoEFeedForward) -> None:
+def _check_causality(router: Any, layer: moe.MoEFeedForward) -> None:
     layer = copy.deepcopy(layer).double()
     tokens, context = make_tokens_and_context(router, layer)
     tokens = tokens.double()
@@ -318,7 +315,7 @@ def _check_causality(router: Any, layer: MoEFeedForward) -> None:
             assert_that(router, not moved[0, :place].any() and not moved[1:].any(), promise)
 
 
-def _seeded_call(layer: MoEFeedForward, tokens: Tensor, context: RoutingContext) -> Tensor:
+def _seeded_call(layer: moe.MoEFeedForward, tokens: Tensor, context: RoutingContext) -> Tensor:
     """Return the output and the record as one tensor (B, T, d + 5E), with a fixed seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

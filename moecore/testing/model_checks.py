@@ -129,9 +129,7 @@ def _check_model(part: Any, model: BackboneModel) -> None:
     alone = model(images[:1]).prediction
     promise = "an image has the same outputs in any batch"
     assert_that(part, is_close(alone, prediction[:1]), promise)
-    layers = [
-        (len(images), layout.special + prod(layout.grid), EXPERTS) for layout in model.layouts
-    ]
+    layers = [(len(images), each.special + prod(each.grid), EXPERTS) for each in model.layouts]
     shapes = [record.probs.shape for record in output.routing]
     assert_that(part, shapes == layers, "an MoE layer's record is (B, T, E), by its layout")
     _check_features(part, model, images)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +16,7 @@ from moecore.core.files import UserError
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import BATCH, predict_in_batches
-from moecore.statistics.intervals import Interval, bootstrap_mean
+from moecore.statistics.intervals import Interval, People, bootstrap_mean
 from moecore.training.single_tissue_volumes import keep_only_tissue
 
 if TYPE_CHECKING:
@@ -118,14 +119,11 @@ def model_and_probe_errors(
 
 
 def tissue_error_differences(
-    tissues: Mapping[str, ModelAndProbeErrors], people: np.ndarray | None = None
+    tissues: Mapping[str, ModelAndProbeErrors], people: People = None
 ) -> dict[tuple[str, str], Interval]:
     """Return (tissue, previous in ORDER) → probe's additional error; {} if a tissue is missing."""
     if any(name not in tissues for name in ORDER):
         return {}
-    return {
-        (more, less): bootstrap_mean(
-            tissues[more].probe - tissues[less].probe, lowest=-math.inf, people=people
-        )
-        for less, more in pairwise(ORDER)
-    }
+    changes = {(b, a): tissues[b].probe - tissues[a].probe for a, b in pairwise(ORDER)}
+    mean = partial(bootstrap_mean, lowest=-math.inf, people=people)
+    return {pair: mean(change) for pair, change in changes.items()}

@@ -106,9 +106,8 @@ def drop_choices(model: Model, rank: int, way: Way) -> Iterator[None]:
 
 def find_ranked_choice(record: RoutingRecord, rank: int) -> Tensor:
     """Return the ``rank``-th most probable of each token's chosen experts, (B, T, E) bool."""
-    order = chosen_first_scores(record.probs, record.chosen).argsort(
-        dim=-1, descending=True, stable=True
-    )
+    scores = chosen_first_scores(record.probs, record.chosen)
+    order = scores.argsort(dim=-1, descending=True, stable=True)
     is_ranked = torch.zeros_like(record.chosen).scatter(-1, order[..., rank - 1 : rank], True)
     return is_ranked & record.chosen
 
@@ -290,43 +289,25 @@ def swept_metric(
 ) -> Metric:
     """Return a ``Metric`` with one table column per setting; over: "k" or "threshold"."""
     symbol, figure = FIGURES[over]
-    return Metric(
-        f"{label}, {symbol}\u00a0=\u00a0{{}}",
-        better,
-        form,
-        note=f"trained weights with {symbol} = {{}} at test time (figure {figure})",
-        paper="ermoe",
-        over=over,
-        detail=True,
-        needs=needs,
-        is_monotone=is_monotone,
-    )
+    label = f"{label}, {symbol}\u00a0=\u00a0{{}}"
+    note = f"trained weights with {symbol} = {{}} at test time (figure {figure})"
+    metric = Metric(label, better, form, note, "ermoe", over=over, detail=True)
+    return metric._replace(needs=needs, is_monotone=is_monotone)
 
 
 def sweep_chart(name: str, over: str, label: str, share: bool | None) -> Chart:
     """Return the chart of a metric over a swept setting (ERMoE, figures S3 and S5)."""
     setting, axis = AXES[over]
-    return Chart(
-        f"{name}_{over}",
-        over,
-        title=f"{label} over {setting}",
-        x=axis,
-        y=label,
-        words=f"Trained weights, another setting at test time (ERMoE, figure {FIGURES[over][1]}).",
-        share=share,
-        height=3.2,
-    )
+    words = f"Trained weights, another setting at test time (ERMoE, figure {FIGURES[over][1]})."
+    texts = {"title": f"{label} over {setting}", "x": axis, "y": label, "words": words}
+    return Chart(f"{name}_{over}", over, **texts, share=share, height=3.2)
 
 
 def slope_metric(side: str, end: str) -> Metric:
     """Return the ``Metric`` of the fallback's slope below or above the trained threshold."""
-    return Metric(
-        f"Fallback, slope {side} {AT}",
-        note=f"increase of the fallback per 1 of T, from {AT} to the {end} T tried (figure S3)",
-        paper="ermoe",
-        detail=True,
-        needs="thresholds",
-    )
+    note = f"increase of the fallback per 1 of T, from {AT} to the {end} T tried (figure S3)"
+    label = f"Fallback, slope {side} {AT}"
+    return Metric(label, note=note, paper="ermoe", detail=True, needs="thresholds")
 
 
 def put_sweeps(
@@ -334,10 +315,8 @@ def put_sweeps(
 ) -> None:
     """Put ``{metric}_k`` and ``{metric}_threshold`` of the same weights at each k and threshold."""
     by_threshold = sweep_threshold(model, sample, settings.threshold, batch)
-    swept: dict[str, Mapping[Any, Numbers]] = {
-        "k": sweep_k(model, sample, settings.k, batch),
-        "threshold": by_threshold,
-    }
+    by_k = sweep_k(model, sample, settings.k, batch)
+    swept: dict[str, Mapping[Any, Numbers]] = {"k": by_k, "threshold": by_threshold}
     for over, by_setting in swept.items():
         for setting, numbers in sorted(by_setting.items()):
             for name, number in numbers.items():

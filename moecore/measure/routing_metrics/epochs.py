@@ -399,8 +399,6 @@ def _region_row(
     scores = record.logits[:, layout.special :][has_voxels].double().mean(dim=0)
     share = record.chosen[:, layout.special :][has_voxels].double().mean(dim=0)
     best = scores.argsort(descending=True, stable=True)[:BEST].tolist()
-    return outcome.TissueRoutingRow(
-        region=name,
-        experts=[(experts[index], float(scores[index])) for index in best],
-        share=dict(zip(experts, share.tolist(), strict=True)),
-    )
+    ranked = [(experts[index], float(scores[index])) for index in best]
+    shares = dict(zip(experts, share.tolist(), strict=True))
+    return outcome.TissueRoutingRow(region=name, experts=ranked, share=shares)

@@ -15,7 +15,7 @@ from moecore.measure.base import SEED, MeasuredModel
 from moecore.measure.probes.region_experts_on_new_data import tissue_sums_by_cube
 from moecore.measure.routing_metrics.epochs import token_kinds
 from moecore.statistics.comparisons import linearize_ratio
-from moecore.statistics.intervals import permuted_orders
+from moecore.statistics.intervals import People, permuted_orders
 
 RARE = 10  # words that occur less often in the texts are ignored
 TEXT = 3  # axes of blocks of text, (N, C, M)
@@ -124,21 +124,16 @@ def expert_information(
     by_image = {"information": excess / label_entropy}
     specialisation = None
     if common.any():
-        specialisation, by_image["specialisation"] = _specialisation(
-            chosen, labels, table, common, null_share
-        )
-    result = LabelInformation(
-        information=information,
-        chance=chance,
-        p=float((1 + (null >= information - 1e-12).sum()) / (len(null) + 1)),
-        normalised=(information - chance) / label_entropy,
-        specialisation=specialisation,
-    )
-    return result, by_image
+        result = _specialisation(chosen, labels, table, common, null_share)
+        specialisation, by_image["specialisation"] = result
+    p = float((1 + (null >= information - 1e-12).sum()) / (len(null) + 1))
+    normalised = (information - chance) / label_entropy
+    values = {"information": information, "chance": chance, "p": p, "normalised": normalised}
+    return LabelInformation(**values, specialisation=specialisation), by_image
 
 
 def permute_images(
-    labels: np.ndarray, number: int, seed: int, people: np.ndarray | None = None
+    labels: np.ndarray, number: int, seed: int, people: People = None
 ) -> Iterator[np.ndarray]:
     """Yield ``number`` permutations of labels (B, T) among images, or among people if given."""
     check_exchangeable(len(labels))
@@ -201,7 +196,7 @@ def _specialisation(
 
 
 def label_information(
-    chosen: Tensor, layout: TokenLayout, labels: dict[str, Tensor], people: np.ndarray | None = None
+    chosen: Tensor, layout: TokenLayout, labels: dict[str, Tensor], people: People = None
 ) -> tuple[dict[str, LabelInformation], dict[str, np.ndarray]]:
     """Return, for kinds of labels that vary, kind → information and metric → per image (N,)."""
     rows, values = {}, {}

@@ -21,7 +21,7 @@ from moecore.measure.values import Found, Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import model_device
 from moecore.nn.routing_traces import record_on_finer_grid
-from moecore.statistics.intervals import indices_by_person
+from moecore.statistics.intervals import People, indices_by_person
 
 LABELS = {  # name → label in columns and figures
     "class": "class",
@@ -83,9 +83,7 @@ METRICS = {
         "router chooses by (of a trace: probabilities); mean over layers",
         signed=True,
     ),
-    "smallest_margin": Metric(
-        "Margin, smallest", note="its 1 % quantile over tokens; mean over layers", detail=True
-    ),
+    "smallest_margin": Metric("Margin, smallest", note="1 % quantile, mean of layers", detail=True),
     "early_choice": Metric(
         "Choice foretold a layer earlier",
         form="share",
@@ -111,9 +109,7 @@ METRICS = {
         "mean over layers",
         detail=True,
     ),
-    "batch_violation": Metric(
-        "MaxVio of a batch", note="mean over batches; mean over layers", detail=True
-    ),
+    "batch_violation": Metric("MaxVio of a batch", note="mean of batches and layers", detail=True),
     "batch_violation_chance": Metric(
         "MaxVio by chance", note="of as many even random choices; mean over layers", detail=True
     ),
@@ -310,7 +306,7 @@ ByImage = dict[str, np.ndarray]  # name → one value per image, (N,)
 class RoleAnalysisInputs(NamedTuple):
     """Inputs of a layer's analysis in addition to its record; None if not available."""
 
-    people: np.ndarray | None = None  # (N,), the person of each image
+    people: People = None  # (N,), the person of each image
     similarity: expert_similarity.Similarity | None = None
     predicted: Tensor | None = None  # (N, T, E) bool, choices from the tokens of the layer before
     before: Tensor | None = None  # (N, T, E') bool, choices of the tokens in the layer before
@@ -374,7 +370,7 @@ def measure_layer_roles(
     return layer, by_image
 
 
-def encode_some_choices(chosen: Tensor, people: np.ndarray | None) -> EncodedChoices:
+def encode_some_choices(chosen: Tensor, people: People) -> EncodedChoices:
     """Return the choices (N, T, E) of some images, evenly spread, to compare seeds."""
     few = evenly_spaced_indices(len(chosen), max(2, STORED_TOKENS // chosen.shape[1]))
     numbers = None

@@ -25,7 +25,7 @@ from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import BATCH, ImageSequence
 from moecore.statistics.comparisons import linearize_ratio
-from moecore.statistics.intervals import first_half, permuted_orders
+from moecore.statistics.intervals import People, first_half, permuted_orders
 from moecore.training.surgery.expert_reduction import compute_all_outputs, watch_layers
 
 DRAWS = 20  # permutations of chance_agreement
@@ -105,9 +105,7 @@ class Similarity(NamedTuple):
     chances: dict[str, float]  # one of a pair reads another image's, or person's, tokens
 
 
-def expert_similarity(
-    outputs: Sequence[Tensor], people: np.ndarray | None = None
-) -> Similarity | None:
+def expert_similarity(outputs: Sequence[Tensor], people: People = None) -> Similarity | None:
     """Return the similarity of experts; None for too few tokens, or without a pair that varies."""
     # outputs: E times (N, c, d), for the same tokens. Linear CKA (Kornblith et al., 2019), and mean
     # cosine of two outputs, 0 for a zero vector. Chance permutes images, or people if given.
@@ -254,7 +252,7 @@ def matched_agreement_by_image(
 
 
 def chance_agreement(
-    ours: np.ndarray, theirs: np.ndarray, is_fit: np.ndarray, people: np.ndarray | None = None
+    ours: np.ndarray, theirs: np.ndarray, is_fit: np.ndarray, people: People = None
 ) -> tuple[float, float]:
     """Return correlation and overlap if the second training's images (people) are permuted."""
     # Matched and compared like the real one; it measures what experts share by position alone.

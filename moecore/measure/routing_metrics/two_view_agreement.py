@@ -20,7 +20,7 @@ from moecore.nn.backbones.base_model import Model
 from moecore.nn.correspondence import token_pair_values, token_pairs_by_layer
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.comparisons import linearize_ratio
-from moecore.statistics.intervals import Interval, bootstrap_interval
+from moecore.statistics.intervals import Interval, People, bootstrap_interval
 
 CHUNK_SIZE = 100  # images whose views are drawn together; fixed: results do not depend on batches
 Preset = Literal[
@@ -165,7 +165,7 @@ def view_match_shares(
 
 
 def augmented_row(
-    model: Model, views: ViewsWithAffines, batch: int, people: np.ndarray | None = None
+    model: Model, views: ViewsWithAffines, batch: int, people: People = None
 ) -> dict[str, tuple[np.ndarray, Interval]]:
     """Return match or switch metric → (N,) by image, and mean over layers with its interval."""
     layers = count_matches_by_layer(model, views, batch)
@@ -203,7 +203,7 @@ def mean_items_over_layers(layers: Sequence[Mapping[str, Tensor]]) -> dict[str, 
 
 
 def match_intervals(
-    layers: Sequence[LayerMatches], people: np.ndarray | None
+    layers: Sequence[LayerMatches], people: People
 ) -> dict[str, tuple[float | None, float | None]]:
     """Return match metric → bootstrap limits over images or people, not over pairs of tokens."""
     # Each layer's pairs are weighted as if there were as many as in the last layer.

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,8 @@ from moecore.measure.values import Found, Metric, Place, Value, place_slug
 from moecore.report.column import references, score_slug, score_title
 from moecore.report.figures import charts
 from moecore.report.figures.drawing import SheetLabels, Tile, displayable_image, sheet
-from moecore.report.page.page_objects import (
-    EMPTY,
-    NONE,
-    Block,
-    PageCell,
-    PageTable,
-    Picture,
-    TableRow,
-)
+from moecore.report.page import page_objects
+from moecore.report.page.page_objects import EMPTY, NONE, Block, PageCell, Picture, TableRow
 from moecore.report.results import Figures, Pictures, draw_method_curves
 from moecore.report.study_results import Phase
 from moecore.report.tables.cells import PIXEL, NumberFormat, format_epsilon, shorten_epsilons
@@ -231,7 +225,7 @@ def robust_accuracy_block(phase: Phase) -> Block:
             title = f"worst case − {reference}, at equal standard accuracy"
             lines.append(TableRow(PageCell(title), [EMPTY, *map(difference_cell, gains)]))
     heads = [f"ε = {format_epsilon(epsilon)}" for epsilon in epsilons if epsilon]
-    grids = [PageTable(["Attack", "Standard", *heads], lines)] if lines else []
+    grids = [page_objects.PageTable(["Attack", "Standard", *heads], lines)] if lines else []
     words = ["Standard: without an attack, on the same images."]
     if score.form == "share":
         words.append(EQUAL_CLEAN)
@@ -281,20 +275,16 @@ def difference_cell(share: Interval | None) -> PageCell:
 
 def draw_attack_curve(phase: Phase, attack: str) -> Picture:
     score = phase.task.score
-    curves = {
-        method: charts.attack_points(
-            [scores_by_epsilon(result, attack) for result in of_method], score
-        )
-        for method, of_method in phase.of(Robustness).items()
-    }
+    curves = {}
+    for method, seeds in phase.of(Robustness).items():
+        scores = [scores_by_epsilon(result, attack) for result in seeds]
+        curves[method] = charts.attack_points(scores, score)
     name = "the worst attack for each image" if attack == WORST else attack_title(attack)
     number = phase.results(Robustness)[0].facts["images"]
     images = f"{number} test images, the same for every method."
-    return Picture(
-        charts.draw_score_over_epsilon(curves, name, score),
-        f"{phase.name}: {attack_title(attack)}",
-        f"{images} Bands: 95 % intervals.",
-    )
+    chart = charts.draw_score_over_epsilon(curves, name, score)
+    label = f"{phase.name}: {attack_title(attack)}"
+    return Picture(chart, label, f"{images} Bands: 95 % intervals.")
 
 
 def draw_routing_change_by_layer(phase: Phase, attack: str) -> list[Picture]:
@@ -302,15 +292,11 @@ def draw_routing_change_by_layer(phase: Phase, attack: str) -> list[Picture]:
     seeds = phase.of(Robustness)
     changes = [result.all("routing_change_layer") for result in phase.results(Robustness)]
     number = max((int(value.at["layer"]) for values in changes for value in values), default=0)
-    panels = {
-        f"MoE {layer}": {
-            method: charts.points_over_seeds(
-                [changes_by_epsilon(result, attack, layer) for result in results], (0.0, 1.0)
-            )
-            for method, results in seeds.items()
-        }
-        for layer in range(1, 1 + number)
-    }
+    panels: dict[str, dict[str, list[charts.Point]]] = {}
+    for layer, (method, results) in product(range(1, 1 + number), seeds.items()):
+        curves = [changes_by_epsilon(result, attack, layer) for result in results]
+        points = charts.points_over_seeds(curves, (0.0, 1.0))
+        panels.setdefault(f"MoE {layer}", {})[method] = points
     if not panels:
         return []
     source = FIGURES.get(re.split("[-_]", attack)[0], "")
@@ -330,17 +316,12 @@ def audit_block(phase: Phase) -> Block:
         for method, seeds in phase.of(Robustness).items()
     }
     all_lines = [line for of_method in lines.values() for line in of_method]
-    rows = [
-        TableRow(
-            PageCell(name.replace("_", " ")),
-            [
-                worst_audit_verdict_cell([line for line in of_method if line["name"] == name])
-                for of_method in lines.values()
-            ],
-        )
-        for name in dict.fromkeys(line["name"] for line in all_lines)
-    ]
-    grids = [PageTable(["Question", *lines], rows)] if rows else []
+    rows = []
+    for name in dict.fromkeys(line["name"] for line in all_lines):
+        named = [[line for line in each if line["name"] == name] for each in lines.values()]
+        cells = list(map(worst_audit_verdict_cell, named))
+        rows.append(TableRow(PageCell(name.replace("_", " ")), cells))
+    grids = [page_objects.PageTable(["Question", *lines], rows)] if rows else []
     verdicts = [line["holds"] for line in all_lines]
     judged = len(verdicts) - verdicts.count(None)
     finding = f"{verdicts.count(True)} of {judged} lines of the audit hold"
@@ -352,18 +333,9 @@ def worst_audit_verdict_cell(audited: Sequence[Audited]) -> PageCell:
     if not audited:
         return NONE
     worst = min(audited, key=lambda line: WORST_FIRST.index(line["holds"]))
-    return PageCell(
-        MARKS[worst["holds"]],
-        note=shorten_epsilons(worst["text"].removeprefix("not judged: ")),
-        look=LOOKS[worst["holds"]],
-    )
+    note = shorten_epsilons(worst["text"].removeprefix("not judged: "))
+    return PageCell(MARKS[worst["holds"]], note, look=LOOKS[worst["holds"]])
 
 
-PICTURES = Pictures(
-    "robustness",
-    figures,
-    is_on_page=False,
-    draw=draw_under_attack,
-    more=phase_blocks,
-    fill_in=fill_in,
-)
+PICTURES = Pictures("robustness", figures, is_on_page=False, draw=draw_under_attack)
+PICTURES = PICTURES._replace(more=phase_blocks, fill_in=fill_in)

@@ -14,13 +14,9 @@ from moecore.report.figures.charts import ChartSpec
 from moecore.report.page.page_objects import Block, Picture
 from moecore.report.study_results import Phase
 
-TEACHER = Chart(
-    *("teacher_agreement_layer", "layer", "Agreement with the teacher", "MoE layer", "Tokens"),
-    words="Tokens whose first expert is the teacher's (TGR, table 7).",
-    share=True,
-    top=1.02,
-    height=3.2,
-)
+AXES = ("teacher_agreement_layer", "layer", "Agreement with the teacher", "MoE layer", "Tokens")
+TEACHER = Chart(*AXES, share=True, top=1.02, height=3.2)
+TEACHER = TEACHER._replace(words="Tokens whose first expert is the teacher's (TGR, table 7).")
 
 
 def figures(result: Found) -> results.Figures:

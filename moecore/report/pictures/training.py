@@ -56,13 +56,11 @@ def all_blocks(phase: Phase) -> Iterator[page_objects.Block]:
         score = f"test_{score_slug(phase.task.score)}"
         yield page_objects.Block("Training", pictures=[picture], about=score)
     yield agreement_block(phase)
-    warnings = [
-        f"{method}, seed {seed}: {line}."
-        for method, seeds in phase.models.items()
-        for seed, model in seeds.items()
-        if model.outcome is not None
-        for line in model.outcome.routing_warnings
-    ]
+    warnings = []
+    for method, seeds in phase.models.items():
+        for seed, outcome in ((seed, model.outcome) for seed, model in seeds.items()):
+            lines = () if outcome is None else outcome.routing_warnings
+            warnings += [f"{method}, seed {seed}: {line}." for line in lines]
     finding = f"warnings while training: {len(warnings)}"
     title = "Experts without tokens, loads that collapsed"
     yield page_objects.Block(title, below=warnings, finding=finding)
@@ -74,13 +72,10 @@ def all_blocks(phase: Phase) -> Iterator[page_objects.Block]:
 
 
 def agreement_block(phase: Phase) -> page_objects.Block:
-    curves = {
-        name: {
-            method: training_figures.agreement_points(seeds, name)
-            for method, seeds in phase.outcomes.items()
-        }
-        for name in training_figures.AGREEMENTS
-    }
+    curves = {}
+    points = training_figures.agreement_points
+    for name in training_figures.AGREEMENTS:
+        curves[name] = {method: points(seeds, name) for method, seeds in phase.outcomes.items()}
     title = "How the routing settles"
     if not any(any(points.values()) for points in curves.values()):
         return page_objects.Block(title)
@@ -96,11 +91,9 @@ def agreement_block(phase: Phase) -> page_objects.Block:
 
 def confusion_block(phase: Phase) -> page_objects.Block:
     """Return a block with a confusion table per method, and the most frequent confusion."""
-    tables = {
-        method: training_figures.row_shares(result.confusion)
-        for method, result in phase.first_outcomes.items()
-        if result.confusion is not None
-    }
+    counts = {method: result.confusion for method, result in phase.first_outcomes.items()}
+    shares = training_figures.row_shares
+    tables = {name: shares(table) for name, table in counts.items() if table is not None}
     if not tables:
         return page_objects.Block("")
     classes = phase.task.answers
@@ -144,11 +137,8 @@ def list_confusions(shares: np.ndarray) -> Iterator[tuple[float, int, int]]:
 
 def tissue_blocks(phase: Phase) -> Iterator[page_objects.Block]:
     """Yield a block with each tissue's two best experts over epochs, and the final choices."""
-    probed = {
-        method: result.region_routing
-        for method, result in phase.first_outcomes.items()
-        if result.region_routing
-    }
+    probed = {name: result.region_routing for name, result in phase.first_outcomes.items()}
+    probed = {name: probes for name, probes in probed.items() if probes}
     grids = [tissue_expert_table(probes, method) for method, probes in probed.items()]
     pictures = []
     for method, probes in probed.items():
