@@ -38,10 +38,8 @@ def calibrate(phase: Phase, method: str, seed: int) -> None:
         out=Path("artifacts/calibrate") / item,
     )
     artifacts = [data.folder, files.model]
-    inputs = read_stage_inputs("calibrate", params, artifacts, phase, method)
-    with record_run(
-        "calibrate", params, phase=phase, method=method, seed=seed, inputs=inputs
-    ) as run:
+    used = read_stage_inputs("calibrate", params, artifacts, phase, method)
+    with record_run("calibrate", params, phase=phase, method=method, seed=seed, inputs=used) as run:
         model = load_model(files.model).to(tune_runtime().device)
         fit = CALIBRATED[settings.calibrator.predicts](settings=settings, files=files)
         subject = MeasuredModel(model, data)

@@ -13,7 +13,7 @@ from moecore.run.training import training_run
 from moecore.study.settings import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import guide_folder, save_model, save_words
 from moecore.training.method import Method
-from moecore.training.outcome import evaluate_trained_model, save_model_score
+from moecore.training.outcome import evaluate_trained, save_model_score
 from moecore.training.phase_trainings import build_finetuning
 from moecore.training.settings import AdversarialFinetuning, Finetuning
 
@@ -47,7 +47,7 @@ def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) 
         with whole_folder(target) as folder:
             save_model(folder, model)
             save_words(folder, data)
-            result = evaluate_trained_model(model, data, settings, training.log())
+            result = evaluate_trained(model, data, settings, training.log())
             save_model_score(folder, result, data)
         settling = finetuning_agreement(before, after, data.test.people)
         training.run.result(result.with_routing(settling))

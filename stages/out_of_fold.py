@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from moecore.brain.prediction_table import FoldRecipe, OutOfFold, train_and_predict_folds
+from moecore.brain.prediction_table import FoldRecipe, OutOfFold, predict_out_of_fold
 from moecore.core.config import Config
 from moecore.core.files import whole_folder, write_json
 from moecore.data.prepared import Prepared
@@ -48,9 +48,7 @@ def out_of_fold(method: str, seed: int) -> None:
         recipe = FoldRecipe(params.model, params.pretrain, params.method, folds, seed)
         runtime = tune_runtime(work=work)
         out = Path("artifacts", item)
-        result = train_and_predict_folds(
-            recipe, data, runtime, work, out, follow, run.log, run.inputs
-        )
+        result = predict_out_of_fold(recipe, data, runtime, work, out, follow, run.log, run.inputs)
         run.result(result)
 
 

@@ -31,9 +31,7 @@ def prepare(name: str) -> None:
         with whole_folder(target) as folder:
             card = params.data.write(folder)
         run.dataset(card)
-        run.table(
-            "counts", [{"split": split, **counts} for split, counts in card["counts"].items()]
-        )
+        run.table("counts", [{"split": name, **counts} for name, counts in card["counts"].items()])
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from moecore.run.training import training_run
 from moecore.study.settings import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import GUIDE, save_guide, save_model, save_words
 from moecore.training.method import Method
-from moecore.training.outcome import evaluate_trained_model, save_model_score
+from moecore.training.outcome import evaluate_trained, save_model_score
 from moecore.training.phase_trainings import build_pretraining
 from moecore.training.settings import Training
 
@@ -47,7 +47,7 @@ def pretrain(method: str, seed: int) -> None:
             # A model that routes by its teacher already contains it.
             if params.method.joint and job.guide is not None and model is job.model:
                 save_guide(folder / GUIDE, job.guide)
-            result = evaluate_trained_model(model, data, settings, training.log())
+            result = evaluate_trained(model, data, settings, training.log())
             save_model_score(folder, result, data)
         training.run.result(result.with_routing(watch.collect_routing()))
         training.run.model(target)

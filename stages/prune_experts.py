@@ -1,7 +1,7 @@
 """``moecore.stages.prune_experts METHOD SEED``: a model without its worst experts."""
 
 from moecore.core.config import Config
-from moecore.run.measurement_run import record_expert_reduction
+from moecore.run.measurement_run import reduce_and_record
 from moecore.run.stage_entry import run_stage
 from moecore.study.settings import read_params
 from moecore.training.surgery.prune import Prune
@@ -13,7 +13,7 @@ class Params(Config):
 
 def prune_experts(method: str, seed: int) -> None:
     params = read_params(Params)
-    record_expert_reduction(params, params.prune, method, seed)
+    reduce_and_record(params, params.prune, method, seed)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from moecore.run.training import training_run
 from moecore.study.settings import read_params
 from moecore.training.artifacts import save_model
 from moecore.training.job import Objective, build_training_job
-from moecore.training.outcome import Outcome, evaluate_trained_model
+from moecore.training.outcome import Outcome, evaluate_trained
 from moecore.training.teachers.base import Teacher
 from moecore.training.teachers.no_teacher import NoTeacher
 
@@ -49,7 +49,7 @@ def teacher(seed: int) -> None:
             device = training.runtime.device
             job = build_training_job(model, data, objective, device, subset=subset)
             training.train(job, settings.training, teacher_seed)
-            result = evaluate_trained_model(model, data, settings.training, training.log())
+            result = evaluate_trained(model, data, settings.training, training.log())
         with whole_folder(target) as folder:
             save_model(folder, model)
         training.run.result(result)

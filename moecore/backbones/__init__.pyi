@@ -174,7 +174,7 @@ class Vit(_Vit):
     pooling: Literal['class', 'class+distillation', 'mean'] = 'class'
     """head on the class token, also the distillation token, or the mean"""
     position_on_class: bool = True
-    """special tokens have position embeddings (DeiT-III: false)"""
+    """special tokens get positions (not DeiT-III)"""
     layer_scale: float | None = None
     """initial; null: off (DeiT-III: 1e-6)"""
     qkv_bias: bool = True
@@ -187,9 +187,9 @@ class Vit(_Vit):
     drop_path: float = 0.0
     """stochastic depth at the last block"""
     initial_std: float = 0.02
-    """of the initial maps of attention, MLPs and experts"""
+    """of initial attention and MLPs"""
     position_std: float = 0.02
-    """of the initial positions and special tokens"""
+    """of positions, special tokens"""
     stem: Literal['linear', 'conv'] = 'linear'
     """map from patch to token: linear, or convolutions before it"""
     stem_width: int = 16
@@ -210,7 +210,7 @@ class Vit3d(_Vit3d):
     pooling: Literal['class', 'class+distillation', 'mean'] = 'class'
     """head on the class token, also the distillation token, or the mean"""
     position_on_class: bool = True
-    """special tokens have position embeddings (DeiT-III: false)"""
+    """special tokens get positions (not DeiT-III)"""
     layer_scale: float | None = None
     """initial; null: off (DeiT-III: 1e-6)"""
     qkv_bias: bool = True
@@ -223,9 +223,9 @@ class Vit3d(_Vit3d):
     drop_path: float = 0.0
     """stochastic depth at the last block"""
     initial_std: float = 0.02
-    """of the initial maps of attention, MLPs and experts"""
+    """of initial attention and MLPs"""
     position_std: float = 0.02
-    """of the initial positions and special tokens"""
+    """of positions, special tokens"""
     stem: Literal['linear', 'pooled', 'conv'] = 'linear'
     """map from cube to token: linear, linear in means, or two convolutions"""
     pool: int = 4

@@ -11,7 +11,7 @@ class LossFree(_LossFree):
 
     The bias shifts the choice in evaluation too, but never the weights."""
     rate: float = 0.001
-    """bias change per step, in units of scores"""
+    """change per step, in scores"""
     rule: Literal['sign', 'recentred', 'proportional'] = 'sign'
     """change of a bias: sign: ± the rate; recentred: minus the mean of these; proportional: the
     rate times the missing load, in even shares"""
@@ -25,7 +25,7 @@ class Quantile(_Quantile):
     held fixed, though changing biases moves them (Kimi K3's report, §2.3.3). The bias shifts the
     choice in evaluation too, but never the weights."""
     decay: float = 0.0
-    """share of the old bias; 0: only the last batch counts"""
+    """share of the old bias; 0: last batch only"""
 
 class Sinkhorn(_Sinkhorn):
     """Choose by the matrix nearest to exp(logits) with even shares of all tokens and experts.
@@ -34,6 +34,6 @@ class Sinkhorn(_Sinkhorn):
     group_size: int = 8
     """images that share a plan"""
     tolerance: float = 0.0001
-    """mean change of the experts' factors at which a plan has converged"""
+    """mean change of factors in a converged plan"""
     rounds: int = 100
-    """maximum iterations; on a GPU, which does not wait: always all"""
+    """maximum iterations; always all on a GPU"""

@@ -45,9 +45,7 @@ def measure_age_errors(
     """Return name → errors with bootstrap intervals of each variant, name → predictions (N,)."""
     # no_predictions: variants that used the known ages, and so have no MAE.
     if np.ptp(ages) == 0:
-        raise UserError(
-            f"calibrate: all {len(ages)} test ages are {ages[0]:g}; allowed: two ages or more"
-        )
+        raise UserError(f"calibrate: all {len(ages)} test ages are {ages[0]:g}; allowed: 2 or more")
     weights = draw_resample_weights(participants)
     limits = {"mae": (0.0,), "corr": (-1.0, 1.0)}
     errors = {}
@@ -142,9 +140,7 @@ class DiagnosisGap(Config):
     n_reference: int = Field(description="test volumes of the reference")
     difference: Estimate = Field(description="of the mean gaps, years")
     adjusted: Estimate = Field(description="the same at equal age and sex, years")
-    auc: Estimate = Field(
-        description="P(a gap with the diagnosis exceeds a reference gap), ties half; ½ is chance"
-    )
+    auc: Estimate = Field(description="P(gap with the diagnosis > reference gap); ties ½, chance ½")
 
 
 class GapRows(NamedTuple):
@@ -221,9 +217,7 @@ def _adjusted_difference(
     return np.einsum("rij,rj->ri", np.linalg.pinv(products, hermitian=True), sums)[:, 1]
 
 
-def _auc(
-    cases: np.ndarray, controls: np.ndarray, first: np.ndarray, second: np.ndarray
-) -> np.ndarray:
+def _auc(cases: np.ndarray, others: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
     """Return P(case > control) + ½ P(equal), (R,), by weights (R, n) of cases and controls."""
-    wins = (np.sign(cases[:, None] - controls[None]) + 1) / 2
-    return ((first @ wins) * second).sum(axis=1) / (first.sum(axis=1) * second.sum(axis=1))
+    wins = (np.sign(cases[:, None] - others[None]) + 1) / 2
+    return ((first @ wins) * last).sum(axis=1) / (first.sum(axis=1) * last.sum(axis=1))

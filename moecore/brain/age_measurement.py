@@ -108,9 +108,7 @@ INTERVAL_LEVEL = 0.9  # of the interval of a single prediction
 PREDICTIONS = {"raw": "as predicted", "pooled": "corrected", "sex_specific": "corrected per sex"}
 _of_ages = partial(Metric, paper="ages")
 METRICS = {
-    "median_mae": Metric(
-        "Median predictor's MAE", note="of always predicting the median age of the training split"
-    ),
+    "median_mae": Metric("Median predictor's MAE", note="of predicting training's median age"),
     "mae_of_median": Metric(
         "MAE / median predictor's",
         "lower",
@@ -159,9 +157,7 @@ METRICS = {
         "lower",
         note="of ridge regression on the volumes of the three tissues, on the same data",
     ),
-    "interval_radius": _of_ages(
-        "90 % interval, ± years", "lower", note="split conformal, of a single prediction"
-    ),
+    "interval_radius": _of_ages("90 % interval, ± years", "lower", note="split conformal, single"),
     "interval_coverage": _of_ages(
         "Interval's coverage",
         form="share",

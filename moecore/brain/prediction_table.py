@@ -74,9 +74,7 @@ def collect_training_ranges(
     facts = PreparationFacts(**{name: data.card[name] for name in PreparationFacts.model_fields})
     rows = [describe_volume(volume, facts.voxel_mm) for volume in data.train.images]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
-    ranges = {
-        name: QuantityRange(low=min(values), high=max(values)) for name, values in columns.items()
-    }
+    ranges = {key: QuantityRange(low=min(row), high=max(row)) for key, row in columns.items()}
     sites = sorted({row["site"] for row in data.subjects("train")} - {""})
     return TrainingCohortRanges(
         ranges=ranges, sites=sites, data=facts, interval=interval, predictor_sha256=sha256
@@ -237,9 +235,7 @@ def write_predictions(
     if left_out is not None:
         columns.append("error")
         lines = [[*line, ""] for line in lines]
-        lines += [
-            [*(subject.get(name, "") for name in COLUMNS), reason] for subject, reason in left_out
-        ]
+        lines += [[*(subject.get(name, "") for name in COLUMNS), why] for subject, why in left_out]
         lines = [[spreadsheet_cell(cell) for cell in line] for line in lines]
     write_csv(path, [columns, *lines])
 
@@ -268,9 +264,7 @@ Log = Callable[[int, dict[str, float]], None]  # one point per name, at a step
 class OutOfFold(Config):
     """Settings of out-of-fold predictions."""
 
-    folds: int = Field(
-        5, ge=2, description="Number of models, each trained without one part of the participants."
-    )
+    folds: int = Field(5, ge=2, description="Number of models, each without a part of the people.")
 
 
 class FoldRecipe(NamedTuple):
@@ -289,7 +283,7 @@ class OutOfFoldResult(Config):
     mae: float  # years
 
 
-def train_and_predict_folds(
+def predict_out_of_fold(
     recipe: FoldRecipe,
     data: Prepared,
     runtime: Runtime,
@@ -335,9 +329,8 @@ def build_fold_job(
     """Return the training job of one fold; rows: indices of its volumes in the training split."""
     method = recipe.method
     torch.manual_seed(recipe.seed)
-    model = method.merge_model_settings(recipe.backbone).build(
-        ImageSpec.from_card(data.card), method.moe
-    )
+    image = ImageSpec.from_card(data.card)
+    model = method.merge_model_settings(recipe.backbone).build(image, method.moe)
     return build_training_job(
         model,
         data,

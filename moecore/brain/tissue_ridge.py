@@ -183,9 +183,7 @@ def measure_tissue_ridge(data: Prepared, settings: TissueRidge) -> RidgeResult:
             tested = test.select(~in_reference)
         if not tested.people:
             reference_size = f"{settings.reference}, which leaves no test volumes"
-            raise UserError.at(
-                "tissue_ridge.reference", found=reference_size, allowed="a smaller number"
-            )
+            raise UserError.at("tissue_ridge.reference", found=reference_size, allowed="a smaller")
         train_features = fitted.harmonise(train.features, train.sites)
         tested = tested._replace(features=fitted.harmonise(tested.features, tested.sites))
     ridge = make_pipeline(StandardScaler(), RidgeCV(PENALTIES)).fit(train_features, train.ages)

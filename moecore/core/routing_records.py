@@ -94,6 +94,9 @@ class RoutingContext(NamedTuple):
         return self._replace(previous=records[-1].logits)
 
 
+NO_CONTEXT = RoutingContext()
+
+
 class TokenLayout(NamedTuple):
     """The order of a model's T tokens: ``special`` tokens first, then a row-major ``grid``."""
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import scipy
 import torch
+from numpy import ndarray
 from numpy.random import Generator
 from PIL import Image
 from torch import Tensor
@@ -52,9 +53,7 @@ class Severity(NamedTuple):
         return self.parameter(small, large) * max(1.0, self.side / LARGE)
 
 
-def interpolate_at_rows_and_columns(
-    image: np.ndarray, rows: np.ndarray, columns: np.ndarray
-) -> np.ndarray:
+def interpolate_at_rows_and_columns(image: ndarray, rows: ndarray, columns: ndarray) -> ndarray:
     """Return (C, h, w): an image (C, H, W) bilinearly at rows (h,) × columns (w,), edge-clamped."""
     return _interpolate_along(_interpolate_along(image, rows, -2), columns, -1)
 
@@ -69,15 +68,13 @@ def _interpolate_along(image: np.ndarray, positions: np.ndarray, axis: int) -> n
     return np.take(image, low, axis) * (1 - fraction) + np.take(image, high, axis) * fraction
 
 
-def cloud_field(
-    size: tuple[int, int], roughness: float, random: Generator, cells: int = 1
-) -> np.ndarray:
+def cloud_field(size: tuple[int, int], roughness: float, rng: Generator, cells: int = 1) -> ndarray:
     """Return a random cloud (H, W) from 0 to 1, a sum of smooth noises on finer and finer grids."""
     # cells: per side of the coarsest grid. roughness: amplitude of a grid / that of the next one.
     field = np.zeros(size)
     height = 1.0
     while cells <= max(size):
-        grid = random.uniform(-1, 1, (1, cells + 1, cells + 1))
+        grid = rng.uniform(-1, 1, (1, cells + 1, cells + 1))
         places = (np.linspace(0, cells, number) for number in size)
         field += height * interpolate_at_rows_and_columns(grid, *places)[0]
         cells = cells * 2
@@ -118,7 +115,7 @@ def glass_blur(image: np.ndarray, severity: Severity, random: Generator) -> np.n
     sigma = severity.length((0.25, 0.3, 0.32, 0.35, 0.4), (0.7, 0.9, 1.0, 1.1, 1.5))
     reach = round(severity.length((1, 1, 1, 1, 1), (1, 1, 2, 2, 3)))
     # One sweep per severity: in small images, with swaps of one pixel, only sweeps get stronger.
-    order = local_shuffle_order(image.shape[-2:], reach, severity.step, random)
+    order = shuffled_order(image.shape[-2:], reach, severity.step, random)
     mixed = gaussian_smooth(image, sigma).reshape(len(image), -1)[:, order].reshape(image.shape)
     return gaussian_smooth(mixed, sigma)
 
@@ -174,16 +171,12 @@ def trail_kernel(sigma: float, degrees: float) -> np.ndarray:
     kernel = np.zeros((2 * reach + 1, 2 * reach + 1))
     for down in (0, 1):
         for right in (0, 1):
-            share = np.abs(1 - down - (rows - first_row)) * np.abs(
-                1 - right - (columns - first_column)
-            )
+            share = abs(1 - down - (rows - first_row)) * abs(1 - right - (columns - first_column))
             np.add.at(kernel, (first_row + down, first_column + right), weights * share)
     return kernel / kernel.sum()
 
 
-def local_shuffle_order(
-    size: tuple[int, int], reach: int, sweeps: int, random: Generator
-) -> list[int]:
+def shuffled_order(size: tuple[int, int], reach: int, sweeps: int, random: Generator) -> list[int]:
     """Return each pixel's flat source index after ``sweeps`` of swaps within ``reach`` pixels."""
     order = list(range(size[0] * size[1]))
     rows, columns = (axis.ravel() for axis in np.indices(size))
@@ -254,13 +247,11 @@ def contrast(image: np.ndarray, severity: Severity, random: Generator) -> np.nda
 
 def elastic_transform(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
     """Displace pixels by a smooth random field, whose RMS in pixels grows with the severity."""
-    # Our amplitude grows with the severity; the benchmark goes from wide to local warps, with a
-    # random affine.
+    # Our amplitude grows with severity; theirs goes from wide to local warps, plus an affine.
     amplitude = severity.length((0.4, 0.6, 0.85, 1.15, 1.5), (2, 3, 4.5, 6.5, 9))
     sigma = severity.length((2.5, 2.5, 2.5, 2.5, 2.5), (10, 10, 10, 10, 10))
-    fields = scipy.ndimage.gaussian_filter(
-        random.uniform(-1, 1, (2, *image.shape[-2:])), (0, sigma, sigma), mode="reflect"
-    )
+    noise = random.uniform(-1, 1, (2, *image.shape[-2:]))
+    fields = scipy.ndimage.gaussian_filter(noise, (0, sigma, sigma), mode="reflect")
     rms = np.sqrt(np.square(fields).mean(axis=(1, 2), keepdims=True))
     places = np.indices(image.shape[-2:]) + amplitude * fields / rms
     move = scipy.ndimage.map_coordinates
@@ -327,9 +318,7 @@ def corrupt_images(
     # image's bytes and (seed, name, severity, index) alone, not on the batch.
     height, width = images.shape[-2:]
     if min(height, width) < MIN_SIDE:
-        raise UserError(
-            f"corruptions: images are {height} × {width} pixels; allowed: {MIN_SIDE} or more a side"
-        )
+        raise UserError(f"corruptions: {height} × {width} image; allowed: {MIN_SIDE} pixels a side")
     strength = Severity(severity, min(height, width))
     corrupted = np.empty_like(images, subok=False)
     # One image at a time: sums over pixels then round independently of the batch.

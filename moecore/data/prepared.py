@@ -28,9 +28,7 @@ from moecore.tasks.base import Task
 
 # by the number of axes of an item
 OPENERS: dict[int, Callable[..., tuple[Any, ...]]] = {1: open_text, 2: open_images, 3: open_volumes}
-CARD_KEYS = (
-    "name kind task channels size images counts mean std licence source files settings".split()
-)
+FIELDS = "name kind task channels size images counts mean std licence source files settings".split()
 SMALL = 2**28  # bytes: checksums of smaller data are verified at every opening, in at most 0.2 s
 
 
@@ -100,7 +98,7 @@ class Prepared(NamedTuple):
         # ``size`` is a list of three for volumes, a list of one for text, a number for images.
         sizes = card.get("size")
         axes = len(sizes) if isinstance(sizes, list) else 2
-        if missing := [key for key in CARD_KEYS if key not in card]:
+        if missing := [key for key in FIELDS if key not in card]:
             raise UserError(f"{folder / 'card.json'}: lacks {', '.join(missing)}; {PREPARE_AGAIN}")
         try:
             task = parse_card_task(card["task"])

@@ -42,9 +42,7 @@ LENS_METRICS = {
     "dropped": Metric("Dropped", "", "share", note="choices beyond the experts' capacity"),
     "information_label": Metric("Experts tell the label", "", "share", note=TELLS),
     "specialisation_label": Metric("Specialisation by label", "", "share", note=SPECIAL),
-    "purity": Metric(
-        "Purity", "", "share", note="tokens with the most common label of their first expert"
-    ),
+    "purity": Metric("Purity", "", "share", note="tokens with their first expert's top label"),
     "matched_correlation": Metric(
         "Matched experts, correlation",
         note="between the tokens of an expert and of its partner in the other trace; matched on "

@@ -33,9 +33,7 @@ ITEMS = 24
 MAX_TOKENS = 256  # shown of each text
 MAX_KIND = 255  # labels of tokens are stored as bytes
 NUMBERED = ("tokens", "labels")
-NOT_EXPLORABLE = (
-    "explorer: found layers with different tokens; allowed: the same in all, or grids of two axes"
-)
+NOT_EXPLORABLE = "explorer: layers with different tokens; allowed: the same, or grids of two axes"
 
 
 class ExploredLayer(NamedTuple):
@@ -79,7 +77,7 @@ class TraceExplorer:
         layers = []
         for number, layout in enumerate(self.layouts):
             record = analyses.record_of_layer(trace.layer(number, places))
-            record = routing_traces.record_on_finer_grid(record, layout, self.fine)
+            record = routing_traces.record_on_grid(record, layout, self.fine)
             shown_record = record.map_tensors(lambda field: field[:, shown_tokens])
             layers.append(routing_traces.encode_top_experts(shown_record))
         names = ("pictures", "labels", "tokens")

@@ -79,7 +79,7 @@ class ColourJitter(_ColourJitter):
     contrast: float = 0.0
     """Blend with the mean grey; 0: off"""
     saturation: float = 0.0
-    """Blend with the grey image; 0: off; grey images do not change"""
+    """Blend with grey, if coloured; 0: off"""
 
 class Corruptions(_Corruptions):
     """Error of a model on corrupted test images."""
@@ -180,7 +180,7 @@ class RandAugment(_RandAugment):
     operations: int = 2
     """Operations per image, with replacement"""
     magnitude: float = 9
-    """Strength; 10 is the full range of each, others in proportion"""
+    """Strength; 10: the full range of each"""
     names: tuple[Literal['shear_x', 'shear_y', 'translate_x', 'translate_y', 'rotate'] | Literal['identity', 'autocontrast', 'equalize', 'brightness', 'contrast', 'saturation', 'sharpness', 'posterize', 'solarize', 'invert'], ...] = ...
     """Operations to draw from; all but invert by default"""
 
@@ -340,11 +340,11 @@ class ViewSettings(_ViewSettings):
     affine: _AffineRanges | None = None
     """Random affine"""
     randaugment: _RandAugment | None = None
-    """RandAugment: number of operations and magnitude"""
+    """RandAugment; null: off"""
     jitter: _ColourJitter | None = None
     """Random brightness, contrast and saturation"""
     erasing: float = 0.0
-    """Probability of a black rectangle of 2 to 33 % of the view"""
+    """Probability; black 2 to 33 % of the view"""
     fill: Literal['zeros', 'border', 'reflection'] = 'zeros'
     """Outside the image: black, the nearest pixel, the mirrored image"""
 

@@ -137,7 +137,7 @@ def put_recall(
     # gallery: its size; right: number of right answers in it, per image, or (1,) if equal for all.
     # By chance all of the gallery are tied.
     ties = (torch.zeros_like(right), gallery - right, right, at)
-    chances = image_text.hit_probability_under_ties(*ties).mean(dim=0).tolist()
+    chances = image_text.hit_probability(*ties).mean(dim=0).tolist()
     for k, chance, values in zip(at, chances, hits.unbind(1), strict=True):
         out.put(name, values, k=k)
         out.put(f"{name}_chance", chance, k=k)

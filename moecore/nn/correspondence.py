@@ -63,9 +63,7 @@ def pair_view_tokens(affines: Tensor, layout: TokenLayout, special: bool) -> Tok
     """Return the pairs of tokens that show the same patch in the two views of each image."""
     # affines: (2B, D+1, D+1), first B = view 1, last B = view 2.
     if len(affines) % 2:
-        raise UserError.at(
-            "correspondence", found=f"{len(affines)} affines", allowed="two views per image"
-        )
+        raise UserError.at("correspondence", found=f"{len(affines)} affines", allowed="2 per image")
     count = len(affines) // 2
     index, inside, swapped = match_patches(affines[:count], affines[count:], layout)
     patches = torch.arange(index.shape[1], device=index.device)
@@ -74,9 +72,8 @@ def pair_view_tokens(affines: Tensor, layout: TokenLayout, special: bool) -> Tok
     special_tokens = torch.arange(number, device=index.device).expand(count, -1)
     tokens = layout.special + index.shape[1]
     image = torch.arange(count, device=index.device)
-    start_1, start_2 = (
-        (image + count * side)[:, None] * tokens for side in (swapped.long(), (~swapped).long())
-    )
+    sides = (swapped.long(), (~swapped).long())
+    start_1, start_2 = ((image + count * side)[:, None] * tokens for side in sides)
     view_patches = (layout.special + patches).expand(count, -1)
     first = torch.cat([view_patches, special_tokens], dim=1) + start_1
     second = torch.cat([layout.special + index, special_tokens], dim=1) + start_2
@@ -92,7 +89,7 @@ def token_pairs_by_layer(
     return [(layout_pairs[layout], layout) for layout in layouts]
 
 
-def token_pair_values(
+def values_of_pairs(
     values: Tensor, pairs: TokenPairs, layout: TokenLayout
 ) -> tuple[Tensor, Tensor]:
     """Return values (2B, T, E) at the first and at the second token of each pair, (B, T', E)."""

@@ -99,9 +99,8 @@ def block_scores_with_routing(
     scores = []
     records = []
     with eval_mode(model), torch.no_grad(), torch.autocast(model_device(model).type, enabled=False):
-        for word_ids, next_words in zip(
-            image_batches(images, size, model_device(model)), labels.split(size), strict=True
-        ):
+        batches = image_batches(images, size, model_device(model))
+        for word_ids, next_words in zip(batches, labels.split(size), strict=True):
             tokens, layers, _ = model.encode(word_ids)
             targets = next_words.long().to(word_ids.device)
             nats = _word_nats(model, tokens.flatten(0, 1), targets.flatten())
@@ -150,9 +149,8 @@ def text_perplexity(
             exists = ((index >= 0) & (index < number))[:, None]
             index = index.clamp(0, number - 1)
             word_ids, *kinds = rows[:, :, index].where(exists, -1).flatten(1, 2)
-            (final, _, _), states = model.read(
-                word_ids, states, EncodeOptions(), max(0, -place), *kinds
-            )
+            start = max(0, -place)
+            (final, _, _), states = model.read(word_ids, states, EncodeOptions(), start, *kinds)
             labels = right[:, index].where(exists, -1).flatten(0, 1)
             if place >= 0:
                 nats = _word_nats(model, final[labels >= 0], labels[labels >= 0])
@@ -227,9 +225,7 @@ def coupled_image_count(model: nn.Module) -> int:
 def concat_records(records: list[tuple[RoutingRecord, ...]]) -> tuple[RoutingRecord, ...]:
     """Concatenate records of consecutive batches, layer by layer."""
     return tuple(
-        RoutingRecord(
-            *(torch.cat(field) for field in zip(*layer, strict=True) if field[0] is not None)
-        )
+        RoutingRecord(*(torch.cat(row) for row in zip(*layer, strict=True) if row[0] is not None))
         for layer in zip(*records, strict=True)
     )
 
@@ -268,9 +264,7 @@ def meta_device_context() -> Iterator[None]:
 class _NoDraws(TorchFunctionMode):
     """Skip draws: on meta, ``normal_`` takes 2 seconds to import torch's compiler, for nothing."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
         if func in IN_PLACE_DRAWS or getattr(func, "__module__", "") == torch.nn.init.__name__:
             return args[0] if args else named["tensor"]

@@ -209,9 +209,7 @@ def build_record(
             allowed="each expert once",
         )
     if score not in get_args(Score):
-        raise UserError.at(
-            "build_record: score", found=repr(score), allowed=", ".join(get_args(Score))
-        )
+        raise UserError.at("build_record", found=repr(score), allowed=", ".join(get_args(Score)))
     logits, experts = logits.float(), experts.long()
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, experts, True)
     combine = torch.zeros_like(logits).scatter(-1, experts, weights.float())
@@ -221,15 +219,11 @@ def build_record(
 def check_record(record: Any, place: str) -> RoutingRecord:
     """Return ``record`` if its fields are (..., E), chosen of bool; place: starts the UserError."""
     if not isinstance(record, RoutingRecord):
-        raise UserError.at(
-            place, found=type(record).__name__, allowed="a RoutingRecord, as of lens.build_record"
-        )
+        raise UserError.at(place, found=type(record).__name__, allowed="that of lens.build_record")
     fields = dict(zip(RoutingRecord._fields[:5], record[:5], strict=True))
     for name, field in fields.items():
         if not isinstance(field, Tensor):
-            raise UserError.at(
-                f"{place}: {name}", found=type(field).__name__, allowed="a tensor (..., experts)"
-            )
+            raise UserError.at(f"{place}: {name}", found=type(field).__name__, allowed="a tensor")
     for name, field in fields.items():
         if field.ndim < 2 or field.shape != record.probs.shape:
             raise UserError.at(
@@ -316,17 +310,14 @@ def read_jetmoe_router(router: nn.Module, inputs: tuple[Any, ...], output: Any) 
     """Return the record of JetMoE's router: pairs of token and choice, sorted by expert."""
     order, _, gates, sizes, logits = output
     numbers = torch.arange(len(sizes), device=order.device)
-    experts = torch.empty_like(order).scatter(
-        0, order, numbers.repeat_interleave(torch.tensor(sizes, device=order.device))
-    )
+    counts = torch.tensor(sizes, device=order.device)
+    experts = torch.empty_like(order).scatter(0, order, numbers.repeat_interleave(counts))
     weights = torch.zeros_like(gates).scatter(0, order, gates)
     k = len(order) // len(logits)
     return build_record(logits, experts.view(-1, k), weights.view(-1, k))
 
 
-def read_capacity_router(
-    router: nn.Module, inputs: tuple[Any, ...], output: Any, k: int
-) -> RoutingRecord:
+def read_capacity_router(router: nn.Module, inputs: tuple, output: Any, k: int) -> RoutingRecord:
     """Return the record of a router with output (first, weights, logits), k experts per token."""
     # Weights are (…, E), or (…, 1) for ``first``, (…, E): 0 for experts over capacity.
     first, weights, logits = output

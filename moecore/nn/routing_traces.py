@@ -51,7 +51,7 @@ def spread_to_one_grid(
     """Return the records of all layers on the finest of ``layouts``; coarse tokens are repeated."""
     fine = finest_layout(layouts)
     return tuple(
-        record_on_finer_grid(record, layout, fine)
+        record_on_grid(record, layout, fine)
         for record, layout in zip(records, layouts, strict=True)
     )
 
@@ -60,9 +60,7 @@ def finest_layout(layouts: Sequence[TokenLayout]) -> TokenLayout:
     return max(layouts, key=lambda layout: prod(layout.grid))
 
 
-def record_on_finer_grid(
-    record: RoutingRecord, layout: TokenLayout, fine: TokenLayout
-) -> RoutingRecord:
+def record_on_grid(record: RoutingRecord, layout: TokenLayout, fine: TokenLayout) -> RoutingRecord:
     """Return the record with one token per patch of ``fine``: that which covers its centre."""
     if layout == fine:
         return record
@@ -112,7 +110,5 @@ def encode_top_experts(record: RoutingRecord) -> str:
     order = np.lexsort((-probs, ~chosen, -combine), axis=-1)[..., :MAX_EXPERTS]
     best = np.where(combine.max(axis=-1) > 0, combine.argmax(axis=-1), np.iinfo(dtype).max)
     shares = np.rint(np.take_along_axis(probs, order, axis=-1).clip(0, 1) * MAX_PROBABILITY)
-    marks = shares + CHOSEN_BIT * np.take_along_axis(chosen, order, axis=-1)
-    return encode_concatenated_arrays(
-        best.astype(dtype), order.astype(dtype), marks.astype(np.uint8)
-    )
+    marks = (shares + CHOSEN_BIT * np.take_along_axis(chosen, order, axis=-1)).astype(np.uint8)
+    return encode_concatenated_arrays(best.astype(dtype), order.astype(dtype), marks)

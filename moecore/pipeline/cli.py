@@ -81,9 +81,9 @@ def app_options(show_version: ShowVersion = False) -> None:
 def check_command(params: ParamsFile = PARAMS_FILE) -> None:
     """Validate all of params.yaml; print every problem with file, line, column and key."""
     from moecore.report.tables.metrics_by_method import unfit_metric_problems
-    from moecore.study.check import check_and_describe_study
+    from moecore.study.check import describe_checked_study
 
-    typer.echo(check_and_describe_study(params, also=unfit_metric_problems))
+    typer.echo(describe_checked_study(params, also=unfit_metric_problems))
     say_changed_raw_data(params)
 
 
@@ -200,12 +200,8 @@ def quick_command(jobs: JobCount = None, verbose: IsVerbose = False) -> None:
 @app.command("new")
 def new_command(
     name: Annotated[str, Argument(help="of the project and its package: letters, digits, _")],
-    folder: Annotated[
-        Path | None, Argument(help="empty or new; left out: one of that name")
-    ] = None,
-    study: Annotated[
-        str, Option("--from", help="the question that it begins as; main: six methods")
-    ] = QUICK,
+    folder: Annotated[Path | None, Argument(help="empty or new; default: of that name")] = None,
+    study: Annotated[str, Option("--from", help="the first question; main: six methods")] = QUICK,
     data: OwnData = None,
     overlay: Annotated[
         bool, Option("--overlay", help="params.yaml is written from what differs from ours")

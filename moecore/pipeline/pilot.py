@@ -34,7 +34,7 @@ from moecore.run.run_record import report_progress
 from moecore.study.check import check_study
 from moecore.study.document import Document, load_yaml_document
 from moecore.study.model_rules import PREPARED_DATA, chdir_to_stages, read_matching_data_card
-from moecore.study.settings import ParamsKeyTemplate, extract_declared_settings
+from moecore.study.settings import ParamsKeyTemplate, extract_settings
 from moecore.tasks.base import Score, Task
 from moecore.training.artifacts import save_no_guide
 from moecore.training.job import TrainingJob, training_batch
@@ -113,7 +113,7 @@ def run_pilot(path: Path, seeds: int) -> PilotResult:
     # Nothing is written to its folder.
     check_study(path, also=unfit_metric_problems)
     document = load_yaml_document(path)
-    params = extract_declared_settings(PilotParams, document)
+    params = extract_settings(PilotParams, document)
     methods = choose_pilot_methods(params, document)
     with TemporaryDirectory() as scratch:
         with chdir_to_stages(path.parent):
@@ -186,7 +186,7 @@ def _train_all(
         }
         if "told" in jobs:
             learner, oracle = jobs["begun"], jobs["told"]
-            shares.append(fit_learner_to_oracle(learner, oracle, settings["told"], seed))
+            shares.append(fit_learner(learner, oracle, settings["told"], seed))
         for role, job in jobs.items():
             name = f"validation_{job.task.history_name}"
             begun = time.process_time()
@@ -201,9 +201,7 @@ def _train_all(
     return PilotResult(pilot_score_for_task(data.task), rows, fmean(shares or [math.nan]))
 
 
-def fit_learner_to_oracle(
-    learner: TrainingJob, oracle: TrainingJob, settings: Training, seed: int
-) -> float:
+def fit_learner(learner: TrainingJob, oracle: TrainingJob, settings: Training, seed: int) -> float:
     """Copy the oracle's weights to ``learner.model`` and fit its routers to the oracle's choices.
 
     Both models are untrained, so the two trainings differ only in their routers. Returns the share

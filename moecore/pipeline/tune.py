@@ -72,10 +72,8 @@ class TuningRun(NamedTuple):
 
 
 def plan_tuning(question: QuestionFile, threshold: float | None = None) -> TuningRun:
-    """Return the trainings that tune a question; UserError without ``tune`` or for its seeds.
-
-    threshold: the chosen one; without it, of a question with ``tune.threshold``, its trainings.
-    """
+    """Return the trainings that tune a question; UserError without ``tune`` or for its seeds."""
+    # threshold: the chosen one; without it, of a question with ``tune.threshold``, its trainings.
     tuning = question.tuning
     if tuning is None:
         allowed = "tune: {learning_rates: [5.0e-4, 1.0e-3, 2.0e-3, 4.0e-3, 8.0e-3], seeds: [900]}"
@@ -177,10 +175,8 @@ def keep_tuned_rates(run: TuningRun, threshold: Mapping[str, Any] | None = None)
 
 
 def best_rate(scores: Sequence[Sequence[float]], better: str) -> int:
-    """Return the index of the rate with the best mean over seeds; equally good: the first.
-
-    scores: per rate, per seed. A rate with a score that is not finite is the worst.
-    """
+    """Return the index of the rate with the best mean over seeds; equally good: the first."""
+    # scores: per rate, per seed. A rate with a score that is not finite is the worst.
     means = [fmean(seeds) if better == "higher" else -fmean(seeds) for seeds in scores]
     finite = [mean if math.isfinite(mean) else -math.inf for mean in means]
     return max(range(len(finite)), key=finite.__getitem__)

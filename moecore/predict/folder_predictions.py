@@ -21,7 +21,7 @@ from moecore.core.config import read_json_settings
 from moecore.core.files import UserError, file_checksum, join_below_root, write_csv, write_whole
 from moecore.core.routing_records import RoutingRecord
 from moecore.data.files.decode import BACKGROUND
-from moecore.data.volumes.cohorts import SEX, read_delimited_table
+from moecore.data.volumes.cohorts import SEX, read_text_table
 from moecore.data.volumes.volume_preparation import Grid, read_volume
 from moecore.measure.calibrators.base import FittedCalibrator, read_fitted
 from moecore.measure.exploring.expert_gallery import find_two_towers
@@ -108,7 +108,7 @@ def _participants(path: Path) -> Participants:
     """Return (participant, session) → age, sex and site; {} if participants.tsv is missing."""
     if not join_below_root(path.parent, path).exists():
         return {}
-    columns, rows = read_delimited_table(path)
+    columns, rows = read_text_table(path)
     if rows and "participant_id" not in columns:
         raise UserError(f"{path}: lacks the column participant_id")
     problems, table = [], {}

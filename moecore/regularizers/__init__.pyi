@@ -33,7 +33,7 @@ class DiversitySimplicity(_DiversitySimplicity):
 class Entropy(_Entropy):
     """Mean entropy of a token's probs, summed over MoE layers."""
     weight: float = 0.01
-    """above 0 lowers the entropy, below 0 raises it"""
+    """> 0 lowers entropy, < 0 raises"""
 
 class GroupSparsity(_GroupSparsity):
     """The group sparse regularization, summed over MoE layers.
@@ -46,11 +46,11 @@ class GroupSparsity(_GroupSparsity):
     size: int = 3
     """side of a neighbourhood, in experts; at most the map's"""
     sigma_start: float = 10.0
-    """of the Gaussian at the start, in experts"""
+    """first σ, in experts"""
     sigma_end: float = 1.5
-    """at the end; not above sigma_start"""
+    """last σ; ≤ sigma_start"""
     exponent: float = 0.3
-    """γ of the schedule: below 1 narrows early"""
+    """γ; below 1: narrows early"""
     reduction: Literal['mean', 'authors'] = 'mean'
     """mean: sum over positions, mean over tokens, so that the weight does not depend on the batch;
     authors: as in MoGE's published code, mean over positions, sum over the batch's tokens, divided
@@ -90,7 +90,7 @@ class PairwiseConsistency(_PairwiseConsistency):
     diagonal: float = 0.005
     """of mean (1 − S_ii)²: rewards equal choices"""
     off_diagonal: float = 0.05
-    """factor of the mean of S_ij², i ≠ j: penalises unequal choices"""
+    """of the mean S_ij², i ≠ j: unequal choices"""
     special: bool = False
     """pair the class token with itself (on for ImageNet)"""
 

@@ -80,11 +80,11 @@ class Cosine(_Cosine):
     balance: Balance | None = None
     """balancing of the load without a loss, by shifting the choice; null: none"""
     input_jitter: float = 0.0
-    """in training, multiply tokens by uniform draws from 1 ± this"""
+    """training: tokens × uniform 1 ± this"""
     start: Literal['normal', 'orthonormal'] = 'normal'
     """orthonormal: initial rows, without weight decay (simbal)"""
     residual: bool = False
-    """add a learned map, first 0, of the previous MoE layer's logits (MoE++)"""
+    """add a map, first 0, of the last layer's logits"""
     embedding: int | None = None
     """width; null: half the number of experts"""
     temperature: float = 0.3
@@ -123,13 +123,13 @@ class Eigenbasis(_Eigenbasis):
     k: int = 2
     """experts per token, at most"""
     threshold: float = 0.5
-    """an expert is eligible with a cosine above it"""
+    """eligible experts' cosines are above it"""
     selection: Literal['prune', 'literal'] = 'prune'
     """prune: eligible experts only; literal: Algorithm 1 as is"""
     context: Literal['tokens', 'attention_output', 'learned'] = 'tokens'
     """c: attention · tokens, the attention's output, or a learned vector"""
     rank: int | None = None
-    """of the router's basis, for experts without one; null: 2/3 width"""
+    """if experts have no basis; null: 2/3 width"""
 
 class ExpertChoice(_ExpertChoice):
     """Let each expert take the tokens with its largest gates, a softmax over a linear map."""
@@ -225,11 +225,11 @@ class NoisyTopK(_NoisyTopK):
     balance: Balance | None = None
     """balancing of the load without a loss, by shifting the choice; null: none"""
     input_jitter: float = 0.0
-    """in training, multiply tokens by uniform draws from 1 ± this"""
+    """training: tokens × uniform 1 ± this"""
     start: Literal['normal', 'orthonormal'] = 'normal'
     """orthonormal: initial rows, without weight decay (simbal)"""
     residual: bool = False
-    """add a learned map, first 0, of the previous MoE layer's logits (MoE++)"""
+    """add a map, first 0, of the last layer's logits"""
 
 class Relu(_Relu):
     """Weight experts by the ReLU of their logits, without normalising; a token uses 0 to E experts.
@@ -304,11 +304,11 @@ class TopKSoftmax(_TopKSoftmax):
     balance: Balance | None = None
     """balancing of the load without a loss, by shifting the choice; null: none"""
     input_jitter: float = 0.0
-    """in training, multiply tokens by uniform draws from 1 ± this"""
+    """training: tokens × uniform 1 ± this"""
     start: Literal['normal', 'orthonormal'] = 'normal'
     """orthonormal: initial rows, without weight decay (simbal)"""
     residual: bool = False
-    """add a learned map, first 0, of the previous MoE layer's logits (MoE++)"""
+    """add a map, first 0, of the last layer's logits"""
 
 class TopP(_TopP):
     """Choose the fewest most probable experts whose probs sum to more than ``threshold``.
@@ -323,4 +323,4 @@ class TopP(_TopP):
     noise_std: float = 0.0
     """on logits, in training; unit: 1 / experts"""
     balance: LossFree | None = None
-    """a bias on the order in which a token adds experts; null: none"""
+    """a bias on the order of experts; null: none"""

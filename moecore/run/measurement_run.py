@@ -19,7 +19,7 @@ from moecore.study.sections import Phase
 from moecore.study.settings import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import guide_folder, load_guide, load_model, save_model, save_words
 from moecore.training.method import Method
-from moecore.training.outcome import evaluate_model_outcome, save_model_score
+from moecore.training.outcome import evaluate_outcome, save_model_score
 from moecore.training.runtime import tune_runtime
 from moecore.training.surgery.expert_reduction import ExpertReduction
 
@@ -88,9 +88,7 @@ def calculate_values(what: str) -> Found:
     return result
 
 
-def record_expert_reduction(
-    params: Config, reduction: ExpertReduction, method: str, seed: int
-) -> None:
+def reduce_and_record(params: Config, reduction: ExpertReduction, method: str, seed: int) -> None:
     """Reduce the experts of artifacts/pretrain/<method>/<seed>, and evaluate the model."""
     # The new model is artifacts/<stage>/<method>/<seed>; a dense model is copied unchanged.
     stage = reduction.section
@@ -105,7 +103,7 @@ def record_expert_reduction(
         with whole_folder(target) as folder:
             save_model(folder, model)
             save_words(folder, data)
-            outcome = evaluate_model_outcome(model, data, seconds)
+            outcome = evaluate_outcome(model, data, seconds)
             save_model_score(folder, outcome, data)
         run.dataset(data.card)
         run.result(outcome)

@@ -45,16 +45,16 @@ class Bids(_Bids):
     test: float = 0.25
     """Share of the participants for the test"""
     age_groups: int = 8
-    """Age groups of equal size that stratify the splits, per sex"""
+    """Equal age groups, per sex, of the splits"""
     test_sites: tuple[str, ...] = ...
-    """Sites whose participants are the test set; empty: the test set is drawn"""
+    """Sites that are the test set; (): drawn"""
     root: str
     """Folder with participants.tsv; derivatives may lie below it"""
     t1: str = '{folder}/anat/{prefix}*_T1w.nii*'
     """T1w volume: a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for
     sub-01 or sub-01_ses-1, * for anything"""
     mask: str | None = None
-    """A brain mask, a pattern as t1; null: voxels with more than half tissue"""
+    """Brain mask, as t1; null: voxels over half tissue"""
     maps: _TissueMapPatterns | None = ...
     """Tissue as probability maps; null: none"""
     dseg: _Dseg | None = None
@@ -103,9 +103,9 @@ class Cifar(_Cifar):
     validation: float = 0.1
     """Share (below 1) or number of training images"""
     train_limit: int | None = None
-    """At most this many training images, drawn evenly from the classes"""
+    """At most, drawn evenly from classes"""
     test_limit: int | None = None
-    """At most this many test images, drawn evenly from the classes"""
+    """At most, drawn evenly from classes"""
     root: str | tuple[str, ...] = 'data/raw/cifar'
     """Folder, or folders in order, with the .bin files or archive"""
     size: int = 32
@@ -115,7 +115,7 @@ class Cifar(_Cifar):
     only_classes: tuple[str, ...] = ...
     """Names of classes to keep; empty: all"""
     test_unused: bool = False
-    """Also use training images that train_limit leaves out as test images"""
+    """Also test on training images beyond train_limit"""
     classes: Literal[10, 100] = 10
     """10: CIFAR-10; 100: CIFAR-100, fine labels"""
 
@@ -136,7 +136,7 @@ class Ciphers(_Ciphers):
     test: float = 0.05
     """share of the files"""
     words: int | None = None
-    """Vocabulary size V; less frequent words are <unk>; null: all"""
+    """Vocabulary size V; rarer: <unk>; null: all"""
     dialects: int = 12
     """Number of ciphers D"""
     zipf: float = 0.0
@@ -196,9 +196,9 @@ class CocoCaptions(_CocoCaptions):
     annotations: tuple[str, ...] = ...
     """captions_train2014.json and captions_val2014.json; not with `karpathy`"""
     karpathy: str | None = None
-    """dataset_coco.json: the split into 113,287, 5,000 and 5,000 images"""
+    """dataset_coco.json: split 113,287/5,000/5,000"""
     folders: tuple[str, ...] = ...
-    """Image folders, one per annotation file"""
+    """per annotation file"""
 
 class ColumnNames(_ColumnNames):
     """Names, in the table, of the columns that a cohort uses; null: no such column."""
@@ -249,9 +249,9 @@ class Digits(_Digits):
     validation: float = 0.1
     """Share (below 1) or number of training images"""
     train_limit: int | None = None
-    """At most this many training images, drawn evenly from the classes"""
+    """At most, drawn evenly from classes"""
     test_limit: int | None = None
-    """At most this many test images, drawn evenly from the classes"""
+    """At most, drawn evenly from classes"""
     size: int = 8
     """Height and width, pixels; bilinear if not 8"""
     test: float = 0.2
@@ -277,8 +277,8 @@ class Docstrings(_Docstrings):
 class Dseg(_Dseg):
     """Pattern of one label map, and its numbers for each tissue."""
     pattern: str = '{folder}/anat/{prefix}*_dseg.nii*'
-    """The label map: a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for
-    sub-01 or sub-01_ses-1, * for anything"""
+    """Map: a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for sub-01 or
+    sub-01_ses-1, * for anything"""
     wm: tuple[int, ...] = ...
     """Numbers of white matter"""
     gm: tuple[int, ...] = ...
@@ -293,9 +293,9 @@ class FashionMnist(_FashionMnist):
     validation: float = 0.1
     """Share (below 1) or number of training images"""
     train_limit: int | None = None
-    """At most this many training images, drawn evenly from the classes"""
+    """At most, drawn evenly from classes"""
     test_limit: int | None = None
-    """At most this many test images, drawn evenly from the classes"""
+    """At most, drawn evenly from classes"""
     root: str | tuple[str, ...] = ...
     """Folder, or folders in order, that may hold the four files"""
     size: int = 28
@@ -305,7 +305,7 @@ class FashionMnist(_FashionMnist):
     only_classes: tuple[str, ...] = ...
     """Names of classes to keep; empty: all"""
     test_unused: bool = False
-    """Also use training images that train_limit leaves out as test images"""
+    """Also test on training images beyond train_limit"""
 
 class Flickr30k(_Flickr30k):
     """Images (31,783) with five captions each; Karpathy's split by its file, or a drawn one."""
@@ -348,9 +348,9 @@ class ImageFolder(_ImageFolder):
     validation: float = 0.1
     """Share (below 1) or number of training images"""
     train_limit: int | None = None
-    """At most this many training images, drawn evenly from the classes"""
+    """At most, drawn evenly from classes"""
     test_limit: int | None = None
-    """At most this many test images, drawn evenly from the classes"""
+    """At most, drawn evenly from classes"""
     root: str
     """Has class folders, or train/, validation/ (or val/) and test/"""
     size: int = 32
@@ -378,9 +378,9 @@ class Imagenet(_Imagenet):
     validation: float = 10000
     """Share (< 1) or number of training images"""
     train_limit: int | None = None
-    """At most this many training images, drawn evenly from the classes"""
+    """At most, drawn evenly from classes"""
     test_limit: int | None = None
-    """At most this many test images, drawn evenly from the classes"""
+    """At most, drawn evenly from classes"""
     root: str = 'data/raw/imagenet'
     """Has train/ and val/ with a folder per wnid"""
     size: int = 64
@@ -421,9 +421,9 @@ class Phantom(_Phantom):
     test: float = 0.25
     """Share of the participants for the test"""
     age_groups: int = 8
-    """Age groups of equal size that stratify the splits, per sex"""
+    """Equal age groups, per sex, of the splits"""
     test_sites: tuple[str, ...] = ...
-    """Sites whose participants are the test set; empty: the test set is drawn"""
+    """Sites that are the test set; (): drawn"""
     subjects: int = 480
     """Number of simulated people"""
     preset: Literal['demo', 'realistic'] = 'demo'
@@ -448,7 +448,7 @@ class Scripts(_Scripts):
     ranks: tuple[int, int] | None = None
     """First and last rank of scripts by number of letters; 1: most; null: all"""
     characters: int | None = None
-    """Number of characters in total, drawn by the seed; null: all"""
+    """Number of drawn characters; null: all"""
     per_script: int | None = None
     """Most characters per script; null: all"""
     split: Literal['renderings', 'fonts'] = 'renderings'
@@ -482,16 +482,16 @@ class Spreadsheet(_Spreadsheet):
     test: float = 0.25
     """Share of the participants for the test"""
     age_groups: int = 8
-    """Age groups of equal size that stratify the splits, per sex"""
+    """Equal age groups, per sex, of the splits"""
     test_sites: tuple[str, ...] = ...
-    """Sites whose participants are the test set; empty: the test set is drawn"""
+    """Sites that are the test set; (): drawn"""
     root: str
     """Folder of the cohort; derivatives may lie below it"""
     t1: str
     """The T1w volume: a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix}
     for sub-01 or sub-01_ses-1, * for anything"""
     mask: str | None = None
-    """A brain mask, a pattern as t1; null: voxels with more than half tissue"""
+    """Brain mask, as t1; null: voxels over half tissue"""
     maps: _TissueMapPatterns | None = None
     """Tissue probability maps; null: none"""
     dseg: _Dseg | None = None
@@ -563,9 +563,9 @@ class TwoCohorts(_TwoCohorts):
     test: float = 0.25
     """Share of the participants for the test"""
     age_groups: int = 8
-    """Age groups of equal size that stratify the splits, per sex"""
+    """Equal age groups, per sex, of the splits"""
     test_sites: tuple[str, ...] = ...
-    """Sites whose participants are the test set; empty: the test set is drawn"""
+    """Sites that are the test set; (): drawn"""
     first: _Bids | _Spreadsheet
     """The training cohort: bids or spreadsheet"""
     second: _Bids | _Spreadsheet

@@ -68,8 +68,7 @@ def check_study(
     path: str | Path = "params.yaml", home: Path | None = None, also: ExtraCheck | None = None
 ) -> CheckedStudy:
     """Check a params.yaml, its data (headers and counts) and its models; return study and notes."""
-    # home: the folder in which its stages run; by default the file's. also: an additional check,
-    # run last.
+    # home: folder in which stages run; by default the file's. also: a last, additional check.
     folder = Path(path).parent
     document, stages = load_yaml_document(path), list_folder_stages(folder)
     return check_study_document(document, stages, folder if home is None else home, also)
@@ -113,9 +112,7 @@ def check_study_document(
     return CheckedStudy(study, tuple(notes), tuple(untried))
 
 
-def check_and_describe_study(
-    path: str | Path = "params.yaml", also: ExtraCheck | None = None
-) -> str:
+def describe_checked_study(path: str | Path = "params.yaml", also: ExtraCheck | None = None) -> str:
     """Return ``params.yaml: in order (…)`` and a line per data set; raises like ``check_study``."""
     study, notes, untried = check_study(path, also=also)
     trained = "nothing is trained"

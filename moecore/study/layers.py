@@ -89,10 +89,8 @@ class LayeredFiles(Document):
         if len(keys) > 1 and keys[0] == "methods":
             chain = self.methods.get(str(keys[1]), ())
             places = [(layer, ("methods", name, *keys[2:])) for layer, name in chain] or places
-        layer, rest = max(
-            reversed(places), key=lambda pair: count_existing_keys(pair[0].sections, pair[1])
-        )
-        return layer.place(rest)
+        layer, end = max(places[::-1], key=lambda row: count_existing_keys(row[0].sections, row[1]))
+        return layer.place(end)
 
 
 class Composed(NamedTuple):
@@ -149,9 +147,8 @@ def compose_layers(layers: Sequence[Layer], root: Path) -> Composed:
             values[key] = section if is_replaced else merge_settings(values.get(key), section)
         values = {key: value for key, value in values.items() if value is not None}
         if isinstance(values.get("data"), dict):
-            values["data"] = {
-                name: source for name, source in values["data"].items() if source is not None
-            }
+            data = values["data"].items()
+            values["data"] = {name: source for name, source in data if source is not None}
     chains: dict[str, Chain] = {}
     if isinstance(values.get("methods"), dict):
         chains = _compose_methods(layers)
@@ -202,10 +199,8 @@ def _compose_methods(layers: Sequence[Layer]) -> dict[str, Chain]:
         if "methods" in layer.replaced:
             names = {}
         if layer.names is not None:
-            names = {
-                name: layer.place(("run", "methods", index))
-                for index, name in enumerate(layer.names)
-            }
+            numbered = enumerate(layer.names)
+            names = {name: layer.place(("run", "methods", index)) for index, name in numbered}
         else:
             names |= dict.fromkeys(layer.methods, "")
         for name in [name for name, entry in layer.methods.items() if entry is None]:

@@ -173,19 +173,16 @@ def model_misfits(study: Study, previews: Mapping[str, Card]) -> list[tuple[tupl
                     key, text = split_key_and_message(error)
                     misfits.append((key or ("teacher",), text))
         for name in study.run.methods:
-            misfits += _method_problems(study, name, study.methods[name], phases)
+            misfits += _check_method(study, name, study.methods[name], phases)
     return [*first_by_place(misfits), *_reduction_problems(study, previews)]
 
 
 def image_spec(preview: Card) -> ImageSpec:
     """Return the ImageSpec of a card's images; mean and standard deviation are 0.5, a dummy."""
-    channels = preview.channels
     middle = (0.5,) * preview.channels
-    task = preview.task or ANY_CLASSES
-    truth = preview.truth
-    return ImageSpec(
-        channels=channels, size=preview.size, mean=middle, std=middle, task=task, truth=truth
-    )
+    fields: dict[str, Any] = {"size": preview.size, "mean": middle, "std": middle}
+    fields |= {"task": preview.task or ANY_CLASSES, "truth": preview.truth}
+    return ImageSpec(channels=preview.channels, **fields)
 
 
 def build_phase_model(
@@ -205,9 +202,7 @@ def build_phase_model(
         return method.merge_model_settings(study.model).build(image, moe)
 
 
-def _method_problems(
-    study: Study, name: str, method: Method, phases: list[TrainingPhase]
-) -> Misfits:
+def _check_method(study: Study, name: str, method: Method, phases: list[TrainingPhase]) -> Misfits:
     if study.model is None:
         return
     backbone = method.merge_model_settings(study.model)

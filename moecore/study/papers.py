@@ -126,10 +126,8 @@ def list_papers(root: Path) -> list[str]:
 
 def load_papers(root: Path) -> dict[str, Paper]:
     """Return folder → Paper for all papers; UserError for an invalid file."""
-    return {
-        name: validate_whole(Paper, _load(find_paper_file(root, name)))
-        for name in list_papers(root)
-    }
+    files = {name: find_paper_file(root, name) for name in list_papers(root)}
+    return {name: validate_whole(Paper, _load(file)) for name, file in files.items()}
 
 
 def load_named_claims(root: Path) -> dict[str, dict[str, Any]]:
@@ -170,9 +168,8 @@ def resolve_asked_claims(
             text = f"found {show_value(asked_name)}{hint}; allowed: {', '.join(names)}"
             raise document.error((ASKS, index), text)
         claim, start = named[name], ("claims", index)
-        places |= {
-            (*start, key): (paper, (*claim.keys, key)) for key in claim.values if key not in changes
-        }
+        unchanged = [key for key in claim.values if key not in changes]
+        places |= {(*start, key): (paper, (*claim.keys, key)) for key in unchanged}
         places[start] = (document, (ASKS, index))
         claims.append(claim.values | changes)
     return claims, places

@@ -11,14 +11,8 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.representer import RoundTripRepresenter, SafeRepresenter
 
 from moecore.core.files import UserError, write_whole
+from moecore.study import document
 from moecore.study.check import check_document, check_study
-from moecore.study.document import (
-    SHOWN_LETTERS,
-    did_you_mean,
-    load_yaml_document,
-    parse_yaml_document,
-    shorten_to_one_line,
-)
 from moecore.study.layers import Composed, layers_after_replacement
 
 HEAD = """\
@@ -82,9 +76,9 @@ def params_text(composed: Composed, origin: ParamsOrigin, presets: Sequence[str]
 
 def write_params(path: Path, text: str) -> list[str]:
     """Write a params.yaml; return a line ``key: old → new`` for every value that changes."""
-    before = load_yaml_document(path).data if path.is_file() else {}
+    before = document.load_yaml_document(path).data if path.is_file() else {}
     write_whole(path, text)
-    return list(list_changes(before, load_yaml_document(path).data))
+    return list(list_changes(before, document.load_yaml_document(path).data))
 
 
 def project_params_text(composed: Composed) -> str:
@@ -152,16 +146,18 @@ def _dump(writer: YAML, value: Any) -> str:
 def write_assignments(path: Path, assignments: Sequence[str]) -> list[str]:
     """Write each ``key=value`` into a params.yaml; return a line ``key: old → new`` per change."""
     # The file stays as it was if the result is invalid.
-    before = load_yaml_document(path)
+    before = document.load_yaml_document(path)
     old = path.read_text(encoding="utf-8")
     write_whole(path, apply_assignments(old, assignments))
     try:
         check_study(path)
     except UserError as error:
         write_whole(path, old)
-        arguments = shorten_to_one_line(" ".join(f"-S {assignment}" for assignment in assignments))
+        arguments = document.shorten_to_one_line(
+            " ".join(f"-S {assignment}" for assignment in assignments)
+        )
         raise UserError(f"{error}\n{path}: left as it was ({arguments})") from None
-    return list(list_changes(before.data, load_yaml_document(path).data))
+    return list(list_changes(before.data, document.load_yaml_document(path).data))
 
 
 def apply_assignments(text: str, assignments: Sequence[str]) -> str:
@@ -174,7 +170,9 @@ def apply_assignments(text: str, assignments: Sequence[str]) -> str:
         name, equals, value = assignment.partition("=")
         if not (name.strip() and equals and value.strip()):
             raise UserError(f"-S {assignment}: expected key=value, such as pretrain.epochs=3")
-        parse_yaml_document(value, f"-S {shorten_to_one_line(assignment, SHOWN_LETTERS)}")
+        document.parse_yaml_document(
+            value, f"-S {document.shorten_to_one_line(assignment, document.SHOWN_LETTERS)}"
+        )
         _set_value(data, name.strip().split("."), writer.load(value), assignment)
     return _dump(writer, data)
 
@@ -196,12 +194,10 @@ def _set_value(data: Any, segments: Sequence[str], value: Any, assignment: str) 
         keys = dict(enumerate(data)) if isinstance(data, list) else data
         keys = {str(key): key for key in keys} if isinstance(keys, dict) else {}
         if segment not in keys and not (last and isinstance(data, dict)):
-            holder = ".".join(segments[:depth]) or "the file"
-            allowed = ", ".join(keys) or "nothing, it is a single value"
-            hint = did_you_mean(segment, list(keys))
-            raise UserError(
-                f"-S {assignment}: found {segment!r} in {holder}{hint}; allowed: {allowed}"
-            )
+            part = ".".join(segments[:depth]) or "the file"
+            names = ", ".join(keys) or "nothing, it is a single value"
+            hint = document.did_you_mean(segment, list(keys))
+            raise UserError(f"-S {assignment}: found {segment!r} in {part}{hint}; allowed: {names}")
         if last:
             data[keys.get(segment, segment)] = value
         else:

@@ -33,7 +33,7 @@ from moecore.study.document import Document, did_you_mean, load_yaml_document, s
 from moecore.study.layers import Composed, Layer, compose_layers, load_root_layer, read_layer
 from moecore.study.papers import ASKS, PIPELINES
 from moecore.study.sections import Phase
-from moecore.study.settings import extract_declared_settings
+from moecore.study.settings import extract_settings
 
 WORLDS = "worlds"
 RESULTS = "results"
@@ -121,9 +121,8 @@ class QuestionFile:
         self.document = load_yaml_document(self.path)
         self.world: Document | None = None
         self.layers = self._read_layers()
-        self.rounds = [
-            Round(self, index + 1, *pair) for index, pair in enumerate(self._read_rounds())
-        ]
+        pairs = enumerate(self._read_rounds(), 1)
+        self.rounds = [Round(self, number, *pair) for number, pair in pairs]
 
     def text(self, key: str) -> str:
         """Return the text at ``key`` (question, answer, world or was); "" if it is missing."""
@@ -150,7 +149,7 @@ class QuestionFile:
     @cached_property
     def tuning(self) -> Tuning | None:
         """Return how learning rates are tuned; None: they are fixed. UserError if it is invalid."""
-        return extract_declared_settings(TunedQuestion, self.document).tune
+        return extract_settings(TunedQuestion, self.document).tune
 
     @property
     def tuned_file(self) -> Path:
@@ -160,7 +159,7 @@ class QuestionFile:
     def check_baseline(self) -> None:
         """Raise UserError if the question's world has no valid ``baseline``."""
         if self.world is not None:
-            extract_declared_settings(World, self.world)
+            extract_settings(World, self.world)
 
     @property
     def asking_files(self) -> list[Path]:

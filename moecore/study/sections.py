@@ -40,9 +40,7 @@ class Selection(Config):
     measurements: tuple[str, ...] = Field(
         (), description="additional measurements, of the models of the phases in thorough"
     )
-    calculations: tuple[str, ...] = Field(
-        (), description="measurements without a model, package.module; each runs once"
-    )
+    calculations: tuple[str, ...] = Field((), description="package.module, without a model, once")
     thorough: tuple[Phase, ...] | None = Field(
         None, description="phases whose models get these measurements; left out: all phases"
     )
@@ -227,9 +225,7 @@ def _without_keys(value: Any, names: Collection[str]) -> Any:
     return value
 
 
-def has_changed_settings(
-    stored: str | None, study: Mapping[str, Any], comparison: Comparison
-) -> bool:
+def settings_changed(stored: str | None, study: Mapping[str, Any], comparison: Comparison) -> bool:
     """Return whether the digest ``stored`` in compare.json is not the study's; False for None."""
     # In older files the digest includes ``monitor``, which changes no result.
     same = [answer_settings_digest(study, comparison, left_out) for left_out in (("monitor",), ())]

@@ -64,12 +64,10 @@ def read_params(model: type[AnySettings], path: str | None = None, **item: objec
     # path: the file; default: $MOECORE_PARAMS, else ./params.yaml. item: values for the templates
     # of the keys, such as ``method="vmoe"``.
     path = path or os.environ.get("MOECORE_PARAMS") or "params.yaml"
-    return extract_declared_settings(model, load_yaml_document(path), **item)
+    return extract_settings(model, load_yaml_document(path), **item)
 
 
-def extract_declared_settings(
-    model: type[AnySettings], document: Document, **item: object
-) -> AnySettings:
+def extract_settings(model: type[AnySettings], document: Document, **item: object) -> AnySettings:
     """Return a ``model`` read from its keys in ``document``; UserError, a line per problem."""
     places: dict[str, Keys] = {
         name: tuple(template.format(**item).split("."))

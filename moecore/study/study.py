@@ -101,9 +101,7 @@ class Study(Sections):
     teacher_router: TeacherRouterFit | None = None
     pretrain: Training | None = None
     finetune: Finetuning | None = None
-    monitor: Monitor | None = Field(
-        None, description="How a training observes its routing, without changing it; null: not."
-    )
+    monitor: Monitor | None = Field(None, description="How trainings watch routing; null: not.")
     calibrate: Calibrate | None = None
     robustness: Robustness | None = None
     transfer: Transfer | None = None

@@ -24,7 +24,7 @@ class Classification(_Classification):
 class ImageText(_ImageText):
     """Symmetric cross-entropy (CLIP; Radford et al. 2021) or sigmoid (SigLIP; Zhai et al. 2023)."""
     classes: tuple[str, ...] = ...
-    """names of the classes; none here"""
+    """none"""
     words: int
     """of the vocabulary"""
     context: int
@@ -50,14 +50,14 @@ class MultiLabel(_MultiLabel):
 class NextToken(_NextToken):
     """Softmax cross-entropy in nats per token; its exponential is the perplexity."""
     classes: tuple[str, ...] = ...
-    """names of the classes; none here"""
+    """none"""
     words: int
     """of the vocabulary"""
 
 class Regression(_Regression):
     """The mean absolute error: learned in deviations of the labels, shown in their unit."""
     classes: tuple[str, ...] = ...
-    """names of the classes; none here"""
+    """none"""
     target: str
     """what the labels are, such as age"""
     unit: str = ''

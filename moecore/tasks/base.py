@@ -61,9 +61,7 @@ class Task(Part, ABC):
     of_text: ClassVar[bool] = False  # a prediction per word; no views, no pixels
     of_captions: ClassVar[bool] = False  # captions, read by a second tower
 
-    classes: tuple[str, ...] = Field(
-        default=(), max_length=0, exclude=True, description="names of the classes; none here"
-    )
+    classes: tuple[str, ...] = Field(default=(), max_length=0, exclude=True, description="none")
 
     @property
     @abstractmethod
@@ -146,10 +144,8 @@ class Task(Part, ABC):
 
     @abstractmethod
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
-        """Return the sum of a training batch's scores, a tensor on its device.
-
-        learned: (M,) int64, images whose mean score, times B, is returned instead; None for all.
-        """
+        """Return the sum of a training batch's scores, a tensor on its device."""
+        # learned: (M,) int64, images whose mean score, times B, is returned instead; None for all.
 
     def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
         """Return the mean of ``scores``, as reported for a validation split after each epoch."""

@@ -92,9 +92,7 @@ class ImageText(Task):
             ranks = current_ranks()
             first = ranks.rank * len(images)
             missing = (0, 0, first, (ranks.size - 1) * len(images) - first)  # other ranks' rows
-            all_images, all_texts = (
-                total_over_ranks(pad(rows, missing)) for rows in (images, texts)
-            )
+            all_images, all_texts = (total_over_ranks(pad(row, missing)) for row in (images, texts))
         matching = torch.arange(first, first + len(images), device=images.device)
         rows = torch.arange(len(images), device=images.device)
         # Two images with the same caption are no wrong answers to each other.
@@ -123,9 +121,8 @@ class ImageText(Task):
         # Without ``with_gallery``: among the batch's. labels: text sides (B, C, d + 3).
         self._check_shapes(prediction, labels)
         texts = (labels if self._gallery is None else self._gallery).flatten(0, 1).to(prediction)
-        all_logits = (prediction @ texts[:, :-MARKS].T).masked_fill(
-            missing_caption_mask(texts), -torch.inf
-        )
+        hidden = missing_caption_mask(texts)
+        all_logits = (prediction @ texts[:, :-MARKS].T).masked_fill(hidden, -torch.inf)
         texts = labels.to(prediction)
         right_logits = (prediction[:, None] * texts[:, :, :-MARKS]).sum(dim=-1)
         right_logits = right_logits.masked_fill(missing_caption_mask(texts), -torch.inf)
@@ -219,7 +216,7 @@ def text_to_image_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> 
         right = cosines.gather(0, owners[None])[0]
         above = (cosines > right + TIE).sum(dim=0)
         tied = ((cosines - right).abs() <= TIE).sum(dim=0) - 1
-        hits.append(hit_probability_under_ties(above, tied, torch.ones_like(tied), at))
+        hits.append(hit_probability(above, tied, torch.ones_like(tied), at))
     recall = torch.cat(hits).masked_fill(~exists[:, None], 0.0).view(number, captions, len(at))
     return recall.sum(dim=1) / exists.view(number, captions).sum(dim=1, keepdim=True)
 
@@ -243,13 +240,11 @@ def image_to_text_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> 
         above = (cosines > best + TIE).sum(dim=1)
         tied = (cosines - best).abs() <= TIE
         wrong_ties = (tied & ~is_right).sum(dim=1)
-        hits.append(hit_probability_under_ties(above, wrong_ties, (tied & is_right).sum(dim=1), at))
+        hits.append(hit_probability(above, wrong_ties, (tied & is_right).sum(dim=1), at))
     return torch.cat(hits)
 
 
-def hit_probability_under_ties(
-    above: Tensor, wrong: Tensor, right: Tensor, at: tuple[int, ...]
-) -> Tensor:
+def hit_probability(above: Tensor, wrong: Tensor, right: Tensor, at: tuple[int, ...]) -> Tensor:
     """Return the share of a tie's orders with a right answer in the first k, (n, len(at)) fp64."""
     # 1 − C(wrong, r)/C(wrong + right, r), with r = k − above ranks left for the tie. above: (n,),
     # number of answers before the tie; wrong and right: (n,), numbers of answers in it.

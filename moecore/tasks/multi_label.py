@@ -56,9 +56,8 @@ class MultiLabel(Classification):
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> ExtraTestMetrics:
         """Return the number of right images, and 1 − precision at 1; no confusion matrix."""
         hits = self.scores(prediction, labels)
-        return ExtraTestMetrics(
-            test_correct=int(hits.sum()), false_discovery_rate=1 - float(hits.double().mean())
-        )
+        rate = 1 - float(hits.double().mean())
+        return ExtraTestMetrics(test_correct=int(hits.sum()), false_discovery_rate=rate)
 
     def by_class(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         rows, classes = labels.nonzero(as_tuple=True)

@@ -134,9 +134,8 @@ class _MeanCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64)
         smoothed = smoothing / logits.shape[1]
         gradients = _split_by_logits(logits if gradient is None else gradient)
-        for rows, right, rows_gradient in zip(
-            _split_by_logits(logits), _split_by_logits(labels, logits), gradients, strict=True
-        ):
+        parts = (_split_by_logits(logits), _split_by_logits(labels, logits), gradients)
+        for rows, right, rows_gradient in zip(*parts, strict=True):
             full = rows.float()
             probs = torch.softmax(full, dim=1)
             # The largest prob is 1 / Σ exp(logit − the largest logit): no second exponential.

@@ -155,7 +155,5 @@ def signed_errors(prediction: Tensor, labels: Tensor) -> Tensor:
     errors = prediction.double().reshape(-1) - labels.double()
     invalid = (~errors.isfinite()).nonzero()
     if len(invalid):
-        raise UserError(
-            f"regression: image {int(invalid[0])} has a prediction or a label that is not finite"
-        )
+        raise UserError(f"regression: image {int(invalid[0])} has a non-finite prediction or label")
     return errors

@@ -53,7 +53,7 @@ class ColourJitter(_ColourJitter):
     contrast: float = 0.0
     """Blend with the mean grey; 0: off"""
     saturation: float = 0.0
-    """Blend with the grey image; 0: off; grey images do not change"""
+    """Blend with grey, if coloured; 0: off"""
 
 class CropRanges(_CropRanges):
     """Settings of a random crop, which is resized to the view."""
@@ -64,7 +64,7 @@ class Dense(_Dense):
     """A dense teacher of any depth and width, with the student's patches; one per seed."""
     training: _Training
     data: Source | None = None
-    """its training data, of the size of data.pretrain; null: data.pretrain"""
+    """of data.pretrain's size; null: data.pretrain"""
     model: Backbone
 
 class Mix(_Mix):
@@ -99,7 +99,7 @@ class RandAugment(_RandAugment):
     operations: int = 2
     """Operations per image, with replacement"""
     magnitude: float = 9
-    """Strength; 10 is the full range of each, others in proportion"""
+    """Strength; 10: the full range of each"""
     names: tuple[Literal['shear_x', 'shear_y', 'translate_x', 'translate_y', 'rotate'] | Literal['identity', 'autocontrast', 'equalize', 'brightness', 'contrast', 'saturation', 'sharpness', 'posterize', 'solarize', 'invert'], ...] = ...
     """Operations to draw from; all but invert by default"""
 
@@ -138,11 +138,11 @@ class Training(_Training):
     mix: _Mix | None = None
     """mixup and cutmix; null for none"""
     adversarial: _Adversarial | None = None
-    """learn from attacked images; null: from unchanged images"""
+    """learn from attacked images"""
     updates: int | None = None
     """updates per epoch; null: one pass over the training data"""
     shots: int | None = None
-    """training images per class that the seed draws; null: all images"""
+    """drawn training images per class; null: all"""
     shard: int = 1
     """ranks sharing parameters and optimizer; 1: no sharing"""
     expert_parallel: int = 1
@@ -170,10 +170,10 @@ class ViewSettings(_ViewSettings):
     affine: _AffineRanges | None = None
     """Random affine"""
     randaugment: _RandAugment | None = None
-    """RandAugment: number of operations and magnitude"""
+    """RandAugment; null: off"""
     jitter: _ColourJitter | None = None
     """Random brightness, contrast and saturation"""
     erasing: float = 0.0
-    """Probability of a black rectangle of 2 to 33 % of the view"""
+    """Probability; black 2 to 33 % of the view"""
     fill: Literal['zeros', 'border', 'reflection'] = 'zeros'
     """Outside the image: black, the nearest pixel, the mirrored image"""

@@ -17,16 +17,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
-from moecore.core import outside_packages
+from moecore.core import files, outside_packages
 from moecore.core.config import Config, read_json_settings
-from moecore.core.files import (
-    UserError,
-    file_checksum,
-    read_json,
-    write_json,
-    write_sealed,
-    write_whole,
-)
 from moecore.core.ranks import broadcast_text, check_equal_across_ranks, current_ranks
 from moecore.core.routing_records import Feature
 from moecore.core.safetensors_files import read_tensors, write_tensors
@@ -73,16 +65,15 @@ def save_model(folder: str | Path, model: Model) -> None:
     card = ModelCard(backbone=model.config, image=model.image, moe=model.moe, guided=guided)
     settings = card.model_dump(mode="json")
     used = [kind.partition(".")[0] for kind in outside_packages.outside_kinds_in_settings(settings)]
-    settings["versions"] = outside_packages.package_versions(
-        dict.fromkeys([*outside_packages.allowed_packages(), *used])
-    )
+    packages = dict.fromkeys([*outside_packages.allowed_packages(), *used])
+    settings["versions"] = outside_packages.package_versions(packages)
     if isinstance(model, GuidedModel):
         save_guide(folder / GUIDE, model.guide)
         model = model.model
     if isinstance(model, BackboneModel):
         model.remember(0)  # the state of the training's streams is not part of the model
     write_tensors(folder / "model.safetensors", model.state_dict())
-    write_sealed(folder / "model.json", settings)
+    files.write_sealed(folder / "model.json", settings)
 
 
 def save_words(folder: Path, data: Prepared) -> None:
@@ -90,19 +81,21 @@ def save_words(folder: Path, data: Prepared) -> None:
     if isinstance(data.task, ImageText):
         load_tokenizer(data.folder, data.task).write(folder)
     if data.task.long:
-        write_whole(folder / VOCABULARY, (data.folder / VOCABULARY).read_text(encoding="utf-8"))
-        write_json(folder / "text.json", {"reading": data.card["reading"]})
+        files.write_whole(
+            folder / VOCABULARY, (data.folder / VOCABULARY).read_text(encoding="utf-8")
+        )
+        files.write_json(folder / "text.json", {"reading": data.card["reading"]})
 
 
 def load_card(folder: str | Path) -> ModelCard:
     """Return the model's settings; UserError, naming the file, if it is missing or invalid."""
     if str(folder).startswith("models:"):
-        raise UserError(
+        raise files.UserError(
             f"{folder}: an address in MLflow's registry; call "
             f"moecore.load_model(moecore.model_folder({str(folder)!r}))"
         )
     path = Path(folder) / "model.json"
-    _refuse_unknown_packages(path, read_json(path))
+    _refuse_unknown_packages(path, files.read_json(path))
     return read_json_settings(path, ModelCard, "the settings of a model")
 
 
@@ -114,14 +107,14 @@ def _refuse_unknown_packages(path: Path, settings: Any) -> None:
         version = versions.get(package) if isinstance(versions, dict) else None
         written = f"written with {package}, version: {version or 'unknown'}"
         if package not in outside_packages.allowed_packages():
-            raise UserError(
+            raise files.UserError(
                 f"{path}: has {kind}, of a package that is not listed ({written}); to import it: "
                 f'load_model(folder, packages=["{package}"]), moecore predict --package {package}'
             )
         try:
             outside_packages.import_module_of_package(kind)
         except ValueError as error:
-            raise UserError(f"{path}: {error} ({written})") from error
+            raise files.UserError(f"{path}: {error} ({written})") from error
 
 
 def load_model(folder: str | Path, packages: Sequence[str] = ()) -> Model:
@@ -169,32 +162,34 @@ def load_adapted_model(
     card = load_card(folder)
     weights, _ = read_tensors(Path(folder) / "model.safetensors")
     if card.image.channels != image.channels:
-        raise UserError(
+        raise files.UserError(
             f"{folder}: trained on {card.image.channels} channels, the new images have "
             f"{image.channels}; choose data with the same channels"
         )
     model = card.backbone.trained_on(card.image).build(image, moe)
     if not model.moves:
-        raise UserError(
+        raise files.UserError(
             f"{folder}: a model of kind {card.backbone.kind} works at one image size only; "
             "fine-tune a vit or a swin"
         )
     axes = len(card.image.shape)
     if axes != len(image.shape):
-        raise UserError(
+        raise files.UserError(
             f"{folder}: trained on images of {axes} axes, the new ones have {len(image.shape)}; "
             "choose data with the same number of axes"
         )
     try:
         weights = model.adapt_weights(weights, card.backbone, card.image)
     except ValueError as error:
-        raise UserError(f"{folder}: {error}") from error
+        raise files.UserError(f"{folder}: {error}") from error
     weights = adapt_head(weights, card.image, image)
     unmatched = model.load_state_dict(weights, strict=False)
     names = (*unmatched.missing_keys, *unmatched.unexpected_keys)
     unexpected = [name for name in names if not name.startswith("head")]
     if unexpected:
-        raise UserError(f"{folder}: the weights do not fit the model: {', '.join(unexpected[:5])}")
+        raise files.UserError(
+            f"{folder}: the weights do not fit the model: {', '.join(unexpected[:5])}"
+        )
     return model
 
 
@@ -230,12 +225,12 @@ def save_guide(folder: Path, guide: Guide) -> None:
         features=guide.features,
         learns=guide.learns,
     )
-    write_sealed(folder / "guide.json", settings.model_dump(mode="json"))
+    files.write_sealed(folder / "guide.json", settings.model_dump(mode="json"))
 
 
 def save_no_guide(folder: Path) -> None:
     """Mark ``folder`` as without a teacher, so that a new teacher does not rerun the method."""
-    write_json(folder / "guide.json", {"needed": False})
+    files.write_json(folder / "guide.json", {"needed": False})
 
 
 def load_guide(folder: str | Path, image: ImageSpec | None = None) -> Guide | None:
@@ -277,7 +272,9 @@ def check_and_load_state_dict(
         module.load_state_dict(dict(weights), assign=assign)
     except RuntimeError as error:
         reason = " ".join(str(error).split("\n")[1].split())
-        raise UserError(f"{path}: not the weights of this model ({reason}); {mend}") from error
+        raise files.UserError(
+            f"{path}: not the weights of this model ({reason}); {mend}"
+        ) from error
 
 
 def guide_folder(method: str, seed: int) -> Path:
@@ -332,7 +329,7 @@ class Checkpoint:
         if self.inputs is not None:
             try:
                 self.inputs.refuse_edited_settings()
-            except UserError:
+            except files.UserError:
                 self.wait()  # the training resumes here once the edit is undone
                 raise
 
@@ -366,15 +363,15 @@ class Checkpoint:
 
     def _read_shards(self, model: nn.Module, optimizer: Optimizer) -> tuple[Tensors, dict]:
         """Return name → tensor, sharded as on this rank, and the content of sharded.json."""
-        about = read_json(self.pointer, sealed=True)
+        about = files.read_json(self.pointer, sealed=True)
         folder = self.folder / about["folder"]
         damaged = ""
         if current_ranks().first:  # for all, so that all raise or all read together
             for name, digest in about["files"].items():
-                if not (folder / name).is_file() or file_checksum(folder / name) != digest:
+                if not (folder / name).is_file() or files.file_checksum(folder / name) != digest:
                     damaged = str(folder / name)
         if damaged := broadcast_text(damaged):
-            raise UserError(f"{damaged}: damaged or missing; {AGAIN}")
+            raise files.UserError(f"{damaged}: damaged or missing; {AGAIN}")
         state = model.state_dict()
         parameters = distributed_training.optimizer_parameters(optimizer)
 
@@ -384,7 +381,7 @@ class Checkpoint:
                 return state[rest]
             return parameters[int(rest.split(".")[0])].detach()
 
-        return distributed_training.read_distributed_checkpoint(folder, target_of), about
+        return distributed_training.read_sharded_checkpoint(folder, target_of), about
 
     def _shard_writer(self, step: int, tensors: Tensors, note: dict) -> Callable[[], None]:
         """Return a function that writes the shards of all ranks, and then the pointer to them."""
@@ -396,9 +393,8 @@ class Checkpoint:
             self._group = distributed.new_group(backend="gloo")
         target = self.folder / f"sharded-{step}"
         stager = DefaultStager(StagingOptions(False, False, False, False))
-        copied: Any = stager.stage(
-            {name: distributed_training.at_least_1d(value) for name, value in tensors.items()}
-        )
+        arrays = {key: distributed_training.at_least_1d(value) for key, value in tensors.items()}
+        copied: Any = stager.stage(arrays)
         stager.close()
 
         def write() -> None:
@@ -416,19 +412,18 @@ class Checkpoint:
                 reason = "; ".join(lines) or str(error)
                 if "Errno" not in reason and "os error" not in reason:  # another rank has ended
                     raise RuntimeError(f"{target}: could not be written ({reason})") from error
-                size = sum(
-                    distributed_training.local_shard(value).nbytes for value in copied.values()
-                )
+                shards = map(distributed_training.local_shard, copied.values())
+                size = sum(shard.nbytes for shard in shards)
                 free = shutil.disk_usage(self.folder).free
-                raise UserError(
+                raise files.UserError(
                     f"{target}: could not be written ({reason}): it takes {size:,} bytes per rank; "
                     f"{free:,} are free; {UNTOUCHED}"
                 ) from error
             if not current_ranks().first:
                 return
             about = {"folder": target.name, "step": str(step), "note": json.dumps(note)}
-            about |= {"files": {file.name: file_checksum(file) for file in target.iterdir()}}
-            write_sealed(self.pointer, about)
+            about |= {"files": {file.name: files.file_checksum(file) for file in target.iterdir()}}
+            files.write_sealed(self.pointer, about)
             for old in self.folder.glob("sharded-*"):
                 if old != target:
                     shutil.rmtree(old)

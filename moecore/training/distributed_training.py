@@ -85,9 +85,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
     optimizer.load_state_dict(state)
 
 
-def read_distributed_checkpoint(
-    folder: Path, target_of: Callable[[str], Tensor]
-) -> dict[str, Tensor]:
+def read_sharded_checkpoint(folder: Path, target_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
     """Return name → tensor of a sharded checkpoint's folder, sharded as ``target_of(name)`` is."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -149,9 +147,7 @@ class ShardedReplica:
     def gather(self) -> None:
         """Copy the gathered shards into the full model, on every rank."""
         state = self.job.model.state_dict()
-        self.full_model.load_state_dict(
-            {name: to_full_tensor(value) for name, value in state.items()}
-        )
+        self.full_model.load_state_dict({key: to_full_tensor(part) for key, part in state.items()})
 
     @torch.no_grad()
     def scatter(self) -> None:
@@ -173,10 +169,8 @@ class ShardedReplica:
                 parameter.grad.div_(current_ranks().size)
         if clip is not None:
             groups = [group for group in (sharded, unsharded) if group]
-            norms = [
-                to_full_tensor(get_total_norm(list(group.values()), foreach=True))
-                for group in groups
-            ]
+            parts = [list(group.values()) for group in groups]
+            norms = [to_full_tensor(get_total_norm(part, foreach=True)) for part in parts]
             total = torch.linalg.vector_norm(torch.stack(norms))
             for group in groups:
                 clip_grads_with_norm_(list(group), clip, total, foreach=True)

@@ -78,12 +78,8 @@ class Objective(NamedTuple):
             task = (1 - self.distillation) * task + self.distillation * terms["distillation"]
         if "penalty" in terms:
             task = task + terms["penalty"]
-        task = task + sum(
-            regularizer.weight * terms[f"text_{regularizer.kind}"] for regularizer in self.text
-        )
-        return task + sum(
-            regularizer.weight * terms[regularizer.kind] for regularizer in self.regularizers
-        )
+        task = task + sum(loss.weight * terms[f"text_{loss.kind}"] for loss in self.text)
+        return task + sum(loss.weight * terms[loss.kind] for loss in self.regularizers)
 
 
 def sum_router_penalties(records: Sequence[RoutingRecord]) -> Tensor:
@@ -110,9 +106,7 @@ def routing_loss(
         UserError: for a regularizer that needs more than the records, or the probability of being
             chosen where the router has none.
     """
-    lacks_load = any(
-        record.probs.requires_grad and not record.load.requires_grad for record in records
-    )
+    lacks_load = any(part.probs.requires_grad and not part.load.requires_grad for part in records)
     for regularizer in regularizers:
         if lacking := sorted(regularizer.needs - {"routing", "load"}):
             raise UserError.at(
@@ -244,10 +238,8 @@ def training_batch(job: TrainingJob, settings: Training, seed: int, step: int) -
             return partners.images, partners.labels
 
         # With one rank the batch contains all partners.
-        partners_of = None if views.draws.rows is None else make_partners
-        images, labels = mix_images(
-            images, labels, job.task, settings.mix, views.draws, partners_of
-        )
+        others_of = None if views.draws.rows is None else make_partners
+        images, labels = mix_images(images, labels, job.task, settings.mix, views.draws, others_of)
     batch = Batch(images, labels, views.affines, job.views)
     if job.isolation is None or views.region is None:
         return batch

@@ -60,7 +60,7 @@ def iterate_training(
     # Of several ranks each trains its part of every batch; ``job.model`` is up to date at the end
     # of an epoch. Checkpoints are written after the caller has taken the metrics of the step, so
     # that a resumed run neither loses nor repeats any.
-    replica = replicate_over_ranks(job, settings, runtime.device)
+    replica = shard_over_ranks(job, settings, runtime.device)
     full_model = job.model
     job = job if replica is None else replica.job
     optimizer = build_optimizer(job.model, settings, job.routers)
@@ -90,9 +90,8 @@ def iterate_training(
             reorthonormalise_bases(full_model, replica)
         if after % settings.log_every and after % per_epoch:
             continue
-        values, routing = take_and_check_metrics(
-            meter, job.model, after, rate, _last_checkpoint(checkpoint, saved)
-        )
+        last = _last_checkpoint(checkpoint, saved)
+        values, routing = take_and_check_metrics(meter, job.model, after, rate, last)
         if after % per_epoch == 0 and current_ranks().first:
             model = job._replace(model=full_model).complete_model
             values |= validation_metrics(model, job.validation)
@@ -106,9 +105,7 @@ def iterate_training(
         checkpoint.wait()
 
 
-def replicate_over_ranks(
-    job: TrainingJob, settings: Training, device: str
-) -> "ShardedReplica | None":
+def shard_over_ranks(job: TrainingJob, settings: Training, device: str) -> "ShardedReplica | None":
     """Move the model to ``device``; return its sharded replica, or None with one rank."""
     job.model.to(device)
     if has_process_group():

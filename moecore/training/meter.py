@@ -165,9 +165,7 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tensors:
             self._keep(tensor)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor):

@@ -134,9 +134,7 @@ class Method(TowerRouting):
         description="start from the teacher's weights, MLPs copied into experts; granular: cut "
         "into several experts each; drop: copies with some hidden units drawn again",
     )
-    regions: RegionExpertSettings | None = Field(
-        None, description="region experts and their warm start (data with tissue maps)"
-    )
+    regions: RegionExpertSettings | None = Field(None, description="region experts (tissue maps)")
     permuted: bool = Field(False, description="null control: training labels are permuted")
     model: dict[str, int | float | str] = Field({}, description="changes to `model`: {width: 128}")
     text: TextTowerMethod | None = Field(None, description="of a two-tower model; null: dense")
@@ -219,9 +217,8 @@ class Method(TowerRouting):
     @property
     def isolates(self) -> bool:
         """True if some volumes are reduced to one tissue in training."""
-        return self.regions is not None and (
-            self.regions.warm_start_epochs > 0 or self.regions.isolated > 0
-        )
+        regions = self.regions
+        return regions is not None and (regions.warm_start_epochs > 0 or regions.isolated > 0)
 
     @property
     def expert_names(self) -> tuple[str, ...]:
@@ -255,9 +252,7 @@ class Method(TowerRouting):
     @property
     def guided_routing(self) -> bool:
         """True if the teacher's routers take part in training."""
-        return self.routed_by_teacher or any(
-            "guidance" in regularizer.needs for regularizer in self.regularizers
-        )
+        return self.routed_by_teacher or any("guidance" in loss.needs for loss in self.regularizers)
 
     @property
     def guided(self) -> bool:
@@ -303,9 +298,7 @@ class Method(TowerRouting):
         share = self.distillation if guided and same_classes else 0.0
         router = None if self.router is None else self.router.for_finetuning()
         if router is not None and k is not None:
-            router = config.validate_again(
-                router.with_k(k), f"finetune.k: found {k}, refused by router"
-            )
+            router = config.validate_again(router.with_k(k), f"finetune.k: found {k}, refused")
         return self.model_copy(
             update={
                 "regularizers": losses,

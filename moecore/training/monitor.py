@@ -108,11 +108,7 @@ def _layer_routing(
 def _describe_changes(layer: LayerRouting, last: LayerRouting | None, dead_after: int) -> list[str]:
     """Return a warning for experts that died since the last point, and one for a collapse."""
     idle_before = [0] * len(layer.idle) if last is None else last.idle
-    died = [
-        str(expert)
-        for expert, steps in enumerate(layer.idle)
-        if idle_before[expert] < dead_after <= steps
-    ]
+    died = [str(e) for e, steps in enumerate(layer.idle) if idle_before[e] < dead_after <= steps]
     lines = []
     if died:
         noun = "expert" if len(died) == 1 else "experts"

@@ -120,9 +120,7 @@ class TrainingLog(NamedTuple):
     warnings: Sequence[str] = ()  # of the monitor
 
 
-def evaluate_trained_model(
-    model: Model, data: Prepared, settings: Training, log: TrainingLog
-) -> Outcome:
+def evaluate_trained(model: Model, data: Prepared, settings: Training, log: TrainingLog) -> Outcome:
     """Evaluate a model on validation and test data, with the log of its training."""
     rate = float(np.median([values["images_per_second"] for _, values in log.points]))
     memory = [values[MEMORY] for _, values in log.points if MEMORY in values]
@@ -131,18 +129,14 @@ def evaluate_trained_model(
         "images_per_second": rate,
         "training_step_ms": 1000 * settings.batch / rate,
         "training_memory_mb": max(memory, default=None),
-        "curve": tuple(
-            {"step": step, "train_loss": values["task"], **values} for step, values in log.points
-        ),
+        "curve": tuple({"step": at, "train_loss": row["task"], **row} for at, row in log.points),
         "routing_warnings": tuple(log.warnings),
     }
-    outcome = evaluate_model_outcome(model, data, log.seconds, settings.batch)
+    outcome = evaluate_outcome(model, data, log.seconds, settings.batch)
     return outcome.model_copy(update=training)
 
 
-def evaluate_model_outcome(
-    model: Model, data: Prepared, seconds: float, streams: int = 1
-) -> Outcome:
+def evaluate_outcome(model: Model, data: Prepared, seconds: float, streams: int = 1) -> Outcome:
     """Evaluate a model on validation and test data: scores, loss and counts, as an ``Outcome``."""
     # seconds: spent on training. streams: parts of a text that are read side by side.
     task = model.image.task

@@ -21,7 +21,7 @@ from moecore.training.method import Method, TeacherRouter
 from moecore.training.regularizers.teacher_router import teacher_router_terms
 from moecore.training.settings import Finetuning, TeacherRouterFit, Training
 from moecore.training.single_tissue_volumes import build_tissue_isolation
-from moecore.training.upcycle import inherit_pretrained_windows, upcycle_model
+from moecore.training.upcycle import inherit_learned_windows, upcycle_model
 from moecore.training.upcycling_kinds import Drop
 
 FIT_LOG_EVERY = 20  # steps
@@ -86,7 +86,7 @@ def build_pretraining(
     if method.upcycle:
         if teacher is None:
             raise UserError(f"{guide}: holds no teacher; run `dvc repro teacher_router`")
-        sized = inherit_pretrained_windows(sized, image, teacher.teacher)
+        sized = inherit_learned_windows(sized, image, teacher.teacher)
     torch.manual_seed(seed)  # only now: loading a teacher draws numbers
     model = sized.build(image, method.moe)
     subset = drawn_training_images(data, settings.shots, seed)
@@ -125,9 +125,8 @@ def build_finetuning(
     learned = method.for_finetuning(settings.k, settings.guided, same_answers)
     model = load_adapted_model(start, image, learned.moe).to(device)
     model.begin_finetuning()
-    objective = Objective(
-        learned.losses, settings.label_smoothing, learned.distillation, learned.text_losses
-    )
+    smoothing = settings.label_smoothing
+    objective = Objective(learned.losses, smoothing, learned.distillation, learned.text_losses)
     return build_training_job(
         model,
         data,

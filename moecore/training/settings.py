@@ -120,15 +120,11 @@ class Training(config.Config):
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     views: ViewSettings = ViewSettings()
     mix: Mix | None = Field(None, description="mixup and cutmix; null for none")
-    adversarial: Adversarial | None = Field(
-        None, description="learn from attacked images; null: from unchanged images"
-    )
+    adversarial: Adversarial | None = Field(None, description="learn from attacked images")
     updates: int | None = Field(
         None, ge=1, le=10**9, description="updates per epoch; null: one pass over the training data"
     )
-    shots: int | None = Field(
-        None, ge=1, description="training images per class that the seed draws; null: all images"
-    )
+    shots: int | None = Field(None, ge=1, description="drawn training images per class; null: all")
     shard: int = Field(1, ge=1, description="ranks sharing parameters and optimizer; 1: no sharing")
     expert_parallel: int = Field(
         1, ge=1, description="ranks that share the experts; tokens are sent to them: 1, or shard"
@@ -144,10 +140,8 @@ class Training(config.Config):
             yield ("warmup_epochs",), f"{text}; allowed: 0 to {self.epochs}"
         for key, off in NEED_CLASSES.items():
             value = getattr(self, key)
-            if value and (reason := around.lacks(key)):
-                text = (
-                    f"found {config.format_changed_settings(value)}, but {reason} ({around.data})"
-                )
+            if value and (why := around.lacks(key)):
+                text = f"found {config.format_changed_settings(value)}, but {why} ({around.data})"
                 yield (key,), f"{text}; allowed: {off}"
         for key, default in (("views", ViewSettings()), ("adversarial", None)):
             value = getattr(self, key)
@@ -222,9 +216,7 @@ class Finetuning(Training):
 class AdversarialFinetuning(Finetuning):
     """Fine-tuning on attacked images only: the same settings, always with an attack."""
 
-    adversarial: Adversarial = Field(
-        Adversarial(), description="the attack; by default the paper's: 10 steps, 8/255"
-    )
+    adversarial: Adversarial = Field(Adversarial(), description="default: 10 steps of 8/255")
 
 
 class TeacherRouterFit(config.Config):
@@ -263,14 +255,12 @@ def build_optimizer(
     """Return the fused optimizer, with decay on matrices only; routers: a teacher's, no decay."""
     # No decay on biases, norms, tokens, positions, nor on experts' bases and routers' orthonormal
     # rows: their own losses hold the lengths.
-    orthonormal = {
-        id(rows) for part in model.modules() for rows in getattr(part, "orthonormal_rows", ())
-    }
+    bases = {id(row) for part in model.modules() for row in getattr(part, "orthonormal_rows", ())}
     decayed, free = [], []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.ndim < 2 or name.endswith(FREE) or id(parameter) in orthonormal:
+        if parameter.ndim < 2 or name.endswith(FREE) or id(parameter) in bases:
             free.append(parameter)
         else:
             decayed.append(parameter)

@@ -28,9 +28,7 @@ ACTIVATIONS = {"GELU": "gelu", "ReLU": "relu", "QuickGELU": "quick_gelu"}  # tim
 ALLOWED = "timm's ViT, DeiT and Swin, whose blocks have an mlp of fc1, activation, fc2"
 
 
-def inherit_pretrained_windows(
-    config: Settings, image: ImageSpec, dense: BackboneModel
-) -> Settings:
+def inherit_learned_windows(config: Settings, image: ImageSpec, dense: BackboneModel) -> Settings:
     """Return ``config``; a Swin without ``pretrained_windows`` gets the windows of ``dense``."""
     theirs = dense.config
     if not isinstance(config, SwinSettings) or not isinstance(theirs, SwinSettings):
@@ -239,9 +237,7 @@ def upcycle_in_place(
         UserError: for a model or settings that do not fit; the model is then not changed.
     """
     if isinstance(model, Model):
-        raise UserError(
-            "upcycle: a model of moecore is not changed in place; give its method `upcycle: true`"
-        )
+        raise UserError("upcycle: moecore's models do not change; give the method `upcycle: true`")
     owners = [part for part in model.modules() if isinstance(getattr(part, "mlp", None), nn.Module)]
     if not owners:
         raise UserError(f"upcycle: {type(model).__name__} has no block with an mlp; {ALLOWED}")

@@ -107,7 +107,7 @@ def test_types_of_a_family_are_what_the_code_says(name):
         ("layer(np.zeros((2, 8)))", "tokens: found ndarray"),
         ("layer(torch.zeros(2, 9))", "tokens: found torch.float32 of shape (2, 9)"),
         ("model(np.zeros((1, 1, 8, 8)))", "images: found ndarray"),
-        ("model(torch.zeros(1, 1, 12, 8))", "images: found a shape of (1, 1, 12, 8)"),
+        ("model(torch.zeros(1, 1, 12, 8))", "images: found shape (1, 1, 12, 8)"),
     ],
 )
 def test_wrong_use_is_refused_in_one_line(script, wrong, line):

@@ -203,7 +203,7 @@ def partners_of(first, second, layout=SQUARE, image=0):
 def paired(values, affines, layout, special):
     """Both sides of each pair (B, T', E), and whether it was found (B, T')."""
     pairs = pair_view_tokens(affines, layout, special)
-    return *correspondence.token_pair_values(values, pairs, layout), pairs.mask
+    return *correspondence.values_of_pairs(values, pairs, layout), pairs.mask
 
 
 @pytest.mark.parametrize(

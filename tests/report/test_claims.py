@@ -24,7 +24,7 @@ from moecore.report.tables.terminal_summary import claim_lines, headline_rows
 from moecore.statistics import comparisons
 from moecore.study.papers import PIPELINES, ComputedPair, PaperTable, load_papers
 from moecore.study.questions import load_questions
-from moecore.study.sections import Claim, Question, answer_settings_digest, has_changed_settings
+from moecore.study.sections import Claim, Question, answer_settings_digest, settings_changed
 from moecore.study.study import read_study
 from moecore.training.outcome import Outcome
 from tests.report import generated
@@ -591,8 +591,8 @@ def test_answers_whose_settings_were_changed_are_marked(tmp_path):
         assert (words in text) == marked
     watched = then | {"monitor": {"every": 5}}
     with_monitor = answer_settings_digest(watched, claim(), left_out=())  # as once stored
-    assert not has_changed_settings(with_monitor, watched, claim())
-    assert has_changed_settings(with_monitor, watched | {"pretrain": {"epochs": 4}}, claim())
+    assert not settings_changed(with_monitor, watched, claim())
+    assert settings_changed(with_monitor, watched | {"pretrain": {"epochs": 4}}, claim())
 
 
 def test_two_models_are_held_against_each_other_by_what_was_counted():

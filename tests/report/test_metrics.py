@@ -20,7 +20,7 @@ from moecore.report.tables.terminal_summary import headline_rows
 from moecore.study.document import load_yaml_document, parse_yaml_document
 from moecore.study.model_rules import load_previews
 from moecore.study.sections import Selection
-from moecore.study.settings import extract_declared_settings
+from moecore.study.settings import extract_settings
 from moecore.study.stages import MEASURED_STAGES, describe_addition
 from moecore.study.study import Study
 from tests.project import PARAMS, SHIPPED
@@ -201,7 +201,7 @@ ASKED = "asks: so, method: prc, against: vmoe, better: higher"
 
 
 def problems_of(text: str) -> list[tuple[tuple, str]]:
-    study = extract_declared_settings(Study, parse_yaml_document(text))
+    study = extract_settings(Study, parse_yaml_document(text))
     return list(metrics_by_method.unfit_metric_problems(study, STAGES, previews={}))
 
 
@@ -278,7 +278,7 @@ def test_a_method_that_a_measurement_refuses_is_named_before_anything_runs():
     first = f"{{{asked}, metric: router_regret, against: dense}}"
     second = f"{{{asked}, metric: load_cv2, against: tgr}}"
     settings = parse_yaml_document(text.replace("ions: []", f"ions: [{first}, {second}]"))
-    study = extract_declared_settings(Study, settings)
+    study = extract_settings(Study, settings)
     [(keys, problem)] = metrics_by_method.unfit_metric_problems(study, STAGES, load_previews(study))
     assert keys == ("questions", 0, "against")
     assert problem.startswith("found dense, which will have no router_regret: a dense model has no")
@@ -295,7 +295,7 @@ def test_a_method_whose_tokens_choose_no_experts_has_no_roles():
     names = ("consistency_3", "consistency_4", "load_cv2")
     entries = [f"{{{asked}, metric: {name}}}" for name in names]
     settings = parse_yaml_document(text.replace("ions: []", f"ions: [{', '.join(entries)}]"))
-    study = extract_declared_settings(Study, settings)
+    study = extract_settings(Study, settings)
     problems = dict(metrics_by_method.unfit_metric_problems(study, STAGES, load_previews(study)))
     assert list(problems) == [("questions", 0, "against"), ("questions", 1, "metric")]
     refused, unknown = problems.values()
@@ -309,7 +309,7 @@ def test_every_metric_of_a_study_was_foreseen(whole):
     text = SETTINGS.replace("[{kind: pgd, steps: 10}]", "[{kind: fgsm}, {kind: pgd, steps: 10}]")
     text = text.replace("[0.01]", str([epsilon for epsilon in EPSILONS if epsilon]))
     text = text.replace("[stability]", str([*NEW, "invariance"]))
-    study = extract_declared_settings(Study, parse_yaml_document(text))
+    study = extract_settings(Study, parse_yaml_document(text))
     known = metrics_by_method.expected_metrics(study, (*STAGES, "calibrate"), "pretrain")
     generated = {"error_noise", "error_blur"}  # of made-up corruptions
     generated |= {f"imed_{place_slug(name)}" for name in TRANSFORMS}
@@ -323,7 +323,7 @@ def test_every_metric_of_a_study_was_foreseen(whole):
 
 
 def test_columns_of_layers_are_foreseen_for_the_layers_that_the_methods_have():
-    study = extract_declared_settings(Study, load_yaml_document(SHIPPED))
+    study = extract_settings(Study, load_yaml_document(SHIPPED))
     layers = PlannedPhase(study, "accuracy", "pretrain").layers
     assert list(layers) == [1, 2], "last_2 of four blocks"
     known = metrics_by_method.expected_metrics(study, (*STAGES, "calibrate"), "pretrain")

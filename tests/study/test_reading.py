@@ -190,7 +190,7 @@ def test_reads_exactly_what_is_declared(tmp_path, monkeypatch):
 
 def problems(text: str) -> list[str]:
     with pytest.raises(UserError) as caught:
-        settings.extract_declared_settings(Params, parse_yaml_document(text), method="vmoe")
+        settings.extract_settings(Params, parse_yaml_document(text), method="vmoe")
     return str(caught.value).split("\n")
 
 

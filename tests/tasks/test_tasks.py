@@ -94,7 +94,7 @@ def test_the_running_sum_of_a_batch():
     assert AGE.running(SAID, AGES, torch.tensor([3])) == 40.0
     unknown = torch.tensor([[math.nan], [50.0]])
     assert AGE.running(unknown, AGES[:2]).isnan()
-    with pytest.raises(UserError, match="image 0 has a prediction or a label that is not"):
+    with pytest.raises(UserError, match="image 0 has a non-finite prediction or label"):
         AGE.scores(unknown, AGES[:2])
     assert ONE.running(LOGITS, CLASSES, learned) == 4
     assert ONE.running(LOGITS, CLASSES, torch.tensor([0, 1])) == 2
@@ -281,7 +281,7 @@ def test_a_tie_counts_for_the_share_of_its_orders_that_hit(above, others, own, k
     orders = list(permutations([False] * others + [True] * own))
     wanted = sum(any(([False] * above + list(order))[:k]) for order in orders) / len(orders)
     given = (torch.tensor([number]) for number in (above, others, own))
-    assert float(image_text.hit_probability_under_ties(*given, (k,))) == pytest.approx(wanted)
+    assert float(image_text.hit_probability(*given, (k,))) == pytest.approx(wanted)
 
 
 def test_two_images_with_one_caption_share_the_hit_whichever_comes_first():

@@ -381,7 +381,7 @@ def test_a_pretraining_and_its_teacher_learn_from_images_that_the_seed_draws(tmp
     run = SimpleNamespace(work=tmp_path, runtime=CPU, run=ignored, log=lambda: None)
     run.train = lambda job, *rest: seen.append(job.train.images)
     monkeypatch.setattr(teacher_stage, "training_run", lambda *rest: nullcontext(run))
-    monkeypatch.setattr(teacher_stage, "evaluate_trained_model", lambda *rest: Skipped(skipped=""))
+    monkeypatch.setattr(teacher_stage, "evaluate_trained", lambda *rest: Skipped(skipped=""))
     settings = Training(**training)
     for seed in (0, 1):
         teacher_stage.teacher(seed)

@@ -30,7 +30,7 @@ from moecore.training.job import (
 from moecore.training.loop import iterate_training, total_steps, validation_metrics
 from moecore.training.meter import MEMORY
 from moecore.training.method import Method
-from moecore.training.outcome import TrainingLog, evaluate_trained_model
+from moecore.training.outcome import TrainingLog, evaluate_trained
 from tests.data.making import write_classes
 from tests.measure.subjects import built, digits
 from tests.my_lab import forget_package, write_my_lab
@@ -189,11 +189,11 @@ def test_an_outcome_tells_what_a_step_costs(tmp_path):
     model = built(Vit(patch=6, width=16, depth=2, heads=2), None, data, 1)
     made = build_training_job(model, data, Objective(()), "cpu")
     points = [(row.step, row.values) for row in iterate_training(made, SETTINGS, 0, CPU)]
-    found = evaluate_trained_model(model.eval(), data, SETTINGS, TrainingLog(points, 3.0))
+    found = evaluate_trained(model.eval(), data, SETTINGS, TrainingLog(points, 3.0))
     assert found.training_step_ms == pytest.approx(8000 / found.images_per_second)
     assert found.training_memory_mb == points[0][1][MEMORY]
     log = TrainingLog(points[1:], 3.0)  # it was told before a kill
-    assert evaluate_trained_model(model, data, SETTINGS, log).training_memory_mb is None
+    assert evaluate_trained(model, data, SETTINGS, log).training_memory_mb is None
 
 
 def test_batches_that_a_thread_makes_early_are_the_same():

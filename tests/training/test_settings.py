@@ -18,7 +18,7 @@ from moecore.data.prepared import Split
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import eval_mode
 from moecore.study.document import parse_yaml_document
-from moecore.study.settings import extract_declared_settings
+from moecore.study.settings import extract_settings
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.guide import build_guide
 from moecore.training.job import training_batch
@@ -160,7 +160,7 @@ class Section(Config):
 def written(*lines: str) -> Finetuning:
     """The settings of ``LINES`` and more of them."""
     text = LINES + "".join(f"  {line}\n" for line in lines)
-    return extract_declared_settings(Section, parse_yaml_document(text)).finetune
+    return extract_settings(Section, parse_yaml_document(text)).finetune
 
 
 @pytest.mark.parametrize(

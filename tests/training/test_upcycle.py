@@ -411,7 +411,7 @@ def test_only_dense_foreign_models_are_upcycled():
     upcycle_in_place(model, router=NOISY, experts=EXPERTS)
     for other, problem in (
         (model, "a chosen block has experts already"),
-        (vit(None), "a model of moecore is not changed in place"),
+        (vit(None), "moecore's models do not change"),
         (nn.Linear(2, 2), "Linear has no block with an mlp"),
     ):
         with pytest.raises(UserError, match=f"^upcycle: {problem}"):

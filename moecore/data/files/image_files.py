@@ -232,9 +232,7 @@ class ImageFilesSource(SplitSettings, Source):
         name, licence, source = self.about
         return Card(name, self.channels, self.size, None, licence, source)
 
-    def _count(
-        self, classes: tuple[str, ...], splits: Mapping[str, LabelledFiles]
-    ) -> dict[str, Any]:
+    def _count(self, classes: tuple[str, ...], splits: dict[str, LabelledFiles]) -> dict[str, Any]:
         task = Classification(classes=classes)
         labels = {split: files.labels for split, files in splits.items()}
         counts = count_classes(self.about[0], task, labels)

@@ -52,18 +52,15 @@ class PublishedSource(SplitSettings, Source):
     size: int
     download: bool = Field(False, description="Download missing files to the first root, checked")
     only_classes: tuple[str, ...] = Field((), description="Names of classes to keep; empty: all")
-    test_unused: bool = Field(
-        False, description="Also use training images that train_limit leaves out as test images"
-    )
+    test_unused: bool = Field(False, description="Also test on training images beyond train_limit")
 
     @model_validator(mode="after")
     def _known_classes(self) -> Self:
         classes = self.facts().classes
         named = self.only_classes
         if named and (len(set(named)) < max(2, len(named)) or not set(named) <= set(classes)):
-            refusal = files.describe_refusal(
-                found=", ".join(named), allowed=f"two or more of {', '.join(classes)}, each once"
-            )
+            allowed = f"two or more of {', '.join(classes)}, each once"
+            refusal = files.describe_refusal(found=", ".join(named), allowed=allowed)
             raise ValueError(f"only_classes: {refusal}")
         return self
 
@@ -157,9 +154,7 @@ class PublishedSource(SplitSettings, Source):
 
 def check_digest(path: Path, algorithm: str, expected: str, source: str) -> None:
     if (digest := files.file_checksum(path, algorithm)) != expected:
-        raise files.UserError(
-            f"{source}: has {algorithm} {digest}; published: {expected}. Fetch it again"
-        )
+        raise files.UserError(f"{source}: has {algorithm} {digest}; published: {expected}; refetch")
 
 
 def download_file(url: str, path: Path, check: Callable[[Path], object]) -> None:

@@ -44,9 +44,8 @@ def write_volumes(
     sums = [_write_split(folder, split, card, parts[split]) for split in SPLITS]
     count, total, squares = sums[0]
     mean = float(total / count)
-    task = Regression(
-        target="age", unit="years", mean=float(ages.mean()), deviation=float(ages.std())
-    )
+    spread = float(ages.std())
+    task = Regression(target="age", unit="years", mean=float(ages.mean()), deviation=spread)
     subjects = {split: parts[split].subjects for split in SPLITS}
     kinds = ("images.npy", "labels.npy", *(["regions.npy"] if card.regions else []), "subjects.csv")
     return write_card(
@@ -84,15 +83,13 @@ def _write_split(folder: Path, split: str, card: Card, part: VolumeSplitToWrite)
         regions = new_array(folder / f"{split}_regions.npy", np.uint8, shape)
     sums = np.zeros(3)
     subjects = []
-    for row, (subject, (volume, shares)) in enumerate(
-        zip(part.subjects, part.volumes, strict=True)
-    ):
+    for row, (subject, (volume, parts)) in enumerate(zip(part.subjects, part.volumes, strict=True)):
         images[row] = volume
         if regions is not None:
-            regions[row] = shares
+            regions[row] = parts
         inside = volume[volume > 0].astype(np.float64)
         sums += [inside.size, inside.sum(), (inside**2).sum()]
-        subjects.append(subject._replace(qc_flags="; ".join(unusual_volume_flags(volume, shares))))
+        subjects.append(subject._replace(qc_flags="; ".join(unusual_volume_flags(volume, parts))))
     save_array(folder / f"{split}_labels.npy", _ages(subjects))
     # Ages in the shortest exact form.
     write_csv(folder / f"{split}_subjects.csv", [VolumeSubject._fields, *subjects])

@@ -34,10 +34,8 @@ class Source(Part, ABC):
 
     @abstractmethod
     def describe(self) -> Card:
-        """Return the card of the data without writing them, from settings, tables and headers.
-
-        Quick: no image is read. Anything wrong becomes the card's ``problem``.
-        """
+        """Return the card of the data without writing them, from settings, tables and headers."""
+        # Quick: no image is read. Anything wrong becomes the card's ``problem``.
 
     @abstractmethod
     def write(self, folder: Path) -> dict[str, Any]:

@@ -32,9 +32,7 @@ class CifarArchiveSpec(NamedTuple):
     names: tuple[str, ...]
 
 
-def read_binary(
-    place: Path, spec: CifarArchiveSpec, files: dict[str, int]
-) -> tuple[np.ndarray, np.ndarray]:
+def read_binary(place: Path, spec: CifarArchiveSpec, files: dict[str, int]) -> LabelledImages:
     """Return images uint8 (N, 3, 32, 32) and labels (N,); place: folder, or archive to check."""
     contents = {}
     if place.is_file():

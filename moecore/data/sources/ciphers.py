@@ -20,9 +20,7 @@ class Ciphers(DocstringSource):
     """
 
     kind: Literal["ciphers"] = "ciphers"
-    words: int | None = Field(
-        None, ge=3, description="Vocabulary size V; less frequent words are <unk>; null: all"
-    )
+    words: int | None = Field(None, ge=3, description="Vocabulary size V; rarer: <unk>; null: all")
     dialects: int = Field(12, ge=1, le=255, description="Number of ciphers D")
     zipf: float = Field(0.0, ge=0, description="Cipher n occurs ∝ n^−zipf; 0: equally often")
     seed: int = Field(0, ge=0, description="Draws the ciphers, and the cipher of each paragraph")

@@ -17,12 +17,8 @@ class CocoCaptions(published_source.CaptionedSource):
     annotations: tuple[str, ...] = Field(
         (), description="captions_train2014.json and captions_val2014.json; not with `karpathy`"
     )
-    karpathy: str | None = Field(
-        None, description="dataset_coco.json: the split into 113,287, 5,000 and 5,000 images"
-    )
-    folders: tuple[str, ...] = Field(
-        ("train2014", "val2014"), description="Image folders, one per annotation file"
-    )
+    karpathy: str | None = Field(None, description="dataset_coco.json: split 113,287/5,000/5,000")
+    folders: tuple[str, ...] = Field(("train2014", "val2014"), description="per annotation file")
 
     @property
     def about(self) -> tuple[str, str, str]:

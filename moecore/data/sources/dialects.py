@@ -283,7 +283,7 @@ class Dialects(mosaic.CellSourceUser):
         def count() -> dict[str, Any]:
             if source.problem is not None:
                 return {}
-            self._vocabulary(source.channels, source.shape[0], len(classes))
+            self._dialects(source.channels, source.shape[0], len(classes))
             mosaic.check_cells_suffice(source, self.cells)
             return {"counts": {split: (getattr(self, split),) for split in SPLITS}}
 
@@ -291,13 +291,11 @@ class Dialects(mosaic.CellSourceUser):
 
     def write_from(self, source: Prepared, folder: Path) -> dict[str, Any]:
         card = source.card
-        change, names = self._vocabulary(card["channels"], card["size"], source.task.outputs)
+        change, names = self._dialects(card["channels"], card["size"], source.task.outputs)
         parts = {name: self._part(getattr(source, name), name, change, names) for name in SPLITS}
         return write_images(folder, self, self.describe(), parts)
 
-    def _vocabulary(
-        self, channels: int, size: int, classes: int
-    ) -> tuple[DialectChange, np.ndarray]:
+    def _dialects(self, channels: int, size: int, classes: int) -> tuple[DialectChange, np.ndarray]:
         """Return the dialects' change, and each class's label in each dialect, int64 (D, K)."""
         shares = zipf_shares(self.dialects, self.zipf)
         check_rarest_dialect(self.zipf, shares, self.train * self.cells)

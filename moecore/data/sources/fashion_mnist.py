@@ -19,9 +19,7 @@ from moecore.data.files.published_source import (
 )
 
 URL = "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/"
-CLASSES = tuple(
-    "t-shirt,trouser,pullover,dress,coat,sandal,shirt,sneaker,bag,ankle boot".split(",")
-)
+CLASSES = "t-shirt,trouser,pullover,dress,coat,sandal,shirt,sneaker,bag,ankle boot".split(",")
 SHA256 = {  # of the decompressed content
     "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
     "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
@@ -42,7 +40,7 @@ class FashionMnist(PublishedSource):
 
     def facts(self) -> PublishedSetFacts:
         source = "https://github.com/zalandoresearch/fashion-mnist"
-        return PublishedSetFacts("Fashion-MNIST", CLASSES, 1, "MIT", source, 60_000, 10_000)
+        return PublishedSetFacts("Fashion-MNIST", tuple(CLASSES), 1, "MIT", source, 60_000, 10_000)
 
     def find_files(self, roots: list[Path]) -> Path | None:
         return next((root for root in roots if not _missing_files(root)), None)
@@ -105,9 +103,7 @@ def read_idx(path: Path, dimensions: int, sha256: str) -> np.ndarray:
     if len(content) > MAX_BYTES:
         raise UserError(f"{path}: found more than {MAX_BYTES:,} bytes; fetch the file again")
     if (digest := hashlib.sha256(content).hexdigest()) != sha256:
-        raise UserError(
-            f"{path}: its content has sha256 {digest}; published: {sha256}. Fetch the file again"
-        )
+        raise UserError(f"{path}: has sha256 {digest}; published: {sha256}. Fetch the file again")
     # IDX: magic (0, 0, type, dimensions), big-endian sizes, values
     shape = np.frombuffer(content, ">u4", dimensions, 4)
     return np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions).reshape(shape)

@@ -70,9 +70,7 @@ class TissueMapPatterns(Config):
 class Dseg(Config):
     """Pattern of one label map, and its numbers for each tissue."""
 
-    pattern: str = Field(
-        "{folder}/anat/{prefix}*_dseg.nii*", description=f"The label map: {PATTERN_WORDS}"
-    )
+    pattern: str = Field("{folder}/anat/{prefix}*_dseg.nii*", description=f"Map: {PATTERN_WORDS}")
     wm: tuple[int, ...] = Field((2,), min_length=1, description="Numbers of white matter")
     gm: tuple[int, ...] = Field((1,), min_length=1, description="Numbers of grey matter")
     csf: tuple[int, ...] = Field((3,), min_length=1, description="Numbers of fluid")
@@ -91,9 +89,7 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.Grid, Source):
 
     root: str = Field(description="Folder of the cohort; derivatives may lie below it")
     t1: str = Field(description=f"The T1w volume: {PATTERN_WORDS}")
-    mask: str | None = Field(
-        None, description="A brain mask, a pattern as t1; null: voxels with more than half tissue"
-    )
+    mask: str | None = Field(None, description="Brain mask, as t1; null: voxels over half tissue")
     maps: TissueMapPatterns | None = Field(None, description="Tissue probability maps; null: none")
     dseg: Dseg | None = Field(None, description="Tissue as one label map; needs maps: null")
     diagnoses: tuple[str, ...] | None = Field(

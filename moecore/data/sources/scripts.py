@@ -59,9 +59,7 @@ class Scripts(Source):
     ranks: tuple[int, int] | None = Field(
         None, description="First and last rank of scripts by number of letters; 1: most; null: all"
     )
-    characters: int | None = Field(
-        None, ge=2, description="Number of characters in total, drawn by the seed; null: all"
-    )
+    characters: int | None = Field(None, ge=2, description="Number of drawn characters; null: all")
     per_script: int | None = Field(None, ge=1, description="Most characters per script; null: all")
     split: Literal["renderings", "fonts"] = Field(
         "renderings", description="Test images are other renderings, or of other font families"

@@ -71,7 +71,7 @@ class Spreadsheet(FileCohort):
             )
         if not join_below_root(root, path).is_file():
             raise UserError(f"{path}: no such file; `table` names the cohort's table below `root`")
-        _, rows = cohorts.read_delimited_table(path, SEPARATORS[path.suffix])
+        _, rows = cohorts.read_text_table(path, SEPARATORS[path.suffix])
         if not rows:
             raise UserError(f"{path}: has no rows")
         problems = []
@@ -88,9 +88,8 @@ class Spreadsheet(FileCohort):
             people[who].append(row)
             places.setdefault(who, place)
             subject, reasons = cohorts.parse_subject_with_problems(row)
-            problems += [
-                cohorts.SubjectProblem(*subject[:2], f"{place}: {who}: {why}") for why in reasons
-            ]
+            lines = [f"{place}: {who}: {why}" for why in reasons]
+            problems += [cohorts.SubjectProblem(*subject[:2], line) for line in lines]
             subjects.append(subject)
         if not subjects:
             why = cohorts.describe_absent_diagnoses(self.diagnoses, diagnosis_counts)

@@ -46,7 +46,7 @@ class WordTokenizer:
     def encode(self, text: str, context: int) -> EncodedCaption:
         """Return ``context`` tokens: START, words, END, PAD; too many words are cut before END."""
         numbers = [self.numbers.get(word, SPECIAL.index(UNKNOWN)) for word in lower_words(text)]
-        tokens, cut = fit_tokens_to_context(numbers, context, SPECIAL.index(START), self.end)
+        tokens, cut = fit_tokens(numbers, context, SPECIAL.index(START), self.end)
         return EncodedCaption(tokens, cut, numbers.count(SPECIAL.index(UNKNOWN)))
 
     def word(self, token: int) -> str:
@@ -90,7 +90,7 @@ class BpeTokenizer:
 
     def encode(self, text: str, context: int) -> EncodedCaption:
         numbers = self.loaded.encode(text, add_special_tokens=False).ids
-        tokens, cut = fit_tokens_to_context(numbers, context, self.start, self.end)
+        tokens, cut = fit_tokens(numbers, context, self.start, self.end)
         return EncodedCaption(tokens, cut, 0)
 
     def word(self, token: int) -> str:
@@ -104,9 +104,7 @@ class BpeTokenizer:
 Tokenizer = WordTokenizer | BpeTokenizer
 
 
-def fit_tokens_to_context(
-    numbers: list[int], context: int, start: int, end: int
-) -> tuple[list[int], bool]:
+def fit_tokens(numbers: list[int], context: int, start: int, end: int) -> tuple[list[int], bool]:
     """Return ``context`` tokens (start, numbers, end, zeros), and whether numbers were cut."""
     fitting = numbers[: context - 2]
     tokens = [start, *fitting, end]

@@ -98,9 +98,7 @@ class ColourJitter(Config):
 
     brightness: float = Field(0.0, ge=0, description="Blend with black; 0: off")
     contrast: float = Field(0.0, ge=0, description="Blend with the mean grey; 0: off")
-    saturation: float = Field(
-        0.0, ge=0, description="Blend with the grey image; 0: off; grey images do not change"
-    )
+    saturation: float = Field(0.0, ge=0, description="Blend with grey, if coloured; 0: off")
 
     @property
     def is_identity(self) -> bool:
@@ -187,9 +185,7 @@ class RandAugment(Config):
     """
 
     operations: int = Field(2, ge=0, le=16, description="Operations per image, with replacement")
-    magnitude: float = Field(
-        9, ge=0, le=30, description="Strength; 10 is the full range of each, others in proportion"
-    )
+    magnitude: float = Field(9, ge=0, le=30, description="Strength; 10: the full range of each")
     names: tuple[Geometric | Colour, ...] = Field(
         STANDARD, min_length=1, description="Operations to draw from; all but invert by default"
     )

@@ -76,14 +76,12 @@ class ViewSettings(Config):
     flip: bool = Field(False, description="Mirror left and right with probability one half")
     affine: AffineRanges | None = Field(None, description="Random affine")
     randaugment: augmentations.RandAugment | None = Field(
-        None, description="RandAugment: number of operations and magnitude"
+        None, description="RandAugment; null: off"
     )
     jitter: augmentations.ColourJitter | None = Field(
         None, description="Random brightness, contrast and saturation"
     )
-    erasing: float = Field(
-        0.0, ge=0, le=1, description="Probability of a black rectangle of 2 to 33 % of the view"
-    )
+    erasing: float = Field(0.0, ge=0, le=1, description="Probability; black 2 to 33 % of the view")
     fill: Literal["zeros", "border", "reflection"] = Field(
         "zeros", description="Outside the image: black, the nearest pixel, the mirrored image"
     )

@@ -116,9 +116,7 @@ def warp_images(images: Tensor, affines: Tensor, size: tuple[int, int], fill: st
     theta[:, :, 2] -= 1
     theta = to_device_async(theta.to(torch.float32), images.device)
     grid = F.affine_grid(theta, [len(images), 1, *size], align_corners=False)
-    return F.grid_sample(
-        images.to(torch.float32), grid, mode="bilinear", padding_mode=fill, align_corners=False
-    )
+    return F.grid_sample(images.float(), grid, padding_mode=fill, align_corners=False)
 
 
 @dataclass(frozen=True)
@@ -162,9 +160,8 @@ def cut_parts_seen_by_views(
     channels = images.images[0].shape[-1]
     pinned = images.device.type == "cuda"
     parts = torch.zeros(len(images), height, width, channels, dtype=torch.uint8, pin_memory=pinned)
-    for image, part, first, last in zip(
-        images.images, parts.numpy(), low.tolist(), high.tolist(), strict=True
-    ):
+    limits = (low.tolist(), high.tolist())
+    for image, part, first, last in zip(images.images, parts.numpy(), *limits, strict=True):
         _copy_part(image, part, first, last, fill)
     return parts, affines @ translation_affines(low[:, 0], low[:, 1], len(images))
 
@@ -259,9 +256,7 @@ def warp_volumes(volumes: Tensor, affines: Tensor, fill: str) -> Tensor:
         places = torch.arange(length, device=theta.device, dtype=theta.dtype)
         centres = ((2 * places + 1) / length - 1).view(-1, *[1] * (3 - axis))
         grid = grid + theta[:, None, None, None, :, axis] * centres
-    return F.grid_sample(
-        volumes.to(torch.float32), grid, mode="bilinear", padding_mode=fill, align_corners=False
-    )
+    return F.grid_sample(volumes.float(), grid, padding_mode=fill, align_corners=False)
 
 
 def _affine(settings: Any, size: list[int], draws: BatchDraws) -> Tensor:

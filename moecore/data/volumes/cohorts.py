@@ -91,9 +91,7 @@ class CohortTable(NamedTuple):
     places: dict[str, str]  # participant → file:line of the first row
 
 
-def read_participants_with_sessions(
-    root: Path, diagnoses: tuple[str, ...] | None = None
-) -> CohortTable:
+def read_participant_sessions(root: Path, diagnoses: tuple[str, ...] | None = None) -> CohortTable:
     """Return the table from root/participants.tsv and each participant's sessions.tsv, if any."""
     # A sessions table gives session_id and, if it has the columns, age and diagnosis; otherwise
     # participants.tsv does. Rows of a diagnosis outside ``diagnoses`` are skipped.
@@ -178,7 +176,7 @@ def _read_rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, 
             f"{path}: no such file; a cohort needs it, with the columns "
             f"{', '.join(NEEDED_COLUMNS)} (set `root` to its folder)"
         )
-    columns, rows = read_delimited_table(path)
+    columns, rows = read_text_table(path)
     if missing := [name for name in needed if name not in columns]:
         listed = " ".join(", ".join(columns).split()) or "nothing"
         raise UserError(
@@ -190,9 +188,7 @@ def _read_rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, 
     return [{key: "" if value == MISSING else value for key, value in row.items()} for row in rows]
 
 
-def read_delimited_table(
-    path: Path, separator: str = "\t"
-) -> tuple[list[str], list[dict[str, str]]]:
+def read_text_table(path: Path, separator: str = "\t") -> tuple[list[str], list[dict[str, str]]]:
     """Return column names and rows, column → text without outer blanks, of a table."""
     import pandas  # takes a second to import
 
@@ -246,12 +242,8 @@ class CohortSettings(Config):
     seed: int = Field(0, ge=0, description="Seed of the splits, and of simulated people")
     validation: float = Field(0.15, gt=0, lt=1, description="Share of participants for validation")
     test: float = Field(0.25, gt=0, lt=1, description="Share of the participants for the test")
-    age_groups: int = Field(
-        8, ge=1, le=100, description="Age groups of equal size that stratify the splits, per sex"
-    )
-    test_sites: tuple[str, ...] = Field(
-        (), description="Sites whose participants are the test set; empty: the test set is drawn"
-    )
+    age_groups: int = Field(8, ge=1, le=100, description="Equal age groups, per sex, of the splits")
+    test_sites: tuple[str, ...] = Field((), description="Sites that are the test set; (): drawn")
 
     @property
     def allowed_diagnoses(self) -> tuple[str, ...] | None:

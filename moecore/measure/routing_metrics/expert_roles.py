@@ -20,7 +20,7 @@ from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.measure.values import Found, Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import model_device
-from moecore.nn.routing_traces import record_on_finer_grid
+from moecore.nn.routing_traces import record_on_grid
 from moecore.statistics.intervals import People, indices_by_person
 
 LABELS = {  # name → label in columns and figures
@@ -222,9 +222,7 @@ def put_roles(
             people, similarity[index], predicted[index], scores=scores[index]
         )
         if index > 0:
-            before = record_on_finer_grid(
-                records[index - 1], subject.model.layouts[index - 1], layout
-            )
+            before = record_on_grid(records[index - 1], subject.model.layouts[index - 1], layout)
             layer_labels["layer_before"] = first_choices(before)
             inputs = inputs._replace(before=before.chosen)
         layer, values = measure_layer_roles(record, layout, layer_labels, settings, inputs)

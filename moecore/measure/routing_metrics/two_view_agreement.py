@@ -17,7 +17,7 @@ from moecore.measure.base import SEED
 from moecore.measure.routing_metrics.epochs import match_counts_by_image
 from moecore.measure.routing_metrics.layer_metrics import average_layers, kept_choices
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.correspondence import token_pair_values, token_pairs_by_layer
+from moecore.nn.correspondence import token_pairs_by_layer, values_of_pairs
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.comparisons import linearize_ratio
 from moecore.statistics.intervals import Interval, People, bootstrap_interval
@@ -184,8 +184,8 @@ def count_matches_by_layer(model: Model, views: ViewsWithAffines, batch: int) ->
     for record, (pairs, layout) in zip(records, paired, strict=True):
         # Logits, as an eigenbasis router clamps probs, which gives ties.
         scores = chosen_first_scores(record.logits, record.chosen)
-        both_scores = token_pair_values(scores, pairs, layout)
-        switched = 1 - kept_choices(*token_pair_values(record.chosen, pairs, layout))
+        both_scores = values_of_pairs(scores, pairs, layout)
+        switched = 1 - kept_choices(*values_of_pairs(record.chosen, pairs, layout))
         layers.append(
             LayerMatches(
                 match_counts_by_image(*both_scores, pairs.mask),

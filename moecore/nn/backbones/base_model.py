@@ -57,9 +57,7 @@ class ImageSpec(Config):
     def from_card(cls, card: dict[str, Any]) -> Self:
         """Return the ImageSpec of a data card (field → value); KeyError if a field is missing."""
         fields = cls.model_fields.items()
-        return cls(
-            **{name: card[name] for name, field in fields if field.is_required() or name in card}
-        )
+        return cls(**{key: card[key] for key, info in fields if info.is_required() or key in card})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -290,9 +288,7 @@ class BackboneModel(Model):
                 allowed="text, or hash by patch or position",
             )
         if image.task.cells > 1 and not self.answers_cells:
-            raise UserError.at(
-                "model.kind", found=f"{config.kind} for mosaic cells", allowed="vit, or other data"
-            )
+            raise UserError.at("model.kind", found=f"{config.kind} for mosaic cells", allowed="vit")
         axes = [1] * len(image.shape)
         for name, values in (("pixel_mean", image.mean), ("pixel_std", image.std)):
             # not persistent: settings of the model, not weights
@@ -403,9 +399,7 @@ class BackboneModel(Model):
         channels = {self.image.channels, self.image.stored_channels}
         if tuple(images.shape[2:]) != self.image.shape or images.shape[1] not in channels:
             axes = ", ".join(["images", str(self.image.channels), *map(str, self.image.shape)])
-            raise UserError.at(
-                "images", found=f"a shape of {tuple(images.shape)}", allowed=f"({axes})"
-            )
+            raise UserError.at("images", found=f"shape {tuple(images.shape)}", allowed=f"({axes})")
         pixels = self.seen_channels(images)
         is_readable = pixels.device.type == "cpu" and not torch.compiler.is_compiling()
         if is_readable and pixels.numel() and pixels.detach().amax() > MAX_PIXEL:

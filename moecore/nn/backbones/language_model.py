@@ -15,7 +15,7 @@ from torch.nn.functional import pad, relu
 
 from moecore.core.files import UserError
 from moecore.core.ranks import all_gather_rows, current_ranks
-from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingRecord
 from moecore.nn.backbones.base_model import (
     Backbone,
     BackboneModel,
@@ -25,7 +25,7 @@ from moecore.nn.backbones.base_model import (
     check_axes,
 )
 from moecore.nn.layers.block import Dropout, FeedForward, HiddenRatio
-from moecore.nn.layers.moe import MoESettings, build_feed_forwards
+from moecore.nn.layers.moe import OptionalMoE, build_feed_forwards
 
 MU = 0.7  # decay of the momentum per layer
 GAMMA_1 = 1.0  # step of Adam's first layer; without effect, as a norm follows
@@ -97,9 +97,7 @@ class ReluMlp(FeedForward):
         self.fc2 = nn.Linear(hidden, width)
         self.dropout = Dropout(dropout)
 
-    def forward(
-        self, tokens: Tensor, context: RoutingContext = RoutingContext()
-    ) -> tuple[Tensor, tuple[()]]:
+    def forward(self, tokens: Tensor, context: RoutingContext = NO_CONTEXT) -> tuple[Tensor, tuple]:
         return self.fc2(self.dropout(relu(self.fc1(tokens)))), ()
 
 
@@ -208,7 +206,7 @@ class LanguageModel(Backbone):
     def grid(self, image: ImageSpec) -> tuple[int, ...]:
         return tuple(image.shape)
 
-    def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "LanguageTransformer":
+    def build(self, image: ImageSpec, moe: OptionalMoE = None) -> "LanguageTransformer":
         check_axes(self.kind, image, 1)
         if self.width % self.heads:
             raise UserError.at(
@@ -225,9 +223,7 @@ class LanguageModel(Backbone):
 class LanguageTransformer(BackboneModel):
     """``model(tokens)`` with word ids (B, C, M) predicts the words after the last M, (B, M, V)."""
 
-    def __init__(
-        self, config: LanguageModel, image: ImageSpec, moe: MoESettings | None = None
-    ) -> None:
+    def __init__(self, config: LanguageModel, image: ImageSpec, moe: OptionalMoE = None) -> None:
         super().__init__(config, image, moe)
         width = config.width
         self.embedding = nn.Embedding(image.outputs, width)

@@ -33,9 +33,7 @@ class TransformerSettings(base_model.Backbone):
     pooling: Literal["class", "class+distillation", "mean"] = Field(
         "class", description="head on the class token, also the distillation token, or the mean"
     )
-    position_on_class: bool = Field(
-        True, description="special tokens have position embeddings (DeiT-III: false)"
-    )
+    position_on_class: bool = Field(True, description="special tokens get positions (not DeiT-III)")
     layer_scale: float | None = Field(None, gt=0, description="initial; null: off (DeiT-III: 1e-6)")
     qkv_bias: bool = True
     pre_norm: bool = Field(False, description="a norm before the first block (CLIP's image tower)")
@@ -45,12 +43,8 @@ class TransformerSettings(base_model.Backbone):
     norm_eps: float = Field(1e-6, gt=0, le=1e-2, description="added to the variance (CLIP: 1e-5)")
     drop_path: float = Field(0.0, ge=0, lt=1, description="stochastic depth at the last block")
 
-    initial_std: float = Field(
-        INITIAL_STD, gt=0, le=1, description="of the initial maps of attention, MLPs and experts"
-    )
-    position_std: float = Field(
-        INITIAL_STD, gt=0, le=1, description="of the initial positions and special tokens"
-    )
+    initial_std: float = Field(INITIAL_STD, gt=0, le=1, description="of initial attention and MLPs")
+    position_std: float = Field(INITIAL_STD, gt=0, le=1, description="of positions, special tokens")
 
     def grid(self, image: base_model.ImageSpec) -> tuple[int, ...]:
         return tuple(size // self.patch for size in image.shape)
@@ -179,9 +173,7 @@ def check_cells_of_patches(config: TransformerSettings, image: base_model.ImageS
     if side == 1:
         return
     if config.pooling != "mean":
-        raise UserError.at(
-            "model.pooling", found=f"{config.pooling}, but labels of mosaic cells", allowed="mean"
-        )
+        raise UserError.at("model.pooling", found=f"{config.pooling} for mosaics", allowed="mean")
     if any(patches % side for patches in config.grid(image)):
         raise UserError.at(
             "model.patch", found=f"{config.patch} for mosaic cells", allowed="a divisor of the size"

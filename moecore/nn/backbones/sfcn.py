@@ -15,22 +15,14 @@ from torch.nn.functional import kl_div, log_softmax, softmax
 from moecore.core.config import Misfits, Surroundings, changed_settings
 from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput, RoutingContext
-from moecore.nn.backbones.base_model import (
-    Backbone,
-    BackboneModel,
-    Encoded,
-    EncodeOptions,
-    ImageSpec,
-    check_axes,
-    check_needs_no_attention,
-)
+from moecore.nn.backbones import base_model
 from moecore.nn.layers.block import Dropout
 from moecore.nn.layers.moe import MoESettings
 from moecore.tasks.base import Reduction
 from moecore.tasks.regression import Regression
 
 
-class Sfcn(Backbone):
+class Sfcn(base_model.Backbone):
     """Settings of an SFCN; defaults are the published widths and bins."""
 
     free_settings: ClassVar[frozenset[str]] = frozenset({"dropout", "bin_deviation"})
@@ -66,11 +58,13 @@ class Sfcn(Backbone):
             names = ("first_bin", "bin_width", "bins", "bin_deviation")
             yield from changed_settings(self, names, f"the head is a {self.head}", "head: bins")
 
-    def grid(self, image: ImageSpec) -> tuple[int, ...]:
+    def grid(self, image: base_model.ImageSpec) -> tuple[int, ...]:
         return tuple(size // self.cube for size in image.shape)
 
-    def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "ConvolutionalNetwork":
-        check_axes(self.kind, image, 3)
+    def build(
+        self, image: base_model.ImageSpec, moe: MoESettings | None = None
+    ) -> "ConvolutionalNetwork":
+        base_model.check_axes(self.kind, image, 3)
         if any(size % self.cube for size in image.shape):
             raise UserError(
                 f"model.kind: found sfcn, whose {len(self.channels)} layers need multiples of "
@@ -78,22 +72,22 @@ class Sfcn(Backbone):
                 "`size` of the data)"
             )
         if self.head == "bins" and not isinstance(image.task, Regression):
-            raise UserError.at(
-                "model.head", found=f"bins, but the task is {image.task.kind}", allowed="number"
-            )
-        check_needs_no_attention(self.kind, moe)
+            raise UserError.at("model.head", found=f"bins for {image.task.kind}", allowed="number")
+        base_model.check_needs_no_attention(self.kind, moe)
         return ConvolutionalNetwork(self, image, moe)
 
 
 # With bins, ``heads`` are their logits (B, K), and the prediction (B, 1) is the mean of bins under
 # their probabilities, in the label's unit. A dense model is the published network; with experts, x
 # + moe(norm(x)) precedes the last convolution.
-class ConvolutionalNetwork(BackboneModel):
+class ConvolutionalNetwork(base_model.BackboneModel):
     """``model(volumes)`` with volumes (B, C, D, H, W) in [0, 1] returns a ModelOutput."""
 
     edges: Tensor
 
-    def __init__(self, config: Sfcn, image: ImageSpec, moe: MoESettings | None = None) -> None:
+    def __init__(
+        self, config: Sfcn, image: base_model.ImageSpec, moe: MoESettings | None = None
+    ) -> None:
         super().__init__(config, image, moe)
         *halving, last = config.channels
         inputs = (image.channels, *halving[:-1])
@@ -105,9 +99,7 @@ class ConvolutionalNetwork(BackboneModel):
         if moe is not None and moe.indices(config.depth):
             self.norm = nn.LayerNorm(self.width)
             self.moe_layer = moe.build(self.width)
-        self.last = nn.Sequential(
-            nn.Conv3d(self.width, last, kernel_size=1), nn.BatchNorm3d(last), nn.ReLU()
-        )
+        self.last = nn.Sequential(nn.Conv3d(self.width, last, 1), nn.BatchNorm3d(last), nn.ReLU())
         self.dropout = Dropout(config.dropout)
         self.head = nn.Linear(last, config.bins if config.head == "bins" else image.outputs)
         edges = config.first_bin + config.bin_width * torch.arange(config.bins + 1.0)
@@ -116,7 +108,9 @@ class ConvolutionalNetwork(BackboneModel):
     def width_of(self, block: int) -> int:
         return self.width
 
-    def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
+    def encode(
+        self, images: Tensor, options: base_model.EncodeOptions = base_model.EncodeOptions()
+    ) -> base_model.Encoded:
         """Return the last map as tokens; features are those before and after the experts."""
         volume = self.features(self.normalised(images))
         grid = volume.shape[2:]
@@ -129,7 +123,7 @@ class ConvolutionalNetwork(BackboneModel):
             leaving = leaving + change
         tokens = self.last(leaving.transpose(1, 2).unflatten(2, grid)).flatten(2).transpose(1, 2)
         blocks = dict.fromkeys(options.blocks, options.select_tokens(entering, leaving))
-        return Encoded(tokens, records, options.select_features(blocks, tokens))
+        return base_model.Encoded(tokens, records, options.select_features(blocks, tokens))
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Return the logits (B, K) of bins, or the task's outputs, for tokens (B, T, channels)."""

@@ -9,8 +9,9 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext
 from moecore.nn.backbones import base_model
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.layers.block import Activation, DenseMlp, trunc_normal_linear
-from moecore.nn.layers.moe import MoESettings
+from moecore.nn.layers.moe import OptionalMoE
 
 
 class SingleLayer(base_model.Backbone):
@@ -26,12 +27,10 @@ class SingleLayer(base_model.Backbone):
     def depth(self) -> int:
         return 1
 
-    def grid(self, image: base_model.ImageSpec) -> tuple[int, ...]:
+    def grid(self, image: ImageSpec) -> tuple[int, ...]:
         return (1,) * len(image.shape)
 
-    def build(
-        self, image: base_model.ImageSpec, moe: MoESettings | None = None
-    ) -> "SingleLayerModel":
+    def build(self, image: ImageSpec, moe: OptionalMoE = None) -> "SingleLayerModel":
         base_model.check_needs_no_attention(self.kind, moe)
         if moe is not None:
             moe.indices(self.depth)
@@ -41,9 +40,7 @@ class SingleLayer(base_model.Backbone):
 class SingleLayerModel(base_model.BackboneModel):
     """``model(images)``: (B, C, H, W) in [0, 1] to ModelOutput; T = 1, d = C·H·W."""
 
-    def __init__(
-        self, config: SingleLayer, image: base_model.ImageSpec, moe: MoESettings | None = None
-    ) -> None:
+    def __init__(self, config: SingleLayer, image: ImageSpec, moe: OptionalMoE = None) -> None:
         super().__init__(config, image, moe)
         self.width = image.channels * math.prod(image.shape)
         if moe is None:
@@ -60,9 +57,7 @@ class SingleLayerModel(base_model.BackboneModel):
     ) -> base_model.Encoded:
         """Return the layer's output and record; the feature "mlp_input" is normalised pixels."""
         if set(options.blocks) - {0}:
-            raise UserError.at(
-                "blocks", found=list(options.blocks), allowed="0, the only block of single_layer"
-            )
+            raise UserError.at("blocks", found=list(options.blocks), allowed="0, the only block")
         entering = self.normalised(images).flatten(1).unsqueeze(1)
         contexts = self.routing_contexts(images, options)
         tokens, records = self.mlp(entering, contexts.get(0, RoutingContext()))

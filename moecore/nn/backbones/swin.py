@@ -13,10 +13,12 @@ from torch.nn.functional import interpolate
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord, TokenLayout
 from moecore.nn.backbones import base_model
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.layers import block as layers
 from moecore.nn.layers import window_attention
-from moecore.nn.layers.moe import MoESettings
+from moecore.nn.layers.moe import OptionalMoE
 from moecore.nn.layers.patch_embed import Interpolation, NormedPatchEmbed
+from moecore.nn.layers.window_attention import EPS
 
 TABLE = "relative_position_bias_table"
 
@@ -68,32 +70,30 @@ class SwinSettings(base_model.Backbone):
     def stages(self) -> tuple[int, ...]:
         return self.depths
 
-    def trained_on(self, image: base_model.ImageSpec) -> Self:
+    def trained_on(self, image: ImageSpec) -> Self:
         """Return a copy with ``pretrained_windows`` as on ``image``; Swin V1 is unchanged."""
         if self.kind == "swin" or self.pretrained_windows is not None:
             return self
         windows = tuple(max(size) for size in self.windows(image))
         return self.model_copy(update={"pretrained_windows": windows})
 
-    def grid(self, image: base_model.ImageSpec) -> window_attention.Grid:
+    def grid(self, image: ImageSpec) -> window_attention.Grid:
         """Return the grid of tokens of the first stage."""
         return tuple(size // self.patch for size in image.shape)
 
-    def windows(self, image: base_model.ImageSpec) -> tuple[window_attention.Grid, ...]:
+    def windows(self, image: ImageSpec) -> tuple[window_attention.Grid, ...]:
         """Return the size of each stage's windows, in tokens along each axis."""
         cut = window_attention.window_and_shift
         return tuple(cut(grid, self.window, False)[0] for grid in self.grids(image))
 
-    def grids(self, image: base_model.ImageSpec) -> tuple[window_attention.Grid, ...]:
+    def grids(self, image: ImageSpec) -> tuple[window_attention.Grid, ...]:
         """Return the grid of tokens of each stage."""
         stage_grids = [self.grid(image)]
         for _ in self.depths[1:]:
             stage_grids.append(window_attention.merged_grid(stage_grids[-1]))
         return tuple(stage_grids)
 
-    def build(
-        self, image: base_model.ImageSpec, moe: MoESettings | None = None
-    ) -> "SwinTransformer":
+    def build(self, image: ImageSpec, moe: OptionalMoE = None) -> "SwinTransformer":
         base_model.check_axes(self.kind, image, 2)
         smallest = self.patch * 2 ** (len(self.depths) - 1)
         base_model.check_patches_and_heads(image, self.patch, self.width, self.heads[0])
@@ -135,18 +135,14 @@ class SwinTransformer(base_model.BackboneModel):
 
     moves = True
 
-    def __init__(
-        self, config: SwinSettings, image: base_model.ImageSpec, moe: MoESettings | None = None
-    ) -> None:
+    def __init__(self, config: SwinSettings, image: ImageSpec, moe: OptionalMoE = None) -> None:
         super().__init__(config, image, moe)
         self.places = tuple(
             BlockStage(stage, grid, config.width * 2**stage)
             for stage, grid in enumerate(config.grids(image))
             for _ in range(config.depths[stage])
         )
-        self.patch_embed = NormedPatchEmbed(
-            image.channels, config.patch, config.width, window_attention.EPS
-        )
+        self.patch_embed = NormedPatchEmbed(image.channels, config.patch, config.width, EPS)
         blocks = list(self._blocks())
         stages = []
         for stage, depth in enumerate(config.depths):
@@ -158,7 +154,7 @@ class SwinTransformer(base_model.BackboneModel):
             stages.append(SwinStage(before, [blocks.pop(0) for _ in range(depth)]))
         self.layers = nn.ModuleList(stages)
         last = self.places[-1].width
-        self.norm = nn.LayerNorm(last, eps=window_attention.EPS)
+        self.norm = nn.LayerNorm(last, eps=EPS)
         self.head = layers.trunc_normal_linear(last, image.outputs)
 
     @property
@@ -203,7 +199,7 @@ class SwinTransformer(base_model.BackboneModel):
         self,
         weights: base_model.Weights,
         config: Any,
-        image: base_model.ImageSpec,
+        image: ImageSpec,
         mode: Interpolation = "bilinear",
     ) -> base_model.Weights:
         """Return weights with V1's tables of position biases resized bicubically."""
@@ -239,4 +235,4 @@ class SwinTransformer(base_model.BackboneModel):
             if config.kind == "swin_v2":
                 yield window_attention.PostNormBlock(width, attention, mlp, rates[index])
             else:
-                yield layers.Block(width, attention, mlp, None, rates[index], window_attention.EPS)
+                yield layers.Block(width, attention, mlp, None, rates[index], EPS)

@@ -16,12 +16,13 @@ from moecore.core import routing_records
 from moecore.core.config import Config, Surroundings
 from moecore.core.files import UserError, describe_refusal
 from moecore.nn.backbones import base_model
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.swin_moe import SwinMoe
 from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.block import Attention, Block, DenseMlp, HiddenRatio
-from moecore.nn.layers.moe import MoESettings, build_feed_forwards, update_routers
+from moecore.nn.layers.moe import OptionalMoE, build_feed_forwards, update_routers
 from moecore.nn.layers.patch_embed import Interpolation
 from moecore.tasks.image_text import NONE, ImageText
 
@@ -36,9 +37,7 @@ FINGERPRINT_RANGE = 2**23  # integers below are exact in fp32
 class TextTowerSettings(Config):
     """Settings of a transformer over captions."""
 
-    free_settings: ClassVar[frozenset[str]] = frozenset(
-        {"mlp_ratio", "activation", "frozen", "moe"}
-    )
+    free_settings: ClassVar[frozenset[str]] = frozenset("mlp_ratio activation frozen moe".split())
 
     width: int = Field(64, ge=8, le=2**16, description="width of a token")
     depth: int = Field(2, ge=1, le=1000, description="number of blocks")
@@ -54,7 +53,7 @@ class TextTowerSettings(Config):
     frozen: Literal["never", "finetune", "always"] = Field(
         "never", description="when the tower neither learns nor drops values (LiT)"
     )
-    moe: MoESettings | None = Field(None, description="experts of this tower, by a method's `text`")
+    moe: OptionalMoE = Field(None, description="experts of this tower, by a method's `text`")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -98,9 +97,8 @@ class TextTransformer(nn.Module):
             return mlp
 
         mlps = build_feed_forwards(moe, width, config.depth, build_mlp)
-        self.blocks = nn.ModuleList(
-            Block(width, TextAttention(config), mlp, eps=1e-5) for mlp in mlps
-        )
+        blocks = [Block(width, TextAttention(config), mlp, eps=1e-5) for mlp in mlps]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(width)
         self.projection = nn.Linear(width, task.width, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
@@ -136,9 +134,7 @@ class TextTransformer(nn.Module):
         rows = torch.arange(len(hidden), device=hidden.device)
         pooled = hidden[rows, ends] if self.last is None else hidden[:, -1]
         length = tokens.shape[1]
-        spoken = (
-            record.map_tensors(lambda field: field[:, :length][mask][None]) for record in records
-        )
+        spoken = (record.map_tensors(lambda row: row[:, :length][mask][None]) for record in records)
         return self.projection(pooled), tuple(spoken)
 
     def caption_mask(self, tokens: Tensor) -> Tensor:
@@ -189,13 +185,13 @@ class TwoTowers(base_model.Backbone):
     def stages(self) -> tuple[int, ...]:
         return self.image.stages
 
-    def trained_on(self, image: base_model.ImageSpec) -> "TwoTowers":
+    def trained_on(self, image: ImageSpec) -> "TwoTowers":
         return self.model_copy(update={"image": self.image.trained_on(image)})
 
-    def grid(self, image: base_model.ImageSpec) -> tuple[int, ...]:
+    def grid(self, image: ImageSpec) -> tuple[int, ...]:
         return self.image.grid(image)
 
-    def build(self, image: base_model.ImageSpec, moe: MoESettings | None = None) -> "TwoTowerModel":
+    def build(self, image: ImageSpec, moe: OptionalMoE = None) -> "TwoTowerModel":
         if not isinstance(image.task, ImageText):
             raise UserError.at(
                 "model.kind",
@@ -213,9 +209,7 @@ class TwoTowerModel(base_model.BackboneModel):
 
     moves = True
 
-    def __init__(
-        self, config: TwoTowers, image: base_model.ImageSpec, moe: MoESettings | None = None
-    ) -> None:
+    def __init__(self, config: TwoTowers, image: ImageSpec, moe: OptionalMoE = None) -> None:
         super().__init__(config, image, moe)
         assert isinstance(image.task, ImageText)
         self.visual = config.image.build(image, moe)
@@ -269,7 +263,7 @@ class TwoTowerModel(base_model.BackboneModel):
         self,
         weights: base_model.Weights,
         config: Any,
-        image: base_model.ImageSpec,
+        image: ImageSpec,
         mode: Interpolation = "bilinear",
     ) -> base_model.Weights:
         """Return weights with the image tower's adapted to this model's images."""
@@ -285,7 +279,7 @@ class TwoTowerModel(base_model.BackboneModel):
         return text | {VISUAL + name: value for name, value in visual.items()}
 
     def renormalise_weights(
-        self, weights: base_model.Weights, image: base_model.ImageSpec
+        self, weights: base_model.Weights, image: ImageSpec
     ) -> base_model.Weights:
         visual = self.visual.renormalise_weights(_visual_weights(weights), image)
         return {VISUAL + name: value for name, value in visual.items()}
@@ -351,7 +345,7 @@ class TwoTowerModel(base_model.BackboneModel):
     def beside(self, labels: Tensor) -> tuple[Tensor, ...]:
         return (labels,)
 
-    def moe_settings_of(self, name: str) -> MoESettings | None:
+    def moe_settings_of(self, name: str) -> OptionalMoE:
         if name.startswith("text."):
             return self.config.text.moe
         return self.moe

@@ -41,9 +41,8 @@ class Vit3d(TransformerSettings):
         check_axes(self.kind, image, 3)
         check_patches_and_heads(image, self.patch, self.width, self.heads)
         if self.stem == "pooled" and self.patch % self.pool:
-            raise UserError(
-                f"model.pool: found {self.pool}; allowed: a divisor of model.patch = {self.patch}"
-            )
+            allowed = f"a divisor of model.patch = {self.patch}"
+            raise UserError.at("model.pool", found=self.pool, allowed=allowed)
         if self.stem == "conv" and self.patch % 4:
             raise UserError(
                 f"model.stem: found conv with model.patch = {self.patch}; allowed: a patch that "

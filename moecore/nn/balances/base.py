@@ -29,10 +29,8 @@ class BalanceModule(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, logits: Tensor, scores: Tensor) -> Tensor:
-        """Return preferences (B, T, E); each token's k largest are chosen.
-
-        logits, scores: (B, T, E), with noise if there is any.
-        """
+        """Return preferences (B, T, E); each token's k largest are chosen."""
+        # logits, scores: (B, T, E), with noise if there is any.
 
     def after_step(self, scores: Tensor, chosen: Tensor, progress: float) -> None:
         """Update the state by the tokens of all ranks; called once per training step on each rank.

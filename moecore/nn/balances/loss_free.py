@@ -21,9 +21,7 @@ class LossFree(Balance):
     is_alone: ClassVar[bool] = False
 
     kind: Literal["loss_free"] = "loss_free"
-    rate: float = Field(
-        1e-3, gt=0, allow_inf_nan=False, description="bias change per step, in units of scores"
-    )
+    rate: float = Field(1e-3, gt=0, allow_inf_nan=False, description="change per step, in scores")
     rule: Rule = Field(
         "sign",
         description="change of a bias: sign: ± the rate; recentred: minus the mean of these; "
@@ -57,8 +55,7 @@ class LossFreeBias(BalanceModule):
 
 def bias_change(counts: Tensor, rule: Rule) -> Tensor:
     """Return the change (E,) of biases, in units of the rate; counts: (E,) int64, of choices."""
-    # n̄ the even share: 1 − n/n̄, sign(n̄ − n), or this minus its mean (2408.15664, algorithm 1;
-    # torchtitan)
+    # n̄ the even share: 1 − n/n̄, sign(n̄ − n), or this minus its mean (2408.15664; torchtitan)
     if rule == "proportional":
         return 1 - len(counts) * counts / counts.sum()
     change = torch.sign(counts.sum() - len(counts) * counts).float()  # exact, in integers

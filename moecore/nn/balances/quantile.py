@@ -22,9 +22,7 @@ class Quantile(Balance):
     """
 
     kind: Literal["quantile"] = "quantile"
-    decay: float = Field(
-        0.0, ge=0, lt=1, description="share of the old bias; 0: only the last batch counts"
-    )
+    decay: float = Field(0.0, ge=0, lt=1, description="share of the old bias; 0: last batch only")
 
     def build(self, experts: int, k: int) -> "QuantileBias":
         return QuantileBias(self, experts, k)

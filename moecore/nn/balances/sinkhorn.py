@@ -21,12 +21,8 @@ class Sinkhorn(Balance):
 
     kind: Literal["sinkhorn"] = "sinkhorn"
     group_size: int = Field(8, ge=1, description="images that share a plan")
-    tolerance: float = Field(
-        1e-4, gt=0, description="mean change of the experts' factors at which a plan has converged"
-    )
-    rounds: int = Field(
-        100, ge=1, description="maximum iterations; on a GPU, which does not wait: always all"
-    )
+    tolerance: float = Field(1e-4, gt=0, description="mean change of factors in a converged plan")
+    rounds: int = Field(100, ge=1, description="maximum iterations; always all on a GPU")
 
     def build(self, experts: int, k: int) -> "SinkhornPlanner":
         return SinkhornPlanner(self)
@@ -66,8 +62,7 @@ class SinkhornPlanner(BalanceModule):
 
 def expert_factors(logits: Tensor, tolerance: float, rounds: int) -> Tensor:
     """Return the experts' factors (G, E) in each group's plan of exp(logits), (G, S tokens, E)."""
-    # plan = tokens' factors · exp(logits) · experts' factors sums to 1/S per token and 1/E per
-    # expert.
+    # plan = tokens' factors · exp(logits) · experts' factors sums to 1/S per token, 1/E per expert.
     # a token's largest logit only scales its own factor
     kernel = (logits - logits.amax(dim=-1, keepdim=True)).exp()
     _, size, experts = kernel.shape

@@ -113,9 +113,7 @@ class MlpExperts(ExpertsModule):
         hidden = max(1, round(config.hidden_ratio * width))
         pieces = config.fine or 1
         if hidden % pieces:
-            raise UserError.at(
-                "experts.fine", found=pieces, allowed=f"a divisor of {hidden}, the hidden width"
-            )
+            raise UserError.at("experts.fine", found=pieces, allowed=f"a divisor of width {hidden}")
         hidden //= pieces
         self.activation = config.activation
         self.dropout = config.dropout

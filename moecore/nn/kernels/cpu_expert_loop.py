@@ -112,9 +112,8 @@ def _share_product(sizes: list[int], group_size: int) -> bool:
 class ExpertLoop(Function):
     """Compute grouped_linear for rows in the product's dtype and weights in any dtype."""
 
-    # Weights are cast just before a product and their gradients just after, while they are in the
-    # CPU's cache. With 128 experts of a ViT-S in bf16, casting all at once makes the layer 10 %
-    # slower.
+    # Weights are cast just before a product and their gradients just after, while they are in
+    # cache. With 128 experts of a ViT-S in bf16, casting all at once makes the layer 10 % slower.
 
     @staticmethod
     def forward(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
@@ -311,9 +310,7 @@ def _differentiable_gradients(
 
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
     sizes = offsets.diff(prepend=offsets.new_zeros(1)).tolist()
-    products = [
-        part @ w.to(part.dtype) for part, w in zip(rows.split(sizes), weight.unbind(), strict=True)
-    ]
+    products = [part @ w.to(part.dtype) for part, w in zip(rows.split(sizes), weight, strict=True)]
     if bias is not None:
         biases = bias.to(rows.dtype).unbind()
         products = [product + b for product, b in zip(products, biases, strict=True)]

@@ -168,9 +168,8 @@ class _AddBias(Function):
     @staticmethod
     def forward(values: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
         chunk = rows_at_once(values)
-        for rows, experts in zip(
-            values.split(chunk), experts_of_rows(offsets, len(values)).split(chunk), strict=True
-        ):
+        experts_by_chunk = experts_of_rows(offsets, len(values)).split(chunk)
+        for rows, experts in zip(values.split(chunk), experts_by_chunk, strict=True):
             rows.add_(bias.index_select(0, experts))
         return values
 
@@ -231,9 +230,8 @@ class Tiles(NamedTuple):
         place_in_expert = (tile_numbers - first[expert_of_tile]).unsqueeze(1) * height
         place_in_expert = place_in_expert + torch.arange(height, device=offsets.device)
         is_filled = (place_in_expert < sizes[expert_of_tile].unsqueeze(1)).flatten()
-        row_at_place = torch.where(
-            is_filled, (place_in_expert + begins[expert_of_tile].unsqueeze(1)).flatten(), 0
-        )
+        row_indices = (place_in_expert + begins[expert_of_tile].unsqueeze(1)).flatten()
+        row_at_place = torch.where(is_filled, row_indices, 0)
         row = torch.arange(rows, device=offsets.device)
         expert_of_row = torch.searchsorted(ends, row, right=True)
         places = row - begins[expert_of_row] + first[expert_of_row] * height

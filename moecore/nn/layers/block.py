@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, ValidationInfo
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from moecore.core.routing_records import RoutingContext
+from moecore.core.routing_records import NO_CONTEXT, RoutingContext
 from moecore.core.streams import draw_bernoulli_mask
 
 
@@ -30,6 +30,7 @@ def check_hidden_width(ratio: float, settings: ValidationInfo) -> float:
 
 
 # For a field after ``width``
+BlockOutput = tuple[Tensor, Tensor, tuple]  # tokens, input of the feed-forward, records
 HiddenRatio = Annotated[float, Field(gt=0, le=1000), AfterValidator(check_hidden_width)]
 
 
@@ -61,9 +62,7 @@ class DenseMlp(FeedForward):
         self.fc1 = trunc_normal_linear(width, hidden)
         self.fc2 = trunc_normal_linear(hidden, width)
 
-    def forward(
-        self, tokens: Tensor, context: RoutingContext = RoutingContext()
-    ) -> tuple[Tensor, tuple[()]]:
+    def forward(self, tokens: Tensor, context: RoutingContext = NO_CONTEXT) -> tuple[Tensor, tuple]:
         return self.fc2(self.activate(self.fc1(tokens))), ()
 
 
@@ -185,9 +184,7 @@ class Block(nn.Module):
         self.ls2 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(
-        self, tokens: Tensor, context: RoutingContext = RoutingContext()
-    ) -> tuple[Tensor, Tensor, tuple]:
+    def forward(self, tokens: Tensor, context: RoutingContext = NO_CONTEXT) -> BlockOutput:
         """Return new tokens (B, T, width), the feed-forward's input, and its routing records."""
         attended, weights = self.attn(self.norm1(tokens), weights="attention" in self.mlp.wants)
         tokens = tokens + self.drop_path1(self.ls1(attended))

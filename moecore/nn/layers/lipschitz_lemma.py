@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows, SparsePlan
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.routers.token_choice import router_logits
@@ -145,7 +145,7 @@ class AllExpertsRouter(nn.Module):
         self.temperature = temperature
 
     def forward(
-        self, tokens: Tensor, context: RoutingContext = RoutingContext()
+        self, tokens: Tensor, context: RoutingContext = NO_CONTEXT
     ) -> tuple[Any, RoutingRecord]:
         plan, record = self.router(tokens, context)
         if getattr(plan, "uses_all_experts", False):

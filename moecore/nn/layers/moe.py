@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from moecore.core.config import Config, check_settings
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingRecord
 from moecore.core.torch_internals import active_transforms, is_in_backward_pass
 from moecore.nn.dispatch import Rows, SparsePlan, single_expert_rows
 from moecore.nn.experts.base import Experts, ExpertsModule, ZeroComputationExperts
@@ -67,6 +67,9 @@ class MoESettings(Config):
         return sparse_block_indices(self.blocks, depth)
 
 
+OptionalMoE = MoESettings | None  # None: a dense model
+
+
 def sparse_block_indices(blocks: Blocks, depth: int) -> tuple[int, ...]:
     """Return the indices, ascending from 0, of the blocks with experts."""
     if blocks == "all":
@@ -115,7 +118,7 @@ class MoEFeedForward(FeedForward):
         self.sharded_experts: ShardedExperts | None = None
 
     def forward(
-        self, tokens: Tensor, context: RoutingContext = RoutingContext()
+        self, tokens: Tensor, context: RoutingContext = NO_CONTEXT
     ) -> tuple[Tensor, tuple[RoutingRecord]]:
         experts = self.experts if self.sharded_experts is None else self.sharded_experts
         if self.shares_basis:
@@ -210,9 +213,7 @@ def update_routers(
 def _join_records(records: Sequence[RoutingRecord]) -> RoutingRecord:
     """Return a layer's records (B, T, E), whose B and T may differ, as one (1, all B·T, E)."""
     fields = zip(*(record[:5] for record in records), strict=True)
-    return RoutingRecord(
-        *(torch.cat([part.flatten(0, 1) for part in each])[None] for each in fields)
-    )
+    return RoutingRecord(*(torch.cat([row.flatten(0, 1) for row in each])[None] for each in fields))
 
 
 def scale_router_k(router: Router, experts: Experts) -> Router:

@@ -156,9 +156,7 @@ def sinusoidal_positions(grid: Grid, width: int) -> Tensor:
     # Each axis has an equal part of the width, first sines, then cosines, with wavelengths from 2π
     # to 2π·10⁴ patches. Source: Vaswani et al. (2017), §3.5, applied per axis.
     if width % (2 * len(grid)):
-        raise ValueError(
-            f"a width of {width} cannot hold a sine and a cosine along each of {len(grid)} axes"
-        )
+        raise ValueError(f"width {width} has no sine and cosine along each of {len(grid)} axes")
     number = width // (2 * len(grid))
     rates = torch.exp(-math.log(1e4) * torch.arange(number) / max(1, number - 1))
     along = [torch.arange(length) for length in grid]

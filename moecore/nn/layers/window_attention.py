@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.functional import normalize, pad, scaled_dot_product_attention
 
-from moecore.core.routing_records import RoutingContext
+from moecore.core.routing_records import NO_CONTEXT, RoutingContext
 from moecore.nn.kernels.grouped import full_precision
-from moecore.nn.layers.block import Block, FeedForward, trunc_normal_linear
+from moecore.nn.layers.block import Block, BlockOutput, FeedForward, trunc_normal_linear
 
 Grid = tuple[int, ...]
 
@@ -303,9 +303,7 @@ class PostNormBlock(Block):
         for norm in (self.norm1, self.norm2):
             nn.init.zeros_(norm.weight)
 
-    def forward(
-        self, tokens: Tensor, context: RoutingContext = RoutingContext()
-    ) -> tuple[Tensor, Tensor, tuple]:
+    def forward(self, tokens: Tensor, context: RoutingContext = NO_CONTEXT) -> BlockOutput:
         attended, weights = self.attn(tokens, weights="attention" in self.mlp.wants)
         tokens = tokens + self.drop_path1(self.norm1(attended))
         context = context.with_attention(self.mlp.wants, weights, attended)

@@ -91,10 +91,8 @@ class Router(Part, ABC):
         return frozenset()
 
     def phase(self, progress: float) -> float:
-        """Return the ``RoutingContext.progress`` that a layer's router gets in a forward pass.
-
-        progress: share of the training that is done. Called once per layer and forward pass.
-        """
+        """Return the ``RoutingContext.progress`` that a layer's router gets in a forward pass."""
+        # progress: share of the training that is done. Called once per layer and forward pass.
         return 1.0
 
     def with_k(self, k: int) -> Self:
@@ -108,9 +106,7 @@ class Router(Part, ABC):
     def check_k(self, experts: int, key: str = "router.k") -> None:
         """Raise UserError, at ``key``, if k is above the number of experts."""
         if (k := getattr(self, "k", 0)) > experts:
-            raise UserError(
-                f"{key} is {k}, with {experts} experts (experts.number); allowed: 1 to {experts}"
-            )
+            raise UserError(f"{key} is {k}, with {experts} experts; allowed: 1 to {experts}")
 
     def check_causal(self, key: str = "router") -> None:
         """Raise UserError if a token's experts depend on later tokens or on other sequences."""

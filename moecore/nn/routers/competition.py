@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn.functional import normalize, one_hot, softplus
 
-from moecore.core.routing_records import RoutingContext
+from moecore.core.routing_records import NO_CONTEXT, RoutingContext
 from moecore.nn.balances.base import Balance
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers import token_choice
@@ -86,7 +86,7 @@ class CompetitionRouter(NoisyTopKRouter):
         super().__init__(decision, width, experts)
         self.settings = config
 
-    def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> PlanAndRecord:
+    def forward(self, tokens: Tensor, context: RoutingContext = NO_CONTEXT) -> PlanAndRecord:
         outputs = context.outputs
         if outputs is None:
             plan, record = super().forward(tokens, context)
@@ -99,10 +99,8 @@ class CompetitionRouter(NoisyTopKRouter):
             strengths = softplus(outputs).mean(dim=-1)
             chosen = token_choice.top_k(strengths, self.config.k)
             best = strengths.gather(-1, chosen)
-            weights = token_choice.gate_weights(best, best, "relu", renormalise=True)
-            plan, record = plan_and_record(
-                logits=logits, probs=probs, chosen=chosen, weights=weights
-            )
+            gates = token_choice.gate_weights(best, best, "relu", renormalise=True)
+            plan, record = plan_and_record(logits=logits, probs=probs, chosen=chosen, weights=gates)
             shares = strengths.softmax(dim=-1)
             errors = (probs - shares.detach()).square()
             settings = self.settings

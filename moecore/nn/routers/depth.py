@@ -10,7 +10,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, gelu
 
 from moecore.core.config import Misfits, Surroundings, changed_settings
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows, SparsePlan
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import CAUSAL, Router, exact_fraction
@@ -109,7 +109,7 @@ class DepthRouter(nn.Module):
             self.outer = nn.Parameter(torch.zeros(1, width))
 
     def forward(
-        self, tokens: Tensor, context: RoutingContext = RoutingContext()
+        self, tokens: Tensor, context: RoutingContext = NO_CONTEXT
     ) -> "tuple[DepthPlan, RoutingRecord]":
         with full_precision(tokens):
             scores = router_logits(tokens, self.weight)
@@ -125,7 +125,7 @@ class DepthRouter(nn.Module):
             record = record._replace(combine=record.combine * factors)
             blanks = iter((0, 1 / record.probs.shape[-1], 0, False, 0))
             record = record.map_tensors(
-                lambda field: scatter_to_all_tokens(field, places, shape, next(blanks))
+                lambda field: scatter_tokens(field, places, shape, next(blanks))
             )
             if (
                 self.training and self.config.sampling is not None
@@ -172,12 +172,10 @@ class DepthPlan(NamedTuple):
         return self.plan.dispatch(tokens.flatten(0, 1)[self.places])
 
     def combine(self, rows: Tensor) -> Tensor:
-        return scatter_to_all_tokens(self.plan.combine(rows), self.places, self.shape, 0)
+        return scatter_tokens(self.plan.combine(rows), self.places, self.shape, 0)
 
 
-def scatter_to_all_tokens(
-    values: Tensor, places: Tensor, shape: tuple[int, int], blank: float
-) -> Tensor:
+def scatter_tokens(values: Tensor, places: Tensor, shape: tuple[int, int], blank: float) -> Tensor:
     """Return (B, T, n) with values (G, C, n) at ``places`` of the B·T tokens, else ``blank``."""
     tokens = values.new_full((shape[0] * shape[1], values.shape[-1]), blank)
     return tokens.index_copy(0, places.flatten(), values.flatten(0, 1)).unflatten(0, shape)

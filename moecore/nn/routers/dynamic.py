@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from moecore.core.routing_records import RoutingContext
+from moecore.core.routing_records import NO_CONTEXT, RoutingContext
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers import token_choice
 from moecore.nn.routers.base import Router
@@ -45,7 +45,7 @@ class DynamicRouter(nn.Module):
         self.embeddings = nn.Parameter(embeddings)  # lengths near 1, as in the cosine router
         self.thresholds = nn.Parameter(torch.zeros(experts))
 
-    def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> PlanAndRecord:
+    def forward(self, tokens: Tensor, context: RoutingContext = NO_CONTEXT) -> PlanAndRecord:
         with full_precision(tokens):
             logits = token_choice.cosines_to_embeddings(tokens, self.embeddings)
             above = torch.relu(torch.sigmoid(logits) - torch.sigmoid(self.thresholds))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from moecore.core.config import Misfits, Surroundings, changed_settings
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingRecord
 from moecore.nn.dispatch import ProjectionDispatchPlan, SparsePlan
 from moecore.nn.experts.base import default_rank, draw_bases, positive_qr
 from moecore.nn.kernels.grouped import full_precision
@@ -33,18 +33,14 @@ class Eigenbasis(Router):
 
     kind: Literal["eigenbasis"] = "eigenbasis"
     k: int = Field(2, ge=1, description="experts per token, at most")
-    threshold: float = Field(
-        0.5, ge=-1, le=1, description="an expert is eligible with a cosine above it"
-    )
+    threshold: float = Field(0.5, ge=-1, le=1, description="eligible experts' cosines are above it")
     selection: Literal["prune", "literal"] = Field(
         "prune", description="prune: eligible experts only; literal: Algorithm 1 as is"
     )
     context: Literal["tokens", "attention_output", "learned"] = Field(
         "tokens", description="c: attention · tokens, the attention's output, or a learned vector"
     )
-    rank: int | None = Field(
-        None, ge=1, description="of the router's basis, for experts without one; null: 2/3 width"
-    )
+    rank: int | None = Field(None, ge=1, description="if experts have no basis; null: 2/3 width")
 
     def misfits(self, around: Surroundings) -> Misfits:
         """Yield (key, reason) for a changed rank if the router uses the bases of the experts."""
@@ -96,7 +92,7 @@ class EigenbasisRouter(nn.Module):
             self.target = nn.Parameter(torch.randn(experts, rank) / rank**0.5)
 
     def forward(
-        self, tokens: Tensor, context: RoutingContext = RoutingContext()
+        self, tokens: Tensor, context: RoutingContext = NO_CONTEXT
     ) -> tuple["SparsePlan | ProjectionDispatchPlan", RoutingRecord]:
         with full_precision(tokens):
             basis = self._require_field("basis", context) if self.basis is None else self.basis

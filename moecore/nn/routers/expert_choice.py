@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingRecord
 from moecore.core.streams import normal_like
 from moecore.nn.dispatch import Rows, cast_function_output, weighted_sum_gradients
 from moecore.nn.kernels.grouped import full_precision, to_autocast
@@ -58,7 +58,7 @@ class ExpertChoiceRouter(nn.Module):
         return self.config.group_size
 
     def forward(
-        self, tokens: Tensor, context: RoutingContext = RoutingContext()
+        self, tokens: Tensor, context: RoutingContext = NO_CONTEXT
     ) -> "tuple[ExpertChoicePlan, RoutingRecord]":
         with full_precision(tokens):
             return self.decide(router_logits(tokens, self.weight))

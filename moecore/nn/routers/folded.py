@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingContext
+from moecore.core.routing_records import NO_CONTEXT, RoutingContext
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.token_choice import PlanAndRecord, plan_and_record, safe_log, top_k
@@ -84,13 +84,12 @@ class FoldedRouter(nn.Module):
         self.number = experts
         self.register_buffer("clusters", torch.arange(config.experts) * experts // config.experts)
 
-    def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> PlanAndRecord:
+    def forward(self, tokens: Tensor, context: RoutingContext = NO_CONTEXT) -> PlanAndRecord:
         """Route among the experts before merging; return plan and record over the clusters."""
         with full_precision(tokens):
             plan, record = self.router(tokens, context)
-            combine, probs, chosen = (
-                self.fold(values) for values in (record.combine, record.probs, record.chosen)
-            )
+            fields = (record.combine, record.probs, record.chosen)
+            combine, probs, chosen = (self.fold(values) for values in fields)
             best = top_k(combine.where(chosen > 0, -1), min(plan.weights.shape[-1], self.number))
             weights = combine.gather(-1, best)
             valid = chosen.gather(-1, best) > 0

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from moecore.core.routing_records import RoutingContext
+from moecore.core.routing_records import NO_CONTEXT, RoutingContext
 from moecore.nn.balances.base import Balance
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
@@ -66,9 +66,8 @@ class FrozenCopy(Router):
         return FrozenCopyRouter(self, width, experts)
 
 
-# Once frozen, weights are detached: their gradient stays None, and AdamW skips such parameters,
-# including their weight decay. Tokens still get a gradient through the gates. Evaluation ignores
-# ``progress``.
+# Once frozen, weights are detached: their gradient stays None, and AdamW skips such parameters, and
+# their decay. Tokens still get a gradient through the gates. Evaluation ignores ``progress``.
 class FrozenCopyRouter(NoisyTopKRouter):
     """``router(tokens, context)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord)."""
 
@@ -82,7 +81,7 @@ class FrozenCopyRouter(NoisyTopKRouter):
         """Return whether a call draws noise: in training, until the router is frozen."""
         return self.training and not self._frozen
 
-    def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> PlanAndRecord:
+    def forward(self, tokens: Tensor, context: RoutingContext = NO_CONTEXT) -> PlanAndRecord:
         self._frozen = self.training and context.progress >= self.until
         if self.balance is not None:  # sinkhorn's plan is for a router that learns
             self.balance.train(self.is_learning)

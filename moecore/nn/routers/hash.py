@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingContext
+from moecore.core.routing_records import NO_CONTEXT, RoutingContext
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.token_choice import PlanAndRecord, plan_and_record, safe_log, top_k
@@ -62,7 +62,7 @@ class HashRouter(nn.Module):
         self.register_buffer("places", None, persistent=False)
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> PlanAndRecord:
+    def forward(self, tokens: Tensor, context: RoutingContext = NO_CONTEXT) -> PlanAndRecord:
         with full_precision(tokens):
             if self.config.by == "word":
                 assert context.words is not None  # models without words are refused

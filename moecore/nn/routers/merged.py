@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows
 from moecore.nn.kernels.grouped import full_precision, to_autocast
 from moecore.nn.routers.base import Router
@@ -69,7 +69,7 @@ class MergedRouter(nn.Module):
         self.gain = nn.Parameter(torch.full((width,), 0.01)) if config.normalise else None
 
     def forward(
-        self, tokens: Tensor, context: RoutingContext = RoutingContext()
+        self, tokens: Tensor, context: RoutingContext = NO_CONTEXT
     ) -> tuple[MergedPlan, RoutingRecord]:
         with full_precision(tokens):
             mean = tokens.to(torch.promote_types(tokens.dtype, torch.float32)).mean(dim=1)
@@ -79,8 +79,6 @@ class MergedRouter(nn.Module):
                 weight = layer_norm(weight, weight.shape[-1:]) * self.gain
             logits = router_logits(mean, weight, self.bias)
             shares = torch.softmax(logits, dim=-1)
-            logits, probs = (
-                values.unsqueeze(1).repeat(1, tokens.shape[1], 1) for values in (logits, shares)
-            )
+            logits, probs = (row[:, None].repeat(1, tokens.shape[1], 1) for row in (logits, shares))
             ones = torch.ones_like(probs)
             return MergedPlan(shares), RoutingRecord(logits, probs, ones, ones.bool(), probs)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from moecore.core.config import Config, Misfits, Surroundings, changed_settings
 from moecore.core.files import UserError, describe_refusal
-from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingRecord
 from moecore.core.streams import normal_like, uniform_like
 from moecore.nn.balances.base import Balance
 from moecore.nn.kernels.grouped import full_precision
@@ -57,9 +57,7 @@ class GroupLimitedChoice(Config):
                 allowed=f"at most {self.number}, the number of groups",
             )
         if k > self.kept * size:
-            raise UserError.at(
-                f"{key}.kept", found=self.kept, allowed=f"enough groups for router.k, {k} experts"
-            )
+            raise UserError.at(f"{key}.kept", found=self.kept, allowed=f"enough for router.k, {k}")
         if (self.per_group or 1) > size:
             raise UserError.at(
                 f"{key}.per_group",
@@ -117,15 +115,11 @@ class NoisyTopK(Router):
     balance: Balance | None = Field(
         None, description="balancing of the load without a loss, by shifting the choice; null: none"
     )
-    input_jitter: float = Field(
-        0.0, ge=0, lt=1, description="in training, multiply tokens by uniform draws from 1 ± this"
-    )
+    input_jitter: float = Field(0.0, ge=0, lt=1, description="training: tokens × uniform 1 ± this")
     start: Literal["normal", "orthonormal"] = Field(
         "normal", description="orthonormal: initial rows, without weight decay (simbal)"
     )
-    residual: bool = Field(
-        False, description="add a learned map, first 0, of the previous MoE layer's logits (MoE++)"
-    )
+    residual: bool = Field(False, description="add a map, first 0, of the last layer's logits")
 
     @model_validator(mode="after")
     def _settings_fit(self) -> "NoisyTopK":
@@ -267,7 +261,7 @@ class NoisyTopKRouter(nn.Module):
         """Parameters that the loss simbal keeps orthonormal, without weight decay."""
         return [self.weight] if self.config.start == "orthonormal" else []
 
-    def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> PlanAndRecord:
+    def forward(self, tokens: Tensor, context: RoutingContext = NO_CONTEXT) -> PlanAndRecord:
         with full_precision(tokens):
             logits, jittered = self.logits(tokens), self._jittered_logits(tokens)
             previous = context.previous

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows
 from moecore.nn.kernels.grouped import full_precision, to_autocast
 from moecore.nn.routers.base import Router
@@ -69,7 +69,7 @@ class SoftSlotsRouter(nn.Module):
         self.register_load_state_dict_pre_hook(_add_scale_axis)
 
     def forward(
-        self, tokens: Tensor, context: RoutingContext = RoutingContext()
+        self, tokens: Tensor, context: RoutingContext = NO_CONTEXT
     ) -> tuple[SlotsPlan, RoutingRecord]:
         with full_precision(tokens):
             dtype = torch.promote_types(self.slots.dtype, torch.float32)

@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingRecord
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
@@ -53,7 +53,7 @@ class TeacherRoutedRouter(NoisyTopKRouter):
         super().__init__(NoisyTopK(k=config.k, noise_std=config.noise_std), width, experts)
         self.inference = config.inference
 
-    def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> PlanAndRecord:
+    def forward(self, tokens: Tensor, context: RoutingContext = NO_CONTEXT) -> PlanAndRecord:
         with full_precision(tokens):
             # The student's router imitates: its loss must not change the tokens.
             logits = router_logits(tokens.detach() if self.training else tokens, self.weight)

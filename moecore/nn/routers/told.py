@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moecore.core.routing_records import RoutingContext
+from moecore.core.routing_records import NO_CONTEXT, RoutingContext
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.token_choice import PlanAndRecord, plan_and_record, safe_log
 
@@ -42,7 +42,7 @@ class ToldRouter(nn.Module):
         self.experts = experts
         self.together = together
 
-    def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> PlanAndRecord:
+    def forward(self, tokens: Tensor, context: RoutingContext = NO_CONTEXT) -> PlanAndRecord:
         assert context.truth is not None
         chosen = ((context.truth - 1).clamp_min(0) // self.together % self.experts).unsqueeze(-1)
         weights = torch.ones_like(chosen, dtype=torch.promote_types(tokens.dtype, torch.float32))

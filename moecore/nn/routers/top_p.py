@@ -23,9 +23,7 @@ class TopP(Router):
     threshold: float = Field(0.4, gt=0, lt=1, description="sum of probs at which experts suffice")
     k: int | None = Field(None, ge=1, description="maximum number of experts per token; null: all")
     noise_std: NoiseStd = 0.0
-    balance: LossFree | None = Field(
-        None, description="a bias on the order in which a token adds experts; null: none"
-    )
+    balance: LossFree | None = Field(None, description="a bias on the order of experts; null: none")
 
     def misfits(self, around: Surroundings) -> Misfits:
         yield from super().misfits(around)

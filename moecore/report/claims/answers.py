@@ -18,7 +18,7 @@ from moecore.report.tables.metrics_by_method import expected_metrics, read_compa
 from moecore.statistics.comparisons import SEEDS, Difference, VarianceSource
 from moecore.study import sections
 from moecore.study.questions import Round
-from moecore.study.settings import extract_declared_settings
+from moecore.study.settings import extract_settings
 from moecore.study.stages import PHASES
 from moecore.study.study import read_study
 
@@ -106,7 +106,7 @@ def correct_over_papers(answers: list[Answer]) -> list[Answer]:
 
 def _answers_of_round(study: Round, compared: Mapping[str, Any]) -> Iterator[Answer]:
     composed = study.compose()
-    declared = extract_declared_settings(DeclaredClaims, composed.document)
+    declared = extract_settings(DeclaredClaims, composed.document)
     entries = compared.get("claims", {}) | compared.get("questions", {})
     entries = {
         name: entry
@@ -121,7 +121,7 @@ def _answers_of_round(study: Round, compared: Mapping[str, Any]) -> Iterator[Ans
         entry = measured.get(sections.compared_quantity_key(claim.model_dump()))
         entry = entry or result_evidence.compare_kept_items(study.results, compared, claim)
         data = composed.document.data
-        changed = sections.has_changed_settings(entry.get("settings"), data, claim)
+        changed = sections.settings_changed(entry.get("settings"), data, claim)
         good = ""
         if entry and claim.better == "no_worse":
             settings = read_study(composed.document)

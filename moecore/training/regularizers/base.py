@@ -10,7 +10,7 @@ from torch import Tensor
 from moecore.core.config import Misfits, Part, Surroundings
 from moecore.core.files import UserError
 from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
-from moecore.nn.correspondence import token_pair_values, token_pairs_by_layer
+from moecore.nn.correspondence import token_pairs_by_layer, values_of_pairs
 
 
 class Regularizer(Part, ABC):
@@ -97,4 +97,4 @@ def probs_of_paired_tokens(
     check_has_experts(step)
     layers = token_pairs_by_layer(step.batch.affines, step.model.layouts, special)
     for record, (pairs, layout) in zip(step.output.routing, layers, strict=True):
-        yield *token_pair_values(record.probs, pairs, layout), pairs.mask
+        yield *values_of_pairs(record.probs, pairs, layout), pairs.mask

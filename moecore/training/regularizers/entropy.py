@@ -15,9 +15,7 @@ class Entropy(Regularizer):
     """Mean entropy of a token's probs, summed over MoE layers."""
 
     kind: Literal["entropy"] = "entropy"
-    weight: float = Field(
-        0.01, allow_inf_nan=False, description="above 0 lowers the entropy, below 0 raises it"
-    )
+    weight: float = Field(0.01, allow_inf_nan=False, description="> 0 lowers entropy, < 0 raises")
 
     def __call__(self, step: ObjectiveInputs) -> Tensor:
         return sum_over_layers(step, lambda record: entropy(probs=record.probs))

@@ -32,15 +32,9 @@ class GroupSparsity(Regularizer):
         "gaussian", description="weights within a neighbourhood; average takes no sigma"
     )
     size: int = Field(3, ge=1, description="side of a neighbourhood, in experts; at most the map's")
-    sigma_start: float = Field(
-        10.0, ge=0.1, allow_inf_nan=False, description="of the Gaussian at the start, in experts"
-    )
-    sigma_end: float = Field(
-        1.5, ge=0.1, allow_inf_nan=False, description="at the end; not above sigma_start"
-    )
-    exponent: float = Field(
-        0.3, ge=0, allow_inf_nan=False, description="γ of the schedule: below 1 narrows early"
-    )
+    sigma_start: float = Field(10.0, ge=0.1, allow_inf_nan=False, description="first σ, in experts")
+    sigma_end: float = Field(1.5, ge=0.1, allow_inf_nan=False, description="last σ; ≤ sigma_start")
+    exponent: float = Field(0.3, ge=0, allow_inf_nan=False, description="γ; below 1: narrows early")
 
     reduction: Reduction = Field(
         "mean",

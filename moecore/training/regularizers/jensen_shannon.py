@@ -34,9 +34,8 @@ def jensen_shannon(first: Tensor, second: Tensor, present: Tensor) -> Tensor:
     # scalar from 0 (equal) to ln 2 (no common expert); 0 without pairs. Probabilities of 0 count as
     # the smallest normal number, for finite gradients.
     middle = _finite_log((first + second) / 2)
-    divergence = (
-        first * (_finite_log(first) - middle) + second * (_finite_log(second) - middle)
-    ).sum(dim=-1) / 2
+    gaps = [part * (_finite_log(part) - middle) for part in (first, second)]
+    divergence = (gaps[0] + gaps[1]).sum(dim=-1) / 2
     count = present.sum().to(divergence.dtype)
     total = total_over_ranks(torch.stack([torch.where(present, divergence, 0.0).sum(), count]))
     return total[0] / total[1].clamp(min=1)

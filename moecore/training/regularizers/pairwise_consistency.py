@@ -18,9 +18,7 @@ class PairwiseConsistency(Regularizer):
 
     kind: Literal["pairwise_consistency"] = "pairwise_consistency"
     diagonal: float = Field(5e-3, ge=0, description="of mean (1 − S_ii)²: rewards equal choices")
-    off_diagonal: float = Field(
-        5e-2, ge=0, description="factor of the mean of S_ij², i ≠ j: penalises unequal choices"
-    )
+    off_diagonal: float = Field(5e-2, ge=0, description="of the mean S_ij², i ≠ j: unequal choices")
     special: bool = Field(False, description="pair the class token with itself (on for ImageNet)")
 
     def __call__(self, step: ObjectiveInputs) -> Tensor:
@@ -37,7 +35,7 @@ def pairwise_consistency(
     # both sides of each pair, clean, each token sums to 1; present: (B, T') bool, which pairs
     # exist. ≥ 0; 0 if all pairs are equal, one-hot and balanced over experts, and without pairs.
     experts = first.shape[-1]
-    correlation, count = _cross_view_correlation(first, second, present)
+    correlation, count = _view_correlation(first, second, present)
     equal = correlation.diagonal()
     unequal = correlation - torch.diag_embed(equal)
     loss = (
@@ -47,9 +45,7 @@ def pairwise_consistency(
     return torch.where(count > 0, loss, 0.0)
 
 
-def _cross_view_correlation(
-    first: Tensor, second: Tensor, present: Tensor
-) -> tuple[Tensor, Tensor]:
+def _view_correlation(first: Tensor, second: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     """Return the correlation S (E, E) of experts over the pairs of all ranks, and their number."""
     experts = first.shape[-1]
     mask = present[..., None].to(first.dtype)

@@ -22,9 +22,7 @@ class RegionExpertSettings(Config):
     volumes still teaches the routers, and the others teach age. Routers always decide.
     """
 
-    experts: tuple[str, ...] = Field(
-        min_length=1, description="tissues as the data names them, of the first experts"
-    )
+    experts: tuple[str, ...] = Field(min_length=1, description="the first experts' tissues")
     after: int = Field(0, ge=0, description="epochs on whole volumes before the warm start")
     warm_start_epochs: int = Field(3, ge=0, description="epochs on volumes of one tissue; 0: none")
     isolated: float = Field(0.0, ge=0, lt=1, description="share of one-tissue volumes afterwards")

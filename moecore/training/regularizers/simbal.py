@@ -23,11 +23,8 @@ class Simbal(Regularizer):
     weight: float = Field(ge=0, description="factor in the objective; the paper's text has none")
 
     def __call__(self, step: ObjectiveInputs) -> Tensor:
-        rows = [
-            rows
-            for module in step.model.modules()
-            for rows in getattr(module, "orthonormal_rows", ())
-        ]
+        modules = step.model.modules()
+        rows = [row for module in modules for row in getattr(module, "orthonormal_rows", ())]
         if not rows:
             raise UserError(
                 "simbal: no router's rows start orthonormal; give the router `start: orthonormal`, "

@@ -27,17 +27,13 @@ class Merge(expert_reduction.ExpertReduction):
     weights: Literal["frequency", "mean"] = Field(
         "frequency", description="an expert's weight in its cluster: by its tokens, or equal"
     )
-    fold: bool = Field(
-        True, description="sum routing within clusters; false: E experts remain, equal within them"
-    )
+    fold: bool = Field(True, description="sum routing in clusters; false: E equal experts")
 
     def reduced_settings(self, moe: MoESettings) -> MoESettings:
         """Return the settings after merging; UserError if experts or router do not allow it."""
         expert_reduction.check_token_choice(moe, "merged")
         if not moe.experts.has_hidden_units:
-            raise UserError.at(
-                "experts.kind", found=f"{moe.experts.kind}, which have no mean", allowed="mlp"
-            )
+            raise UserError.at("experts.kind", found=f"{moe.experts.kind} (no mean)", allowed="mlp")
         number = self.number_left(moe)
         if not self.fold:
             return moe

@@ -37,9 +37,8 @@ class Prune(expert_reduction.ExpertReduction):
                 allowed="routers that learn to choose",
             )
         router = moe.router.fix_sizes(moe.experts.number)
-        return expert_reduction.with_number(
-            moe.model_copy(update={"router": router}), self.number_left(moe)
-        )
+        reduced = moe.model_copy(update={"router": router})
+        return expert_reduction.with_number(reduced, self.number_left(moe))
 
     def reduce_experts(self, model: Model, uses: Mapping[str, expert_reduction.ExpertUse]) -> Model:
         """Return the model without the experts with the lowest score."""

@@ -20,9 +20,7 @@ class Dense(Teacher):
     kind: Literal["dense"] = "dense"
     model: Backbone
     training: Training
-    data: Source | None = Field(
-        None, description="its training data, of the size of data.pretrain; null: data.pretrain"
-    )
+    data: Source | None = Field(None, description="of data.pretrain's size; null: data.pretrain")
 
     def build(self, image: ImageSpec) -> BackboneModel:
         return self.model.build(image)

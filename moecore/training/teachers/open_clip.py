@@ -60,9 +60,8 @@ class OpenClip(Teacher):
         # Raises UserError for a missing or foreign file, and for data without fitting captions.
         if not isinstance(image.task, ImageText):
             raise UserError("teacher.kind: open_clip needs captions; choose timm or dense")
-        weights = rename_clip_weights(
-            read_tensors(find_teacher_checkpoint(self.checkpoint))[0], self.checkpoint
-        )
+        tensors, _ = read_tensors(find_teacher_checkpoint(self.checkpoint))
+        weights = rename_clip_weights(tensors, self.checkpoint)
         settings = two_tower_settings(weights, self.activation)
         size = len(weights["text.embedding.weight"])
         context = len(weights["text.positions"])

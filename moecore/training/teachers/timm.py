@@ -161,9 +161,8 @@ def unsupported_features(source: Any) -> list[str]:
     block = source.blocks[0]
     if type(block).__name__ != "Block":
         return [f"blocks of the kind {type(block).__name__}"]
-    embedding, attention, mlp = (
-        type(part).__name__ for part in (source.patch_embed, block.attn, block.mlp)
-    )
+    parts = (source.patch_embed, block.attn, block.mlp)
+    embedding, attention, mlp = (type(part).__name__ for part in parts)
     activation = type(block.mlp.act).__name__
     pooling = "token" if source.has_class_token else "avg"
     unsupported = []
@@ -238,8 +237,7 @@ def swin_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 @cache
 def define_missing_operators() -> torch.library.Library | None:
     """Make torchvision importable with a CPU build of torch; return the object that keeps it so."""
-    # Its import registers fake implementations of CUDA operators, which must be defined; timm uses
-    # none of them.
+    # Its import registers fake implementations of CUDA operators, to be defined; timm uses none.
     if torch.version.cuda is not None:
         return None
     library = torch.library.Library("torchvision", "FRAGMENT")

@@ -39,7 +39,7 @@ def digits(tmp_path_factory) -> Prepared:
 
 def spoken(source: Dialects):
     """Return what the dialects do, and what each calls each class."""
-    return source._vocabulary(1, 8, 10)
+    return source._dialects(1, 8, 10)
 
 
 def are_in_dialects(drawn, images, which, plain):

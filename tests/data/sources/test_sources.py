@@ -80,7 +80,7 @@ def test_fashion_mnist_refuses_other_classes_and_other_content(tmp_path):
         with pytest.raises(ValueError, match="allowed: two or more of t-shirt, trouser"):
             FashionMnist(only_classes=named)
     fashion_folder(tmp_path)
-    with pytest.raises(UserError, match="train-images-idx3-ubyte.gz: its content has sha256"):
+    with pytest.raises(UserError, match="train-images-idx3-ubyte.gz: has sha256"):
         FashionMnist(root=str(tmp_path)).write(tmp_path / "out")
 
 

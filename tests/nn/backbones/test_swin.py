@@ -20,7 +20,7 @@ from moecore.training.method import Method
 from moecore.training.phase_trainings import build_pretraining
 from moecore.training.runtime import CompiledBlocks
 from moecore.training.teachers.timm import define_missing_operators
-from moecore.training.upcycle import inherit_pretrained_windows, upcycle_model
+from moecore.training.upcycle import inherit_learned_windows, upcycle_model
 from tests.nn.test_every_method import SHIFTED, SWINS, swin
 from tests.training.small import IMAGE, images
 
@@ -218,7 +218,7 @@ def test_upcycled_at_another_size_it_is_the_dense_model_at_that_size(tmp_path, k
     torch.manual_seed(0)
     dense = spread(swin(kind, window=8).build(IMAGE.model_copy(update={"size": 16})))
     image = IMAGE.model_copy(update={"size": size})
-    config = inherit_pretrained_windows(swin(kind, window=window), image, dense)
+    config = inherit_learned_windows(swin(kind, window=window), image, dense)
     assert config.trained_on(image).pretrained_windows == (None if kind == "swin" else (8, 8))
     moe = MoESettings(router=TOP_1, experts=EXPERTS)
     sparse = upcycle_model(config.build(image, moe), dense).eval()
@@ -260,7 +260,7 @@ def test_a_bias_that_was_learned_for_these_windows_is_left_as_it_is():
     for size in (8, (4, 8)):
         image = IMAGE.model_copy(update={"size": size})
         config = swin("swin_moe", window=8)
-        assert inherit_pretrained_windows(config, image, config.build(image)) is config
+        assert inherit_learned_windows(config, image, config.build(image)) is config
 
 
 def test_top_1_routing_gets_almost_no_task_gradient_in_v2():

@@ -324,7 +324,7 @@ def test_the_loss_is_the_divergence_from_the_label():
     [
         (Sfcn(), VOLUMES, None, r"multiples of 32 voxels .* \[16, 16, 16\] \(set `size`"),
         (SMALL_SFCN, FLAT, None, "have 2 axes; allowed: vit"),
-        (SMALL_SFCN, CLASSES, None, "head: found bins, .* classification; allowed: number"),
+        (SMALL_SFCN, CLASSES, None, "head: found bins for classification; allowed: number"),
         (SMALL_SFCN, VOLUMES, ATTENDING, "no attention, but the router eigenbasis reads attended"),
     ],
 )

@@ -280,7 +280,7 @@ def test_fine_grained_experts_have_the_same_weights():
 
 def test_experts_that_cannot_be_split_are_refused():
     router = NoisyTopK(k=1)
-    divided = ({"fine": 3}, r"^experts.fine: found 3; allowed: a divisor of 32,")
+    divided = ({"fine": 3}, r"^experts.fine: found 3; allowed: a divisor of width 32")
     shared = ({"fine": 2, "shared": 2}, "^router.k: found 1, so 2 pieces, 2 of them shared; all")
     for split, message in (divided, shared):
         with pytest.raises(UserError, match=message):
