@@ -187,7 +187,7 @@ class Vit(_Vit):
     drop_path: float = 0.0
     """stochastic depth at the last block"""
     initial_std: float = 0.02
-    """of initial attention and MLPs"""
+    """attention, MLPs, experts"""
     position_std: float = 0.02
     """of positions, special tokens"""
     stem: Literal['linear', 'conv'] = 'linear'
@@ -223,7 +223,7 @@ class Vit3d(_Vit3d):
     drop_path: float = 0.0
     """stochastic depth at the last block"""
     initial_std: float = 0.02
-    """of initial attention and MLPs"""
+    """attention, MLPs, experts"""
     position_std: float = 0.02
     """of positions, special tokens"""
     stem: Literal['linear', 'pooled', 'conv'] = 'linear'

@@ -46,7 +46,7 @@ class Mlp(_Mlp):
 class ZeroComputation(_ZeroComputation):
     """Numbers of experts without a network, which follow the networks in a router's choices."""
     constants: int = 1
-    """experts: mean of token and a vector"""
+    """mix the token with a learned vector"""
     copies: int = 1
     """experts that return the token unchanged"""
     zeros: int = 1

@@ -103,9 +103,9 @@ class Cifar(_Cifar):
     validation: float = 0.1
     """Share (below 1) or number of training images"""
     train_limit: int | None = None
-    """At most, drawn evenly from classes"""
+    """Images, evenly from classes"""
     test_limit: int | None = None
-    """At most, drawn evenly from classes"""
+    """Images, evenly from classes"""
     root: str | tuple[str, ...] = 'data/raw/cifar'
     """Folder, or folders in order, with the .bin files or archive"""
     size: int = 32
@@ -249,9 +249,9 @@ class Digits(_Digits):
     validation: float = 0.1
     """Share (below 1) or number of training images"""
     train_limit: int | None = None
-    """At most, drawn evenly from classes"""
+    """Images, evenly from classes"""
     test_limit: int | None = None
-    """At most, drawn evenly from classes"""
+    """Images, evenly from classes"""
     size: int = 8
     """Height and width, pixels; bilinear if not 8"""
     test: float = 0.2
@@ -293,9 +293,9 @@ class FashionMnist(_FashionMnist):
     validation: float = 0.1
     """Share (below 1) or number of training images"""
     train_limit: int | None = None
-    """At most, drawn evenly from classes"""
+    """Images, evenly from classes"""
     test_limit: int | None = None
-    """At most, drawn evenly from classes"""
+    """Images, evenly from classes"""
     root: str | tuple[str, ...] = ...
     """Folder, or folders in order, that may hold the four files"""
     size: int = 28
@@ -348,9 +348,9 @@ class ImageFolder(_ImageFolder):
     validation: float = 0.1
     """Share (below 1) or number of training images"""
     train_limit: int | None = None
-    """At most, drawn evenly from classes"""
+    """Images, evenly from classes"""
     test_limit: int | None = None
-    """At most, drawn evenly from classes"""
+    """Images, evenly from classes"""
     root: str
     """Has class folders, or train/, validation/ (or val/) and test/"""
     size: int = 32
@@ -378,9 +378,9 @@ class Imagenet(_Imagenet):
     validation: float = 10000
     """Share (< 1) or number of training images"""
     train_limit: int | None = None
-    """At most, drawn evenly from classes"""
+    """Images, evenly from classes"""
     test_limit: int | None = None
-    """At most, drawn evenly from classes"""
+    """Images, evenly from classes"""
     root: str = 'data/raw/imagenet'
     """Has train/ and val/ with a folder per wnid"""
     size: int = 64

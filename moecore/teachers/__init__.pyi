@@ -170,7 +170,7 @@ class ViewSettings(_ViewSettings):
     affine: _AffineRanges | None = None
     """Random affine"""
     randaugment: _RandAugment | None = None
-    """RandAugment; null: off"""
+    """RandAugment: number of operations, magnitude; null: off"""
     jitter: _ColourJitter | None = None
     """Random brightness, contrast and saturation"""
     erasing: float = 0.0

@@ -76,7 +76,7 @@ class ViewSettings(Config):
     flip: bool = Field(False, description="Mirror left and right with probability one half")
     affine: AffineRanges | None = Field(None, description="Random affine")
     randaugment: augmentations.RandAugment | None = Field(
-        None, description="RandAugment; null: off"
+        None, description="RandAugment: number of operations, magnitude; null: off"
     )
     jitter: augmentations.ColourJitter | None = Field(
         None, description="Random brightness, contrast and saturation"

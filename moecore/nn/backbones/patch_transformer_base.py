@@ -43,7 +43,7 @@ class TransformerSettings(base_model.Backbone):
     norm_eps: float = Field(1e-6, gt=0, le=1e-2, description="added to the variance (CLIP: 1e-5)")
     drop_path: float = Field(0.0, ge=0, lt=1, description="stochastic depth at the last block")
 
-    initial_std: float = Field(INITIAL_STD, gt=0, le=1, description="of initial attention and MLPs")
+    initial_std: float = Field(INITIAL_STD, gt=0, le=1, description="attention, MLPs, experts")
     position_std: float = Field(INITIAL_STD, gt=0, le=1, description="of positions, special tokens")
 
     def grid(self, image: base_model.ImageSpec) -> tuple[int, ...]:

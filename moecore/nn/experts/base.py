@@ -100,7 +100,7 @@ def positive_qr(bases: Tensor) -> tuple[Tensor, Tensor]:
 class ZeroComputation(Config):
     """Numbers of experts without a network, which follow the networks in a router's choices."""
 
-    constants: int = Field(1, ge=0, le=2**16, description="experts: mean of token and a vector")
+    constants: int = Field(1, ge=0, le=2**16, description="mix the token with a learned vector")
     copies: int = Field(1, ge=0, le=2**16, description="experts that return the token unchanged")
     zeros: int = Field(1, ge=0, le=2**16, description="experts returning 0: tokens skip the layer")
 
