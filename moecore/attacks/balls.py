@@ -88,7 +88,9 @@ class BallAttack(Attack):
     norm: Norm = Field("linf", description="Of the ball. A section's epsilons are L∞ radii.")
 
     def radii(self, epsilons: Iterable[float]) -> tuple[float, ...]:
-        return tuple(epsilons) if self.eps is None else (self.eps,)
+        if self.eps is not None:
+            return (self.eps,)
+        return tuple(epsilons)
 
     def misfits(self, around: Surroundings) -> Misfits:
         """Yield (key, reason) for an L2 ball without a radius, and a radius above the range."""
@@ -107,7 +109,9 @@ class BallAttack(Attack):
 
     def largest_radius(self, shape: Iterable[int]) -> float:
         """Return the distance of a black and a white image of ``shape``."""
-        return 1.0 if self.norm == "linf" else math.sqrt(math.prod(shape))
+        if self.norm == "linf":
+            return 1.0
+        return math.sqrt(math.prod(shape))
 
     def clean_copy(self, images: Tensor, epsilon: float) -> Tensor:
         """Return the images as new fp32; ValueError if they or ε are out of range."""

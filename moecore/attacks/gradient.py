@@ -124,22 +124,22 @@ class GradientAttack(BallAttack):
         """Return the objective, one for each target class if it is targeted."""
         if self.objective != "targeted_dlr" or objective_refusal(self.objective, task):
             return [make_objective(self.objective, self.weight, model, task, images, labels)]
-        others = other_classes(predict_logits(model, images), labels)
-        number = count_targets(self.targets, others.shape[1] + 1)
-        columns = others[:, :number].unbind(dim=1)
+        rivals = other_classes(predict_logits(model, images), labels)
+        number = count_targets(self.targets, rivals.shape[1] + 1)
+        columns = rivals[:, :number].unbind(dim=1)
         return [partial(targeted_dlr_loss, labels=labels, targets=target) for target in columns]
 
     def _perturb_best(
         self, gradients: Sequence["ModelGradient"], ball: Ball, generator: ImageGenerators
     ) -> Tensor:
         """Return each image's attempt of the largest objective."""
-        first, *others = gradients
+        first, *repeats = gradients
         best = ball.confine(self.perturb_images(first, ball, generator))
-        if not others:
+        if not repeats:
             first.check_finite()
             return best
         values, _ = first(best)
-        for at in others:
+        for at in repeats:
             images = ball.confine(self.perturb_images(at, ball, generator))
             new_values, _ = at(images)
             better = new_values > values

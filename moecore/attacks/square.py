@@ -101,10 +101,10 @@ def propose_square(ball: Ball, best: Tensor, side: int, draws: Tensor) -> Tensor
     # draws: (B, 2 + C): of the top and left edge, and of the signs
     height, width = best.shape[2:]
     side = min(max(side, 1), height, width)
-    top, left = corners(draws, height - side, width - side)
+    top, leftmost = corners(draws, height - side, width - side)
     rows, columns = (torch.arange(size, device=best.device) for size in (height, width))
     inside_rows = (rows >= top[:, None]) & (rows < top[:, None] + side)
-    inside_columns = (columns >= left[:, None]) & (columns < left[:, None] + side)
+    inside_columns = (columns >= leftmost[:, None]) & (columns < leftmost[:, None] + side)
     inside = inside_rows[:, None, :, None] & inside_columns[:, None, None, :]
     change = 2 * ball.epsilon * signs(draws[:, 2:])[:, :, None, None]
     return ball.project(best + inside * change)
@@ -125,8 +125,8 @@ def tiled_start(ball: Ball, generator: ImageGenerators) -> Tensor:
         for column in range(width // side):
             draws = draw_uniform(generator, (1 + channels,)).to(change.device)
             tiles = pyramid_pairs(side, draws)
-            top, left = first + row * side, first + column * side
-            part = change[:, :, top : top + side, left : left + side]
+            top, leftmost = first + row * side, first + column * side
+            part = change[:, :, top : top + side, leftmost : leftmost + side]
             part += tiles[:, :, : part.shape[2], : part.shape[3]]
     return (ball.centre + ball.direction(change) * ball.epsilon).clamp(0, 1)
 
@@ -141,11 +141,11 @@ def propose_pyramid(ball: Ball, best: Tensor, side: int, draws: Tensor) -> Tenso
     span = torch.arange(side, device=best.device)
 
     def window(numbers: Tensor) -> tuple[Tensor, ...]:
-        top, left = corners(numbers, height - side, width - side)
+        top, leftmost = corners(numbers, height - side, width - side)
         image = torch.arange(images, device=best.device)[:, None, None, None]
         channel = torch.arange(channels, device=best.device)[None, :, None, None]
         row = (top[:, None] + span)[:, None, :, None]
-        return image, channel, row, (left[:, None] + span)[:, None, None, :]
+        return image, channel, row, (leftmost[:, None] + span)[:, None, None, :]
 
     target, source = window(draws[:, :2]), window(draws[:, 2:4])
     in_windows = torch.zeros_like(change)
@@ -186,9 +186,9 @@ def pyramid_pair(side: int) -> Tensor:
 def pyramid(height: int, width: int) -> Tensor:
     """Return nested rectangles around the centre, the k-th adding 1 / k², of L2 norm 1."""
     steps = torch.zeros(height, width)
-    top, left = height // 2, width // 2
-    for ring in range(max(top, left) + 1):
+    top, leftmost = height // 2, width // 2
+    for ring in range(max(top, leftmost) + 1):
         rows = slice(max(top - ring, 0), min(top + ring + 1, height))
-        columns = slice(max(left - ring, 0), min(left + ring + 1, width))
+        columns = slice(max(leftmost - ring, 0), min(leftmost + ring + 1, width))
         steps[rows, columns] += 1 / (ring + 1) ** 2
     return steps / steps.square().sum().sqrt()

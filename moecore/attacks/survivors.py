@@ -30,8 +30,8 @@ class Victims(NamedTuple):
         generators = self.generators
         if generators is not None:
             generators = [generators[row] for row in rows.tolist()]
-        labels, others = self.labels[rows], self.others[rows]
-        return Victims(self.model, self.ball.take(rows), labels, others, generators)
+        labels, rivals = self.labels[rows], self.others[rows]
+        return Victims(self.model, self.ball.take(rows), labels, rivals, generators)
 
     def are_wrong(self, images: Tensor) -> Tensor:
         """Return whether the model misclassifies images (B, C, H, W), (B,)."""
@@ -108,9 +108,9 @@ class SurvivorAttack(BallAttack):
                 raise UserError(f"attack: {reason}")
             labels = labels.long()
             ball = Ball(clean, epsilon, self.norm, gradient.changeable_pixels(model, clean))
-            others = gradient.other_classes(logits, labels)
+            rivals = gradient.other_classes(logits, labels)
             generators = expand_generators(generator, len(clean))
-            everything = Victims(model, ball, labels, others, generators)
+            everything = Victims(model, ball, labels, rivals, generators)
             right = (logits.argmax(dim=1) == labels).nonzero()[:, 0]
             for trial in self.trials(classes):
                 if not len(right):

@@ -113,7 +113,7 @@ class TraceExplorer:
         trace = self.trace
         layout = self.layouts[number]
         experts = trace.card.layers[number].experts
-        top = drawn = analyses.TopTokens.of_none(experts)
+        top = shown = analyses.TopTokens.of_none(experts)
         at_place = torch.zeros(prod(layout.grid), experts)
         numbers = self.numbers.items()
         uses = {name: torch.zeros(1 + len(counts), experts).int() for name, counts in numbers}
@@ -123,7 +123,7 @@ class TraceExplorer:
             record = analyses.record_of_layer(trace.layer(number, places))
             keys = torch.from_numpy(draws.random(record.chosen.shape[:2]))[..., None]
             top = analyses.update_top_tokens(top, record, record.probs, layout, places)
-            drawn = analyses.update_top_tokens(drawn, record, keys, layout, places)
+            shown = analyses.update_top_tokens(shown, record, keys, layout, places)
             load += record.chosen.sum(dim=(0, 1))
             at_place += record.chosen[:, layout.special :].sum(dim=0)
             for name, counts in uses.items():
@@ -131,7 +131,7 @@ class TraceExplorer:
         at_place = at_place[coarse_patch_indices(layout, self.fine)] / sum(map(len, self.parts))
         places = None if self.is_text else at_place.T.unflatten(1, (1, *self.fine.grid))
         profiles = self._profiles(load, places, uses)
-        examples = [analyses.read_examples(trace, best, layout, self.fine) for best in (top, drawn)]
+        examples = [analyses.read_examples(trace, best, layout, self.fine) for best in (top, shown)]
         return ExploredLayer(profiles, places, list(zip(*examples, strict=True)))
 
     def _profiles(

@@ -290,8 +290,8 @@ def check_surrogate(target: Target, attack: Pgd, epsilon: float, direct: Tensor)
         return unevaluated_audit_line("surrogate", "the model has no MoE layer")
     soft = target._replace(model=soften_model(target.model))
     transferred = target.worse_scores(soft.attacked(attack, epsilon))
-    words = f"the attack from the soft all-experts surrogate at ε = {epsilon:g}"
-    return check_no_more_harm("surrogate", target, words, transferred, direct)
+    text = f"the attack from the soft all-experts surrogate at ε = {epsilon:g}"
+    return check_no_more_harm("surrogate", target, text, transferred, direct)
 
 
 def check_black_box(
@@ -301,8 +301,8 @@ def check_black_box(
     # direct: (N,), the worst scores by gradient; listed: (N,) each, under attacks without
     corners = (move_to_random_corner(target, epsilon, seed) for seed in range(tries))
     worst = reduce(target.task.worse_scores, [*map(target.worse_scores, corners), *listed])
-    words = f"{tries} random corners of the ball and {len(listed)} listed black boxes"
-    return check_no_more_harm("black_box", target, f"{words} at ε = {epsilon:g}", worst, direct)
+    text = f"{tries} random corners of the ball and {len(listed)} listed black boxes"
+    return check_no_more_harm("black_box", target, f"{text} at ε = {epsilon:g}", worst, direct)
 
 
 def check_no_more_harm(

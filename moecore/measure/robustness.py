@@ -141,7 +141,9 @@ class Robustness(Measurement):
     @property
     def router_parts(self) -> tuple[Attack, ...]:
         """Attacks on the routers; () without."""
-        return () if self.routers is None else self.routers.parts
+        if self.routers is None:
+            return ()
+        return self.routers.parts
 
     @property
     def single_attacks(self) -> dict[str, Attack]:
@@ -151,7 +153,9 @@ class Robustness(Measurement):
     @property
     def transferred_names(self) -> tuple[str, ...]:
         """Names of the transferred attacks; () without."""
-        return () if self.transfer is None else TRANSFERS
+        if self.transfer is None:
+            return ()
+        return TRANSFERS
 
     def places(self) -> dict[str, Iterable[Place]]:
         """Return "attack" → names, and "epsilon" → the epsilons above 0 and their mean."""
@@ -195,8 +199,8 @@ class Robustness(Measurement):
             curves[name] = measure_curve(source, target, clean, epsilons, out)
         # What compares attacks leaves out those with their own radius.
         compared = [attack for attack in self.single_attacks.values() if not attack.radii(())]
-        others = {attack.name for attack in self.attacks if attack.radii(())}
-        shared = {name: curve for name, curve in curves.items() if name not in others}
+        separate = {attack.name for attack in self.attacks if attack.radii(())}
+        shared = {name: curve for name, curve in curves.items() if name not in separate}
 
         def audit_lines() -> list[dict[str, Any]]:
             lines = attack_audit.run_audit(target, self.audit, epsilons[-1], shared, compared)

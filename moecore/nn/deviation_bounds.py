@@ -135,8 +135,8 @@ def bound_attention(at: Deviation, layer: Attention) -> Deviation:
     scaling = query.shape[-1] ** -0.5
     moved = (moved + both * length * length.mT) * scaling
     probs = (query @ key.mT * scaling).softmax(dim=-1)
-    most = moved.amax(dim=-1, keepdim=True)
-    highest = probs * (moved + most).exp()
+    peak = moved.amax(dim=-1, keepdim=True)
+    highest = probs * (moved + peak).exp()
     # Values (B, H, T, d) after the output map, and their mean, whose derivative by a score is
     # p_j (v_j − mean), with the mean wherever the ball takes it.
     output = layer.proj.weight.unflatten(1, (heads, -1)).movedim(1, 0)  # (H, d, r)
@@ -146,7 +146,7 @@ def bound_attention(at: Deviation, layer: Attention) -> Deviation:
     box = torch.minimum(tokens @ maps.abs().mT, maps.norm(dim=-1).unsqueeze(1) * length)
     ball = torch.linalg.matrix_norm(maps, ord=2).view(-1, 1, 1) * length
     distance = torch.cdist(mean, values, compute_mode="donot_use_mm_for_euclid_dist")
-    drift = (probs * distance).sum(dim=-1, keepdim=True) * torch.expm1(2 * most)
+    drift = (probs * distance).sum(dim=-1, keepdim=True) * torch.expm1(2 * peak)
     pull = (highest * moved * (distance + drift)).sum(dim=-1, keepdim=True)
     radius, length = (
         (torch.minimum(highest @ part, part.amax(dim=-2, keepdim=True)) + pull).sum(dim=2)

@@ -17,8 +17,8 @@ PR_SET_PDEATHSIG = 1
 
 def run_on_server(python: str, arguments: list[str]) -> int:
     """Run a stage on the server, or exec ``python``; return its exit code, 128 + n for signal n."""
-    words = [*arguments, "", ""]
-    is_stage = words[0] == "-m" and words[1].startswith("moecore.stages.")
+    parts = [*arguments, "", ""]
+    is_stage = parts[0] == "-m" and parts[1].startswith("moecore.stages.")
     if SOCKET not in os.environ or not is_stage:
         os.execv(python, [python, *arguments])
     # If DVC is killed this process is too, and then the server ends the stage.

@@ -126,8 +126,8 @@ def choose_threshold(run: TuningRun, tuned: ThresholdTuning) -> dict[str, Any]:
         shares[value] = fmean(mean["fallback"] for mean in means)
     chosen = min(shares, key=lambda value: abs(shares[value] - tuned.fallback))
     if chosen in (tuned.values[0], tuned.values[-1]):
-        found = f"found {chosen:g} as the best, an end of the grid, fallback {shares[chosen]:.2%}"
-        text = f"{found}; allowed: a grid with the fallback {tuned.fallback:.2%} within"
+        best = f"found {chosen:g} as the best, an end of the grid, fallback {shares[chosen]:.2%}"
+        text = f"{best}; allowed: a grid with the fallback {tuned.fallback:.2%} within"
         raise run.question.document.error(("tune", THRESHOLD, "values"), text)
     return {"method": tuned.method, "chosen": chosen, "shares": [*shares.items()]}
 
@@ -167,11 +167,11 @@ def keep_tuned_rates(run: TuningRun, threshold: Mapping[str, Any] | None = None)
         chosen = grid[best_rate(scores, task.score.better)]
         also = run.also.get(method, {})
         methods[method] = {RATE: chosen, "also": also, "scores": scores, "curves": curves}
-    kept = {"settings": run.digest, "score": f"validation {task.score.label}"}
-    kept |= {"learning_rates": list(grid), "seeds": list(run.tuning.seeds), "methods": methods}
-    kept |= {THRESHOLD: threshold}
-    write_json(run.question.tuned_file, kept)
-    return kept
+    stored = {"settings": run.digest, "score": f"validation {task.score.label}"}
+    stored |= {"learning_rates": list(grid), "seeds": list(run.tuning.seeds), "methods": methods}
+    stored |= {THRESHOLD: threshold}
+    write_json(run.question.tuned_file, stored)
+    return stored
 
 
 def best_rate(scores: Sequence[Sequence[float]], better: str) -> int:
@@ -205,11 +205,12 @@ def untuned_problems(question: QuestionFile) -> Iterator[str]:
     if not question.tuned_file.is_file():
         yield f"{file}: does not exist; {tune}"
         return
-    kept = read_json(question.tuned_file)
-    if kept["settings"] != plan_tuning(question, (kept.get(THRESHOLD) or {}).get("chosen")).digest:
+    stored = read_json(question.tuned_file)
+    threshold = (stored.get(THRESHOLD) or {}).get("chosen")
+    if stored["settings"] != plan_tuning(question, threshold).digest:
         yield f"{file}: rates were chosen for other settings, methods, seeds or rates; {tune}"
         return
-    yield from list_edge_choices(question, kept)
+    yield from list_edge_choices(question, stored)
 
 
 def list_edge_choices(question: QuestionFile, kept: Mapping[str, Any]) -> Iterator[str]:
@@ -218,6 +219,6 @@ def list_edge_choices(question: QuestionFile, kept: Mapping[str, Any]) -> Iterat
     for name, choice in kept["methods"].items():
         if choice[RATE] in (rates[0], rates[-1]):
             end = "lower" if choice[RATE] == rates[0] else "higher"
-            found = f"found {choice[RATE]:g} as the best rate of {name}, an end of the grid"
-            text = f"{found}; allowed: a grid that goes on to {end} rates"
+            best = f"found {choice[RATE]:g} as the best rate of {name}, an end of the grid"
+            text = f"{best}; allowed: a grid that goes on to {end} rates"
             yield str(question.document.error(("tune", "learning_rates"), text))

@@ -298,8 +298,8 @@ def swept_metric(
 def sweep_chart(name: str, over: str, label: str, share: bool | None) -> Chart:
     """Return the chart of a metric over a swept setting (ERMoE, figures S3 and S5)."""
     setting, axis = AXES[over]
-    words = f"Trained weights, another setting at test time (ERMoE, figure {FIGURES[over][1]})."
-    texts = {"title": f"{label} over {setting}", "x": axis, "y": label, "words": words}
+    text = f"Trained weights, another setting at test time (ERMoE, figure {FIGURES[over][1]})."
+    texts = {"title": f"{label} over {setting}", "x": axis, "y": label, "words": text}
     return Chart(f"{name}_{over}", over, **texts, share=share, height=3.2)
 
 

@@ -274,9 +274,9 @@ def date_questions(study: Round) -> list[DatedQuestion]:
         is_new = is_new and verdict_key(was) == verdict_key(question)
         settings = entry.get("settings")
         is_refused = bool(is_new) and not sections.settings_changed(settings, data, claim)
-        words = f"{claim.phase}: {claim.words}"
+        text = f"{claim.phase}: {claim.words}"
         commits = (dates.get("commit") or "", dates["answered"] or "")
-        dated.append(DatedQuestion(words, *commits, is_late, is_refused))
+        dated.append(DatedQuestion(text, *commits, is_late, is_refused))
     return dated
 
 

@@ -71,14 +71,14 @@ def cohort_blocks(phase: Phase) -> Iterator[Block]:
     if tried := region_experts_by_volume_kind(phase):
         reasons.pop("generalisation", None)  # the reason of methods without region experts
         title = "Region experts where they were not taught"
-        words = [f"Mixtures: one model per method.{phase.first_seed}"]
-        yield Block(title, words, [tried, *mixtures], about="whole_over_chance")
+        notes = [f"Mixtures: one model per method.{phase.first_seed}"]
+        yield Block(title, notes, [tried, *mixtures], about="whole_over_chance")
     grid = tissue_error_table(phase)
     probed = grid is not None and any(name.endswith(", probe") for name in grid.columns)
-    words = [PROBE] if probed else []
+    notes = [PROBE] if probed else []
     pictures = first_seed_pictures(phase, CohortChecks, figures)
     below = [f"Not checked, {name}: {reason}." for name, reason in reasons.items()]
-    block = Block("Tissues alone, ageing, rescans", words, list_without_none([grid]), pictures)
+    block = Block("Tissues alone, ageing, rescans", notes, list_without_none([grid]), pictures)
     yield block._replace(below=below, about="isolated_gm")
 
 

@@ -58,8 +58,8 @@ def draw_expert_information(layers: Sequence[expert_roles.RolesLayer]) -> Figure
             mark = "*" if label.p < SURE else ""
             texts[row, column] = f"{100 * shares[row, column]:.0f}{mark}"
     rows = [f"MoE {number}" for number in range(1, len(layers) + 1)]
-    words = [expert_roles.LABELS[name] for name in names]
-    labels = Labels("What an expert tells", rows, words, "of a token's")
+    heads = [expert_roles.LABELS[name] for name in names]
+    labels = Labels("What an expert tells", rows, heads, "of a token's")
     caption = f"Percent of the label's entropy, above chance. *: p < {SURE}."
     return draw_heatmap(shares, texts, labels, (4.8, 1.3 + 0.35 * len(rows)), caption)
 

@@ -72,8 +72,8 @@ def fill_in(key: str, metric: Metric, score: str, at: Mapping[str, Place]) -> Me
 
 def attack_title(name: str) -> str:
     """Return an attack's name as RobustBench writes it: pgd-10 → PGD 10, apgd-dlr → APGD-DLR."""
-    words = re.split("[-_]", name.replace("cross_entropy", "ce"))
-    title = " ".join(word.upper() if word in ACRONYMS else word for word in words)
+    parts = re.split("[-_]", name.replace("cross_entropy", "ce"))
+    title = " ".join(word.upper() if word in ACRONYMS else word for word in parts)
     title = re.sub(r"\b(APGD|FAB) (CE|DLR|T)\b", r"\1-\2", title)
     return re.sub("^auto ?attack", "AutoAttack", title)
 
@@ -226,11 +226,11 @@ def robust_accuracy_block(phase: Phase) -> Block:
             lines.append(TableRow(PageCell(title), [EMPTY, *map(difference_cell, gains)]))
     heads = [f"ε = {format_epsilon(epsilon)}" for epsilon in epsilons if epsilon]
     grids = [page_objects.PageTable(["Attack", "Standard", *heads], lines)] if lines else []
-    words = ["Standard: without an attack, on the same images."]
+    notes = ["Standard: without an attack, on the same images."]
     if score.form == "share":
-        words.append(EQUAL_CLEAN)
+        notes.append(EQUAL_CLEAN)
     about = attacked_name(score_slug(score), WORST)
-    return Block(f"{score_title(score)} at each ε", words, grids, about=about)
+    return Block(f"{score_title(score)} at each ε", notes, grids, about=about)
 
 
 def curves_by_title(results: Sequence[Found]) -> dict[str, list[list[Value]]]:

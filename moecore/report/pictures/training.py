@@ -145,9 +145,9 @@ def tissue_blocks(phase: Phase) -> Iterator[page_objects.Block]:
         chart = region_share_heatmap(max(probes, key=lambda probe: probe.epoch).rows)
         caption = f"{method}. Last epoch, percent of the tokens."
         pictures.append(page_objects.Picture(chart, f"{phase.name}: regions of {method}", caption))
-    words = [TISSUE_WORDS + phase.first_seed]
+    notes = [TISSUE_WORDS + phase.first_seed]
     title = "Which expert answers for which tissue"
-    yield page_objects.Block(title, words, grids, pictures, about="own_expert_gain")
+    yield page_objects.Block(title, notes, grids, pictures, about="own_expert_gain")
 
 
 def tissue_expert_table(probes: Sequence[EpochTissueRouting], title: str) -> page_objects.PageTable:
