@@ -209,7 +209,8 @@ def build_record(
             allowed="each expert once",
         )
     if score not in get_args(Score):
-        raise UserError.at("build_record", found=repr(score), allowed=", ".join(get_args(Score)))
+        allowed = ", ".join(get_args(Score))
+        raise UserError.at("build_record: score", found=repr(score), allowed=allowed)
     logits, experts = logits.float(), experts.long()
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, experts, True)
     combine = torch.zeros_like(logits).scatter(-1, experts, weights.float())
@@ -219,11 +220,13 @@ def build_record(
 def check_record(record: Any, place: str) -> RoutingRecord:
     """Return ``record`` if its fields are (..., E), chosen of bool; place: starts the UserError."""
     if not isinstance(record, RoutingRecord):
-        raise UserError.at(place, found=type(record).__name__, allowed="that of lens.build_record")
+        allowed = "a RoutingRecord, as lens.build_record returns"
+        raise UserError.at(place, found=type(record).__name__, allowed=allowed)
     fields = dict(zip(RoutingRecord._fields[:5], record[:5], strict=True))
     for name, field in fields.items():
         if not isinstance(field, Tensor):
-            raise UserError.at(f"{place}: {name}", found=type(field).__name__, allowed="a tensor")
+            allowed = "a tensor (..., experts)"
+            raise UserError.at(f"{place}: {name}", found=type(field).__name__, allowed=allowed)
     for name, field in fields.items():
         if field.ndim < 2 or field.shape != record.probs.shape:
             raise UserError.at(

@@ -123,8 +123,12 @@ def test_a_stage_depends_on_the_params_that_it_reads_on_its_script_and_on_their_
     assert not [path for path in deps if path.startswith(("moecore", "artifacts/hist"))]
     if "${item.method}" in STAGES[name]["cmd"]:
         assert "artifacts/code/methods/${item.method}.json" in deps
-    if script in ("measure", "calculate", "robustness"):
-        what = script if script == "robustness" else script_and_words(STAGES[name])[1][0]
+    if script in ("measure", "calculate", "robustness", "transferred"):
+        what = (
+            script_and_words(STAGES[name])[1][0]
+            if script in ("measure", "calculate")
+            else "robustness"
+        )
         assert f"artifacts/code/measure/{what}.json" in deps
         return
     for field, key in keys_of(STAGES[name]).items():

@@ -148,7 +148,8 @@ def test_a_file_that_is_missing_or_of_other_code_is_named(tmp_path):
     for name, stage in MISSING.items():
         text = (tmp_path / name).read_text()
         (tmp_path / name).unlink()
-        words = f"{name}: no such file; stage {stage} writes it"
+        writer = "the stage that" if stage == "that" else f"stage {stage}"
+        words = f"{name}: no such file; {writer} writes it"
         with pytest.raises(UserError, match=re.escape(words)):
             read_results(run, "", tmp_path)
         (tmp_path / name).write_text(text)

@@ -186,7 +186,10 @@ def test_without_attention_a_cell_is_answered_by_its_own_pixels(patch):
 @pytest.mark.parametrize(
     ("backbone", "said"),
     [
-        (Vit(patch=4, width=16, depth=1, heads=2), "model.pooling: found class, .*allowed: mean"),
+        (
+            Vit(patch=4, width=16, depth=1, heads=2),
+            "model.pooling: found class for mosaics; allowed: mean",
+        ),
         (Vit(patch=8, width=16, depth=1, heads=2, pooling="mean"), "model.patch: found 8 for "),
         (SingleLayer(), "model.kind: found single_layer for .*allowed: vit"),
         (Swin(patch=2, width=8, depths=(1,), heads=(2,), window=2), "model.kind: found swin for "),

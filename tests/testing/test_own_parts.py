@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moecore import backbones, experts, regularizers, routers, testing
-from moecore.attacks import Apgd, Fgsm, Pgd
+from moecore.attacks import Apgd, Autoattack, Fab, Fgsm, Pgd, Square, Surrogate
 from moecore.backbones import TextTowerSettings, Vit
 from moecore.core.config import Config, list_own_names, part_classes_by_kind
 from moecore.core.routing_records import RoutingContext
@@ -90,9 +90,10 @@ REGULARIZERS = [
     regularizers.SwitchBalance(level="group", group_size=3),
     regularizers.GroupSparsity(reduction="authors", padding="circular"),
 ]
-OBJECTIVES = ("task", "cross_entropy", "dlr", "balance", "routing_change")
+OBJECTIVES = ("task", "cross_entropy", "dlr", "balance", "routing_change", "routing_margin")
 TRIED = (Fgsm(), Pgd(steps=3), Pgd(steps=3, form="strong"), Apgd(steps=5))
 ATTACKS = [one.model_copy(update={"objective": aim}) for one in TRIED for aim in OBJECTIVES]
+ATTACKS += [Autoattack(steps=2, queries=5), Fab(steps=3), Square(queries=5), Surrogate(steps=3)]
 TEXT = {"channels": 4, "size": (4,), "mean": (0.0,) * 4, "std": (1.0,) * 4}
 CAPTIONS = {"words": 9, "context": 4, "captions": 2, "end": 2, "vocabulary": "0" * 64}
 STAGED = {"patch": 1, "width": 16, "depths": (2, 2), "heads": (2, 4)}
