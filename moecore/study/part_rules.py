@@ -215,9 +215,11 @@ def _measurements(study: Study) -> Misfits:
         reasons = []
         for name in study.run.measurements if phase in study.data else ():
             part = builtin_measurements().get(name) or find_section_settings(study, name)
-            if part is not None and study.run.covers(name, phase):
-                refusal = part.data_refusal(study.data[phase])
-                reasons += [f"{name} {refusal}"] if refusal else []
+            # What is no measurement, such as finetune, is refused as such.
+            refuse = getattr(part, "data_refusal", None)
+            if refuse is not None and study.run.covers(name, phase):
+                if refusal := refuse(study.data[phase]):
+                    reasons.append(f"{name} {refusal}")
         if reasons:
             text = f"found {phase}, but {', '.join(reasons)} (data.{phase})"
             yield keys, f"{text}; allowed: other phases or measurements"
