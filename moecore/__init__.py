@@ -10,7 +10,7 @@ classes, M tokens of a text, V words.
 
 from typing import TYPE_CHECKING, Any
 
-RENAMED = {"pages": "parts"}  # public name of the last minor version → new name
+RENAMED: dict[str, str] = {}  # public name of the last minor version → new name
 
 if TYPE_CHECKING:  # read by type checkers, by HOMES below, and by pipeline/code_hashes.py
     from moecore import attacks as attacks

@@ -1,4 +1,4 @@
-"""Names for writing your own part: base classes, the types that they use, columns of the page.
+"""Names for writing your own part: base classes, and the types that they use.
 
 A file that imports a name from here depends only on the file that defines the name.
 """
@@ -52,22 +52,16 @@ from moecore.training.teachers.base import Teacher as Teacher
 from moecore.training.upcycling_kinds import Drop as Drop
 from moecore.training.upcycling_kinds import Granular as Granular
 
-if TYPE_CHECKING:
-    from moecore.report.results import Column as Column
-    from moecore.report.results import Shown as Shown
-else:  # for the page of your own measurement; importing them loads the room `report`
-    _OF_PAGES = ("Column", "Shown")
-    _OF_OLD_SOURCES = ("DatasetInfo", "PlannedData", "write_prepared")
-
-    def __dir__() -> list[str]:
-        return sorted([*globals(), *_OF_PAGES])
+if not TYPE_CHECKING:
+    _GONE = {  # name of an earlier version → what serves instead
+        "Column Shown": "Metric, Values; since 0.4.0 a measurement declares its metrics",
+        "DatasetInfo PlannedData write_prepared": "Card, write_images; since 0.3.0 a source has "
+        "describe and write",
+    }
 
     def __getattr__(name: str) -> Any:
-        if name in _OF_OLD_SOURCES:
-            now = "since 0.3.0 a source has describe and write (see CHANGELOG.md)"
-            raise ImportError(f"found moecore.parts.{name}; allowed: Card, write_images; {now}")
-        if name not in _OF_PAGES:
-            raise AttributeError(f"module 'moecore.parts' has no attribute {name!r}")
-        from pkgutil import resolve_name
-
-        return resolve_name(f"moecore.report.results:{name}")
+        for gone, allowed in _GONE.items():
+            if name in gone.split():
+                found = f"found moecore.parts.{name}; allowed: {allowed}"
+                raise ImportError(f"{found} (see CHANGELOG.md)")
+        raise AttributeError(f"module 'moecore.parts' has no attribute {name!r}")

@@ -45,28 +45,22 @@ BRIGHTNESS = '''\
 
 from pydantic import Field
 
-from moecore.parts import Config, MeasuredModel, Measurement, PartStore
+from moecore.parts import MeasuredModel, Measurement, Metric, Values
 
 
 class Brightness(Measurement):
-    """Which images."""
+    metrics = {"brightness": Metric("Brightness")}
 
     images: int = Field(10, ge=1, description="Test images, the first ones.")
 
-    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+    def measure(self, subject: MeasuredModel, out: Values) -> None:
         images = subject.data.test.images[: self.images]
-        return Result(mean=parts("mean", lambda: float(images.mean())))
-
-
-class Result(Config):
-    mean: float
+        out.piece("mean", lambda part: part.put("brightness", float(images.mean())))
 '''
 BRIGHTNESS_PAGE = """\
-from moecore.parts import Column, Shown
-from my_lab.brightness import Result
+from moecore.report.results import Pictures
 
-COLUMNS = (Column("brightness", "Brightness", lambda result: result.mean),)
-SHOWN = Shown("my_lab.brightness", "brightness", Result, COLUMNS)
+PICTURES = Pictures("my_lab.brightness")
 """
 FILES = {"__init__": "", "cosine": COSINE, "directions": DIRECTIONS, "calm": CALM}
 FILES |= {"brightness": BRIGHTNESS, "pages/brightness": BRIGHTNESS_PAGE}

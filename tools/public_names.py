@@ -127,11 +127,10 @@ def _module(name: str) -> ModuleType:
 
 
 def _offered(module: ModuleType) -> list[str]:
-    """Return the public names of a module that moecore defines, without old ones."""
-    names = [name for name in dir(module) if name not in ("Column", "Shown")]
+    """Return the public names of a module that moecore defines."""
     return [
         name
-        for name in names
+        for name in dir(module)
         if not name.startswith("_")
         and "moecore" in getattr(getattr(module, name), "__module__", "")
     ]

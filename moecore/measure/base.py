@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
+from typing import Annotated, ClassVar, NamedTuple, TypeVar
 
 from pydantic import BeforeValidator, ValidationError
 
@@ -86,8 +86,7 @@ class Measurement(MeasuredPart, ABC):
     The section ``few_shot`` is the class FewShot of few_shot.py in this folder. The section
     ``my_lab: {brightness: …}``, which run.measurements calls my_lab.brightness, is the class
     Brightness of that module. A measurement declares ``metrics`` and puts values under their
-    names. Without metrics and without a page title it returns a typed result instead, which the
-    report shows as declared in ``SHOWN`` (moecore/report/results.py).
+    names; ``moecore check`` refuses one without metrics and without a page title.
     """
 
     # Optional settings of the section, by name. Their values are in the same file; Found.facts has
@@ -128,26 +127,19 @@ class Measurement(MeasuredPart, ABC):
 
     @classmethod
     def puts_values(cls) -> bool:
-        """Return whether the measurement puts values or facts, instead of returning a result."""
+        """Return whether the measurement puts values or facts, which the report reads."""
         return bool(cls.metrics or cls.page.title)
 
     @abstractmethod
-    def measure(self, subject: MeasuredModel, out: Any, /) -> Config | None:
+    def measure(self, subject: MeasuredModel, out: Values, /) -> None:
         """Measure the model and put the values in ``out``; they may depend on the arguments only.
 
         Args:
             subject: The trained model and its data.
-            out: Takes the values, a ``Values``; without metrics it is the ``PartStore``.
-
-        Returns:
-            None, or a typed result where the class has no metrics.
+            out: Takes the values.
         """
 
-    def collect_result(self, subject: MeasuredModel, parts: PartStore) -> Config:
-        if not self.puts_values():
-            result = self.measure(subject, parts)
-            assert result is not None, f"{type(self).__name__} has no metrics and no result"
-            return result
+    def collect_result(self, subject: MeasuredModel, parts: PartStore) -> Found:
         out = Values(self.all_metrics(), subject.data.task, parts)
         self.measure(subject, out)
         return out.found()
@@ -218,7 +210,7 @@ class Calculation(Measurement):
             out: Takes the values of the declared metrics.
         """
 
-    def measure(self, subject: MeasuredModel, out: Any, /) -> None:
+    def measure(self, subject: MeasuredModel, out: Values, /) -> None:
         self.calculate(out)
 
     def collect_values(self, parts: PartStore) -> Found:

@@ -201,9 +201,9 @@ def _report_files(root: Path) -> list[Path]:
 
 
 def _shows_results(file: Path) -> bool:
-    """Return whether an outside module has what the page shows: a Measurement, pictures, SHOWN."""
+    """Return whether an outside module has what the page shows: a Measurement, pictures."""
     text = file.read_text(encoding="utf-8")
-    return defines_measurement(file) or "\nPICTURES = " in text or "\nSHOWN = " in text
+    return defines_measurement(file) or "\nPICTURES = " in text
 
 
 def import_closure(

@@ -1,28 +1,22 @@
-"""Read the stages' files, and list what the report shows of each measurement.
+"""Read the stages' files, and list what the report shows of each measurement."""
 
-Typed results and SHOWN of users' modules are deprecated until 0.4, and converted to values.
-"""
-
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from pydantic import ValidationError
 
-from moecore.core.arrays_as_text import encode_exact
 from moecore.core.config import Config, collect_constants_named, find_class
 from moecore.core.files import UserError, read_json
 from moecore.core.outside_packages import list_allowed_modules
 from moecore.data.card import parse_card_task
 from moecore.measure import base
-from moecore.measure.base import NO_TASK, Estimate, MeasuredPart, Skipped, read_result
+from moecore.measure.base import NO_TASK, MeasuredPart
 from moecore.measure.baselines import Baselines
 from moecore.measure.transfer import Transfer
-from moecore.measure.values import Chart, Found, Metric, OnPage, Value
+from moecore.measure.values import Chart, Found
 from moecore.report.column import FillIn, MetricColumns, column_context, fill_words
 from moecore.report.figures import charts
 from moecore.report.figures.drawing import Figure
@@ -115,7 +109,6 @@ def list_displays() -> list[Display]:
     """Return what all measurements and stages show, in page order; UserError: a faulty module."""
     try:
         declared = collect_constants_named(PICTURES, "PICTURES")
-        declared += collect_constants_named(PICTURES, "SHOWN")
         by_stage = {page.stage: page for page in declared}
         displays = [Display(page.stage, page.kind, page) for page in declared if page.kind]
         for name in list_measurements_with_values():
@@ -277,54 +270,3 @@ def read_model(
         elif result is not None:
             results[shown.kind] = result
     return Measured(results, tuple(skipped))
-
-
-class Column(NamedTuple):
-    """A value read from a typed result; the other fields are as in ``Metric``."""
-
-    name: str
-    label: str
-    read: Callable[..., Any]  # a result → a number, an ``Estimate``, or None
-    better: str = ""
-    form: str = "number"
-    note: str = ""
-    paper: str = ""
-    items: Callable[[Any], Any] = lambda result: None  # a result → one value per item (N,)
-
-
-def show_typed_result(
-    stage: str,  # name of the measurement
-    title: str,  # in the list of measurements
-    result: type[Config],  # class of the result
-    columns: Sequence[Column] = (),  # that tables show
-    figures: Draw = lambda result: iter(()),  # yields (name, figure) of a result
-    place: int = 100,  # on the page, ascending
-) -> Pictures:
-    """Return the page of a typed result, with a warning that this is deprecated."""
-    text = f"{stage}: SHOWN is read until 0.4; declare metrics and put values"
-    warnings.warn(f"{text} (docs/tutorials/own_measurement.md)", DeprecationWarning, 2)
-    metrics = {
-        column.name: Metric(column.label, column.better, column.form, column.note, column.paper)
-        for column in columns
-    }
-    fields = {"metrics": metrics, "page": OnPage(title, place)}
-    kind = type(MeasuredPart)(stage, (MeasuredPart,), fields)
-
-    def collect_values(path: Path, of_stage: str) -> Found | Skipped:
-        typed = read_result(path, result, of_stage)
-        if isinstance(typed, Skipped):
-            return typed
-        values = []
-        for column in columns:
-            number, items = column.read(typed), column.items(typed)
-            packed = None if items is None else encode_exact(np.asarray(items, float))
-            limits = number.model_dump() if isinstance(number, Estimate) else {"value": number}
-            if number is not None:
-                values.append(Value(metric=column.name, items=packed, **limits))
-        return Found(values=values, facts={"result": typed})
-
-    draw: Draw = lambda values: figures(values.facts["result"])
-    return Pictures(stage, draw, kind=kind, read=collect_values)
-
-
-Shown = show_typed_result  # its name in users' modules

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from moecore.attacks.attack_setup import Target
 from moecore.attacks.base import Attack
-from moecore.core.config import Config
 from moecore.core.files import UserError, read_json
 from moecore.core.outside_packages import more_packages, outside_kinds_in_settings
 from moecore.data.card import Card, card_of_written_data
@@ -210,7 +209,7 @@ class Pieces:
 @names_the_part
 def check_measurement(
     measurement: Measurement | type[Measurement], subject: MeasuredModel | None = None
-) -> Config:
+) -> Found:
     """Check that a measurement keeps the promises of measurements, and return its result.
 
     The result survives JSON. The measurement draws no global random number and does not change the
@@ -258,13 +257,12 @@ def check_calculation(calculation: Calculation | type[Calculation]) -> Found:
     return _check_result(settings, settings.collect_values)
 
 
-def _check_result(settings: Measurement, collect: Callable[[PartStore], Any]) -> Any:
+def _check_result(settings: Measurement, collect: Callable[[PartStore], Found]) -> Found:
     """Return what ``collect`` computes; AssertionError if a promise about the result is broken."""
     before = torch.get_rng_state()
     result = collect(Pieces())
-    if isinstance(result, Found):
-        _check_declarations(settings, result)
-    decoded = type(result).model_validate_json(result.model_dump_json())
+    _check_declarations(settings, result)
+    decoded = Found.model_validate_json(result.model_dump_json())
     assert_that(settings, decoded == result, "its result is the same behind JSON")
     assert_that(settings, torch.equal(before, torch.get_rng_state()), "it draws no global number")
     pieces = Pieces()

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-from moecore.core.config import Config
-from moecore.core.files import UserError, write_json
 from moecore.measure import Robustness, Routing
 from moecore.measure.corruptions import Corruptions, errors_of, errors_of_dense, relative_error
 from moecore.measure.robustness import METRICS
@@ -20,9 +18,6 @@ from moecore.report.pictures.robustness import (
     robust_accuracy_block,
     scores_by_epsilon,
 )
-from moecore.report.results import Column as TypedColumn
-from moecore.report.results import Display, show_typed_result
-from moecore.report.study_results import Measured, Phase
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
 from moecore.statistics.intervals import Interval
 from moecore.study.sections import Question
@@ -317,26 +312,3 @@ def test_the_cost_of_a_training_step_is_shown_where_the_training_told_it(whole):
     told = trained.model_copy(update={"training_step_ms": 61.0, "training_memory_mb": 512.5})
     read = collect_outcome_values(told).numbers()
     assert (read["training_step_ms"], read["training_memory_mb"]) == (61.0, 512.5)
-
-
-class Brightness(Config):
-    mean: float
-    items: tuple[float, ...]
-
-
-def test_shown_of_a_typed_result_is_read_and_warns(tmp_path):
-    items = lambda one: one.items
-    column = TypedColumn("brightness", "Brightness", lambda one: one.mean, "higher", items=items)
-    with pytest.warns(DeprecationWarning, match="my_lab.brightness: SHOWN .* declare metrics"):
-        page = show_typed_result("my_lab.brightness", "light", Brightness, (column,))
-    display = Display(page.stage, page.kind, page)
-    write_json(tmp_path / "0.json", {"mean": 0.5, "items": [0.25, 0.75]})
-    model = Measured({page.kind: display.read(tmp_path / "0.json", "measure")})
-    phase = Phase("pretrain", {}, MultiLabel(classes=CLASSES), {"vmoe": {0: model}})
-    (read,) = display.columns.columns(column_context(phase, page.kind))
-    assert (read.name, read.label, read.better) == (*column[:2], "higher")
-    assert read.read(model).value == 0.5 and read.items(model).tolist() == [0.25, 0.75]
-    assert [block.about for block in display.blocks(phase)] == ["brightness"]
-    write_json(tmp_path / "0.json", {"mean": "dark"})
-    with pytest.raises(UserError, match="0.json: was written by an older version"):
-        display.read(tmp_path / "0.json", "measure")

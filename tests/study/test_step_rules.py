@@ -15,7 +15,7 @@ from moecore.study.document import load_yaml_document
 from moecore.study.study import Study, read_study
 from moecore.study.trial_rules import outside_part_misfits, trial_step_misfits
 from tests import my_lab
-from tests.my_lab import BRIGHTNESS, BRIGHTNESS_PAGE, CALM, COSINE, SECTIONS, write_my_lab
+from tests.my_lab import BRIGHTNESS, CALM, COSINE, SECTIONS, write_my_lab
 from tests.project import SHIPPED
 
 PARAMS = f"""\
@@ -263,7 +263,9 @@ def test_a_measurement_is_held_to_its_promises_and_noted_where_it_fails_in_small
     assert note.endswith("my_lab/brightness.py:14)")
 
 
-def test_a_measurement_that_the_report_would_drop_is_named(folder):
-    write_my_lab(folder, **{"pages/brightness": BRIGHTNESS_PAGE.replace("SHOWN =", "HIDDEN =")})
-    with pytest.raises(UserError, match=r"^params.yaml:4:71: run.measurements\[0\]: found my_"):
+def test_a_measurement_without_metrics_is_named(folder):
+    typed = BRIGHTNESS.replace('metrics = {"brightness": Metric("Brightness")}', "")
+    write_my_lab(folder, brightness=typed.replace("out.piece(", "return ("))
+    line = r"^params.yaml:4:71: run.measurements\[0\]: found my_lab.brightness, .* since 0.4.0"
+    with pytest.raises(UserError, match=line):
         check_study(also=unfit_metric_problems)

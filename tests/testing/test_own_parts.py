@@ -8,7 +8,7 @@ import torch
 from moecore import backbones, experts, regularizers, routers, testing
 from moecore.attacks import Apgd, Autoattack, Fab, Fgsm, Pgd, Square, Surrogate
 from moecore.backbones import TextTowerSettings, Vit
-from moecore.core.config import Config, list_own_names, part_classes_by_kind
+from moecore.core.config import list_own_names, part_classes_by_kind
 from moecore.core.routing_records import RoutingContext
 from moecore.data.card import parse_card_task
 from moecore.measure.base import Measurement, builtin_measurements
@@ -312,19 +312,16 @@ class Restless(Digits):
     write_digits = Digits.write
 
 
-class Result(Config):
-    mean: float
-
-
 class Brightness(Measurement):
+    metrics: ClassVar = {"light": Metric("Light")}
     noisy: bool = False
     calls: list[int] = []
 
-    def measure(self, subject, parts):
+    def measure(self, subject, out):
         self.calls.append(1)
         if self.noisy:
             torch.rand(1)
-        return Result(mean=len(self.calls) + parts("mean", lambda: 0.5))
+        out.put("light", len(self.calls) + out.parts("mean", lambda: 0.5))
 
 
 class Counted(NoisyTopK):

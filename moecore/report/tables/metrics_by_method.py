@@ -180,8 +180,10 @@ def unfit_metric_problems(
     shown = {display.stage for display in displays}
     for index, name in enumerate(study.run.measurements):
         if name not in shown:
-            text = f"found {name}, which no module's SHOWN shows in the report"
-            yield ("run", "measurements", index), f"{text}; docs/tutorials/own_measurement.md"
+            text = f"found {name}, which declares no metrics; allowed: one that does"
+            since = "typed results and SHOWN are not read since 0.4.0"
+            place = ("run", "measurements", index)
+            yield place, f"{text}; {since} (docs/tutorials/own_measurement.md)"
     planned: dict[str, PlannedMetrics] = {
         phase: expected_metrics(study, stages, phase) for phase in study.data
     }
