@@ -62,6 +62,6 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         for gone, allowed in _GONE.items():
             if name in gone.split():
-                found = f"found moecore.parts.{name}; allowed: {allowed}"
-                raise ImportError(f"{found} (see CHANGELOG.md)")
+                text = f"found moecore.parts.{name}; allowed: {allowed}"
+                raise ImportError(f"{text} (see CHANGELOG.md)")
         raise AttributeError(f"module 'moecore.parts' has no attribute {name!r}")
