@@ -20,7 +20,7 @@ from moecore.measure.values import Metric
 from moecore.predict.continuation import MAX_EXPERTS, WordWithExperts, count_words
 from moecore.report.figures import drawing
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
-from moecore.report.figures.expert_figures import draw_experts_of_patches
+from moecore.report.figures.model_figures import draw_experts_of_patches
 from moecore.report.page.explorer_page import PageHead
 from moecore.report.page.page_objects import NONE, Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.page.report_page import template_environment

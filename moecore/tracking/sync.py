@@ -306,7 +306,7 @@ class StudyImporter:
         run.add_params(params)
         run.add_points(stored_run.curve_points(new) + stored_run.routing_curve_points(new))
         if any("routing" in line for line in new):
-            from moecore.report.figures.expert_figures import draw_load_over_steps
+            from moecore.report.figures.model_figures import draw_load_over_steps
 
             figure = draw_load_over_steps([point for _, point in routing_points(history.lines)])
             self.client.log_figure(run.id, figure, "figures/expert_load.png", save_kwargs=PIXELS)
@@ -365,7 +365,7 @@ class StudyImporter:
             run.set_tags({MODEL: str(place)})
 
     def _send_figures(self, history: ExecutionHistory, run: StoredRun) -> None:
-        from moecore.report.tables.headline_metrics import draw_run_figures
+        from moecore.report.report_files import draw_run_figures
 
         names = []
         try:
@@ -377,7 +377,7 @@ class StudyImporter:
         run.set_tags({"moecore.figures": ", ".join(names) or None})
 
     def _send_headline(self, generation: ModelHistories, parent: StoredRun) -> None:
-        from moecore.report.tables.headline_metrics import read_headline_numbers
+        from moecore.report.report_files import read_headline_numbers
 
         method, seed = generation.method, generation.seed
         items = {name: self.items.get((name, seed), frozenset()) for name in (method, DENSE)}

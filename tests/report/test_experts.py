@@ -27,9 +27,9 @@ from moecore.report.page import explorer_page
 from moecore.report.page.report_page import main_finding
 from moecore.report.pictures import truth
 from moecore.report.pictures.expert_roles import figures
+from moecore.report.report_files import draw_run_figures
 from moecore.report.study_results import Measured, Phase, Results
 from moecore.report.tables.cells import Cell, keep_percent_on_line
-from moecore.report.tables.headline_metrics import draw_run_figures
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
 from moecore.report.tables.terminal_summary import first_sentence
 from moecore.routers import ExpertChoice, NoisyTopK, Told

@@ -10,9 +10,9 @@ import pytest
 from matplotlib.text import Text
 
 from moecore.measure.trained import steps_until_baseline_loss, trailing_epoch_losses
-from moecore.report.figures import charts, training_figures
+from moecore.report.figures import charts, model_figures
 from moecore.report.figures.drawing import INK, PALETTE, expert_colours, line_look
-from moecore.report.figures.expert_figures import draw_expert_grids_by_class, expert_load
+from moecore.report.figures.model_figures import draw_expert_grids_by_class, expert_load
 from moecore.report.page import explorer_page
 from moecore.report.page import report_page as pictures
 from moecore.report.study_results import Results
@@ -72,9 +72,9 @@ def test_names_move_as_little_as_they_must():
 
 
 def test_one_epoch_has_whole_ticks():
-    points = dict.fromkeys(training_figures.AGREEMENTS, {})
+    points = dict.fromkeys(model_figures.AGREEMENTS, {})
     points["agreement_consecutive"] = {"vmoe": [charts.Point(2, 0.5, 0.5, 0.5)]}
-    figure = training_figures.routing_agreement(points)
+    figure = model_figures.routing_agreement(points)
     figure.canvas.draw()
     ticks = [text.get_text() for text in figure.axes[-1].get_xticklabels()]
     assert all(tick.isdigit() for tick in ticks) and "2" in ticks
@@ -92,7 +92,7 @@ def test_a_legend_of_long_names_lies_within_its_figure():
 
 def test_svg_leaves_settings_alone_follows_the_page_and_has_a_label(tmp_path):
     before = dict(matplotlib.rcParams)
-    pictures.svg(training_figures.confusion_matrix([[3, 1], [0, 4]], ["a", "b"]), "confusion")
+    pictures.svg(model_figures.confusion_matrix([[3, 1], [0, 4]], ["a", "b"]), "confusion")
     assert dict(matplotlib.rcParams) == before
     figure = expert_load([shares(4)])
     figure.savefig(tmp_path / "load.png")
@@ -159,7 +159,7 @@ def test_of_text_perplexities_are_drawn():
     nats = [{"train_nats": 6 - n, "validation_nats": 5 - n} for n in range(len(result.curve))]
     curve = tuple(row | more for row, more in zip(result.curve, nats, strict=True))
     words = result.model_copy(update={"curve": curve, "task": NextToken(words=9)})
-    loss, below = training_figures.training_curves({"smoe": [words], "smoge": [words]}).axes[:2]
+    loss, below = model_figures.training_curves({"smoe": [words], "smoge": [words]}).axes[:2]
     assert loss.lines[0].get_ydata() == pytest.approx(np.exp([6, 5, 4, 3]))
     assert below.lines[0].get_ydata() == pytest.approx(np.exp([5, 4, 3, 2]))
     assert below.get_ylabel() == "Validation perplexity" and below.get_yscale() == "log"
@@ -167,7 +167,7 @@ def test_of_text_perplexities_are_drawn():
 
 def test_the_schedule_of_sigma_is_that_of_the_regularizer():
     settings = GroupSparsity(sigma_start=10, sigma_end=2, exponent=0.3)
-    figure = training_figures.draw_filter_sigma_schedule(settings, "moge")
+    figure = model_figures.draw_filter_sigma_schedule(settings, "moge")
     assert figure.caption.startswith("σ from 10 to 2 as in moge, whose γ is 0.3; T = 45,000")
     lines = {line.get_label(): line.get_xydata() for line in figure.axes[0].lines}
     assert {"γ = 0", "γ = 0.3", "γ = 1", "γ = 3"} <= set(lines)

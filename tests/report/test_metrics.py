@@ -10,7 +10,7 @@ from moecore.measure.values import place_slug
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.column import PlannedPhase
 from moecore.report.figures.drawing import PALETTE
-from moecore.report.figures.training_figures import AGREEMENTS, agreement_points, routing_agreement
+from moecore.report.figures.model_figures import AGREEMENTS, agreement_points, routing_agreement
 from moecore.report.page.report_page import render_report
 from moecore.report.report_files import robustness_csv
 from moecore.report.results import read_results

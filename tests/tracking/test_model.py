@@ -20,7 +20,7 @@ from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages
 from moecore.nn.experts.mlp import Mlp
 from moecore.parts import Classification, ImageSpec, MoESettings
-from moecore.report.tables.headline_metrics import name_for_mlflow
+from moecore.report.report_files import name_for_mlflow
 from moecore.run.run_record import record_run
 from moecore.statistics.intervals import Interval
 from moecore.tasks.image_text import ImageText, similarity_matrix

@@ -152,12 +152,12 @@ def test_the_first_import_while_a_model_trains_again_shows_nothing_of_the_earlie
 
 
 def test_numbers_relative_to_the_dense_model_follow_it(study, monkeypatch):
-    from moecore.report.tables import headline_metrics
+    from moecore.report import report_files
 
     given = []
-    numbers = headline_metrics.read_headline_numbers
+    numbers = report_files.read_headline_numbers
     spy = lambda *a: (given.append((a[1], a[3])), numbers(*a))[1]
-    monkeypatch.setattr(headline_metrics, "read_headline_numbers", spy)
+    monkeypatch.setattr(report_files, "read_headline_numbers", spy)
     study.write()
     study.write(method="dense")
     import_all()

@@ -10,7 +10,7 @@ from moecore.report.claims.claims_table import ANSWERS
 from moecore.report.claims.evaluation import EvaluatedClaim, split_questions
 from moecore.report.claims.significance import WORDS
 from moecore.report.column import Column, find_moe_baseline, score_slug
-from moecore.report.figures.training_figures import draw_filter_sigma_schedule
+from moecore.report.figures.model_figures import draw_filter_sigma_schedule
 from moecore.report.headline_quantities import PhaseQuantities, QuantityByMethod, cells_by_method
 from moecore.report.page.page_objects import (
     NONE,

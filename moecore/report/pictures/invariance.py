@@ -1,7 +1,7 @@
 """Mean routing of each class (MoGE, figure 2)."""
 
 from moecore.measure.values import Found
-from moecore.report.figures.expert_figures import draw_expert_grids_by_class
+from moecore.report.figures.model_figures import draw_expert_grids_by_class
 from moecore.report.results import Figures, Pictures
 
 

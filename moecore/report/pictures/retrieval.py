@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from moecore.measure.exploring.expert_gallery import Overlays
 from moecore.measure.retrieval import Retrieval
 from moecore.measure.values import Found
-from moecore.report.figures.expert_figures import image_and_caption_experts
+from moecore.report.figures.model_figures import image_and_caption_experts
 from moecore.report.page.page_objects import Block, percent_grid
 from moecore.report.results import Figures, Pictures, pictures_by_name
 from moecore.report.study_results import Phase

@@ -9,7 +9,7 @@ from moecore.measure.exploring import expert_gallery
 from moecore.measure.routing import Routing
 from moecore.measure.values import Chart, Found
 from moecore.report import results
-from moecore.report.figures import expert_figures
+from moecore.report.figures import model_figures
 from moecore.report.figures.charts import ChartSpec
 from moecore.report.page.page_objects import Block, Picture
 from moecore.report.study_results import Phase
@@ -21,14 +21,14 @@ TEACHER = TEACHER._replace(words="Tokens whose first expert is the teacher's (TG
 
 def figures(result: Found) -> results.Figures:
     if result.facts["load"]:
-        yield "expert_load", expert_figures.expert_load(result.facts["load"])
+        yield "expert_load", model_figures.expert_load(result.facts["load"])
     overlays = expert_gallery.Overlays.model_validate(result.facts["overlays"])
     if overlays.shape[0] and overlays.grids:
         layers = {
             f"MoE {number}": (map(expert_gallery.parse_expert_grid, layer), overlays.experts)
             for number, layer in enumerate(overlays.grids, 1)
         }
-        figure = expert_figures.draw_experts_of_patches(overlays.images(), layers, "Experts")
+        figure = model_figures.draw_experts_of_patches(overlays.images(), layers, "Experts")
         yield "expert_overlays", figure
 
 
@@ -44,7 +44,7 @@ def top_blocks(phase: Phase) -> Iterator[Block]:
     first = next(iter(measured.values()), None)  # the crops are the same for every method
     if first is not None and first.facts["corresponding"]:
         pair = expert_gallery.MatchedCrops.model_validate(first.facts["corresponding"])
-        figure = expert_figures.draw_patch_correspondence(pair)
+        figure = model_figures.draw_patch_correspondence(pair)
         label = f"{phase.name}: corresponding patches"
         crops.append(Picture(figure, label, getattr(figure, "caption", "")))
     yield Block("Corresponding patches", pictures=crops, about="match_top1")

@@ -9,9 +9,9 @@ from moecore.measure.base import Skipped, read_result
 from moecore.measure.trained import CONTROL, TISSUES, Trained, collect_outcome_values, outcome_of
 from moecore.measure.values import Found
 from moecore.report.column import score_slug
-from moecore.report.figures import charts, training_figures
+from moecore.report.figures import charts, model_figures
 from moecore.report.figures.drawing import Figure
-from moecore.report.figures.expert_figures import draw_expert_grids_by_class
+from moecore.report.figures.model_figures import draw_expert_grids_by_class
 from moecore.report.page import page_objects
 from moecore.report.results import Figures, Pictures, first_seed_pictures
 from moecore.report.study_results import Phase
@@ -28,10 +28,10 @@ TISSUE_WORDS = (
 def figures(result: Found) -> Figures:
     outcome = outcome_of(result)
     if outcome.curve:
-        yield "training_curves", training_figures.training_curves({"": [outcome]})
+        yield "training_curves", model_figures.training_curves({"": [outcome]})
     if outcome.confusion is not None:
         classes = outcome.task.classes
-        yield "confusion_matrix", training_figures.confusion_matrix(outcome.confusion, classes)
+        yield "confusion_matrix", model_figures.confusion_matrix(outcome.confusion, classes)
     yield from class_routing_figures(result)
 
 
@@ -50,7 +50,7 @@ def all_blocks(phase: Phase) -> Iterator[page_objects.Block]:
     """Yield blocks: training curves, settling of routing, warnings, tissues, classes, confusion."""
     outcomes = phase.outcomes
     if any(outcome.curve for seeds in outcomes.values() for outcome in seeds):
-        chart = training_figures.training_curves(outcomes)
+        chart = model_figures.training_curves(outcomes)
         caption = "One line per seed." if phase.seeds > 1 else ""
         picture = page_objects.Picture(chart, f"{phase.name}: training", caption)
         score = f"test_{score_slug(phase.task.score)}"
@@ -66,15 +66,15 @@ def all_blocks(phase: Phase) -> Iterator[page_objects.Block]:
     yield page_objects.Block(title, below=warnings, finding=finding)
     yield from tissue_blocks(phase)
     maps = first_seed_pictures(phase, Trained, class_routing_figures)
-    finding = training_figures.describe_strongest_preference(phase.first_outcomes)
+    finding = model_figures.describe_strongest_preference(phase.first_outcomes)
     yield page_objects.Block("Which class goes to which expert", pictures=maps, finding=finding)
     yield confusion_block(phase)
 
 
 def agreement_block(phase: Phase) -> page_objects.Block:
     curves = {}
-    points = training_figures.agreement_points
-    for name in training_figures.AGREEMENTS:
+    points = model_figures.agreement_points
+    for name in model_figures.AGREEMENTS:
         curves[name] = {method: points(seeds, name) for method, seeds in phase.outcomes.items()}
     title = "How the routing settles"
     if not any(any(points.values()) for points in curves.values()):
@@ -84,7 +84,7 @@ def agreement_block(phase: Phase) -> page_objects.Block:
         "saturation: share of a token's final experts. Mean over MoE layers. "
         f"{charts.interval_caption(phase.outcomes)}"
     )
-    chart = training_figures.routing_agreement(curves)
+    chart = model_figures.routing_agreement(curves)
     picture = page_objects.Picture(chart, f"{phase.name}: agreement", caption)
     return page_objects.Block(title, pictures=[picture], about="agreement_with_final")
 
@@ -92,7 +92,7 @@ def agreement_block(phase: Phase) -> page_objects.Block:
 def confusion_block(phase: Phase) -> page_objects.Block:
     """Return a block with a confusion table per method, and the most frequent confusion."""
     counts = {method: result.confusion for method, result in phase.first_outcomes.items()}
-    shares = training_figures.row_shares
+    shares = model_figures.row_shares
     tables = {name: shares(table) for name, table in counts.items() if table is not None}
     if not tables:
         return page_objects.Block("")

@@ -11,7 +11,7 @@ from moecore.measure.values import Found
 from moecore.report import results
 from moecore.report.column import CEILING, DENSE
 from moecore.report.figures import charts
-from moecore.report.figures.training_figures import row_shares
+from moecore.report.figures.model_figures import row_shares
 from moecore.report.page.page_objects import Block, Picture
 from moecore.report.study_results import Phase, list_without_none
 from moecore.statistics.comparisons import Difference, headroom_recovered
