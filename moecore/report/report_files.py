@@ -29,8 +29,7 @@ from moecore.report.headline_quantities import shown_attack
 from moecore.report.page.explorer_page import FILE, explorer, has_explorer_images
 from moecore.report.page.page_objects import Picture
 from moecore.report.page.report_page import render_report, svg
-from moecore.report.pictures import transfer
-from moecore.report.pictures.robustness import draw_attack_curve
+from moecore.report.pictures.robustness import draw_attack_curve, draw_transfer
 from moecore.report.results import (
     Display,
     Draw,
@@ -152,7 +151,7 @@ MLFLOW_DIGITS = 4
 MLFLOW_LETTERS = 14  # that a column of MLflow's table shows
 SHORT_PHASES = {"pretrain": "pre", "finetune": "fine", "adversarial": "adv"}
 Items = Mapping[str, Collection[str]]  # method → the items whose results are of its model
-RUN_FIGURES: Mapping[str, Draw] = {"transfer": transfer.figures}  # by stage, of no single model
+RUN_FIGURES: Mapping[str, Draw] = {"transfer": draw_transfer}  # by stage, of no single model
 
 
 def render_metrics_files(results: Results) -> dict[str, str]:

@@ -34,7 +34,7 @@ PICTURES = "moecore.report.pictures"  # folder of the modules with a constant PI
 
 
 class Pictures(NamedTuple):
-    """What a module's constant PICTURES adds to a measurement's charts: pictures and blocks."""
+    """What PICTURES, a constant or a list of them, adds to a measurement's charts."""
 
     stage: str  # name of the measurement ("routing") or of a part ("routing.roles")
     figures: Draw = lambda result: iter(())
@@ -108,7 +108,9 @@ class Display(NamedTuple):
 def list_displays() -> list[Display]:
     """Return what all measurements and stages show, in page order; UserError: a faulty module."""
     try:
-        declared = collect_constants_named(PICTURES, "PICTURES")
+        constants = collect_constants_named(PICTURES, "PICTURES")
+        lists = [[value] if isinstance(value, Pictures) else value for value in constants]
+        declared = list(chain(*lists))
         by_stage = {page.stage: page for page in declared}
         displays = [Display(page.stage, page.kind, page) for page in declared if page.kind]
         for name in list_measurements_with_values():

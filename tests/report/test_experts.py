@@ -25,8 +25,7 @@ from moecore.report.figures.overview import methods_to_label, overview_charts
 from moecore.report.headline_quantities import QuantityByMethod, phase_quantities
 from moecore.report.page import explorer_page
 from moecore.report.page.report_page import main_finding
-from moecore.report.pictures import truth
-from moecore.report.pictures.expert_roles import figures
+from moecore.report.pictures import experts
 from moecore.report.report_files import draw_run_figures
 from moecore.report.study_results import Measured, Phase, Results
 from moecore.report.tables.cells import Cell, keep_percent_on_line
@@ -109,7 +108,7 @@ def test_seeds_that_are_told_the_same_agree():
     display = explorer_page.display_of(ExpertRoles)
     first, second = display.blocks(phase)
     drawn = ["expert_information", "expert_similarity_1", "coactivation_1_2", "expert_similarity_2"]
-    assert len(first.pictures) == 4 and [name for name, _ in figures(result)] == drawn
+    assert len(first.pictures) == 4 and [name for name, _ in experts.draw_roles(result)] == drawn
     assert second.grids[0].lines[0].items[0].text.startswith("1.00")
     results = Results({"pretrain": phase})
     compared = compare_methods(results)["told"]["pretrain"]
@@ -235,9 +234,9 @@ def phase(**right: int) -> Phase:
 
 def test_a_method_between_floor_and_ceiling():
     """(6 - 4) / (9 - 4) of ten images, with each seed."""
-    share = truth.share_of_routings_worth(phase(**RIGHT), "vmoe")
+    share = experts.share_of_routings_worth(phase(**RIGHT), "vmoe")
     assert share.value == pytest.approx(0.4) and (share.seeds, share.items) == (3, 10)
-    (block,) = truth.truth_blocks(phase(**RIGHT))
+    (block,) = experts.truth_blocks(phase(**RIGHT))
     said = [line for line in block.words if line.startswith("vmoe finds 40 % [")]
     half = 100 * share.half()
     assert f"[{40 - half:.0f} – {40 + half:.0f}]" in said[0], "the lower limit first"
@@ -322,26 +321,26 @@ def test_experts_beyond_the_kinds_are_said_to_match_none():
     kinds = torch.tensor([[1, 2]]).repeat(5, 1)
     for number, said in (2, "Percent of each expert's tokens."), (4, "the last 2 are matched to "):
         counts = truth_layer(kinds - 1, kinds, number, 2).counts
-        ((_, figure),) = truth.figures(Found(values=(), facts={"counts": [counts]}))
+        ((_, figure),) = experts.draw_groups_of_tokens(Found(values=(), facts={"counts": [counts]}))
         assert said in figure.caption
 
 
 def test_of_a_text_less_is_better():
     nats = {name: 10 - number for name, number in RIGHT.items()}
-    share = truth.share_of_routings_worth(phase(**nats)._replace(task=NextToken(words=9)), "vmoe")
+    share = experts.share_of_routings_worth(phase(**nats)._replace(task=NextToken(words=9)), "vmoe")
     assert share.value == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("method", RIGHT)
 def test_without_floor_or_ceiling_or_worth_there_is_no_share(method):
     others = {name: number for name, number in RIGHT.items() if name != method}
-    assert truth.share_of_routings_worth(phase(**others), "vmoe") is None
-    assert truth.share_of_routings_worth(phase(**RIGHT | {"told": 4}), method) is None
+    assert experts.share_of_routings_worth(phase(**others), "vmoe") is None
+    assert experts.share_of_routings_worth(phase(**RIGHT | {"told": 4}), method) is None
 
 
 def test_purity_over_epochs_under_noise_and_under_attack():
     """vmoe: 0.6 clean, 2 points less with σ = 0.2, 1 less with ε = 8/255."""
-    axes = [picture.figure.axes[0] for picture in truth.purity_curves(phase(**RIGHT))]
+    axes = [picture.figure.axes[0] for picture in experts.purity_curves(phase(**RIGHT))]
     curves = [one.lines[1].get_xydata() for one in axes]
     expected = [[1, 0.3], [2, 0.6]], [[0, 0.6], [0.2, 0.58]], [[0, 0.6], [8, 0.59]]
     assert np.array(curves) == pytest.approx(np.array(expected))

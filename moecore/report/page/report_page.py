@@ -23,8 +23,8 @@ from moecore.report.figures.drawing import INK, STYLE, finish_layout
 from moecore.report.headline_quantities import PhaseQuantities, phase_quantities
 from moecore.report.page import page_objects, sections
 from moecore.report.page.page_objects import PageCell, TableRow
+from moecore.report.pictures.experts import describe_routings_worth
 from moecore.report.pictures.robustness import describe_attacks
-from moecore.report.pictures.truth import describe_routings_worth
 from moecore.report.results import list_calculations
 from moecore.report.study_results import Phase, Results
 from moecore.report.tables.cells import join_names, keep_percent_on_line

@@ -24,7 +24,7 @@ from moecore.report.page.page_objects import (
     method_rows_table,
     metric_rows_table,
 )
-from moecore.report.pictures import transfer
+from moecore.report.pictures.robustness import transfer_blocks
 from moecore.report.results import Display, list_displays
 from moecore.report.study_results import Phase, Results
 from moecore.report.tables.cells import (
@@ -168,7 +168,7 @@ def phase_section(
         folded.append(sigma_schedule_block(results))
     sizes = f"{pluralize(len(columns), 'metric')} of {pluralize(len(compared.cells), 'method')}"
     grids = [metric_rows_table(compared.metrics, compared.cells)]
-    folded += transfer.phase_blocks(phase)
+    folded += transfer_blocks(phase)
     folded.append(Block("All measurements", grids=grids, finding=sizes))
     folded.append(skipped_measurements_block(phase))
     blocks += [block._replace(folded=True) for block in folded]

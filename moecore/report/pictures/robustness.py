@@ -1,4 +1,4 @@
-"""Scores and routing under attack, attacked pictures, and the audit of the attacks."""
+"""Scores and routing under attack and corruption, the audit of attacks, and their transfer."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,18 +10,30 @@ import numpy as np
 from moecore.attacks.base import Attack
 from moecore.data.card import parse_card_task
 from moecore.measure.attack_audit import AttackedGallery
+from moecore.measure.corruptions import Corruptions, errors_of
 from moecore.measure.robustness import Robustness
+from moecore.measure.transfer import Transfer
 from moecore.measure.values import Found, Metric, Place, Value, place_slug
 from moecore.report.column import references, score_slug, score_title
 from moecore.report.figures import charts
-from moecore.report.figures.drawing import SheetLabels, Tile, displayable_image, sheet
+from moecore.report.figures.drawing import Figure, SheetLabels, Tile, displayable_image, sheet
 from moecore.report.page import page_objects
-from moecore.report.page.page_objects import EMPTY, NONE, Block, PageCell, Picture, TableRow
+from moecore.report.page.page_objects import (
+    EMPTY,
+    NONE,
+    Block,
+    PageCell,
+    PageTable,
+    Picture,
+    TableRow,
+    percent_grid,
+)
 from moecore.report.results import Figures, Pictures, draw_method_curves
 from moecore.report.study_results import Phase
 from moecore.report.tables.cells import PIXEL, NumberFormat, format_epsilon, shorten_epsilons
 from moecore.statistics.comparisons import crossed_difference, linearize_ratio
 from moecore.statistics.intervals import Interval
+from moecore.tasks.base import Score
 
 WORST = "worst_case"
 ACRONYMS = ("fgsm", "pgd", "apgd", "fab", "ce", "dlr", "t")
@@ -145,7 +157,7 @@ def changes_by_epsilon(result: Found, attack: str, layer: int = 0) -> dict[float
     }
 
 
-def figures(result: Found) -> Figures:
+def draw_attacks(result: Found) -> Figures:
     score = parse_card_task(result.facts["task"]).score
     curves = {
         name: charts.attack_points([scores_by_epsilon(result, name)], score)
@@ -176,7 +188,7 @@ def draw_under_attack(phase: Phase) -> Iterator[Picture]:
         yield from draw_routing_change_by_layer(phase, attack)
 
 
-def phase_blocks(phase: Phase) -> Iterator[Block]:
+def attack_blocks(phase: Phase) -> Iterator[Block]:
     about = attacked_name(score_slug(phase.task.score), WORST)
     pictures = []
     first = phase.first(Robustness)
@@ -337,5 +349,113 @@ def worst_audit_verdict_cell(audited: Sequence[Audited]) -> PageCell:
     return PageCell(MARKS[worst["holds"]], note, look=LOOKS[worst["holds"]])
 
 
-PICTURES = Pictures("robustness", figures, is_on_page=False, draw=draw_under_attack)
-PICTURES = PICTURES._replace(more=phase_blocks, fill_in=fill_in)
+def draw_transfer(result: Found) -> Figures:
+    if result.values:
+        yield "transfer", draw_transfer_matrix(result)
+
+
+def transfer_blocks(phase: Phase) -> Iterator[Block]:
+    """Yield a block with scores of transferred attacks, as table and heatmap, and a verdict."""
+    result: Found | None = phase.together.get(Transfer)
+    if result is None:
+        return
+    facts = result.facts
+    reading = facts["reading"]
+    verdict = f"{MARKS[reading['holds']]}: {shorten_epsilons(reading['text'])}"
+    text = (
+        f"{attack_title(facts['attack'])} at ε = {format_epsilon(facts['epsilon'])} on "
+        f"{facts['images']} test images. A row: the model on which the images were made. "
+        "A column: the model that scores them. The diagonal is the direct attack; the other scores "
+        "have their difference from it below, with intervals that hold simultaneously at 95 %. If "
+        "a transferred attack does more harm than the direct one, the direct one is too weak to be "
+        "believed (Carlini et al., 2019)."
+    )
+    pictures = [Picture(figure, f"{phase.name}: {name}") for name, figure in draw_transfer(result)]
+    notes = [f"No image is made on {name}: {reason}." for name, reason in facts["skipped"].items()]
+    if phase.seeds > 1:
+        notes.append("First seed.")
+    grids = [transfer_table(result)]
+    yield Block("Transfer of attacks", [text], grids, pictures, below=notes, finding=verdict)
+
+
+def transfer_table(result: Found) -> PageTable:
+    methods = result.facts["methods"]
+    lines = [
+        TableRow(PageCell(source), [transfer_cell(result, source, target) for target in methods])
+        for source in methods
+        if source not in result.facts["skipped"]
+    ]
+    return PageTable(["Made on", *methods], lines)
+
+
+def transfer_cell(result: Found, source: str, target: str) -> PageCell:
+    at = {"made_on": source, "scored_by": target}
+    form = result.facts["score"]["form"]
+    score = result.find("transferred", **at)
+    difference = result.interval("transferred_difference", **at)
+    if score is None:
+        return NONE
+    text = NumberFormat(form).value(score.value)
+    if source == target:
+        return PageCell(text, "direct", look="direct", value=score.value)
+    if difference is None:
+        return PageCell(text, value=score.value)
+    number_format = NumberFormat.of(form, [difference])
+    small = number_format.difference(difference.value)
+    if limits := number_format.difference_limits(difference):
+        small = f"{small} ({limits})"
+    return PageCell(text, small, value=score.value)
+
+
+def draw_transfer_matrix(result: Found) -> Figure:
+    """Draw a heatmap of the scores, attacked × scoring model; dark: high score or large error."""
+    lines = transfer_table(result).lines
+    values = np.array([[item.value for item in line.items] for line in lines], dtype=float)
+    texts = [[item.text.removesuffix(" %") for item in line.items] for line in lines]
+    score = Score(**result.facts["score"])
+    shades = values if score.form == "share" else values / np.nanmax(values)
+    title = f"{score_title(score)} under transferred {attack_title(result.facts['attack'])}"
+    names = [line.head.text for line in lines]
+    methods = result.facts["methods"]
+    labels = charts.Labels(title, names, methods, "scored by", "made on", slanted=True)
+    size = (1.9 + 0.5 * len(methods), 1.7 + 0.36 * len(lines))
+    caption = "Of the images that were made on each model."
+    return charts.draw_heatmap(shades, np.where(np.isnan(values), "", texts), labels, size, caption)
+
+
+def draw_corruptions(result: Found) -> Figures:
+    """Yield a heatmap of errors by corruption and severity, with its name."""
+    grid = corruption_by_severity_table(result)
+    table = np.array([[item.share for item in line.items] for line in grid.lines], dtype=float)
+    names = [line.head.text for line in grid.lines]
+    severities = grid.columns[1:]
+    labels = charts.Labels("Error under corruption", names, severities, "Severity")
+    size = (2.4 + 0.5 * len(severities), 0.9 + 0.27 * len(names))
+    figure = charts.draw_heatmap(table, charts.percent_annotations(table), labels, size, "Percent.")
+    yield "corruption_errors", figure
+
+
+def corruption_by_severity_table(result: Found) -> PageTable:
+    errors = errors_of(result)
+    severities = sorted({severity for row in errors.values() for severity in row})
+    rows = {
+        str(name).replace("_", " "): [row.get(severity) for severity in severities]
+        for name, row in errors.items()
+    }
+    grid = percent_grid("Severity", rows, [str(severity) for severity in severities])
+    return grid._replace(below="Error in percent.")
+
+
+def corruption_tables(phase: Phase) -> Iterator[Block]:
+    tiles = [
+        corruption_by_severity_table(result)._replace(title=name)
+        for name, result in phase.first(Corruptions).items()
+    ]
+    yield Block("Each corruption", tiles=tiles)
+
+
+ATTACKS = Pictures("robustness", draw_attacks, is_on_page=False, draw=draw_under_attack)
+PICTURES = [
+    ATTACKS._replace(more=attack_blocks, fill_in=fill_in),
+    Pictures("corruptions", draw_corruptions, is_on_page=False, more=corruption_tables),
+]

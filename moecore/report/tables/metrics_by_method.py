@@ -11,7 +11,7 @@ from moecore.data.card import Card
 from moecore.measure.base import find_measurement
 from moecore.report.claims import significance
 from moecore.report.column import Column, PlannedMetric, PlannedPhase, column_context, references
-from moecore.report.pictures.truth import share_of_routings_worth
+from moecore.report.pictures.experts import share_of_routings_worth
 from moecore.report.results import list_calculations, list_displays
 from moecore.report.study_results import Models, Phase, Results, stages_and_measurements
 from moecore.report.tables.cells import PAPERS, Cell, cell_to_json, method_cells_over_seeds

@@ -1,17 +1,18 @@
-"""Example images with their captions, and the experts of the most frequent words."""
+"""Images and captions: experts of patches and words, and zero-shot accuracy per class."""
 
 from collections.abc import Iterator
 
 from moecore.measure.exploring.expert_gallery import Overlays
 from moecore.measure.retrieval import Retrieval
 from moecore.measure.values import Found
+from moecore.measure.zero_shot import ZeroShot
 from moecore.report.figures.model_figures import image_and_caption_experts
 from moecore.report.page.page_objects import Block, percent_grid
 from moecore.report.results import Figures, Pictures, pictures_by_name
 from moecore.report.study_results import Phase
 
 
-def figures(result: Found) -> Figures:
+def draw_images_and_words(result: Found) -> Figures:
     stored = result.facts.get("overlays")
     layers = result.facts["layers"]
     if stored is not None and (stored["grids"] or layers):
@@ -39,8 +40,33 @@ def images_and_words(phase: Phase) -> Iterator[Block]:
     text = f"Gallery: {images}. A tie counts as the share of its orders that are hits."
     k = next(iter(first.curve("text_to_image", "k")))
     yield Block("Images and captions", [text], grids, about=f"text_to_image_r{k}", choice=True)
-    pictures = pictures_by_name(phase, Retrieval, figures)["images_and_words"]
+    pictures = pictures_by_name(phase, Retrieval, draw_images_and_words)["images_and_words"]
     yield Block("Experts of patches and words", pictures=pictures)
 
 
-PICTURES = Pictures("retrieval", figures, is_on_page=False, more=images_and_words)
+def class_share_table(phase: Phase) -> Iterator[Block]:
+    """Yield a block with the share of correct images per class, a row per method (first seed)."""
+    facts = {method: result.facts for method, result in phase.first(ZeroShot).items()}
+    first = next(iter(facts.values()))
+    names = [row["name"] for row in first["classes"]]
+    rows = {
+        method: [
+            row["correct"] / row["images"] if row["images"] else None
+            for row in of_method["classes"]
+        ]
+        for method, of_method in facts.items()
+    }
+    below = f"Correct images, in percent; chance {100 * first['chance']:.0f}.{phase.first_seed}"
+    unknown = [f"{row['name']} ({row['unknown']})" for row in first["classes"] if row["unknown"]]
+    data, images, prompts = first["data"], first["images"], first["templates"]
+    texts = [f"{data}, {images:,} images, {prompts} prompts per class."]
+    if unknown:
+        texts.append(f"Words that are not in the vocabulary, by class: {', '.join(unknown)}.")
+    grid = percent_grid("method", rows, names)._replace(title="Zero-shot, by class", below=below)
+    yield Block("Zero-shot", words=texts, grids=[grid], about="zero_shot_accuracy")
+
+
+PICTURES = [
+    Pictures("retrieval", draw_images_and_words, is_on_page=False, more=images_and_words),
+    Pictures("zero_shot", more=class_share_table),
+]

@@ -1,0 +1,347 @@
+"""Experts and their routing: load, patches, roles, worth, noise, comparison with the truth."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from moecore.measure.cost import Cost
+from moecore.measure.expert_worth import ORDERS, WAYS
+from moecore.measure.exploring.expert_gallery import MatchedCrops, Overlays, parse_expert_grid
+from moecore.measure.routing import Routing
+from moecore.measure.routing_metrics import expert_roles
+from moecore.measure.stability import Stability
+from moecore.measure.trained import Trained, outcome_of
+from moecore.measure.truth import PIXEL, Truth
+from moecore.measure.values import Chart, Found
+from moecore.report.column import CEILING, DENSE, MetricColumns, column_context
+from moecore.report.figures import drawing, model_figures
+from moecore.report.figures.charts import (
+    NUMBERED,
+    ChartSpec,
+    Curves,
+    Labels,
+    curves_chart,
+    draw_heatmap,
+    percent_annotations,
+    point_from_interval,
+)
+from moecore.report.page.page_objects import Block, Picture, method_rows_table
+from moecore.report.results import (
+    Figures,
+    Pictures,
+    draw_chart,
+    draw_method_curves,
+    first_seed_pictures,
+    pictures_by_name,
+)
+from moecore.report.study_results import Phase, list_without_none
+from moecore.report.tables.cells import cell_over_seeds
+from moecore.statistics.comparisons import Difference, headroom_recovered
+
+AXES = ("teacher_agreement_layer", "layer", "Agreement with the teacher", "MoE layer", "Tokens")
+TEACHER = Chart(*AXES, share=True, top=1.02, height=3.2)
+TEACHER = TEACHER._replace(words="Tokens whose first expert is the teacher's (TGR, table 7).")
+
+
+def draw_routing(result: Found) -> Figures:
+    if result.facts["load"]:
+        yield "expert_load", model_figures.expert_load(result.facts["load"])
+    overlays = Overlays.model_validate(result.facts["overlays"])
+    if overlays.shape[0] and overlays.grids:
+        layers = {
+            f"MoE {number}": (map(parse_expert_grid, layer), overlays.experts)
+            for number, layer in enumerate(overlays.grids, 1)
+        }
+        figure = model_figures.draw_experts_of_patches(overlays.images(), layers, "Experts")
+        yield "expert_overlays", figure
+
+
+def routing_blocks(phase: Phase) -> Iterator[Block]:
+    """Yield blocks: experts' load, experts of patches, matched crops, agreement with a teacher."""
+    by_name = pictures_by_name(phase, Routing, draw_routing)
+    yield Block("Load of the experts", pictures=by_name["expert_load"], about="load_cv2")
+    measured = phase.first(Routing)
+    finding = describe_adjacent_patches(measured)
+    patches = by_name["expert_overlays"]
+    yield Block("Which expert sees which patch", pictures=patches, finding=finding)
+    crops = []
+    first = next(iter(measured.values()), None)  # the crops are the same for every method
+    if first is not None and first.facts["corresponding"]:
+        pair = MatchedCrops.model_validate(first.facts["corresponding"])
+        figure = model_figures.draw_patch_correspondence(pair)
+        label = f"{phase.name}: corresponding patches"
+        crops.append(Picture(figure, label, getattr(figure, "caption", "")))
+    yield Block("Corresponding patches", pictures=crops, about="match_top1")
+    pictures = draw_chart(phase, Routing, TEACHER)
+    yield Block("Agreement with the teacher by layer", pictures=pictures, about="teacher_agreement")
+
+
+def describe_adjacent_patches(first: Mapping[str, Found]) -> str:
+    """Return a phrase: how often adjacent patches share an expert of the last layer; or ""."""
+    shares = {}
+    for method, result in first.items():
+        grids = result.facts["overlays"]["grids"][-1:]
+        rows = [parse_expert_grid(image) for layer in grids for image in layer]
+        same = [(row[:, 1:] == row[:, :-1]).mean() for row in rows if row.shape[1] > 1]
+        if same:
+            shares[method] = float(np.mean(same))
+    if not shares:
+        return ""
+    lowest = min(shares, key=shares.__getitem__)
+    highest = max(shares, key=shares.__getitem__)
+    ends = [f"{100 * shares[name]:.0f} % ({name})" for name in dict.fromkeys((lowest, highest))]
+    return f"patches side by side share their expert in {' to '.join(ends)} of the pairs"
+
+
+def step_times(phase: Phase) -> Iterator[Block]:
+    label = "Time of a batch / that of k = 1"
+    spec = ChartSpec("Step time over k", "Experts per token k", label, height=3.2)
+    caption = "Forward passes on this machine (ERMoE, figure S5)."
+
+    def relative_to_top_1(result: Found) -> dict[float, float]:
+        times = result.curve("batch_ms", "k")
+        if 1 in times:
+            return {k: time / times[1] for k, time in times.items()}
+        return {}
+
+    pictures = draw_method_curves(phase, Cost, relative_to_top_1, spec, caption)
+    yield Block("Step time over k", pictures=pictures)
+
+
+Pairs = Sequence[Sequence[float | None]]  # (E, E')
+SURE = 0.05  # p-value below which a figure marks the information
+SEEDS_WORDS = (
+    "The experts of two seeds are matched one to one on half of the images and compared on the "
+    "others."
+)
+
+
+def draw_roles(result: Found) -> Figures:
+    """Yield (name, heatmap): information by layer, then coactivation and similarity per layer."""
+    layers = expert_roles.read_layers(result)
+    if any(layer.labels for layer in layers):
+        yield "expert_information", draw_expert_information(layers)
+    for number, layer in enumerate(layers, 1):
+        if np.any(layer.together):
+            axes = "Also chose expert", "Chose expert"
+            caption = "Percent of the tokens that chose the row's expert."
+            figure = expert_pair_table(layer.together, f"MoE {number}", axes, caption, 0.005)
+            yield f"coactivation_{number}", figure
+        if layer.after:  # experts of this layer that tokens chose after each of the previous one
+            axes = f"Chose expert in MoE {number}", f"Chose expert in MoE {number - 1}"
+            caption = "Percent of the tokens that chose the row's expert a layer earlier."
+            title = f"MoE {number - 1} to {number}"
+            figure = expert_pair_table(layer.after, title, axes, caption, 0.005)
+            yield f"coactivation_{number - 1}_{number}", figure
+        if layer.cka:
+            caption = "Linear CKA of two experts' outputs for the same tokens, in percent."
+            title = f"Similarity, MoE {number}"
+            figure = expert_pair_table(layer.cka, title, ("Expert", "Expert"), caption)
+            yield f"expert_similarity_{number}", figure
+
+
+def draw_expert_information(layers: Sequence[expert_roles.RolesLayer]) -> drawing.Figure:
+    """Draw a heatmap of how much experts reveal about each label of a token, a row per layer."""
+    names = [name for name in expert_roles.LABELS if any(name in layer.labels for layer in layers)]
+    shares = np.full((len(layers), len(names)), np.nan)
+    texts = np.full(shares.shape, "", dtype=object)
+    for (row, column), _ in np.ndenumerate(shares):
+        label = layers[row].labels.get(names[column])
+        if label is not None:
+            shares[row, column] = max(0, label.normalised)
+            mark = "*" if label.p < SURE else ""
+            texts[row, column] = f"{100 * shares[row, column]:.0f}{mark}"
+    rows = [f"MoE {number}" for number in range(1, len(layers) + 1)]
+    heads = [expert_roles.LABELS[name] for name in names]
+    labels = Labels("What an expert tells", rows, heads, "of a token's")
+    caption = f"Percent of the label's entropy, above chance. *: p < {SURE}."
+    return draw_heatmap(shares, texts, labels, (4.8, 1.3 + 0.35 * len(rows)), caption)
+
+
+def expert_pair_table(
+    pairs: Pairs, title: str, axes: tuple[str, str], caption: str, minimum: float = 0.0
+) -> drawing.Figure:
+    """Draw a heatmap of one share per pair of experts, (E, E'); shares ≥ ``minimum`` as text."""
+    values = np.array(pairs, dtype=float)
+    texts = percent_annotations(values, minimum, NUMBERED)
+    rows, columns = ([str(expert) for expert in range(number)] for number in values.shape)
+    return draw_heatmap(values, texts, Labels(title, rows, columns, *axes), (4.8, 4.7), caption)
+
+
+def seed_table(phase: Phase) -> Iterator[Block]:
+    """Yield a block with a table of metrics that compare the experts of a method's seeds."""
+    context = column_context(phase, expert_roles.ExpertRoles)
+    columns = MetricColumns("routing", expert_roles.ExpertRoles, "roles").columns(context)
+    columns = [column for column in columns if column.of_pairs]
+    cells = {
+        method: {metric.name: cell_over_seeds(metric, list(seeds.values())) for metric in columns}
+        for method, seeds in phase.models.items()
+    }
+    having = {method: row for method, row in cells.items() if all(row.values())}
+    if having:
+        table = method_rows_table(columns, having)
+        yield Block(
+            "Do seeds find the same experts?", [SEEDS_WORDS], [table], about="seed_stability"
+        )
+
+
+def draw_worth(result: Found) -> Figures:
+    """Yield (name, chart): loss over removed experts, and over the rank of a dropped choice."""
+    label = "Loss, 95 % intervals over images"
+    spec = ChartSpec("Removing experts", "Experts removed from every layer", label)
+    curves = loss_curves(result, ORDERS, "lost_without", "removed")
+    yield "expert_removal", curves_chart(curves, spec)
+    curves = loss_curves(result, WAYS, "lost_without_choice", "rank")
+    if len(next(iter(curves.values()))) > 1:
+        spec = ChartSpec("Without one choice", "Rank", label)
+        yield "dropped_choices", curves_chart(curves, spec)
+
+
+def loss_curves(result: Found, names: Mapping[Any, str], metric: str, over: str) -> Curves:
+    """Return label → points of the metric over the values of ``over``, such as "removed"."""
+    # names: end of the metric's name → label of its curve.
+    return {
+        label: [
+            point_from_interval(float(value.at[over]), value.interval)
+            for value in result.all(f"{metric}_{name}")
+            if over in value.at
+        ]
+        for name, label in names.items()
+    }
+
+
+def draw_mean_routing(result: Found) -> Figures:
+    """Yield a picture of each class's mean routing on the experts' grid, a row per MoE layer."""
+    by_layer = enumerate(zip(*result.facts["class_maps"], strict=True), 1)
+    if rows := {f"MoE {layer}": maps for layer, maps in by_layer}:
+        yield "class_maps", model_figures.draw_expert_grids_by_class(rows, result.facts["classes"])
+
+
+def draw_noise_effects(result: Found) -> Figures:
+    if result.facts["ramp"]["shown"]:
+        yield "noise_ramp", draw_probability_ramp(result.facts["ramp"])
+    rows = {
+        row["sigma"]: Overlays.model_validate(row["overlays"])
+        for row in result.facts.get("overlays", ())
+    }
+    if rows:
+        yield "noise_overlays", draw_noise_overlays(rows)
+
+
+def ramps_and_patches(phase: Phase) -> Iterator[Block]:
+    pictures = first_seed_pictures(phase, Stability, draw_noise_effects)
+    title = "Predictions along a ramp, and patches under noise"
+    yield Block(title, pictures=pictures, about="jumps")
+
+
+@drawing.styled_drawing
+def draw_probability_ramp(ramp: Mapping[str, Any]) -> drawing.Figure:
+    """Draw the probability of the true class over noise; crosses mark changed predictions."""
+    figure = drawing.empty_figure(4.8, 3.5, "Example images. Cross: the predicted class changes.")
+    axes = figure.subplots()
+    for number, curve in enumerate(ramp["shown"]):
+        style = drawing.line_look(number) | {"marker": ""}
+        axes.plot(ramp["sigmas"], curve["probability"], label=f"image {curve['index']}", **style)
+        predicted = np.array(curve["predicted"])
+        changed = 1 + (predicted[1:] != predicted[:-1]).nonzero()[0]
+        points = (np.array(values)[changed] for values in (ramp["sigmas"], curve["probability"]))
+        axes.plot(*points, linestyle="", marker="x", color=style["color"])
+    axes.set(xlabel="σ of the noise", title="Prediction along a noise ramp", ylim=(-0.02, 1.02))
+    drawing.set_percent_axis(axes, "Probability of the true class")
+    drawing.add_legend_below(figure, axes)
+    return figure
+
+
+def draw_noise_overlays(rows: Mapping[float, Overlays]) -> drawing.Figure:
+    """Draw each patch's expert in the last MoE layer, a row per σ; tinted where it changed."""
+    clean = next(iter(rows.values()))
+    tiles = []
+    for row in rows.values():
+        line = []
+        for number, image in enumerate(row.images()):
+            grid = parse_expert_grid(row.grids[-1][number])
+            changed = grid != parse_expert_grid(clean.grids[-1][number])
+            texts = np.where(grid < 0, "–", grid.astype(str))
+            tint = drawing.patch_expert_colours(np.where(changed, 0, -1), (drawing.PALETTE[1],))
+            line.append(drawing.Tile(drawing.displayable_image(image), tint, texts))
+        tiles.append(line)
+    names = [f"σ = {sigma:g}" if sigma else "clean" for sigma in rows]
+    caption = "Last MoE layer. Tinted: another expert."
+    title = "Experts under noise: changed ones are tinted"
+    return drawing.sheet(tiles, drawing.SheetLabels(title, names, caption=caption), 1.5, 1.5)
+
+
+UNITS = {"noise": "σ", "attack": f"ε in 1/{PIXEL}"}
+LIMITS = (0.0, 1.0)
+
+
+def draw_groups_of_tokens(result: Found) -> Figures:
+    """Yield (name, heatmap) per MoE layer: each expert's tokens by their true group, in percent."""
+    for index, counts in enumerate(result.facts["counts"], 1):
+        shares = model_figures.row_shares(counts)
+        texts = percent_annotations(shares, 0.005, NUMBERED)
+        columns = [str(kind + 1) for kind in range(shares.shape[1])]
+        axes = ("Kind of token", "Expert, by its matched kind")
+        labels = Labels(f"MoE {index}", (), columns, *axes)
+        caption = "Percent of each expert's tokens."
+        if (unmatched := len(shares) - shares.shape[1]) > 0:
+            caption += f" More experts than kinds: the last {unmatched} are matched to none."
+        yield f"truth_{index}", draw_heatmap(shares, texts, labels, (4.8, 4.7), caption)
+
+
+def share_of_routings_worth(phase: Phase, method: str) -> Difference | None:
+    """Return the method's share of the gain from dense (0) to told (1); None if unknown."""
+    trained = phase.of(Trained)
+    sign = -1 if phase.task.score.better == "lower" else 1
+    sides = []
+    for name in (method, DENSE, CEILING):
+        scores = [result.find("test_score") for result in trained.get(name, [])]
+        items = list_without_none(score.array for score in scores if score)
+        if len(items) < phase.seeds:
+            return None
+        sides.append(sign * np.stack(items))
+    return headroom_recovered(*sides)
+
+
+def describe_routings_worth(phase: Phase, method: str) -> str | None:
+    """Return a sentence on the method's share of told's gain over dense; None without interval."""
+    share = share_of_routings_worth(phase, method)
+    if share is None or (half := share.half()) is None:
+        return None
+    value, low, high = (f"{100 * (share.value + off):.0f}" for off in (0, -half, half))
+    return (
+        f"{method} finds {value} % [{low} – {high}] of what routing is worth: "
+        f"{CEILING}, which routes by the truth, is 100 %; {DENSE}, which has no experts, is 0 %."
+    )
+
+
+def purity_curves(phase: Phase) -> list[Picture]:
+    """Return charts of purity over epochs, noise and attacks' ε, a line per method."""
+    caption = "Mean over MoE layers."
+    spec = ChartSpec("Purity of validation images", "Epoch", "Purity", share=True)
+    read: Any = lambda result: dict(enumerate(outcome_of(result).purity, 1))
+    pictures = draw_method_curves(phase, Trained, read, spec, caption, limits=LIMITS)
+    for kind, unit in UNITS.items():
+        spec = ChartSpec(f"Purity under {kind}", unit, "Purity", share=True)
+        changed = lambda result, kind=kind: result.curve("changed_purity", kind)
+        pictures += draw_method_curves(phase, Truth, changed, spec, caption, limits=LIMITS)
+    return pictures
+
+
+def truth_blocks(phase: Phase) -> Iterator[Block]:
+    """Yield a block: each method's share of told's gain over dense, purity, and true groups."""
+    first = phase.first(Truth)
+    sentences = list_without_none(describe_routings_worth(phase, method) for method in first)
+    pictures = [*purity_curves(phase), *first_seed_pictures(phase, Truth, draw_groups_of_tokens)]
+    yield Block("Experts and truth", sentences, pictures=pictures, about="purity")
+
+
+PICTURES = [
+    Pictures("routing", draw_routing, is_on_page=False, above=routing_blocks, more=step_times),
+    Pictures("routing.roles", draw_roles, more=seed_table),
+    Pictures("expert_worth", draw_worth),
+    Pictures("invariance", draw_mean_routing),
+    Pictures("stability", draw_noise_effects, is_on_page=False, more=ramps_and_patches),
+    Pictures("truth", draw_groups_of_tokens, is_on_page=False, more=truth_blocks),
+]
