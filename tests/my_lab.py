@@ -3,8 +3,7 @@
 import sys
 from pathlib import Path
 
-from moecore.core.outside_packages import allow_packages
-from moecore.core.source_layout import ROOT
+from moecore.core.source_layout import ROOT, allow_packages
 
 TEMPLATE = ROOT / "moecore/pipeline/project_template/src/my_study/cosine.py"
 UNIT = "normalize(self.directions, dim=-1)"

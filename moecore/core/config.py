@@ -23,7 +23,7 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import PydanticCustomError, PydanticKnownError, SchemaValidator, core_schema
 
-from moecore.core import outside_packages
+from moecore.core import source_layout
 from moecore.core.files import UserError, read_json
 from moecore.core.source_layout import ROOT
 
@@ -225,7 +225,7 @@ def is_family_base(cls: type) -> bool:
 
 def find_class(family: type[AnySettings], name: str) -> type[AnySettings]:
     """Return the class of kind ``name``; KeyError if unknown, ValueError for a bad outside part."""
-    if outside_packages.DOTTED_NAME.fullmatch(name):
+    if source_layout.DOTTED_NAME.fullmatch(name):
         return _outside_class(family, name)
     if part := _own_class(family, name):
         return part
@@ -244,10 +244,10 @@ def part_classes_by_kind(
     """Return kind → class of a family's parts: built-in parts, then parts of allowed packages."""
     # imports: also import parts that are not loaded yet; ValueError if one is invalid.
     named = {name: find_class(family, name) for name in list_own_names(family)}
-    for name in outside_packages.list_allowed_modules(lambda file: bool(_class_lines(file))):
+    for name in source_layout.list_allowed_modules(lambda file: bool(_class_lines(file))):
         if not imports and name not in sys.modules:
             continue
-        part = getattr(outside_packages.import_module_of_package(name), _class_name(name))
+        part = getattr(source_layout.import_module_of_package(name), _class_name(name))
         if inspect.isclass(part) and issubclass(part, family):
             named[name] = find_class(family, name)
     return named
@@ -262,7 +262,7 @@ def collect_constants_named(package: str, name: str) -> list[Any]:
     files = filter(defines, sorted((ROOT / package.replace(".", "/")).glob("*.py")))
     modules = [importlib.import_module(f"{package}.{file.stem}") for file in files]
     modules += map(
-        outside_packages.import_module_of_package, outside_packages.list_allowed_modules(defines)
+        source_layout.import_module_of_package, source_layout.list_allowed_modules(defines)
     )
     return [getattr(module, name) for module in modules]
 
@@ -327,7 +327,7 @@ def _own_class(family: type[AnySettings], name: str) -> type[AnySettings] | None
 
 
 def _outside_class(family: type[AnySettings], name: str) -> type[AnySettings]:
-    module = outside_packages.import_module_of_package(name)
+    module = source_layout.import_module_of_package(name)
     word = _class_name(name)
     file = Path(str(module.__file__))
     part = getattr(module, word, None)

@@ -1,9 +1,21 @@
-"""Locations of source files, and of files in a project."""
+"""Where source and files of a project lie; of outside packages only listed ones are imported."""
 
 import hashlib
+import importlib
+import importlib.util
 import os
+import re
 import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from moecore.core.files import UserError
 
@@ -29,6 +41,11 @@ PUBLIC_FAMILIES = (  # packages of moecore with a .pyi, which `python -m tools.s
     *("routers", "experts", "balances", "backbones", "regularizers", "teachers"),
     *("sources", "attacks", "tasks", "measure", "calibrators"),
 )
+OUR_PACKAGE = "moecore"
+DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
+_ALLOWED: ContextVar[tuple[str, ...]] = ContextVar("allowed packages", default=())
+
+SOURCE_TREE = "source tree"  # instead of a version, of a package that is not installed
 
 
 def list_project_dvc_files(folder: Path, name: str = "dvc.yaml") -> list[Path]:
@@ -82,3 +99,154 @@ def refuse_other_checkout(folder: Path = Path()) -> None:
     if package_source_hash(checkout) != package_source_hash():
         other = f"{checkout}: has other code of moecore than {ROOT}, which would run here"
         raise UserError(f"{other}; activate this checkout's own environment (`make setup`)")
+
+
+def allow_packages(names: Iterable[str], folders: Iterable[Path]) -> None:
+    """Allow only these packages; append ``folders`` of params.yaml and their src/ to sys.path."""
+    _ALLOWED.set(tuple(name for name in names if _is_outside_name(name)))
+    for folder in folders if allowed_packages() else ():
+        for path in (folder.resolve(), folder.resolve() / "src"):
+            if path.is_dir() and str(path) not in sys.path:
+                sys.path.append(str(path))
+
+
+def import_extra(name: str, extra: str) -> Any:
+    """Return a library that only some users need; UserError names the extra that installs it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise UserError(f"{name} is not installed: pip install 'moecore[{extra}]'") from None
+
+
+@contextmanager
+def more_packages(names: Iterable[str]) -> Iterator[None]:
+    """Allow additional packages within the block; UserError for an invalid name."""
+    try:
+        names = [check_package_name(name) for name in names]
+    except ValueError as error:
+        raise UserError(f"packages: {error}") from None
+    token = _ALLOWED.set((*_ALLOWED.get(), *names))
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
+def allowed_packages() -> tuple[str, ...]:
+    return _ALLOWED.get()
+
+
+def check_package_name(name: str) -> str:
+    """Return ``name`` if ``packages`` may list it, installed or not; else ValueError."""
+    if name == OUR_PACKAGE:
+        raise ValueError(f"found {name}, whose parts have short kinds; allowed: other packages")
+    if not _is_outside_name(name):
+        allowed = "the name of an installed package, without dots, that is not Python's own"
+        raise ValueError(f"found {name}; allowed: {allowed}")
+    return name
+
+
+def package_folder(name: str) -> Path:
+    """Return the folder of a package, without importing it; ValueError if it is not found."""
+    if folder := _find_folder(name):
+        return folder
+    allowed = "a package that Python finds, or in the folder of params.yaml or its src/"
+    raise ValueError(f"found {name}, which is not installed; allowed: {allowed}")
+
+
+def _is_outside_name(name: str) -> bool:
+    """Return whether an outside package may have this name."""
+    # To find a name with dots, Python would import its parent.
+    return name.isidentifier() and name not in (OUR_PACKAGE, *sys.stdlib_module_names)
+
+
+def _find_folder(package: str) -> Path | None:
+    spec = importlib.util.find_spec(package)
+    places = spec.submodule_search_locations if spec else None
+    return Path(next(iter(places))) if places else None
+
+
+def import_module_of_package(name: str) -> ModuleType:
+    """Import and return a module of an allowed package; ValueError with one line if that fails."""
+    top = name.partition(".")[0]
+    if top not in allowed_packages():
+        listed = ", ".join((*allowed_packages(), top))
+        raise ValueError(f"{name} is of a package that is not listed; write packages: [{listed}]")
+    folder = package_folder(top)
+    try:
+        spec = importlib.util.find_spec(name)
+        # A package hides a .py file of its name.
+        folders = spec.submodule_search_locations or () if spec else ()
+        is_hidden = any(Path(folder).with_suffix(".py").is_file() for folder in folders)
+        if spec is not None and not is_hidden:
+            return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{name} cannot be imported: {last_traceback_line(error)}") from error
+    if spec is not None:
+        both = f"{folder} has a file and a folder of this name"
+        raise ValueError(f"found {name}, but {both}; allowed: one")
+    # The packages' names, which are alike, do not count.
+    modules = {module.rpartition(".")[2]: module for module in list_allowed_modules(lambda _: True)}
+    close = get_close_matches(name.rpartition(".")[2].lower(), modules, 1)
+    hint = f", did you mean {modules[close[0]]!r}?" if close else ""
+    raise ValueError(f"found {name}, but {folder} has no such module{hint}")
+
+
+def outside_kinds_in_settings(value: Any) -> Iterator[str]:
+    """Yield every ``kind: package.module`` in nested settings that were read from JSON."""
+    if isinstance(value, dict):
+        kind = value.get("kind")
+        if isinstance(kind, str) and DOTTED_NAME.fullmatch(kind):
+            yield kind
+        value = list(value.values())
+    for inner in value if isinstance(value, list) else ():
+        yield from outside_kinds_in_settings(inner)
+
+
+def list_allowed_modules(holds: Callable[[Path], bool]) -> list[str]:
+    """Return the dotted names of modules of allowed packages whose file satisfies ``holds``."""
+    folders = {top: folder for top in allowed_packages() if (folder := _find_folder(top))}
+    return [
+        ".".join((top, *file.relative_to(folder).with_suffix("").parts))
+        for top, folder in folders.items()
+        for file in sorted(folder.rglob("[a-z]*.py"))
+        if holds(file)
+    ]
+
+
+def last_traceback_line(error: BaseException, folder: Path | None = None) -> str:
+    """Return an error's ``message (file:line)``, preferably of ``folder`` or an allowed package."""
+    message = " ".join(traceback.format_exception_only(error)[-1].split())
+    if isinstance(error, SyntaxError):
+        return f"{message} ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    folders = tuple(f"{_find_folder(top)}/" for top in allowed_packages())
+
+    def is_outside(file: str) -> bool:
+        if file.startswith(folders):
+            return True
+        if folder is None or file.startswith("<") or "site-packages" in file:
+            return False
+        return Path(file).resolve().is_relative_to(folder.resolve())
+
+    outside_frames = [frame for frame in frames if is_outside(frame.filename)]
+    source_frames = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+    place = (outside_frames or source_frames)[-1]
+    return f"{message} ({place.filename}:{place.lineno})"
+
+
+def package_versions(outside: Iterable[str]) -> dict[str, str]:
+    """Return name → version of moecore, torch and the outside packages."""
+    versions = {name: _distribution_version(name) for name in ("moecore", "torch")}
+    for name in outside:
+        versions[name] = _distribution_version(packages_distributions().get(name, [name])[0])
+    return versions
+
+
+def _distribution_version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return SOURCE_TREE

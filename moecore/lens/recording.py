@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from moecore.core.files import UserError
-from moecore.core.outside_packages import last_traceback_line
+from moecore.core.source_layout import last_traceback_line
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary
 from moecore.lens.traces import TraceWriter, write_trace

@@ -263,7 +263,7 @@ def export_command(
 @app.command("schema")
 def schema_command() -> None:
     """Write params.schema.json, with which editors complete and document every key."""
-    from moecore.core.outside_packages import allow_packages
+    from moecore.core.source_layout import allow_packages
     from moecore.study.check import params_schema
     from moecore.study.document import load_yaml_document
 

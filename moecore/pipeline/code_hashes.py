@@ -32,10 +32,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moecore.core import outside_packages
+from moecore.core import source_layout
 from moecore.core.files import UserError, file_checksum, whole_folder, write_json, write_whole
-from moecore.core.outside_packages import OUR_PACKAGE, allow_packages, allowed_packages
-from moecore.core.source_layout import CODE, FAMILIES, PUBLIC_FAMILIES, ROOT
+from moecore.core.source_layout import (
+    CODE,
+    FAMILIES,
+    OUR_PACKAGE,
+    PUBLIC_FAMILIES,
+    ROOT,
+    allow_packages,
+    allowed_packages,
+)
 from moecore.run import inputs as source_hashes
 from moecore.run.inputs import locate_source
 from moecore.study.document import Document, load_yaml_document
@@ -90,7 +97,7 @@ def code_inputs(document: Document, root: Path | None = None) -> str:
     outside = []
     for name in allowed_packages():
         with suppress(ValueError):  # not installed: the check says so
-            outside.append(outside_packages.package_folder(name))
+            outside.append(source_layout.package_folder(name))
     folders = [root / OUR_PACKAGE, root / "stages", *outside]
     files = {file for folder in folders for file in folder.rglob("*")}
     files = {file for file in files if "__pycache__" not in file.parts}
@@ -193,7 +200,7 @@ def _report_files(root: Path) -> list[Path]:
     """Return the files that decide what the page shows: found by folder, not by imports."""
     folders = ("report/measures", "report/pictures", "measure")
     files = [file for name in folders for file in (root / "moecore" / name).glob("[a-z]*.py")]
-    modules = outside_packages.list_allowed_modules(_shows_results)
+    modules = source_layout.list_allowed_modules(_shows_results)
     return [
         *(file.relative_to(root) for file in sorted(files)),
         *(file for name in modules for file in outside_module_files(name, root)),

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from moecore.core.config import Config, collect_constants_named, find_class
 from moecore.core.files import UserError, read_json
-from moecore.core.outside_packages import list_allowed_modules
+from moecore.core.source_layout import list_allowed_modules
 from moecore.data.card import parse_card_task
 from moecore.measure import base
 from moecore.measure.base import NO_TASK, MeasuredPart

@@ -28,8 +28,14 @@ import yaml
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, to_jsonable, whole_lines
-from moecore.core.outside_packages import allow_packages, allowed_packages, package_versions
-from moecore.core.source_layout import list_project_dvc_files, project_of, run_git
+from moecore.core.source_layout import (
+    allow_packages,
+    allowed_packages,
+    list_project_dvc_files,
+    package_versions,
+    project_of,
+    run_git,
+)
 from moecore.study.document import load_yaml_document
 from moecore.training.monitor import RoutingPoint
 

@@ -22,8 +22,7 @@ from typing import Any
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, file_checksum, read_json, to_jsonable
-from moecore.core.outside_packages import OUR_PACKAGE, allow_packages, package_folder
-from moecore.core.source_layout import CODE, ROOT
+from moecore.core.source_layout import CODE, OUR_PACKAGE, ROOT, allow_packages, package_folder
 from moecore.run.history_file import flatten_keys
 from moecore.study.document import Document, load_yaml_document
 from moecore.study.settings import params_keys_by_field, read_params

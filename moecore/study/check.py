@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from moecore.core.config import KIND, Part, Surroundings, find_class, part_classes_by_kind
 from moecore.core.files import UserError
-from moecore.core.outside_packages import DOTTED_NAME
+from moecore.core.source_layout import DOTTED_NAME
 from moecore.data.card import Card
 from moecore.measure.base import Calculation, Measurement
 from moecore.study import model_rules, part_rules, trial_rules

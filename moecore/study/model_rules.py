@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from moecore.core.config import Surroundings
 from moecore.core.files import UserError, read_json
-from moecore.core.outside_packages import last_traceback_line
+from moecore.core.source_layout import last_traceback_line
 from moecore.data.card import Card, card_of_written_data
 from moecore.data.prepared import SPLITS
 from moecore.data.sources.base import Source

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ValidationError
 from moecore.core import config
 from moecore.core.config import KIND as TAG
 from moecore.core.files import UserError
-from moecore.core.outside_packages import allow_packages
+from moecore.core.source_layout import allow_packages
 from moecore.study.document import (
     SHOWN_LETTERS,
     Document,

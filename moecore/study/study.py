@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, create_model
 
 from moecore.core.config import Config, find_class
-from moecore.core.outside_packages import allow_packages, check_package_name, package_folder
+from moecore.core.source_layout import allow_packages, check_package_name, package_folder
 from moecore.data.sources.base import Source
 from moecore.measure.base import Measurement, builtin_measurements
 from moecore.measure.calibration import Calibrate

@@ -16,7 +16,7 @@ from moecore import testing
 from moecore.attacks.base import Attack
 from moecore.core.config import Part, Surroundings
 from moecore.core.files import UserError
-from moecore.core.outside_packages import DOTTED_NAME, last_traceback_line
+from moecore.core.source_layout import DOTTED_NAME, last_traceback_line
 from moecore.data.card import Card
 from moecore.data.sources.base import Source
 from moecore.measure.base import MeasuredModel, Measurement

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from moecore.core.files import UserError
-from moecore.core.outside_packages import last_traceback_line
 from moecore.core.routing_records import Batch, Guidance, ObjectiveInputs
+from moecore.core.source_layout import last_traceback_line
 from moecore.data.prepared import Prepared, Split
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.patch_transformer_base import PatchTransformer

@@ -16,7 +16,7 @@ from torch import Tensor
 from moecore.attacks.attack_setup import Target
 from moecore.attacks.base import Attack
 from moecore.core.files import UserError, read_json
-from moecore.core.outside_packages import more_packages, outside_kinds_in_settings
+from moecore.core.source_layout import more_packages, outside_kinds_in_settings
 from moecore.data.card import Card, card_of_written_data
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.base import Source

@@ -23,8 +23,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from moecore.core.config import KIND
 from moecore.core.files import UserError, to_jsonable
-from moecore.core.outside_packages import allowed_packages, package_folder
-from moecore.core.source_layout import ROOT
+from moecore.core.source_layout import ROOT, allowed_packages, package_folder
 from moecore.run.history_file import flatten_keys, logged_points, routing_points
 from moecore.study.stages import MODEL_STAGES
 from moecore.tracking import mlflow_connection

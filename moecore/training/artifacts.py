@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
-from moecore.core import files, outside_packages
+from moecore.core import files, source_layout
 from moecore.core.config import Config, read_json_settings
 from moecore.core.ranks import broadcast_text, check_equal_across_ranks, current_ranks
 from moecore.core.routing_records import Feature
@@ -64,9 +64,9 @@ def save_model(folder: str | Path, model: Model) -> None:
     guided = isinstance(model, GuidedModel)
     card = ModelCard(backbone=model.config, image=model.image, moe=model.moe, guided=guided)
     settings = card.model_dump(mode="json")
-    used = [kind.partition(".")[0] for kind in outside_packages.outside_kinds_in_settings(settings)]
-    packages = dict.fromkeys([*outside_packages.allowed_packages(), *used])
-    settings["versions"] = outside_packages.package_versions(packages)
+    used = [kind.partition(".")[0] for kind in source_layout.outside_kinds_in_settings(settings)]
+    packages = dict.fromkeys([*source_layout.allowed_packages(), *used])
+    settings["versions"] = source_layout.package_versions(packages)
     if isinstance(model, GuidedModel):
         save_guide(folder / GUIDE, model.guide)
         model = model.model
@@ -101,18 +101,18 @@ def load_card(folder: str | Path) -> ModelCard:
 
 def _refuse_unknown_packages(path: Path, settings: Any) -> None:
     """Raise UserError if a part's package is not allowed, or does not provide the part."""
-    for kind in outside_packages.outside_kinds_in_settings(settings):
+    for kind in source_layout.outside_kinds_in_settings(settings):
         package = kind.partition(".")[0]
         versions = settings.get("versions") if isinstance(settings, dict) else None
         version = versions.get(package) if isinstance(versions, dict) else None
         written = f"written with {package}, version: {version or 'unknown'}"
-        if package not in outside_packages.allowed_packages():
+        if package not in source_layout.allowed_packages():
             raise files.UserError(
                 f"{path}: has {kind}, of a package that is not listed ({written}); to import it: "
                 f'load_model(folder, packages=["{package}"]), moecore predict --package {package}'
             )
         try:
-            outside_packages.import_module_of_package(kind)
+            source_layout.import_module_of_package(kind)
         except ValueError as error:
             raise files.UserError(f"{path}: {error} ({written})") from error
 
@@ -131,7 +131,7 @@ def load_model(folder: str | Path, packages: Sequence[str] = ()) -> Model:
     Raises:
         UserError: for a missing or invalid file, or parts of other packages.
     """
-    with outside_packages.more_packages(packages):
+    with source_layout.more_packages(packages):
         model = load_unguided(folder)
         guide = load_guide(Path(folder) / GUIDE) if load_card(folder).guided else None
         if guide is None:

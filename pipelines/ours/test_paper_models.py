@@ -7,8 +7,7 @@ from paper_models.sizes import METRICS, PaperModel, Sizes, build_on_meta, count_
 
 from moecore.core.config import Surroundings
 from moecore.core.files import UserError
-from moecore.core.outside_packages import more_packages
-from moecore.core.source_layout import ROOT
+from moecore.core.source_layout import ROOT, more_packages
 from moecore.measure.cost import whole_and_routing_flops
 from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import parameter_counts

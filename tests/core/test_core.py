@@ -28,9 +28,8 @@ from moecore.core.files import (
     set_parent_death_signal,
     whole_file,
 )
-from moecore.core.outside_packages import allow_packages, more_packages
 from moecore.core.safetensors_files import read_tensors
-from moecore.core.source_layout import FAMILIES, ROOT
+from moecore.core.source_layout import FAMILIES, ROOT, allow_packages, more_packages
 from moecore.data.thread_map import map_in_threads, thread_count
 from moecore.lens.traces import open_tensors
 from moecore.parts import Classification, ImageSpec

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from moecore import Prepared, UserError, predict_in_batches
 from moecore.backbones import Vit, Vit3d
 from moecore.core.config import read_json_settings
-from moecore.core.outside_packages import more_packages
+from moecore.core.source_layout import more_packages
 from moecore.data.sources.dialects import Dialects
 from moecore.measure.base import MeasuredModel, read_result
 from moecore.measure.calibration import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moecore.core.files import UserError
-from moecore.core.outside_packages import allow_packages
+from moecore.core.source_layout import allow_packages
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.study.check import check_study
 from moecore.study.document import load_yaml_document

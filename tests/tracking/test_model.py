@@ -17,7 +17,7 @@ import torch
 
 from moecore.backbones import TwoTowers, Vit
 from moecore.core.files import UserError
-from moecore.core.outside_packages import allow_packages
+from moecore.core.source_layout import allow_packages
 from moecore.nn.experts.mlp import Mlp
 from moecore.parts import Classification, ImageSpec, MoESettings
 from moecore.report.report_files import name_for_mlflow

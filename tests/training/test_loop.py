@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from moecore.core.files import SEAL, UnusableFile, UserError, read_json, write_sealed
-from moecore.core.outside_packages import allow_packages, more_packages
 from moecore.core.safetensors_files import read_tensors, write_tensors
+from moecore.core.source_layout import allow_packages, more_packages
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp
 from moecore.parts import Classification, MoESettings

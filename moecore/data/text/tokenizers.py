@@ -11,7 +11,7 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, file_checksum, find_raw_file, write_whole
-from moecore.core.outside_packages import import_extra
+from moecore.core.source_layout import import_extra
 from moecore.data.text.words import lower_words, read_words, words_from_count
 from moecore.tasks.image_text import ImageText
 

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.outside_packages import import_extra
+from moecore.core.source_layout import import_extra
 from moecore.data.layouts.volumes import BRAIN, tissue_shares_outside
 
 AFFINE_TOLERANCE_MM = 0.1  # largest distance of a corner of the volume between equal affines
