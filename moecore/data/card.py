@@ -1,7 +1,9 @@
-"""The card of a data set: known before any file is written, and stored as ``card.json`` with it."""
+"""The card of a data set, stored as ``card.json``, and the arrays that are stored beside it."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -135,3 +137,43 @@ def write_card(
     }
     write_sealed(folder / "card.json", content)
     return content
+
+
+PREPARE_AGAIN = "run the stage `prepare` again"
+
+
+def open_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return a .npy file memory-mapped. Raises UserError unless it has this shape and dtype."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; {PREPARE_AGAIN}") from None
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path}: not a whole .npy file ({error}); {PREPARE_AGAIN}") from error
+    if array.shape != shape or array.dtype != dtype:
+        raise UserError(
+            f"{path}: holds {array.dtype} {array.shape}; card.json says {np.dtype(dtype)} {shape}. "
+            f"{PREPARE_AGAIN.capitalize()}"
+        )
+    return array
+
+
+def save_array(path: Path, values: np.ndarray) -> None:
+    with open(path, "wb") as file:
+        # Given a real file, numpy writes through the C library, whose errors have no reason.
+        writer: Any = SimpleNamespace(write=file.write)
+        np.save(writer, values, allow_pickle=False)
+
+
+def new_array(path: Path, dtype: Any, shape: tuple[int, ...], begun: bool = False) -> np.memmap:
+    """Return a memory-mapped .npy file to fill; ``begun``: continue an existing one."""
+    array = np.lib.format.open_memmap(path, mode="r+" if begun else "w+", dtype=dtype, shape=shape)
+    # Filling a sparse file on a full disk kills the process (SIGBUS): take the space now.
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        with open(path, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return array
+
+
+def open_labels(folder: Path, task: Task, split: str, number: int) -> np.ndarray:
+    return np.array(open_array(folder / f"{split}_labels.npy", *task.storage_format(number)))

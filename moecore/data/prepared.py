@@ -18,11 +18,10 @@ import numpy as np
 from pydantic import ValidationError
 
 from moecore.core.files import UserError, file_checksum, read_json
-from moecore.data.card import SPLITS, parse_card_task
+from moecore.data.card import PREPARE_AGAIN, SPLITS, parse_card_task
 from moecore.data.layouts.images import JpegImages, open_images
 from moecore.data.layouts.text import open_text, open_tokens_with_kinds
 from moecore.data.layouts.volumes import open_volumes
-from moecore.data.stored_arrays import PREPARE_AGAIN
 from moecore.data.volumes.cohorts import read_subject_rows
 from moecore.tasks.base import Task
 

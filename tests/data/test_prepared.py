@@ -17,10 +17,10 @@ from moecore.core import streams
 from moecore.core.files import UnusableFile, UserError, read_json, whole_folder, write_json
 from moecore.core.streams import derived_seed, generator_for
 from moecore.data import loader, prepared, stratified_splits
+from moecore.data.card import new_array
 from moecore.data.loader import batch_indices, few_shot_indices, image_memory_budget
 from moecore.data.prepared import Prepared, Split
 from moecore.data.sources.fashion_mnist import FashionMnist
-from moecore.data.stored_arrays import new_array
 from moecore.data.thread_map import map_in_threads, one_blas_thread
 from moecore.parts import Card, Classification, SplitToWrite, write_images
 from moecore.sources import Cifar, Dialects, Digits, ImageFolder, Imagenet, Mosaic, Phantom

@@ -13,11 +13,10 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from moecore.core.files import KeptParts, UserError, find_raw_folder, join_below_root
-from moecore.data.card import Card, count_classes
+from moecore.data.card import Card, count_classes, new_array, open_array
 from moecore.data.files import decode
 from moecore.data.layouts.images import PackedJpegFile, SplitToWrite, write_images
 from moecore.data.sources.base import Source
-from moecore.data.stored_arrays import new_array, open_array
 from moecore.data.stratified_splits import SplitSettings
 from moecore.data.thread_map import map_in_threads
 from moecore.tasks.classification import Classification

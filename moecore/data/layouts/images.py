@@ -15,8 +15,17 @@ import numpy as np
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.data.card import SPLITS, Card, count_classes, write_card
-from moecore.data.stored_arrays import PREPARE_AGAIN, new_array, open_array, open_labels, save_array
+from moecore.data.card import (
+    PREPARE_AGAIN,
+    SPLITS,
+    Card,
+    count_classes,
+    new_array,
+    open_array,
+    open_labels,
+    save_array,
+    write_card,
+)
 from moecore.data.thread_map import map_in_threads, thread_count
 from moecore.tasks.base import Task
 

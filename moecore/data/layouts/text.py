@@ -13,8 +13,7 @@ import numpy as np
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, write_whole
-from moecore.data.card import SPLITS, Card, write_card
-from moecore.data.stored_arrays import open_array, save_array
+from moecore.data.card import SPLITS, Card, open_array, save_array, write_card
 from moecore.tasks.base import Task
 from moecore.tasks.next_token import NextToken
 

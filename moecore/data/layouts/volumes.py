@@ -13,8 +13,15 @@ import numpy as np
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, write_csv
-from moecore.data.card import SPLITS, Card, write_card
-from moecore.data.stored_arrays import new_array, open_array, open_labels, save_array
+from moecore.data.card import (
+    SPLITS,
+    Card,
+    new_array,
+    open_array,
+    open_labels,
+    save_array,
+    write_card,
+)
 from moecore.data.volumes.cohorts import VolumeSubject, read_subject_rows
 from moecore.tasks.base import Task
 from moecore.tasks.regression import Regression
