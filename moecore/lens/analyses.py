@@ -16,7 +16,6 @@ from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choic
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens.traces import LayerRouting, Trace
 from moecore.measure.base import SEED
-from moecore.measure.exploring.expert_gallery import FavouritePatch, patch_crop
 from moecore.measure.routing_metrics import (
     epochs,
     expert_information,
@@ -25,6 +24,7 @@ from moecore.measure.routing_metrics import (
     layer_metrics,
 )
 from moecore.measure.routing_metrics.choice_patterns import chance_violation
+from moecore.measure.routing_metrics.expert_gallery import FavouritePatch, patch_crop
 from moecore.measure.routing_metrics.expert_information import MIN_IMAGES
 from moecore.measure.truth import permuted_truth_tables
 from moecore.nn.routing_traces import coarse_patch_indices

@@ -13,8 +13,8 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens import analyses, trace_explorer
 from moecore.lens.analyses import ROLES, Column, TraceNumbers, analyse_trace
 from moecore.lens.traces import Trace
-from moecore.measure.exploring import expert_gallery
 from moecore.measure.routing import METRICS
+from moecore.measure.routing_metrics import expert_gallery
 from moecore.measure.routing_metrics.expert_roles import LABELS, SPECIAL, TELLS, ExpertRoles
 from moecore.measure.values import Metric
 from moecore.predict.continuation import MAX_EXPERTS, WordWithExperts, count_words

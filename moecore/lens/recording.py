@@ -15,7 +15,7 @@ from moecore.core.source_layout import last_traceback_line
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary
 from moecore.lens.traces import TraceWriter, write_trace
-from moecore.measure.exploring.expert_gallery import SIDE
+from moecore.measure.routing_metrics.expert_gallery import SIDE
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import eval_mode, image_batches, round_batch_to_groups
 from moecore.nn.router_hooks import routing_collector

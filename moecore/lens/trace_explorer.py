@@ -20,9 +20,9 @@ from moecore.lens import analyses
 from moecore.lens.traces import LayerShape, Trace
 from moecore.measure.base import SEED
 from moecore.measure.explorer import Result, ShownVariant
-from moecore.measure.exploring import expert_gallery
-from moecore.measure.exploring.expert_gallery import CROP, encode_thumbnails
+from moecore.measure.routing_metrics import expert_gallery
 from moecore.measure.routing_metrics.epochs import spread_places
+from moecore.measure.routing_metrics.expert_gallery import CROP, encode_thumbnails
 from moecore.nn import routing_traces
 from moecore.nn.routing_traces import coarse_patch_indices, finest_layout
 from moecore.report.page import explorer_page

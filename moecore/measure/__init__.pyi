@@ -24,7 +24,7 @@ from moecore.measure.few_shot import FewShot as _FewShot
 from moecore.measure.fewer_experts import FewerExperts as _FewerExperts
 from moecore.measure.invariance import Invariance as _Invariance
 from moecore.measure.lipschitz import Lipschitz as _Lipschitz
-from moecore.measure.probes.region_experts_on_new_data import RegionGeneralisationSettings as _RegionGeneralisationSettings
+from moecore.measure.probes.unseen_people import RegionGeneralisationSettings as _RegionGeneralisationSettings
 from moecore.measure.retrieval import Retrieval as _Retrieval
 from moecore.measure.robustness import Robustness as _Robustness
 from moecore.measure.router_regret import RouterRegret as _RouterRegret

@@ -21,7 +21,7 @@ from moecore.attacks.gradient import image_gradient
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.exploring.expert_gallery import EncodedImages, encode_thumbnails
+from moecore.measure.routing_metrics.expert_gallery import EncodedImages, encode_thumbnails
 from moecore.nn.layers.lipschitz_lemma import soften_model
 from moecore.nn.predict import ImageSequence, eval_mode, image_batches, model_device
 from moecore.statistics.intervals import Interval, People, bootstrap_mean

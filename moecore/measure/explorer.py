@@ -18,10 +18,9 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary
 from moecore.measure import changed_images
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
-from moecore.measure.exploring import expert_gallery
-from moecore.measure.exploring.expert_gallery import EncodedImages, encode_thumbnails
-from moecore.measure.routing_metrics import two_view_agreement
+from moecore.measure.routing_metrics import expert_gallery, two_view_agreement
 from moecore.measure.routing_metrics.epochs import IMAGES, VOLUMES, explorer_image_indices
+from moecore.measure.routing_metrics.expert_gallery import EncodedImages, encode_thumbnails
 from moecore.measure.values import OnPage, Values
 from moecore.nn.backbones.base_model import Model, majority_token_kinds
 from moecore.nn.predict import predict_in_batches

@@ -12,7 +12,7 @@ from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import Tokenizer, load_tokenizer
 from moecore.measure.base import MeasuredModel, Measurement
-from moecore.measure.exploring import expert_gallery
+from moecore.measure.routing_metrics import expert_gallery
 from moecore.measure.routing_metrics.layer_metrics import mean_token_entropy
 from moecore.measure.values import Metric, OnPage, Place, Values
 from moecore.nn.backbones.two_towers import TEXTS

@@ -15,10 +15,10 @@ from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import CropRanges, ViewSettings, falsifies_truth
 from moecore.measure.base import SEED, MeasuredModel, Measurement, Skipped
-from moecore.measure.exploring.expert_gallery import evenly_spaced_overlays, overlapping_crops
 from moecore.measure.routing_metrics import alternative_choices, layer_metrics
 from moecore.measure.routing_metrics.alternative_choices import SweepSettings
 from moecore.measure.routing_metrics.choice_patterns import choose_one_layer_early
+from moecore.measure.routing_metrics.expert_gallery import evenly_spaced_overlays, overlapping_crops
 from moecore.measure.routing_metrics.expert_information import MIN_IMAGES
 from moecore.measure.routing_metrics.expert_roles import ExpertRoles, put_roles
 from moecore.measure.routing_metrics.expert_similarity import CountedImages, keep_layer_tokens

@@ -12,7 +12,7 @@ from torch import Tensor
 from moecore.data.corruptions import SIGMAS, add_noise, standard_normal_noise, to_uint8
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.exploring.expert_gallery import encode_expert_overlays
+from moecore.measure.routing_metrics.expert_gallery import encode_expert_overlays
 from moecore.measure.routing_metrics.layer_metrics import changes_by_image, expert_agreement
 from moecore.measure.values import SCORE, Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model

@@ -15,7 +15,7 @@ from moecore.core.routing_records import RoutingRecord
 from moecore.core.streams import generator_for
 from moecore.data.layouts.text import UNKNOWN
 from moecore.data.text.words import ReadingStyle, read_vocabulary, split_prompt_words
-from moecore.measure.exploring.expert_gallery import experts_by_weight
+from moecore.measure.routing_metrics.expert_gallery import experts_by_weight
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.predict.model_quality import describe_model_quality
 from moecore.report.figures.drawing import expert_colours

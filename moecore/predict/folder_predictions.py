@@ -24,7 +24,7 @@ from moecore.data.files.decode import BACKGROUND
 from moecore.data.volumes.cohorts import SEX, read_text_table
 from moecore.data.volumes.volume_preparation import Grid, read_volume
 from moecore.measure.calibrators.base import FittedCalibrator, read_fitted
-from moecore.measure.exploring.expert_gallery import find_two_towers
+from moecore.measure.routing_metrics.expert_gallery import find_two_towers
 from moecore.nn.predict import predict_in_batches
 from moecore.predict import pictures
 from moecore.predict.model_quality import calibrator_folder, describe_model_quality

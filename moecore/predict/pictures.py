@@ -22,7 +22,7 @@ from moecore.data.files.decode import MODES, UnreadableImage, decode_image
 from moecore.data.text.tokenizers import EncodedCaption, Tokenizer, load_tokenizer
 from moecore.measure.calibrators.base import FittedCalibrator, read_fitted
 from moecore.measure.calibrators.temperature import FittedTemperature
-from moecore.measure.exploring.expert_gallery import experts_by_word
+from moecore.measure.routing_metrics.expert_gallery import experts_by_word
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.backbones.two_towers import TwoTowerModel
 from moecore.nn.predict import predict_in_batches

@@ -26,7 +26,7 @@ from moecore.measure.calibrators.base import read_fitted
 from moecore.measure.calibrators.linear import FittedLine, FittedLinear, Linear
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
 from moecore.measure.cohort_checks import CohortChecks
-from moecore.measure.probes import ageing_and_rescans
+from moecore.measure.probes import unseen_people
 from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.stages import calibrate as stage
@@ -206,7 +206,7 @@ def subject(cohort) -> MeasuredModel:
 def found(subject) -> Found:
     assert CohortChecks.applies(subject) is None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ageing_and_rescans, "RESCAN_YEARS", 200)
+        patch.setattr(unseen_people, "RESCAN_YEARS", 200)
         return check_measurement(settings(), subject)
 
 

@@ -10,9 +10,13 @@ from moecore.core.streams import derived_seed, generator_for
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import make_random_views
 from moecore.measure import Cost, Routing, routing
-from moecore.measure.exploring.expert_gallery import TWO_CROPS, overlapping_crops, parse_expert_grid
 from moecore.measure.routing_metrics import layer_metrics
 from moecore.measure.routing_metrics.alternative_choices import score_threshold
+from moecore.measure.routing_metrics.expert_gallery import (
+    TWO_CROPS,
+    overlapping_crops,
+    parse_expert_grid,
+)
 from moecore.measure.routing_metrics.two_view_agreement import draw_two_views
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import predict_in_batches

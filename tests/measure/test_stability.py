@@ -11,8 +11,8 @@ from moecore.core.arrays_as_text import decode_compressed_text
 from moecore.data.corruptions import add_noise, standard_normal_noise
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.explorer import Result
-from moecore.measure.exploring.expert_gallery import Overlays, parse_expert_grid
 from moecore.measure.routing_metrics.epochs import explorer_image_indices
+from moecore.measure.routing_metrics.expert_gallery import Overlays, parse_expert_grid
 from moecore.measure.routing_metrics.layer_metrics import changes_by_image, expert_agreement
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views
 from moecore.measure.stability import Stability, class_probs_by_sigma, put_ramps

@@ -11,7 +11,7 @@ from moecore.core.files import UserError, to_jsonable, write_json
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure import AffineRanges, Routing, ViewSettings, base
-from moecore.measure.exploring.expert_gallery import overlay_middle_slices, parse_expert_grid
+from moecore.measure.routing_metrics.expert_gallery import overlay_middle_slices, parse_expert_grid
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views
 from moecore.measure.values import Found, Metric, OnPage, Values, place_slug
 from moecore.nn.predict import predict_in_batches

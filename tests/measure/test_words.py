@@ -15,8 +15,8 @@ from moecore.measure import WordSwaps, ZeroShot, few_shot, retrieval, routing, w
 from moecore.measure.calibration import Calibrate, CalibrationFiles, ClassCalibration, final_tokens
 from moecore.measure.calibrators.temperature import Temperature, nll_derivative_by_row
 from moecore.measure.explorer import Explorer, Result
-from moecore.measure.exploring.expert_gallery import favourite_words
 from moecore.measure.few_shot import BIAS, EPSILON, EXPONENTS, FewShot
+from moecore.measure.routing_metrics.expert_gallery import favourite_words
 from moecore.measure.routing_metrics.expert_roles import read_layers
 from moecore.nn import predict
 from moecore.nn.backbones.language_model import LanguageModel

@@ -9,7 +9,7 @@ from moecore.brain.age_measurement import METRICS
 from moecore.core.files import write_json
 from moecore.measure.attack_audit import ScoresAtEpsilon
 from moecore.measure.cohort_checks import CohortChecks, put_agreements
-from moecore.measure.probes.region_experts_on_new_data import (
+from moecore.measure.probes.unseen_people import (
     RegionExpertAgreement,
     RegionExperts,
     TissueAgreement,

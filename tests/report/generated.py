@@ -12,11 +12,10 @@ from moecore.core.files import to_jsonable, write_json
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.measure import attack_audit, calibration
 from moecore.measure.base import Estimate, Skipped
-from moecore.measure.exploring import expert_gallery
-from moecore.measure.exploring.expert_gallery import encode_thumbnails, overlapping_crops
 from moecore.measure.robustness import METRICS, put_scores
-from moecore.measure.routing_metrics import layer_metrics
+from moecore.measure.routing_metrics import expert_gallery, layer_metrics
 from moecore.measure.routing_metrics.alternative_choices import fallback_slopes
+from moecore.measure.routing_metrics.expert_gallery import encode_thumbnails, overlapping_crops
 from moecore.measure.trained import Trained, collect_outcome_values
 from moecore.measure.values import Found, Place, Value, Values
 from moecore.report.study_results import Measured

@@ -1,1 +1,1 @@
-"""What routing records say: load, matching of views, IMED, consistency over epochs, regions."""
+"""What routing records say: load, views, IMED, consistency over epochs, regions, galleries."""

@@ -12,7 +12,7 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import TokenLayout
 from moecore.data.text.words import read_vocabulary, stop_word_labels
 from moecore.measure.base import SEED, MeasuredModel
-from moecore.measure.probes.region_experts_on_new_data import tissue_sums_by_cube
+from moecore.measure.probes.unseen_people import tissue_sums_by_cube
 from moecore.measure.routing_metrics.epochs import token_kinds
 from moecore.statistics.comparisons import linearize_ratio
 from moecore.statistics.intervals import People, permuted_orders

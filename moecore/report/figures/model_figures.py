@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from moecore.measure.exploring.expert_gallery import MatchedCrops, Overlays, parse_expert_grid
 from moecore.measure.retrieval import Read
+from moecore.measure.routing_metrics.expert_gallery import MatchedCrops, Overlays, parse_expert_grid
 from moecore.nn.experts.base import map_shape
 from moecore.report.column import score_title, unit_suffix
 from moecore.report.figures import charts, drawing

@@ -9,7 +9,7 @@ import numpy as np
 from moecore.brain.age_calibration import AgeCalibration
 from moecore.brain.age_measurement import PREDICTIONS
 from moecore.measure.cohort_checks import CohortChecks
-from moecore.measure.probes.ageing_and_rescans import rising_step_share
+from moecore.measure.probes.unseen_people import rising_step_share
 from moecore.measure.trained import TISSUES
 from moecore.measure.values import Found
 from moecore.report.column import Column

@@ -7,9 +7,9 @@ import numpy as np
 
 from moecore.measure.cost import Cost
 from moecore.measure.expert_worth import ORDERS, WAYS
-from moecore.measure.exploring.expert_gallery import MatchedCrops, Overlays, parse_expert_grid
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics import expert_roles
+from moecore.measure.routing_metrics.expert_gallery import MatchedCrops, Overlays, parse_expert_grid
 from moecore.measure.stability import Stability
 from moecore.measure.trained import Trained, outcome_of
 from moecore.measure.truth import PIXEL, Truth

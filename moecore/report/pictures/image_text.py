@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from moecore.measure.exploring.expert_gallery import Overlays
 from moecore.measure.retrieval import Retrieval
+from moecore.measure.routing_metrics.expert_gallery import Overlays
 from moecore.measure.values import Found
 from moecore.measure.zero_shot import ZeroShot
 from moecore.report.figures.model_figures import image_and_caption_experts

@@ -14,16 +14,15 @@ from moecore.core.arrays_as_text import decode_float_array
 from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout, first_choices
 from moecore.data.views.views import ViewsWithAffines
-from moecore.measure.exploring import expert_gallery
-from moecore.measure.exploring.expert_gallery import expert_use_by_image, parse_expert_grid
 from moecore.measure.robustness import expert_overlaps
-from moecore.measure.routing_metrics import two_view_agreement
+from moecore.measure.routing_metrics import expert_gallery, two_view_agreement
 from moecore.measure.routing_metrics.epochs import (
     agreement_items,
     agreement_over_epochs,
     match_counts_by_image,
     saturation_by_image,
 )
+from moecore.measure.routing_metrics.expert_gallery import expert_use_by_image, parse_expert_grid
 from moecore.measure.routing_metrics.layer_metrics import (
     agreement_by_image,
     below_k_eligible_flags,
