@@ -59,7 +59,7 @@ class Display(NamedTuple):
 
     @property
     def title(self) -> str:
-        return self.kind.page.title
+        return self.kind.page.title or self.stage.rpartition(".")[2].replace("_", " ")
 
     @property
     def columns(self) -> MetricColumns:
@@ -90,7 +90,7 @@ class Display(NamedTuple):
         shown += pictures.draw(phase)
         results = phase.results(kind)
         skipped = dict.fromkeys(f"{reason}." for result in results for reason in result.skipped)
-        title = page.heading or page.title[0].upper() + page.title[1:]
+        title = page.heading or self.title[0].upper() + self.title[1:]
         block = Block(title, pictures=shown, below=list(skipped), about=self.about(phase))
         return [*pictures.above(phase), block, *pictures.more(phase)]
 
