@@ -147,7 +147,7 @@ def test_a_stage_compares_the_code_that_dvc_files_its_result_under(monkeypatch, 
 
 
 def test_dvc_tells_settings_apart_that_are_called_size(copied):
-    """Its run cache does not: dvc/stage/cache.py leaves this name out (see test_dvc.py)."""
+    """Its run cache does not: dvc/stage/cache.py leaves this name out (see test_plan.py)."""
     card = copied.folder / "artifacts/data/finetune/card.json"
     finetune = "finetune: {kind: digits, size: "
     for size in (16, 32):
