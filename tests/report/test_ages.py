@@ -8,7 +8,7 @@ import pytest
 from moecore.measure import CohortChecks, Robustness
 from moecore.report.figures.charts import attack_points
 from moecore.report.page.report_page import render_report
-from moecore.report.pictures import ages as age_pictures
+from moecore.report.pictures import calibration
 from moecore.report.pictures.robustness import scores_by_epsilon
 from moecore.report.report_files import robustness_csv, table_s1_csv, training_csv
 from moecore.report.results import read_results
@@ -120,22 +120,22 @@ def test_one_method_beside_a_control_has_no_mark(tmp_path):
 
 def test_tissues_alone(tmp_path):
     phase = results(tmp_path, [0], methods={"dense": False}).phases["pretrain"]
-    grid = age_pictures.tissue_error_table(phase)
+    grid = calibration.tissue_error_table(phase)
     values = [float(item.text) for item in grid.lines[0].items]
-    assert grid.columns[1:] == list(age_pictures.ERRORS)
+    assert grid.columns[1:] == list(calibration.ERRORS)
     assert values == [4.0, 9.0, 8.0, 7.0, 2.75, 6.5, 6.0, 4.25, 1.75, 0.5, 0.5]
     model = phase.models["dense"][0]
     found = model.of(CohortChecks)
     kept = [value for value in found.values if value.metric.startswith(("whole", "rescan"))]
     left = found.model_copy(update={"values": tuple(kept)})
     model = model._replace(results={**model.results, CohortChecks: left})
-    bare = age_pictures.tissue_error_table(phase._replace(models={"dense": {0: model}}))
+    bare = calibration.tissue_error_table(phase._replace(models={"dense": {0: model}}))
     assert "Whole volume, probe" in bare.columns
     assert not [name for name in bare.columns if "GM" in name or "White" in name]
 
 
 def test_region_experts_where_they_were_not_taught(three, text):
-    grid = age_pictures.region_experts_by_volume_kind(three.phases["pretrain"])
+    grid = calibration.region_experts_by_volume_kind(three.phases["pretrain"])
     heads = [line.head.text for line in grid.lines]
     assert [head for head in heads if head in METHODS] == ["vmoe", "ermoe_ba"], "dense has none"
     rows = {line.head.text: [item.text for item in line.items] for line in grid.lines[1:6]}
@@ -146,21 +146,21 @@ def test_region_experts_where_they_were_not_taught(three, text):
     assert "Region experts where they were not taught" in text
     assert "Not checked, generalisation" not in text
     (first, *_) = three.phases["pretrain"].of(CohortChecks)["vmoe"]
-    mixed = age_pictures.mixture_table(first, "vmoe")
+    mixed = calibration.mixture_table(first, "vmoe")
     assert [line.head.text for line in mixed.lines] == ["WM with GM"]
     assert [item.text for item in mixed.lines[0].items] == [NumberFormat("share", 0).value(0.7)]
     assert mixed.below.endswith("other generator: WM 0.50, GM 0.50, CSF 0.50.")
     phase = three.phases["pretrain"]
     alone = phase._replace(models={"dense": phase.models["dense"]})
-    assert age_pictures.region_experts_by_volume_kind(alone) is None
+    assert calibration.region_experts_by_volume_kind(alone) is None
 
 
 def test_table_s1_over_seeds(three, tmp_path):
-    grid = age_pictures.table_s1(three.phases["pretrain"])
+    grid = calibration.table_s1(three.phases["pretrain"])
     assert len(grid.lines) == 3 * 3
     # ermoe_ba pooled: 5.5, 5.6, 5.7
     assert grid.lines[7].items[0][:2] == ("5.60", "5.35 – 5.85")
-    one = age_pictures.table_s1(results(tmp_path, [0], methods={"dense": False}).phases["pretrain"])
+    one = calibration.table_s1(results(tmp_path, [0], methods={"dense": False}).phases["pretrain"])
     assert one.lines[0].items[0][:2] == ("4.00", "3.50 – 4.50")
 
 

@@ -1,4 +1,4 @@
-"""Experts and their routing: load, patches, roles, worth, noise, comparison with the truth."""
+"""Experts and their routing: load, patches, roles, worth, noise, truth, Lipschitz terms."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -337,10 +337,40 @@ def truth_blocks(phase: Phase) -> Iterator[Block]:
     yield Block("Experts and truth", sentences, pictures=pictures, about="purity")
 
 
+def draw_lipschitz(result: Found) -> Figures:
+    if layers := result.facts.get("lemma_terms"):
+        yield "lemma1", draw_lemma_terms(layers)
+
+
+@drawing.styled_drawing
+def draw_lemma_terms(layers: list[dict[str, list[float]]]) -> drawing.Figure:
+    """Plot ‖∇f(x)‖₂ and the router's term against lemma 1's bound, a point per token and layer."""
+    # If the lemma holds, all points of the upper panel lie on or below the diagonal.
+    figure = drawing.empty_figure(4.8, 5.6, "One point per token.")
+    panels = figure.subplots(2, 1, sharex=True)
+    highest = max(max(layer["bound"]) for layer in layers)
+    for axes, name in zip(panels, ("‖∇f(x)‖₂", "router term of the bound"), strict=True):
+        ends = [0, highest]
+        axes.plot(ends, ends, color=drawing.INK, linewidth=0.9, linestyle=":", label="the bound")
+        axes.set_ylabel(name)
+    for index, layer in enumerate(layers):
+        colour = drawing.PALETTE[index % 7]
+        style = {"s": 9, "alpha": 0.6, "color": colour, "label": f"MoE {index + 1}"}
+        panels[0].scatter(layer["bound"], layer["jacobian"], **style)
+        panels[1].scatter(layer["bound"], layer["router"], **style)
+    for axes in panels:
+        axes.set(xlim=(0, None), ylim=(0, None))
+    panels[0].set_title("Lemma 1 at real tokens")
+    panels[1].set_xlabel("Lemma 1's bound")
+    drawing.add_legend_below(figure, panels[0])
+    return figure
+
+
 PICTURES = [
     Pictures("routing", draw_routing, is_on_page=False, above=routing_blocks, more=step_times),
     Pictures("routing.roles", draw_roles, more=seed_table),
     Pictures("expert_worth", draw_worth),
+    Pictures("lipschitz", draw_lipschitz),
     Pictures("invariance", draw_mean_routing),
     Pictures("stability", draw_noise_effects, is_on_page=False, more=ramps_and_patches),
     Pictures("truth", draw_groups_of_tokens, is_on_page=False, more=truth_blocks),
