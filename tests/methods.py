@@ -7,8 +7,7 @@ from moecore.core.source_layout import ROOT
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.study.document import load_yaml_document
-from moecore.training.guide import attach_required_guide, build_guide
-from moecore.training.method import Method
+from moecore.training.method import Method, attach_required_guide, build_guide
 from tests.training.small import IMAGE
 
 

@@ -17,7 +17,7 @@ from moecore.measure.values import Found, Metric, OnPage, PartStore, Place, Valu
 from moecore.nn.backbones.base_model import Model
 from moecore.statistics.intervals import Estimate as Estimate
 from moecore.tasks.classification import Classification
-from moecore.training.guide import Guide
+from moecore.training.method import Guide
 
 SEED = 0  # of all random draws, so that every method is measured on the same ones
 R = TypeVar("R", bound=Config)

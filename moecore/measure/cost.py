@@ -25,8 +25,8 @@ from moecore.nn.kernels.grouped import register_flop_formulas
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import eval_mode, image_batches, model_device
 from moecore.statistics.intervals import Interval
-from moecore.training.guide import Guide
 from moecore.training.meter import measure_peak
+from moecore.training.method import Guide
 from moecore.training.runtime import device_name
 
 WARM_UP = 3  # passes that are not timed, before the others

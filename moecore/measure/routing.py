@@ -39,7 +39,7 @@ from moecore.nn.correspondence import align_teacher_probs
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import finest_layout
 from moecore.statistics.intervals import Interval
-from moecore.training.guide import teacher_probs
+from moecore.training.method import teacher_probs
 
 AUGMENTATIONS = tuple(name for name in get_args(Preset) if name not in ("identity", "erasing"))
 CROPPED_IMAGES = 8  # candidates for the picture of two crops

@@ -16,7 +16,7 @@ from moecore.nn.backbones.base_model import Model
 from moecore.nn.kernels.grouped import plain_operations_context
 from moecore.nn.predict import coupled_image_count
 from moecore.training.artifacts import load_model
-from moecore.training.guide import GuidedModel
+from moecore.training.method import GuidedModel
 
 Run = Callable[[Tensor], Iterable[Tensor]]
 Format = Literal["onnx", "torch"]

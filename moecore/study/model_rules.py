@@ -28,8 +28,7 @@ from moecore.study.sections import Phase
 from moecore.study.stages import REDUCING_PHASES, TRAINING_PHASES
 from moecore.study.study import Misfits, Study
 from moecore.tasks.classification import Classification
-from moecore.training.guide import aligned_teacher_blocks
-from moecore.training.method import Method
+from moecore.training.method import Method, aligned_teacher_blocks
 from moecore.training.upcycle import upcycle_model
 
 PREPARED_DATA = Path("artifacts/data")

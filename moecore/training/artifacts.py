@@ -29,7 +29,7 @@ from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import meta_device_context
 from moecore.tasks.image_text import ImageText
 from moecore.training import distributed_training
-from moecore.training.guide import Guide, GuidedModel
+from moecore.training.method import Guide, GuidedModel
 
 GUIDE = "guide"
 VOCABULARY = "vocabulary.txt"

@@ -21,7 +21,7 @@ from moecore.data.prepared import Prepared, Split
 from moecore.data.views.views import make_random_views, mix_images
 from moecore.nn.backbones.base_model import BackboneModel, Model
 from moecore.tasks.base import Task
-from moecore.training.guide import Guide, attach_required_guide
+from moecore.training.method import Guide, attach_required_guide
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.settings import Training
 from moecore.training.single_tissue_volumes import TissueIsolationSchedule

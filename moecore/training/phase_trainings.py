@@ -15,9 +15,8 @@ from moecore.data.prepared import Prepared
 from moecore.data.views.views import evaluation_images
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec
 from moecore.training.artifacts import load_adapted_model, load_guide
-from moecore.training.guide import Guide, build_guide
 from moecore.training.job import Objective, TrainingJob, build_training_job
-from moecore.training.method import Method, TeacherRouter
+from moecore.training.method import Guide, Method, TeacherRouter, build_guide
 from moecore.training.regularizers.teacher_router import teacher_router_terms
 from moecore.training.settings import Finetuning, TeacherRouterFit, Training
 from moecore.training.single_tissue_volumes import build_tissue_isolation

@@ -23,8 +23,7 @@ from moecore.nn.predict import predict_in_batches
 from moecore.parts import ImageSpec, MeasuredModel, MoESettings, TokenLayout, Values
 from moecore.routers import Eigenbasis, TopP
 from moecore.testing import check_measurement
-from moecore.training.guide import build_guide
-from moecore.training.method import Method
+from moecore.training.method import Method, build_guide
 from tests.measure.subjects import built, compute_without_cache, match_ratios
 from tests.methods import tiny
 from tests.nn.test_dispatch import paired

@@ -22,10 +22,9 @@ from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.teachers import AffineRanges, Training, ViewSettings
 from moecore.testing.check_helpers import small_vit
 from moecore.training.artifacts import load_model, save_model
-from moecore.training.guide import attach_required_guide, build_guide
 from moecore.training.job import Objective, TrainingJob
 from moecore.training.loop import iterate_training
-from moecore.training.method import Method
+from moecore.training.method import Method, attach_required_guide, build_guide
 from moecore.training.teachers.timm import define_missing_operators
 from tests.data.making import VOLUMES, ball
 from tests.methods import METHODS, REPRESENTATIVE

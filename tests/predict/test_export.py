@@ -23,7 +23,7 @@ from moecore.predict.export import TensorsOnly, compare_outputs, draw_inputs, ex
 from moecore.routers import ExpertChoice, Hash, NoisyTopK, Router, SoftSlots
 from moecore.tasks.next_token import NextToken
 from moecore.training.artifacts import load_model, save_model, save_words
-from moecore.training.guide import Guide, GuidedModel
+from moecore.training.method import Guide, GuidedModel
 from tests.browser import opened
 from tests.measure.subjects import built, digits
 from tests.measure.test_truth import text_subject

@@ -32,9 +32,9 @@ from moecore.study.layers import compose_layers, load_overlay_layer, load_root_l
 from moecore.study.model_rules import image_spec, load_previews
 from moecore.study.questions import QuestionFile, list_question_names
 from moecore.study.study import Study
-from moecore.training.guide import build_guide
 from moecore.training.job import Objective, TrainingJob, training_batch
 from moecore.training.loop import train_step
+from moecore.training.method import build_guide
 from moecore.training.settings import build_optimizer
 from tests.project import PARAMS, write_question
 

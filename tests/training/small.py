@@ -13,10 +13,9 @@ from moecore.data.prepared import Split
 from moecore.nn.backbones.vit import Vit
 from moecore.parts import Classification, ImageSpec
 from moecore.training.artifacts import Checkpoint
-from moecore.training.guide import build_guide
 from moecore.training.job import Objective, TrainingJob
 from moecore.training.loop import batch_maker, iterate_training
-from moecore.training.method import Method
+from moecore.training.method import Method, build_guide
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
 

@@ -21,11 +21,16 @@ from moecore.run.training import TrainingRun
 from moecore.stages import teacher as teacher_stage
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.artifacts import load_guide, load_model, save_guide, save_model, save_no_guide
-from moecore.training.guide import GuidedModel, aligned_teacher_blocks, build_guide
 from moecore.training.job import Objective, training_batch
 from moecore.training.loop import iterate_training, validation_metrics
 from moecore.training.meter import Meter, sum_layer_routing
-from moecore.training.method import Method, TeacherRouter
+from moecore.training.method import (
+    GuidedModel,
+    Method,
+    TeacherRouter,
+    aligned_teacher_blocks,
+    build_guide,
+)
 from moecore.training.monitor import LayerTotals, Monitor, build_routing_point, describe_point
 from moecore.training.phase_trainings import build_pretraining, iterate_router_fit
 from moecore.training.settings import TeacherRouterFit, Training

@@ -20,10 +20,9 @@ from moecore.nn.predict import eval_mode
 from moecore.study.document import parse_yaml_document
 from moecore.study.settings import extract_settings
 from moecore.tasks.multi_label import MultiLabel
-from moecore.training.guide import build_guide
 from moecore.training.job import training_batch
 from moecore.training.loop import iterate_training
-from moecore.training.method import Method
+from moecore.training.method import Method, build_guide
 from moecore.training.runtime import tune_runtime
 from moecore.training.settings import (
     Adversarial,

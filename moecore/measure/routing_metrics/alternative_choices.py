@@ -21,7 +21,7 @@ from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import model_device, predict_in_batches
 from moecore.nn.routers.base import Router
 from moecore.tasks.base import Task
-from moecore.training.guide import GuidedModel
+from moecore.training.method import GuidedModel
 
 
 @contextmanager

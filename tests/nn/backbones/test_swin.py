@@ -15,8 +15,7 @@ from moecore.nn.layers import window_attention
 from moecore.nn.routing_traces import coarse_patch_indices
 from moecore.parts import Classification, EncodeOptions, ImageSpec, MoESettings
 from moecore.training.artifacts import load_adapted_model, load_model, save_guide, save_model
-from moecore.training.guide import aligned_teacher_blocks, build_guide
-from moecore.training.method import Method
+from moecore.training.method import Method, aligned_teacher_blocks, build_guide
 from moecore.training.phase_trainings import build_pretraining
 from moecore.training.runtime import CompiledBlocks
 from moecore.training.teachers.timm import define_missing_operators

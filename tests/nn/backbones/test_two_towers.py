@@ -15,10 +15,9 @@ from moecore.nn.backbones.base_model import ImageSpec, parameter_counts
 from moecore.nn.backbones.vit import Vit
 from moecore.tasks.image_text import ImageText
 from moecore.training.artifacts import load_adapted_model, load_model, save_model
-from moecore.training.guide import attach_required_guide, build_guide
 from moecore.training.job import Objective, TrainingJob
 from moecore.training.loop import iterate_training
-from moecore.training.method import Method
+from moecore.training.method import Method, attach_required_guide, build_guide
 from moecore.training.settings import Training
 from tests.methods import METHODS, REPRESENTATIVE
 from tests.training.small import CPU
