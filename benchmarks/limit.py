@@ -23,6 +23,10 @@ PACKAGES = (
     "mixture-of-experts",
     "soft-moe-pytorch",
     "deepspeed",
+    "triton",
+    "scattermoe",
+    "megablocks",
+    "sonic-moe",
 )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
 from benchmarks import layers
 from benchmarks.layers import Size
@@ -136,6 +136,66 @@ def deepspeed(size: Size) -> nn.Module:
     return layer
 
 
+class Scattered(nn.Module):
+    """ScatterMoE's SwiGLU experts below a linear router whose chosen gates sum to 1."""
+
+    def __init__(self, size: Size) -> None:
+        from scattermoe.mlp import GLUMLP
+
+        super().__init__()
+        self.k = size.k
+        self.router = nn.Linear(size.width, size.experts, bias=False)
+        self.experts = GLUMLP(size.width, size.gated, size.experts, size.k, activation=nn.SiLU())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = tokens.flatten(0, 1)
+        gates = torch.softmax(self.router(rows).float(), dim=-1)
+        weights, chosen = gates.topk(self.k)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        return self.experts(rows, weights.to(rows.dtype), chosen).view_as(tokens)
+
+
+def megablocks(size: Size) -> nn.Module:
+    """MegaBlocks' dropless layer with GELU, without biases and without its balance loss.
+
+    Its own products of blocks, or grouped_gemm's where that is installed.
+    """
+    from megablocks.layers.arguments import Arguments
+    from megablocks.layers.dmoe import dMoE
+
+    options = Arguments(
+        hidden_size=size.width,
+        ffn_hidden_size=size.hidden,
+        moe_num_experts=size.experts,
+        moe_top_k=size.k,
+        moe_normalize_expert_weights=1,
+        moe_loss_weight=0,
+        mlp_impl="sparse" if find_spec("grouped_gemm") is None else "grouped",
+        activation_fn=nn.functional.gelu,
+        bias=False,
+        return_bias=False,
+        fp16=False,
+        bf16=True,
+    )
+    return dMoE(options)
+
+
+def sonic_moe(size: Size) -> nn.Module:
+    """SonicMoE's layer with SwiGLU; it needs a Hopper or Blackwell GPU."""
+    from sonicmoe import MoE
+    from sonicmoe.enums import ActivationType
+
+    return MoE(
+        num_experts=size.experts,
+        num_experts_per_tok=size.k,
+        hidden_size=size.width,
+        intermediate_size=size.gated,
+        activation_function=ActivationType.SWIGLU,
+        add_bias=False,
+        std=0.02,
+    )
+
+
 def _needs_two(size: Size, peer: str) -> None:
     if size.k != 2:
         raise Unfit(f"{peer} has no k = {size.k}")
@@ -183,13 +243,14 @@ ROOMY = (
     "every expert has the capacity per image that its fullest one needs, so that nothing is "
     "dropped, and computes all of it"
 )
+SWIGLU = "SwiGLU; bf16 parameters on both sides"
 PEERS = (
     Peer(
         "transformers grouped_mm",
         "transformers",
         transformers_experts("grouped_mm"),
         layers.ours_swiglu,
-        "SwiGLU; bf16 parameters on both sides",
+        SWIGLU,
         True,
     ),
     Peer(
@@ -197,7 +258,7 @@ PEERS = (
         "transformers",
         transformers_experts("eager"),
         layers.ours_swiglu,
-        "SwiGLU; bf16 parameters on both sides",
+        SWIGLU,
         True,
     ),
     Peer("st-moe-pytorch", "st_moe_pytorch", st_moe, layers.ours_geglu, f"GEGLU; {ROOMY}"),
@@ -216,6 +277,13 @@ PEERS = (
         layers.ours,
         "one process, operators not compiled; all experts have the capacity of the fullest one",
     ),
+)
+
+GPU_PEERS = (  # that no CPU runs, and transformers
+    PEERS[0],
+    Peer("ScatterMoE", "scattermoe", Scattered, layers.ours_swiglu, SWIGLU, True),
+    Peer("MegaBlocks", "megablocks", megablocks, layers.ours, "no biases; bf16 parameters", True),
+    Peer("SonicMoE", "sonicmoe", sonic_moe, layers.ours_swiglu, SWIGLU, True),
 )
 
 

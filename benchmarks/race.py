@@ -5,9 +5,9 @@ regularizers, routers and their updates cost. Writes one JSON.
         routers hook waits] [--device cuda]
     python -m benchmarks.table benchmarks/race.json
 
-On a GPU layers have 66,192 tokens and steps 16 times the batch, both are raced compiled too, and
-"waits" counts where a step's host waits for the device; peers and regularizers are a CPU's. What is
-written there is benchmarks/race_cuda.json.
+On a GPU steps have 16 times the batch and are raced compiled too, and "waits" counts where a step's
+host waits for the device; benchmarks/gpu.py races layers and peers there. What is written there is
+benchmarks/race_cuda.json.
 Contestants take turns in one process (training steps: one process each), 8 rounds or more; a figure
 is the median of the rounds' ratios, with its quartiles, and the ratio of the shortest turns. Run it
 with nothing else on the machine.
@@ -18,13 +18,15 @@ import argparse
 import gc
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from benchmarks import layers, routers, training_step
 from benchmarks.layers import Size, step, wait
@@ -39,10 +41,8 @@ from moecore.training.runtime import tune_runtime
 
 VIT_S = Size(images=32, tokens=197, width=384, hidden=1536, experts=8, k=2)
 MANY = VIT_S._replace(experts=128, k=1)
-ON_GPU = 336  # images of a layer there: 66,192 tokens
 HUNDREDS = Size(images=1, tokens=200, width=784, hidden=64, experts=400, k=1)
 DENSE = ((VIT_S, "float32", 1.10), (VIT_S, "bfloat16", 1.10), (MANY, "bfloat16", 1.9))
-DENSE_ON_GPU = 1.30
 TARGETS = {  # ours / peer, by number of experts where it depends on it
     "transformers grouped_mm": 0.85,
     "transformers eager": {8: 0.85, 128: 0.05, 400: 0.02},
@@ -54,13 +54,25 @@ TARGETS = {  # ours / peer, by number of experts where it depends on it
 CUDA = "cuda"
 RACES = {
     "cpu": ("layer", "peers", "step", "regularizers", "routers", "hook"),
-    CUDA: ("layer", "step", "routers", "hook", "waits"),
+    CUDA: ("step", "routers", "hook", "waits"),
 }
 MODELS = ("default", "vit_tiny", "vit_s")
 REGULARIZER = 1.02
 ROUTER = 1.05
 HOOK = 0.01
-STEP_LIMIT = 2.5
+
+
+class StepTargets(NamedTuple):
+    """Ratios that a training step should reach."""
+
+    stock: Mapping[str, float]  # to the step on stock torch, by contestant
+    limit: float  # to the limit of the machine
+
+
+STEP_TARGETS = {
+    "cpu": StepTargets(training_step.TARGETS, 2.5),
+    CUDA: StepTargets(dict.fromkeys(training_step.TARGETS, 0.5), 2.0),
+}
 
 
 def row(
@@ -92,21 +104,6 @@ def row(
 
 def skipped(race: str, what: str, precision: str, reason: str) -> dict:
     return {"race": race, "what": what, "precision": precision, "skipped": reason}
-
-
-def device_rows(rounds: int) -> Iterator[dict]:
-    """On a GPU: ours against the dense MLP, as they are and both compiled."""
-    for size, precision, _ in DENSE:
-        size = size._replace(images=ON_GPU)
-        for word, change in (("", lambda layer: layer), (", compiled", torch.compile)):
-            runs = {
-                build.__name__: step(change(build(size)), size, torch_dtype(precision), device=CUDA)
-                for build in (layers.ours, layers.dense)
-            }
-            turns = take_turns(runs, rounds)
-            what = f"ViT-S, {size.shown()}{word}"
-            target = DENSE_ON_GPU if size.experts == 8 else None
-            yield row("layer / dense MLP", what, precision, turns["ours"], turns["dense"], target)
 
 
 def waits(run: Run) -> int:
@@ -177,45 +174,64 @@ def _peer_rows(peer: Peer, size: Size, rounds: int, quick: bool, most: float) ->
     elif quick and size.experts > 8:
         yield skipped(race, size.shown(), precision, "left out by --quick")
     else:
-        yield _peer_row(peer, size, rounds, race, precision, most)
+        target = TARGETS[peer.name]
+        if isinstance(target, dict):
+            target = target[size.experts]
+        yield peer_row(peer, size, rounds, target, most)
 
 
-def _peer_row(peer: Peer, size: Size, rounds: int, race: str, precision: str, most: float) -> dict:
-    target = TARGETS[peer.name]
-    if isinstance(target, dict):
-        target = target[size.experts]
+def build_on(device: str, build: Callable[[Size], nn.Module], size: Size) -> nn.Module:
+    """Build a layer with weights drawn on the device: on a CPU 1,024 experts take seconds."""
+    with torch.device(device):
+        return build(size)
+
+
+def peer_row(
+    peer: Peer,
+    size: Size,
+    rounds: int,
+    target: float | None,
+    most: float = float("inf"),
+    device: str = "cpu",
+) -> dict:
+    """Ours against one peer, for at most ``most`` seconds."""
     try:
-        theirs = peer.build(size)
+        theirs = build_on(device, peer.build, size)
     except Unfit:
         # the peers with a capacity choose exactly 2: ours does too
         size = size._replace(k=2)
-        theirs = peer.build(size)
-    dtype = torch_dtype(precision)
+        theirs = build_on(device, peer.build, size)
+    parameters = torch.bfloat16 if peer.parameters else torch.float32
     runs = {
-        "ours": step(peer.ours(size), size, dtype, *_parameters(peer)),
-        "peer": step(theirs, size, dtype, *_parameters(peer)),
+        name: step(layer, size, torch.bfloat16, parameters, device)
+        for name, layer in (("ours", build_on(device, peer.ours, size)), ("peer", theirs))
     }
     seconds = take_turns(runs, rounds, most=most)
-    return row(race, size.shown(), precision, seconds["ours"], seconds["peer"], target, peer.note)
-
-
-def _parameters(peer: Peer) -> tuple[torch.dtype, ...]:
-    if peer.parameters:
-        return (torch.bfloat16,)
-    return ()
+    times = seconds["ours"], seconds["peer"]
+    return row(f"layer / {peer.name}", size.shown(), "bfloat16", *times, target, peer.note)
 
 
 def step_rows(
-    rounds: int, found: Peaks, names: tuple[str, ...], device: str = "cpu"
+    rounds: int,
+    found: Peaks,
+    names: tuple[str, ...],
+    device: str = "cpu",
+    targets: StepTargets | None = None,
+    more_experts: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Iterator[dict]:
-    """The training step against the same model on stock torch, the dense ViT, and its own limit."""
+    """The training step against the same model on stock torch, the dense ViT, and its own limit.
+
+    more_experts: by size, further numbers of experts that are raced against the dense ViT.
+    """
+    targets = targets or STEP_TARGETS[device]
     for name in names:
-        seconds = training_step.race(name, rounds, device)
+        numbers = (more_experts or {}).get(name, ())
+        seconds = training_step.race(name, rounds, device, numbers)
         size = training_step.sized(name, device)
         if ours := seconds.get(training_step.COMPILED):
             what = f"{name}, compiled, {size.batch / median(ours):,.0f} images/s"
             yield row("step / stock torch", what, "bfloat16", ours, seconds["stock"], 0.5)
-        for contestant, target in training_step.TARGETS.items():
+        for contestant, target in targets.stock.items():
             precision = contestant.split()[1]
             ours = seconds[contestant]
             yield row("step / stock torch", name, precision, ours, seconds["stock"], target)
@@ -223,11 +239,14 @@ def step_rows(
             run = training_step.bench(size, size.vmoe, dtype, device=device).step
             run()
             limits = [limit(run, found)] * rounds
-            yield row("step / limit", name, precision, ours, limits, STEP_LIMIT)
-        ours = seconds["ours bfloat16"]
+            yield row("step / limit", name, precision, ours, limits, targets.limit)
         dense = seconds["dense bfloat16"]
         note = "2 of the blocks hold experts, 2 per token"
-        yield row("step / dense ViT", name, "bfloat16", ours, dense, None, note)
+        race = "step / dense ViT"
+        yield row(race, name, "bfloat16", seconds["ours bfloat16"], dense, None, note)
+        for number in numbers:
+            ours = seconds[training_step.with_experts(number)]
+            yield row(race, f"{name}, E {number}", "bfloat16", ours, dense, None, note)
 
 
 def regularizer_rows(rounds: int, name: str = "vit_tiny") -> Iterator[dict]:
@@ -341,7 +360,7 @@ def figures(options: argparse.Namespace, found: Peaks) -> Iterator[dict]:
     models = MODELS[:2] if options.quick else tuple(options.models)
     device = options.device
     races = {
-        "layer": lambda: device_rows(rounds) if device == CUDA else layer_rows(rounds, found),
+        "layer": lambda: layer_rows(rounds, found),
         "peers": lambda: peer_rows(rounds, options.quick, options.seconds),
         "step": lambda: step_rows(rounds, found, models, device),
         "regularizers": lambda: regularizer_rows(rounds),
@@ -353,23 +372,41 @@ def figures(options: argparse.Namespace, found: Peaks) -> Iterator[dict]:
         yield from races[name]()
 
 
+def write_figures(figures: Iterable[dict], head: dict, path: Path) -> list[dict]:
+    """Print every figure and write all so far: a race that is stopped keeps what it has."""
+    console = Console(stderr=True)
+    rows: list[dict] = []
+
+    def write(finished: bool) -> None:
+        result = head | {"finished": finished, "rows": rows}
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    write(finished=False)
+    for figure in figures:
+        rows.append(figure)
+        what = f"{figure['race']}: {', '.join(filter(None, (figure['what'], figure['precision'])))}"
+        console.print(f"{what}: {summary(figure)}", highlight=False, soft_wrap=True)
+        write(finished=False)
+    write(finished=True)
+    return rows
+
+
+def summary(figure: dict) -> str:
+    """Say what a row found."""
+    if "skipped" in figure:
+        return figure["skipped"]
+    if "value" in figure:
+        return f"{figure['value']:.3g} {figure['unit']}"
+    return f"{figure['median']:.3f} [{figure['low']:.3f}, {figure['high']:.3f}]"
+
+
 def main() -> None:
     options = arguments()
     runtime = tune_runtime(options.device)
     found = peaks(options.device)
     machine = described(runtime) | {"peak_flops": found.flops, "bandwidth": found.bandwidth}
-    console = Console(stderr=True)
-    rows = []
-    for figure in figures(options, found):
-        rows.append(figure)
-        shown = figure.get("skipped")
-        if not shown:
-            shown = f"{figure['median']:.3f} [{figure['low']:.3f}, {figure['high']:.3f}]"
-        what = f"{figure['race']}: {figure['what']}, {figure['precision']}"
-        console.print(f"{what}: {shown}", highlight=False)
-        # written after every figure: a race of hours that is stopped keeps what it has
-        result = {"machine": machine, "versions": versions(), "quick": options.quick, "rows": rows}
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    head = {"machine": machine, "versions": versions(), "quick": options.quick}
+    write_figures(figures(options, found), head, options.json)
 
 
 if __name__ == "__main__":

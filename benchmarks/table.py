@@ -1,6 +1,10 @@
 """The figures of a race as a Markdown table.
 
-python -m benchmarks.table [benchmarks/race.json]
+    python -m benchmarks.table [benchmarks/race.json]
+    python -m benchmarks.table --gpu FOLDER [--into benchmarks/README.md]
+
+--gpu reads what benchmarks/gpu_quarter_hour.sh wrote into a folder, and puts the table between the
+marks of a file; ``-`` prints it.
 """
 
 import argparse
@@ -19,6 +23,11 @@ HEAD = (
     "against ms",
 )
 ENOUGH = 8  # rounds; fewer are said beside the ratio
+GPU_HEAD = ("race", "size", "precision", "found", "to reach", "quartiles", "ms", "against ms")
+GPU_PARTS = ("environment", "equality", "layers", "peers", "steps", "jobs", "memory", "repro")
+BEGIN = "<!-- written by python -m benchmarks.table --gpu -->"
+END = "<!-- end of the table of a GPU -->"
+README = Path("benchmarks/README.md")
 
 
 def table(result: dict) -> str:
@@ -44,20 +53,79 @@ def _versions(result: dict) -> str:
     return ", ".join(f"{name} {number}" for name, number in result["versions"].items())
 
 
+def gpu_table(folder: Path) -> str:
+    """Markdown of all parts of a quarter of an hour on a card, and what of it is missing."""
+    notes: list[str] = []
+    lines = [_line(GPU_HEAD), _line("---" for _ in GPU_HEAD)]
+    missing: list[str] = []
+    last: dict = {}
+    for part in GPU_PARTS:
+        path = folder / f"{part}.json"
+        if not path.is_file():
+            missing.append(f"{part} (not run)")
+            continue
+        last = json.loads(path.read_text(encoding="utf-8"))
+        lines += [_line(_gpu_cells(row, notes)) for row in last["rows"]]
+        if not last["finished"]:
+            missing.append(f"the rest of {part} (it was stopped or failed)")
+    if not last:
+        files = ", ".join(f"{part}.json" for part in GPU_PARTS)
+        raise SystemExit(f"{folder}: found no results; allowed: a folder with any of {files}")
+    lines += ["", _machine(last["machine"]), f"Versions: {_versions(last)}."]
+    if missing:
+        lines.append(f"Not measured: {', '.join(missing)}.")
+    if last["dry_run"]:
+        lines.append("A dry run: tiny sizes on a CPU; these figures do not count.")
+    lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _gpu_cells(row: dict, notes: list[str]) -> tuple[str, ...]:
+    start = (row["race"], row["what"], row["precision"])
+    if "skipped" in row:
+        return (*start, row["skipped"].replace("|", "/"), *[""] * (len(GPU_HEAD) - 4))
+    target = "" if row["target"] is None else f"{row['target']:.4g}"
+    if target:
+        target = f"≥ {target}" if row.get("at_least") else f"≤ {target}"
+    if "value" in row:
+        value = f"{row['value']:.3g} {row['unit']}".strip() + _number_of_note(row, notes)
+        return (*start, value, target, *[""] * (len(GPU_HEAD) - 5))
+    quartiles = f"{row['low']:.3g} – {row['high']:.3g}"
+    times = f"{row['ms']:.4g}", f"{row['against_ms']:.4g}"
+    return (*start, _ratio(row, notes), target, quartiles, *times)
+
+
+def write_between_marks(path: Path, text: str) -> None:
+    """Replace what stands between ``BEGIN`` and ``END`` in a file."""
+    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"{path}: found no {END if begin else BEGIN}; allowed: a file with both")
+    path.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def _number_of_note(row: dict, notes: list[str]) -> str:
+    if not row["note"]:
+        return ""
+    if row["note"] not in notes:
+        notes.append(row["note"])
+    return f" ({notes.index(row['note']) + 1})"
+
+
+def _ratio(row: dict, notes: list[str]) -> str:
+    ratio = f"{row['median']:.3g}{_number_of_note(row, notes)}"
+    if row["rounds"] < ENOUGH:
+        ratio += f", {row['rounds']} rounds only"
+    return ratio
+
+
 def _cells(row: dict, notes: list[str]) -> tuple[str, ...]:
     start = (row["race"], row["what"], row["precision"])
     if "skipped" in row:
         return (*start, f"skipped: {row['skipped']}", *[""] * (len(HEAD) - 4))
-    if row["note"] and row["note"] not in notes:
-        notes.append(row["note"])
-    ratio = f"{row['median']:.3g}"
-    if row["note"]:
-        ratio += f" ({notes.index(row['note']) + 1})"
-    if row["rounds"] < ENOUGH:
-        ratio += f", {row['rounds']} rounds only"
     return (
         *start,
-        ratio,
+        _ratio(row, notes),
         "" if row["target"] is None else f"{row['target']:.4g}",
         f"{row['low']:.3g} – {row['high']:.3g}",
         f"{row['minimum']:.3g}",
@@ -75,7 +143,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("json", nargs="?", type=Path, default=Path("benchmarks/race.json"))
-    print(table(json.loads(parser.parse_args().json.read_text(encoding="utf-8"))), end="")
+    parser.add_argument("--gpu", type=Path, metavar="FOLDER", help="with a JSON per part")
+    into = f"with --gpu: the file with the marks (default {README}); -: print it"
+    parser.add_argument("--into", type=Path, default=README, help=into)
+    options = parser.parse_args()
+    if options.gpu is None:
+        print(table(json.loads(options.json.read_text(encoding="utf-8"))), end="")
+    elif options.into == Path("-"):
+        print(gpu_table(options.gpu), end="")
+    else:
+        write_between_marks(options.into, gpu_table(options.gpu))
 
 
 if __name__ == "__main__":

@@ -82,11 +82,12 @@ def serve(run: Run, warm: int = 4, count: int = 3) -> None:
 
 
 def processes_take_turns(
-    commands: Mapping[str, Sequence[str]], rounds: int
+    commands: Mapping[str, Sequence[str]], rounds: int, start_together: bool = False
 ) -> dict[str, list[float]]:
     """Seconds of each turn of the contestants that these commands ``serve``.
 
-    Raises RuntimeError where one ends.
+    start_together: not one after the other; nothing is timed before all are ready. Raises
+    RuntimeError where one ends.
     """
     workers: dict[str, subprocess.Popen] = {}
     try:
@@ -94,7 +95,10 @@ def processes_take_turns(
             workers[name] = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
-            _answer(name, workers[name])  # ready, before the next one starts
+            if not start_together:
+                _answer(name, workers[name])  # ready, before the next one starts
+        for name, worker in workers.items() if start_together else ():
+            _answer(name, worker)
         seconds: dict[str, list[float]] = {name: [] for name in workers}
         for _ in range(rounds):
             for name, worker in workers.items():

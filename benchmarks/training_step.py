@@ -11,7 +11,7 @@ there with its blocks compiled, too.
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from statistics import median
 from typing import NamedTuple
@@ -46,7 +46,7 @@ from moecore.training.settings import Training, build_optimizer
 
 
 class Size(NamedTuple):
-    """A model, its images and its batch; ``last_2`` blocks hold 8 experts, 2 per token."""
+    """A model, its images and its batch; ``last_2`` blocks hold the experts, 2 per token."""
 
     model: Vit
     channels: int
@@ -54,6 +54,7 @@ class Size(NamedTuple):
     classes: int
     batch: int
     hidden_ratio: float  # of an expert
+    experts: int = 8
 
     @property
     def image(self) -> ImageSpec:
@@ -69,7 +70,7 @@ class Size(NamedTuple):
     @property
     def vmoe(self) -> Method:
         """Return the V-MoE that others are raced against."""
-        experts = MlpExperts(number=8, hidden_ratio=self.hidden_ratio)
+        experts = MlpExperts(number=self.experts, hidden_ratio=self.hidden_ratio)
         losses = (Importance(), Load())
         return Method(router=NoisyTopK(k=2), experts=experts, regularizers=losses)
 
@@ -90,6 +91,7 @@ def sizes() -> dict[str, Size]:
         "default": Size(defaults.model, 1, 24, 10, defaults.pretrain.batch, 1.0),
         "vit_tiny": Size(Vit(patch=4, width=192, depth=12, heads=3), 3, 32, 10, 64, 4.0),
         "vit_s": Size(Vit(patch=16, width=384, depth=12, heads=6), 3, 224, 100, 8, 4.0),
+        "dry": Size(Vit(patch=4, width=16, depth=4, heads=2), 1, 8, 10, 2, 1.0),  # no race
     }
 
 
@@ -101,6 +103,7 @@ CONTESTANTS = {
     "stock": torch.float32,
 }
 COMPILED = "ours bfloat16, compiled"  # on a GPU alone
+MORE_EXPERTS = ", E "  # before their number, in the name of a contestant in bf16
 TARGETS = {"ours float32": 0.55, "ours bfloat16": 0.40}  # of the stock step
 LARGER = 16  # batches of a GPU than those of a CPU
 PROGRESS = 0.5  # share of the training that is done
@@ -223,22 +226,34 @@ def contestant(name: str, size: str, device: str) -> Callable[[], None]:
     else:
         tune_runtime(device)
     own = sized(size, device)
+    if MORE_EXPERTS in name:
+        own = own._replace(experts=int(name.rpartition(MORE_EXPERTS)[2]))
     return bench(
         own,
         Method() if name.startswith("dense") else own.vmoe,
-        torch.bfloat16 if name == COMPILED else CONTESTANTS[name],
+        CONTESTANTS.get(name, torch.bfloat16),
         stock=stock,
         device=device,
         compiled=name == COMPILED,
     ).step
 
 
-def race(size: str, rounds: int, device: str = "cpu") -> dict[str, list[float]]:
+def with_experts(number: int) -> str:
+    """The contestant that is ours in bf16 with another number of experts."""
+    return f"ours bfloat16{MORE_EXPERTS}{number}"
+
+
+def race(
+    size: str, rounds: int, device: str = "cpu", more_experts: Sequence[int] = ()
+) -> dict[str, list[float]]:
     """Seconds of one step by contestant and round."""
     words = ["--size", size, "--device", device, "--one"]
     command = [sys.executable, "-m", "benchmarks.training_step", *words]
-    names = [*CONTESTANTS, COMPILED] if device == "cuda" else [*CONTESTANTS]
-    return processes_take_turns({name: [*command, name] for name in names}, rounds)
+    names = [*CONTESTANTS, *map(with_experts, more_experts)]
+    if device == "cuda":
+        names.append(COMPILED)
+    commands = {name: [*command, name] for name in names}
+    return processes_take_turns(commands, rounds, start_together=device == "cuda")
 
 
 def main() -> None:
@@ -246,11 +261,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=LEAST)
-    parser.add_argument(
-        "--size", nargs="+", choices=("default", "vit_tiny", "vit_s"), default=["default"]
-    )
+    parser.add_argument("--size", nargs="+", choices=tuple(sizes()), default=["default"])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--one", choices=(*CONTESTANTS, COMPILED), help=argparse.SUPPRESS)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         serve(contestant(options.one, options.size[0], options.device))

@@ -28,7 +28,7 @@ os.environ.setdefault("MOECORE_THREADS", "1")
 SLOW = (
     *"pipeline/test_pipeline.py training/test_ranks.py run/test_launch.py".split(),
     *"pipeline/test_installed_package.py training/test_speed.py pipeline".split(),
-    *"run/test_inputs.py predict study report tracking stages testing".split(),
+    *"run/test_inputs.py predict study report tracking stages testing benchmarks".split(),
     *("house/test_additions.py", "house/test_docs.py"),
 )
 # One pipeline, one kill, one look at what reruns; and what starts nothing

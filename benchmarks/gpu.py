@@ -1,0 +1,516 @@
+"""The parts of benchmarks/gpu_quarter_hour.sh, each a process with a time limit; one JSON each.
+
+    python -m benchmarks.gpu PART [--json FILE] [--rounds 8] [--seconds 240] [--dry-run]
+    python -m benchmarks.table --gpu FOLDER
+
+A row is a ratio of turns, as in benchmarks/race.py, or a value with a unit. What is not measured
+has a row that says why. The JSON is written after every row, and ``finished`` is true at its end,
+so a part that is stopped keeps its rows.
+--dry-run takes tiny sizes on the CPU, to test this code; its figures say nothing.
+"""
+
+import argparse
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from benchmarks import layers, race, training_step
+from benchmarks.layers import Size, prediction, step, tokens_of
+from benchmarks.limit import Peaks, described, limit, peaks, versions
+from benchmarks.peers import GPU_PEERS, Peer, torch_dtype
+from benchmarks.race import CUDA, MANY, VIT_S, build_on, peer_row, row, skipped
+from benchmarks.timing import LEAST, Run, take_turns
+from moecore.core.files import available_cores
+from moecore.core.source_layout import ROOT
+from moecore.nn.layers.moe import MoEFeedForward
+from moecore.pipeline import dvc
+from moecore.run.history_file import read_lines
+from moecore.study.stages import LAST_STAGES
+from moecore.training.meter import live_training_tensors, measure_peak
+from moecore.training.method import Method
+from moecore.training.runtime import tune_runtime
+
+GB = 1e9
+PLACES = 197  # tokens of an image of ViT-S
+DRY = Size(images=2, tokens=12, width=16, hidden=32, experts=8, k=2)
+BOUNDS = {"float32": 1e-5, "bfloat16": 0.02}  # of relative errors
+JOBS_STAGES = ("prepare", "teacher_router", "pretrain")
+COMMAND = (sys.executable, "-c", "from moecore.pipeline.cli import app; app()")
+
+
+class RacedLayer(NamedTuple):
+    """A layer that is raced, and the ratios to reach."""
+
+    size: Size
+    precision: str
+    dense: float | None = None
+    limit: float | None = None
+
+
+class Scale(NamedTuple):
+    """How large the contestants are, and how many."""
+
+    device: str
+    rounds: int
+    seconds: float  # that a run of all stages may take
+    equal: tuple[Size, ...]  # layers that are compared with the reference
+    raced: tuple[RacedLayer, ...]
+    models: tuple[str, ...]  # whose training steps are raced
+    jobs: tuple[int, ...]  # trainings at a time, most telling first
+    updates: int  # of each of these trainings
+    backend: str  # of torch.compile
+
+    @property
+    def is_dry(self) -> bool:
+        return self.device != CUDA
+
+
+def card_scale(rounds: int, seconds: float) -> Scale:
+    """The sizes on a card: E 8, 128 and 1,024; ViT-S, the default size and ViT-Tiny."""
+    large = VIT_S._replace(images=336)  # 66,192 tokens
+    thousand = MANY._replace(experts=1024)
+    small = Size(images=4, tokens=PLACES, width=64, hidden=64, experts=1024, k=1)
+    return Scale(
+        device=CUDA,
+        rounds=rounds,
+        seconds=seconds,
+        equal=(
+            VIT_S._replace(images=8),
+            MANY._replace(images=8),
+            small,  # more experts than grouped_mm takes, many of them without rows
+            small._replace(width=100, hidden=36, experts=8, k=2),  # no multiples of 16 bytes
+        ),
+        raced=(
+            RacedLayer(large, "bfloat16", 1.30),
+            RacedLayer(MANY._replace(images=large.images), "bfloat16", 1.6, 1.5),
+            RacedLayer(large, "float32", 1.30),
+            RacedLayer(thousand._replace(images=large.images), "bfloat16"),
+        ),
+        models=("vit_s", "default", "vit_tiny"),
+        jobs=(1, 8, 16, 4, 2),
+        updates=400,
+        backend="inductor",
+    )
+
+
+def dry_scale(seconds: float) -> Scale:
+    """Everything as small as it can be, on the CPU."""
+    return Scale(
+        device="cpu",
+        rounds=2,
+        seconds=seconds,
+        equal=(DRY, DRY._replace(experts=32, k=1)),
+        raced=(
+            RacedLayer(DRY, "float32", 1.30),
+            RacedLayer(DRY._replace(experts=128, k=1), "bfloat16", 1.6, 1.5),
+        ),
+        models=("dry",),
+        jobs=(1, 2),
+        updates=2,
+        backend="eager",
+    )
+
+
+def value_row(
+    race: str,
+    what: str,
+    precision: str,
+    value: float,
+    unit: str,
+    target: float | None = None,
+    *,
+    at_least: bool = False,
+    note: str = "",
+    **more: Any,
+) -> dict:
+    """One figure that is no ratio of turns; ``more``: fields of the JSON alone."""
+    figure = {"race": race, "what": what, "precision": precision, "value": value, "unit": unit}
+    return figure | {"target": target, "at_least": at_least, "note": note} | more
+
+
+def machine_rows(scale: Scale, measured: Peaks) -> Iterator[dict]:
+    """What the machine is, and its measured peaks."""
+    title = "machine"
+    yield value_row(title, "CPU cores", "", available_cores(), "")
+    for precision, flops in measured.flops.items():
+        yield value_row(title, "products", precision, flops / 1e12, "TFLOP/s")
+    yield value_row(title, "bandwidth", "float32", measured.bandwidth / 1e12, "TB/s")
+    if scale.is_dry:
+        yield skipped(title, "card", "", "dry run")
+        return
+    card = torch.cuda.get_device_properties(0)
+    yield value_row(title, f"memory of {card.name}", "", card.total_memory / GB, "GB")
+    capability = card.major + card.minor / 10
+    yield value_row(title, f"capability, CUDA {torch.version.cuda}", "", capability, "")
+    yield value_row(title, "multiprocessors", "", card.multi_processor_count, "")
+
+
+class SlowReference(nn.Module):
+    """The layer in fp64, as a loop over boolean masks."""
+
+    def __init__(self, layer: MoEFeedForward) -> None:
+        super().__init__()
+        self.layer = deepcopy(layer).double()
+
+    def forward(self, tokens: Tensor) -> tuple:
+        return training_step.masked_experts(self.layer, tokens)
+
+
+class OutputsAlone(nn.Module):
+    """A layer that returns its tokens and no records."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return prediction(self.layer(tokens))
+
+
+def captured(layer: nn.Module, tokens: Tensor, in_bf16: bool) -> Callable:
+    """The layer's forward and backward as two CUDA graphs."""
+    with torch.autocast(CUDA, dtype=torch.bfloat16, enabled=in_bf16, cache_enabled=False):
+        return torch.cuda.make_graphed_callables(OutputsAlone(layer), (tokens,))
+
+
+def outputs_and_gradients(
+    call: Callable, layer: nn.Module, tokens: Tensor, towards: Tensor, in_bf16: bool
+) -> dict[str, Tensor]:
+    """What ``call`` gives for tokens, and the gradients of tokens and the layer's parameters."""
+    leaves = {"tokens": tokens, **dict(layer.named_parameters())}
+    device = tokens.device.type
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=in_bf16, cache_enabled=False):
+        outputs = prediction(call(tokens))
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), towards.to(outputs.dtype))
+    return {"output": outputs.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+
+def equality_rows(scale: Scale) -> Iterator[dict]:
+    """Relative errors ‖ours − reference‖ / ‖reference‖ of each path, the largest of each size."""
+    paths: dict[str, Callable] = {
+        "eager": lambda layer, *_: layer,
+        "CUDA graph": captured,
+        "compiled": lambda layer, *_: torch.compile(layer, backend=scale.backend),
+    }
+    for path, build in paths.items():
+        for size in scale.equal:
+            for precision, bound in BOUNDS.items():
+                title = f"error of {path}"
+                if build is captured and scale.is_dry:
+                    yield skipped(title, size.shown(), precision, "needs a card")
+                    continue
+                torch.compiler.reset()
+                errors = relative_errors(build, size, precision, scale.device)
+                worst = max(errors, key=errors.__getitem__)
+                note = "largest of output and gradients, against a loop over masks in fp64"
+                more = {"note": note, "errors": errors}
+                yield value_row(title, size.shown(), precision, errors[worst], "", bound, **more)
+
+
+def relative_errors(build: Callable, size: Size, precision: str, device: str) -> dict[str, float]:
+    """Error of the output and of each gradient, by name."""
+    torch.manual_seed(0)
+    in_bf16 = precision == "bfloat16"
+    layer = layers.ours(size).to(device).eval()  # without noise
+    tokens = tokens_of(size).to(device).requires_grad_()
+    towards = tokens_of(size, seed=1).to(device)
+    values = outputs_and_gradients(build(layer, tokens, in_bf16), layer, tokens, towards, in_bf16)
+    reference = SlowReference(layer)
+    double = tokens.detach().double().requires_grad_()
+    exact = outputs_and_gradients(reference, reference.layer, double, towards.double(), False)
+    return {
+        name: float((value.double() - exact[name]).norm() / exact[name].norm())
+        for name, value in values.items()
+    }
+
+
+def layer_rows(scale: Scale, measured: Peaks) -> Iterator[dict]:
+    """Ours against the dense MLP of equal active FLOPs and the limit; then both compiled."""
+    device = scale.device
+    for word in ("", ", compiled"):
+        for size, precision, target, limit_target in scale.raced:
+            torch.compiler.reset()
+            runs: dict[str, Run] = {}
+            for build in (layers.ours, layers.dense):
+                layer = build_on(device, build, size)
+                call = torch.compile(layer, backend=scale.backend) if word else layer
+                runs[build.__name__] = step(call, size, torch_dtype(precision), device=device)
+            turns = take_turns(runs, scale.rounds)
+            ours = turns["ours"]
+            what = f"{size.shown()}{word}"
+            yield row("layer / dense MLP", what, precision, ours, turns["dense"], target)
+            if not word:
+                limits = [limit(runs["ours"], measured)] * len(ours)
+                yield row("layer / limit", what, precision, ours, limits, limit_target)
+            release(runs)
+
+
+def release(runs: dict[str, Run]) -> None:
+    """Free the contestants' memory."""
+    runs.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def peer_rows(scale: Scale) -> Iterator[dict]:
+    """Ours against each peer that can be imported; none is installed."""
+    sizes = dict.fromkeys(layer.size for layer in scale.raced if layer.precision == "bfloat16")
+    for peer in GPU_PEERS:
+        for size in sizes:
+            if peer.missing:
+                reason = f"missing: {peer.module} is not installed"
+                yield skipped(f"layer / {peer.name}", size.shown(), "bfloat16", reason)
+            else:
+                yield tried_peer_row(peer, size, scale)
+            release({})
+
+
+def tried_peer_row(peer: Peer, size: Size, scale: Scale) -> dict:
+    """The race, or what the peer's code raised: any error of others' kernels is a result."""
+    try:
+        return peer_row(peer, size, scale.rounds, 1.0, device=scale.device)
+    except Exception as error:
+        message = f"{type(error).__name__}: {str(error).strip()[:200]}".replace("\n", " ")
+        return skipped(f"layer / {peer.name}", size.shown(), "bfloat16", f"failed: {message}")
+
+
+def step_rows(scale: Scale, measured: Peaks) -> Iterator[dict]:
+    """Training steps against stock torch, the limit and the dense ViT; more experts."""
+    targets = race.STEP_TARGETS[CUDA]
+    more = {"default": (128, 1024), "dry": (128,)}
+    for figure in race.step_rows(scale.rounds, measured, scale.models, scale.device, targets, more):
+        yield figure
+        if figure["race"] == "step / dense ViT" and figure["what"] in ("default", "dry"):
+            yield value_row("step", figure["what"], "bfloat16", figure["ms"], "ms", 4.0)
+
+
+def memory_rows(scale: Scale) -> Iterator[dict]:
+    """The most memory that a layer's and a training step's tensors hold at one time."""
+    for size, precision, *_ in scale.raced:
+        for build in (layers.ours, layers.dense):
+            layer = build_on(scale.device, build, size)
+            run = step(layer, size, torch_dtype(precision), device=scale.device)
+            size_bytes = peak_bytes(run, scale.device, layer.parameters())
+            what = f"{build.__name__}, {size.shown()}"
+            yield value_row("memory of a layer", what, precision, size_bytes / GB, "GB")
+            del layer, run
+            release({})
+    for name in scale.models:
+        size = training_step.sized(name, scale.device)
+        for word, method in (("V-MoE", size.vmoe), ("dense", Method())):
+            for precision in BOUNDS:
+                dtype = torch_dtype(precision)
+                made = training_step.bench(size, method, dtype, device=scale.device)
+                made.step()  # the optimizer then has its state
+                tensors = live_training_tensors([made.model], made.optimizer, made.batch)
+                size_bytes = peak_bytes(made.step, scale.device, tensors)
+                what = f"{word}, {name}, {size.batch} images"
+                yield value_row("memory of a step", what, precision, size_bytes / GB, "GB")
+                del made, tensors
+                release({})
+
+
+def peak_bytes(run: Run, device: str, tensors: Iterable[Tensor]) -> int:
+    """The most bytes during ``run``; tensors: that are held before it."""
+    with measure_peak(tensors, torch.device(device)) as peak:
+        run()
+    return peak.size
+
+
+def begin_study(folder: Path, params: Mapping[str, Any], stages: Mapping[str, Any]) -> None:
+    """Write a DVC project without git, which reads this repository's raw data."""
+    (folder / ".dvc").mkdir(exist_ok=True)
+    (folder / ".dvc/config").write_text(dvc.CONFIG + dvc.WITHOUT_GIT, encoding="utf-8")
+    (folder / "params.yaml").write_text(yaml.safe_dump(dict(params)), encoding="utf-8")
+    for name, text in dvc.study_dvc_yaml_texts(stages, params["run"]).items():
+        (folder / name).write_text(text, encoding="utf-8")
+    data = folder / "data"
+    if (ROOT / "data").exists() and not data.exists():
+        data.symlink_to((ROOT / "data").resolve())
+
+
+def small_data() -> dict[str, Any]:
+    """scikit-learn's digits, as large as Fashion-MNIST's images."""
+    return {"pretrain": {"kind": "digits", "size": 24}}
+
+
+def small_study(scale: Scale, seeds: Sequence[int]) -> dict[str, Any]:
+    """The default V-MoE on scikit-learn's digits, for a few updates."""
+    params = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
+    training = params["pretrain"] | {"epochs": 1, "updates": scale.updates}
+    run = {"methods": ["vmoe"], "seeds": list(seeds), "phases": ["pretrain"]}
+    return {
+        "run": run | {"measurements": [], "thorough": []},
+        "data": small_data(),
+        "methods": {"vmoe": params["methods"]["vmoe"]},
+        "pretrain": training,
+        **{name: params[name] for name in ("model", "teacher_router")},
+    }
+
+
+class Pipeline(NamedTuple):
+    """What ``moecore run`` did."""
+
+    status: int | None  # None: stopped
+    seconds: float
+    done: int  # stages
+    used: float  # GB of the card at most, with what others hold
+    last_lines: str
+
+
+def run_pipeline(folder: Path, scale: Scale, arguments: Sequence[str], seconds: float) -> Pipeline:
+    """Run the stages of a study for at most ``seconds``."""
+    begun = time.perf_counter()
+    used = 0.0
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    if scale.is_dry:
+        variables["MOECORE_DEVICE"] = "cpu"
+    log = folder / "run.log"
+    with open(log, "w", encoding="utf-8") as output:
+        pipes: Any = {"stdout": output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(
+            [*COMMAND, "run", *arguments], cwd=folder, env=variables, **pipes
+        )
+        try:
+            while process.poll() is None and time.perf_counter() - begun < seconds:
+                if not scale.is_dry:
+                    free, total = torch.cuda.mem_get_info()
+                    used = max(used, (total - free) / GB)
+                time.sleep(0.2)
+        finally:
+            status = process.poll()
+            process.terminate()
+            process.wait()
+    lines = log.read_text(encoding="utf-8").splitlines()
+    done = sum("] done in " in line for line in lines)
+    return Pipeline(status, time.perf_counter() - begun, done, used, "\n".join(lines[-15:]))
+
+
+def jobs_rows(scale: Scale) -> Iterator[dict]:
+    """Throughput of several trainings at a time over that of one."""
+    usual = dvc.stage_definitions(JOBS_STAGES)
+    stages = {name: entry for name, entry in usual.items() if name not in LAST_STAGES}
+    title = "trainings at a time"
+    rates: dict[int, float] = {}
+    first_seed = 0
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        for jobs in scale.jobs:
+            seeds = range(first_seed, first_seed + jobs)
+            first_seed += jobs
+            begin_study(folder, small_study(scale, seeds), stages)
+            ran = run_pipeline(folder, scale, ["--jobs", str(jobs)], scale.seconds)
+            what = f"{jobs} jobs, default size, {scale.updates} updates each"
+            if ran.status != 0:
+                yield skipped(title, what, "", describe_failure(ran)) | {"failed": True}
+                if not rates:  # nothing to compare others with
+                    return
+                continue
+            rates[jobs] = jobs / training_seconds(folder, seeds)
+            note = (
+                "throughput over that of one, from the first training's start to the last one's end"
+            )
+            target = 5.0 if jobs == 8 else None
+            more = {"trainings_per_second": rates[jobs], "run_seconds": ran.seconds}
+            more |= {"card_gb": ran.used, "note": note, "at_least": True}
+            times = rates[jobs] / rates[scale.jobs[0]]
+            yield value_row(title, what, "", times, "×", target, **more)
+
+
+def training_seconds(folder: Path, seeds: Iterable[int]) -> float:
+    """Seconds from the start of the first training to the end of the last."""
+    histories = [read_lines(folder / f"artifacts/history/pretrain/vmoe/{seed}") for seed in seeds]
+    begun = min(lines[0]["t"] for lines in histories)
+    return max(lines[-1]["t"] for lines in histories) - begun
+
+
+def repro_rows(scale: Scale) -> Iterator[dict]:
+    """The wall time of what `make repro` runs after set-up: the stages of params.yaml."""
+    params = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
+    stages = dvc.stage_definitions()
+    what = "params.yaml"
+    if scale.is_dry:  # prepared data alone
+        params["run"] = {"methods": [], "seeds": [], "phases": [], "measurements": []}
+        params = {"run": params["run"] | {"thorough": []}, "data": small_data()}
+        stages = {name: stages[name] for name in ("code", "prepare")}
+        what = "digits"
+    jobs = os.environ.get("JOBS")  # as in the Makefile
+    arguments = ["--jobs", jobs] if jobs else []
+    what = f"{what}, {jobs or 'default'} jobs"
+    with TemporaryDirectory() as name:
+        begin_study(Path(name), params, stages)
+        ran = run_pipeline(Path(name), scale, arguments, scale.seconds)
+    count = dvc.count_stages(stages, params["run"])
+    if ran.status != 0:
+        reason = f"{describe_failure(ran)}; {ran.done} of {count} stages are done"
+        yield skipped("make repro", what, "", reason) | {"failed": ran.status is not None}
+        return
+    more = {"stages": ran.done, "card_gb": ran.used}
+    yield value_row("make repro", what, "", ran.seconds / 60, "min", 4.0, **more)
+
+
+def describe_failure(ran: Pipeline) -> str:
+    """Say in a line why stages did not end."""
+    if ran.status is None:
+        return f"stopped after {ran.seconds:.0f} s"
+    print(ran.last_lines, file=sys.stderr)
+    return f"failed with status {ran.status}: {ran.last_lines.splitlines()[-1]}"
+
+
+PARTS: dict[str, Callable[[Scale, Peaks], Iterator[dict]]] = {
+    "environment": machine_rows,
+    "equality": lambda scale, _: equality_rows(scale),
+    "layers": layer_rows,
+    "peers": lambda scale, _: peer_rows(scale),
+    "steps": step_rows,
+    "jobs": lambda scale, _: jobs_rows(scale),
+    "memory": lambda scale, _: memory_rows(scale),
+    "repro": lambda scale, _: repro_rows(scale),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--json", type=Path, help="default: PART.json")
+    parser.add_argument("--rounds", type=int, default=LEAST, help="of each race (default 8)")
+    limit_of_run = "that one run of all stages may take (default 240)"
+    parser.add_argument("--seconds", type=float, default=240, help=limit_of_run)
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU")
+    options = parser.parse_args()
+    if not options.dry_run and not torch.cuda.is_available():
+        parser.error("found no GPU; allowed: --dry-run")
+    # so that folders are removed and stages end
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if options.dry_run:
+        scale = dry_scale(options.seconds)
+        runtime = tune_runtime(scale.device)
+        measured = peaks(scale.device, side=64, length=1024)
+    else:
+        scale = card_scale(options.rounds, options.seconds)
+        runtime = tune_runtime(scale.device)
+        measured = peaks(scale.device)
+    machine = described(runtime) | {"peak_flops": measured.flops, "bandwidth": measured.bandwidth}
+    head = {"machine": machine, "versions": versions(), "dry_run": options.dry_run}
+    path = options.json or Path(f"{options.part}.json")
+    rows = race.write_figures(PARTS[options.part](scale, measured), head, path)
+    sys.exit(any(row.get("failed") for row in rows))
+
+
+if __name__ == "__main__":
+    main()
