@@ -19,8 +19,8 @@ while [[ "${1:-}" == --* ]]; do
 done
 [[ "$minutes" =~ ^[1-9][0-9]?$ && "$minutes" -le 12 ]] || usage
 
-# seconds that each may take; of 12 minutes the last one gets two or more
-declare -A limits=([environment]=30 [equality]=80 [layers]=110 [peers]=50 [steps]=150 [jobs]=140
+# seconds that each may take (the first imports torch); of 12 minutes the last one gets one or more
+declare -A limits=([environment]=60 [equality]=80 [layers]=110 [peers]=50 [steps]=150 [jobs]=140
     [memory]=30 [repro]=720)
 parts=(environment equality layers peers steps jobs memory repro)
 home=$(realpath "$(dirname "$0")/..")
