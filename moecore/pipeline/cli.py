@@ -260,6 +260,21 @@ def export_command(
     typer.echo(export_model(model, to, out, records, package or ()))
 
 
+@app.command("robustbench")
+def robustbench_command(
+    model: Annotated[Path, Argument(help="folder of a trained model")],
+    data: Annotated[Path, Option(help="prepared folder, such as artifacts/data/pretrain")],
+    eps: Annotated[str, Option(help="radius, of pixels in [0, 1]")] = "8/255",
+    norm: Annotated[Literal["Linf", "L2"], Option(help="of the radius")] = "Linf",
+    images: Annotated[int, Option(min=1, help="the first of the test split")] = 1000,
+    out: Annotated[Path, Option(help="the JSON file")] = Path("robustbench.json"),
+) -> None:
+    """Attack a model by AutoAttack, and write its entry for RobustBench's leaderboard."""
+    from moecore.predict.robustbench import write_robustbench_entry
+
+    typer.echo(write_robustbench_entry(model, data, eps, norm, images, out))
+
+
 @app.command("schema")
 def schema_command() -> None:
     """Write params.schema.json, with which editors complete and document every key."""

@@ -1,15 +1,20 @@
 """AutoAttack's parts, and attacks on routers: by hand, against the authors' code, refusals."""
 
+import json
 import logging
 from contextlib import contextmanager
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from pyautoattack import AutoAttack
 from pyautoattack.autopgd_base import APGDAttack
 from torch.nn.functional import cross_entropy
+from typer.testing import CliRunner
 
+import moecore
+from moecore import LogitsModel
 from moecore.attacks.apgd import Apgd, apgd_ascent
 from moecore.attacks.attack_setup import Target
 from moecore.attacks.autoattack import Autoattack
@@ -30,9 +35,18 @@ from moecore.attacks.square import Square, propose_square
 from moecore.attacks.surrogate import RouterAttacks, Surrogate
 from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput, RoutingRecord
+from moecore.data.prepared import Prepared, Split
+from moecore.nn.backbones.vit import Vit
+from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.lipschitz_lemma import soft_top_k_weights, soften_model
+from moecore.nn.layers.moe import MoESettings
+from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.pipeline.cli import app
+from moecore.predict import robustbench
 from moecore.testing import check_attack
+from moecore.training.artifacts import save_model
 from tests.attacks.models import CLASSES, SETS, YEARS, Curved, Linear, Plain, Smooth, vit
+from tests.measure.subjects import built, digits
 from tests.nn.layers.test_layers import ROUTERS, images
 
 IMAGES, STEPS, QUERIES = 10, 12, 150
@@ -473,3 +487,36 @@ def test_every_form_is_swept():
     for attack in forms:
         assert attack.does_not_apply(vit(None), CLASSES) == NO_ROUTING
         assert attack.does_not_apply(vit(SPARSE), CLASSES) is None
+
+
+class Quick(Autoattack):
+    steps: int = 6
+    queries: int = 30
+
+
+def test_robustbench_takes_the_entry_and_the_model(tmp_path, monkeypatch):
+    data = digits(tmp_path / "data")
+    experts = Mlp(number=4, hidden_ratio=1)
+    moe = MoESettings(router=NoisyTopK(k=2), experts=experts, blocks="all")
+    model = built(Vit(patch=4, width=8, depth=1, heads=2), moe, data, 3)
+    save_model(tmp_path, model)
+    images = torch.from_numpy(data.test.images[:6] / np.float32(255))
+    answers = model(images).prediction.argmax(1)
+    labels = np.r_[answers[:5], (answers[5:] + 1) % 10]  # the last is wrong without an attack
+    data = data._replace(test=Split(images.numpy(), labels))
+    monkeypatch.setattr(Prepared, "open", lambda folder: data)
+    monkeypatch.setattr(robustbench, "Autoattack", Quick)
+    entry = ["robustbench", str(tmp_path), "--data", "x", "--images", "6"]
+    out = tmp_path / "entry.json"
+    result = CliRunner().invoke(app, [*entry, "--eps", "4/255", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert [written[key] for key in ("clean_acc", "eps", "dataset")] == ["83.33", "4/255", "digits"]
+    assert written["architecture"] == "vit with 4 experts, 2 per token (noisy_top_k)"
+    logits = LogitsModel(moecore.load_model(tmp_path)).eval()
+    theirs = AutoAttack(logits, eps=4 / 255, version="custom", attacks=["apgd-ce"], seed=0)
+    weaker, _ = theirs.run_standard_evaluation(images, torch.from_numpy(labels), batch_size=6)
+    broken = logits(weaker).argmax(1) != torch.from_numpy(labels)
+    assert 1 < broken.sum() <= 6 - 0.06 * float(written["autoattack_acc"])
+    refused = CliRunner().invoke(app, [*entry, "--eps", "0/255"])
+    assert refused.exit_code == 1 and "--eps: found 0/255; allowed: a number" in refused.output

@@ -1,0 +1,108 @@
+"""An entry for RobustBench's leaderboard (Croce et al. 2021), and a model as its code takes one."""
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from moecore.attacks.attack_setup import Target
+from moecore.attacks.autoattack import Autoattack
+from moecore.core.files import UserError, write_json
+from moecore.data.prepared import Prepared
+from moecore.nn.backbones.base_model import Model
+from moecore.predict.export import refuse_unexportable
+from moecore.training.artifacts import ModelCard, load_card, load_model
+from moecore.training.runtime import tune_runtime
+
+NORMS = {"Linf": "linf", "L2": "l2"}  # RobustBench's name → ours
+AUTHORS_FIELDS = ("link", "name", "authors", "venue")  # that only the authors know
+
+
+class LogitsModel(nn.Module):
+    """A model that returns its logits alone, as ``robustbench.benchmark`` expects.
+
+    ``benchmark(LogitsModel(load_model(folder)), dataset="cifar10", threat_model="Linf")`` then
+    evaluates a model that was trained on CIFAR-10's 32 × 32 pixels.
+
+    Args:
+        model: of ``load_model``. Its ``forward`` takes images (B, C, H, W) in [0, 1].
+    """
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits (B, K) of images (B, C, H, W) in [0, 1]."""
+        return self.model(images).prediction
+
+
+def write_robustbench_entry(
+    folder: Path, data: Path, eps: str, norm: Literal["Linf", "L2"], images: int, out: Path
+) -> str:
+    """Attack the first test images by AutoAttack, write RobustBench's JSON, return a summary."""
+    # eps: as the leaderboard writes it, such as 8/255. The first images, as RobustBench takes them.
+    radius = parse_radius(eps)
+    model = load_model(folder).to(tune_runtime().device)
+    refuse_unexportable(folder, model)
+    attack = Autoattack.model_validate({"norm": NORMS[norm], "eps": radius})
+    prepared = Prepared.open(data)
+    if reason := attack.does_not_apply(model, prepared.task):
+        raise UserError(f"{folder}: {reason}")
+    pixels = prepared.test.images[:images]
+    labels = model.targets(torch.from_numpy(prepared.test.labels[:images]))
+    target = Target(model, prepared.task, pixels, labels, batch=250)
+    clean = target.scores(pixels)
+    attacked = target._replace(only=clean > 0).attacked(attack, radius)
+    robust = prepared.task.worse_scores(clean, target.scores(attacked))
+    percents = {}
+    phrases = []
+    for key, title, scores in (
+        ("clean_acc", "accuracy", clean),
+        ("autoattack_acc", f"under AutoAttack, {norm}, ε = {eps}", robust),
+    ):
+        interval = prepared.task.interval(scores)
+        percents[key] = f"{100 * interval.value:.2f}"
+        limits = f"[{100 * interval.low:.2f}, {100 * interval.high:.2f}]"
+        phrases.append(f"{title} {percents[key]} % {limits}")
+    card = load_card(folder)
+    dataset = "".join(filter(str.isalnum, prepared.card["name"].lower()))  # cifar10
+    write_json(out, describe_entry(card, dataset, eps) | percents)
+    to_fill = ", ".join(AUTHORS_FIELDS)
+    return f"{out}: {'; '.join(phrases)}; {len(labels):,} images; fill in {to_fill}"
+
+
+def describe_entry(card: ModelCard, dataset: str, eps: str) -> dict[str, Any]:
+    """Return the entry's fields without accuracies; those that only the authors know are empty."""
+    return dict.fromkeys(AUTHORS_FIELDS, "") | {
+        "additional_data": False,
+        "number_forward_passes": 1,
+        "dataset": dataset,
+        "architecture": describe_architecture(card),
+        "eps": eps,
+        "reported": "",
+        "unreliable": False,
+        "footnote": "",
+    }
+
+
+def describe_architecture(card: ModelCard) -> str:
+    """Return backbone, router, number of experts and of chosen ones, in a phrase."""
+    if card.moe is None:
+        return card.backbone.kind
+    experts, router = card.moe.experts, card.moe.router
+    chosen = f", {router.k} per token" if hasattr(router, "k") else ""
+    return f"{card.backbone.kind} with {experts.number} experts{chosen} ({router.kind})"
+
+
+def parse_radius(eps: str) -> float:
+    """Return the radius of a text such as 8/255 or 0.5; UserError if it is none."""
+    try:
+        radius = float(Fraction(eps))
+    except (ValueError, ZeroDivisionError):
+        radius = 0.0
+    if radius > 0:
+        return radius
+    raise UserError.at("--eps", found=eps, allowed="a number above 0, such as 8/255 or 0.5")
