@@ -32,7 +32,7 @@ USES = {
         "upcycle export"
     ),
     "Look at routing": "trace lens RoutingRecord expert_counts expert_agreement load_cv2",
-    "Measure and attack": "measure calibrators attacks Target",
+    "Measure and attack": "measure calibrators attacks Target LogitsModel",
     "Data, and what is learned": "sources tasks teachers",
     "Write parts of your own": "parts testing",
 }
