@@ -87,6 +87,7 @@ def attack_title(name: str) -> str:
     parts = re.split("[-_]", name.replace("cross_entropy", "ce"))
     title = " ".join(word.upper() if word in ACRONYMS else word for word in parts)
     title = re.sub(r"\b(APGD|FAB) (CE|DLR|T)\b", r"\1-\2", title)
+    title = re.sub(r" strong (\d+)", r" strong, \1 starts", title)
     return re.sub("^auto ?attack", "AutoAttack", title)
 
 
