@@ -115,7 +115,8 @@ def test_each_epsilon_is_shown_with_the_standard_accuracy(whole):
 
 def test_attacks_are_named_as_by_their_authors():
     names = {"apgd-cross_entropy-50": "APGD-CE 50", "apgd-dlr": "APGD-DLR", "pgd-10": "PGD 10"}
-    names |= {"autoattack": "AutoAttack", "router_attack-50": "router attack 50", "pgd-10-strong-2": "PGD 10 strong, 2 starts"}
+    names |= {"autoattack": "AutoAttack", "router_attack-50": "router attack 50"}
+    names |= {"pgd-10-strong-2": "PGD 10 strong, 2 starts", "fgsm": "FGSM"}
     assert {name: attack_title(name) for name in names} == names
 
 
