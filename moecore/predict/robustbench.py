@@ -13,6 +13,7 @@ from moecore.core.files import UserError, write_json
 from moecore.data.prepared import Prepared
 from moecore.nn.backbones.base_model import Model
 from moecore.predict.export import refuse_unexportable
+from moecore.report.tables.cells import NumberFormat
 from moecore.training.artifacts import ModelCard, load_card, load_model
 from moecore.training.runtime import tune_runtime
 
@@ -65,8 +66,8 @@ def write_robustbench_entry(
     ):
         interval = prepared.task.interval(scores)
         percents[key] = f"{100 * interval.value:.2f}"
-        limits = f"[{100 * interval.low:.2f}, {100 * interval.high:.2f}]"
-        phrases.append(f"{title} {percents[key]} % {limits}")
+        shown = NumberFormat.of("share", [interval]).value_with_limits(interval, "[]")
+        phrases.append(f"{title} {shown}")
     card = load_card(folder)
     dataset = "".join(filter(str.isalnum, prepared.card["name"].lower()))  # cifar10
     write_json(out, describe_entry(card, dataset, eps) | percents)
