@@ -275,6 +275,18 @@ def robustbench_command(
     typer.echo(write_robustbench_entry(model, data, eps, norm, images, out))
 
 
+@app.command("conform")
+def conform_command(
+    target: Annotated[str, Argument(help="a router's kind, a method, PACKAGE.MODULE:NAME, FILE.py")],
+    json_file: Annotated[Path | None, Option("--json", help="the verdicts, as JSON")] = None,
+    out: Annotated[Path, Option(help="of verdicts, failures, page")] = Path("conformance"),
+) -> None:
+    """Print which laws of mixtures a layer keeps, ours or not; exits with 1 if it breaks one."""
+    from moecore.pipeline.conform import conform_target
+
+    raise typer.Exit(0 if conform_target(target, json_file, out) else 1)
+
+
 @app.command("schema")
 def schema_command() -> None:
     """Write params.schema.json, with which editors complete and document every key."""

@@ -14,7 +14,7 @@ PANELS = {  # of the help
     "Start": ("quick", "pull", "new", "check", "schema", "upgrade"),
     "Run": ("plan", "run", "pilot", "tune"),
     "Look": ("ui", "sync"),
-    "Use a model": ("predict", "export", "lens", "robustbench"),
+    "Use a model": ("predict", "export", "lens", "conform", "robustbench"),
     "Studies": ("study", "claims"),
 }
 

@@ -1,0 +1,173 @@
+"""``moecore conform``: which laws of mixtures a layer of ours, or of another library, keeps."""
+
+import inspect
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from moecore.core.config import Config, find_class, list_own_names, read_json_settings
+from moecore.core.files import UserError, write_json, write_whole
+from moecore.core.outside_packages import (
+    import_module_of_package,
+    last_traceback_line,
+    more_packages,
+)
+from moecore.core.source_layout import SHIPPED
+from moecore.lens.recording import run_python_file
+from moecore.nn.routers.base import Router
+from moecore.study.document import load_yaml_document
+from moecore.study.study import read_study
+from moecore.testing.laws import LAWS, Law, check_law
+from moecore.testing.layer_checks import describe_own_layer
+from moecore.testing.targets import NotPromised, Target
+
+MARKS = {"holds": "holds", "fails": "FAILS", "not promised": "–", "not run": "not run"}
+
+
+class Verdict(Config):
+    """What was found of one law: "holds", "fails", "not promised" or "not run", and why."""
+
+    law: str
+    status: str
+    note: str = ""
+    seconds: float = 0.0
+    reproduction: str = ""  # path of the script
+
+
+class Conformance(Config):
+    """The verdicts on a target, in the order of the laws."""
+
+    target: str
+    version: str
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def label(self) -> str:
+        return f"{self.target} {self.version}".strip()
+
+
+def find_targets(text: str) -> list[Target]:
+    """Return the targets that TARGET names: ours, of a module, or of a file with adapters."""
+    path, _, name = text.partition(".py:") if ".py:" in text else (text, "", "")
+    if path != text or text.endswith(".py"):
+        file = Path(path if path == text else f"{path}.py")
+        return choose_targets(text, run_python_file(file), name or "TARGETS")
+    if ":" in text:
+        module, _, name = text.partition(":")
+        with more_packages([module.partition(".")[0]]):
+            try:
+                return choose_targets(text, vars(import_module_of_package(module)), name)
+            except ValueError as error:
+                raise UserError(f"{text}: {error}") from None
+    if text in list_own_names(Router):
+        return [describe_own_layer(find_class(Router, text)())]
+    params = Path("params.yaml") if Path("params.yaml").is_file() else SHIPPED / "params.yaml"
+    methods = read_study(load_yaml_document(params)).methods
+    method = methods.get(text)
+    if method is None or method.router is None:
+        sparse = [name for name in methods if methods[name].router is not None]
+        allowed = f"{', '.join([*list_own_names(Router), *sparse])}, PACKAGE.MODULE:NAME, FILE.py"
+        raise UserError.at("TARGET", found=text, allowed=allowed)
+    return [describe_own_layer(method.router, method.experts, text)]
+
+
+def choose_targets(text: str, names: dict[str, Any], name: str) -> list[Target]:
+    """Return the targets under a name: a Target, several, or a function that returns them."""
+    chosen = names.get(name)
+    if inspect.isfunction(chosen):
+        chosen = chosen()
+    targets = [chosen] if isinstance(chosen, Target) else chosen
+    if not isinstance(targets, Iterable) or not all(isinstance(t, Target) for t in list(targets)):
+        kind = f"{name}, {type(chosen).__name__}"
+        raise UserError.at(text, found=kind, allowed="a Target, a list, a function that returns it")
+    return list(targets)
+
+
+def judge_target(target: Target, folder: Path) -> Conformance:
+    """Check every law of a target; write a reproduction of each failure into ``folder``."""
+    verdicts = []
+    for law in LAWS.values():
+        start = time.perf_counter()
+        try:
+            status, note = "holds", check_law(law, target) or ""
+        except NotPromised as reason:
+            status, note = "not promised", str(reason)
+        except AssertionError as error:
+            status, note = "fails", str(error)
+        except Exception as error:  # in the library or its adapter: the other laws still run
+            status, note = "not run", last_traceback_line(error)
+        verdict = Verdict(law=law.name, status=status, note=note)
+        path = folder / f"{target.name}-{target.version}-{law.name}.py".replace(" ", "-")
+        if status == "fails" and (script := render_reproduction(target, law, note)):
+            write_whole(path, script.encode())
+            verdict = verdict.model_copy(update={"reproduction": str(path)})
+        seconds = round(time.perf_counter() - start, 3)
+        verdicts.append(verdict.model_copy(update={"seconds": seconds}))
+    return Conformance(target=target.name, version=target.version, verdicts=verdicts)
+
+
+def render_template(name: str, **values: Any) -> str:
+    """Return a template of moecore.report, rendered as plain text."""
+    loader = PackageLoader("moecore.report")
+    environment = Environment(
+        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template(name).render(**values)
+
+
+def render_reproduction(target: Target, law: Law, note: str) -> str:
+    """Return a script that shows a failure without moecore; "" for a layer of ours."""
+    setup = target.setup or "\n".join(map(read_source, (target.build, target.run)))
+    if "moecore" in setup:
+        return ""
+    text = render_template(
+        "reproduction.py.jinja", target=target, law=law, setup=setup.strip(), note=note
+    )
+    return text.strip() + "\n"
+
+
+def read_source(function: Callable[..., Any]) -> str:
+    """Return the source of a function, without docstring and blank lines."""
+    inner = function.func if isinstance(function, partial) else function
+    source = textwrap.dedent(inspect.getsource(inner))
+    text = source.replace(f'"""{inner.__doc__}"""', "") if inner.__doc__ else source
+    return "\n".join(line for line in text.splitlines() if line.strip())
+
+
+def print_conformance(results: list[Conformance]) -> None:
+    """Print the table law × target, then a line per failure and per law that did not run."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("law", *(result.label for result in results), box=None, padding=(0, 1))
+    for row in zip(*(result.verdicts for result in results), strict=True):
+        table.add_row(row[0].law, *(MARKS[verdict.status] for verdict in row))
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(table)
+    for result in results:
+        for verdict in result.verdicts:
+            if verdict.status in ("fails", "not run"):
+                line = f"{result.label}: {verdict.law} {verdict.status}: {verdict.note}"
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def conform_target(text: str, json_file: Path | None, out: Path) -> bool:
+    """Check a target, print and store the verdicts; return whether no law fails."""
+    results = [judge_target(target, out / "findings") for target in find_targets(text)]
+    print_conformance(results)
+    if json_file is not None:
+        write_json(json_file, [result.model_dump(mode="json") for result in results])
+    for result in results:
+        name = result.label.replace(" ", "-").replace("/", "-")
+        write_json(out / f"results/{name}.json", result.model_dump(mode="json"))
+    files = sorted((out / "results").glob("*.json"))
+    kept = [read_json_settings(file, Conformance, "verdicts") for file in files]
+    page = render_template("conformance.md.jinja", results=kept, laws=LAWS.values(), marks=MARKS)
+    write_whole(out / "README.md", page.encode())
+    return not any(v.status == "fails" for result in results for v in result.verdicts)

@@ -1,0 +1,147 @@
+"""What the laws see of a mixture-of-experts layer of any library, and how they run it.
+
+B sequences or images, T tokens each, d width, E experts, N of them with parameters.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from moecore.testing.check_helpers import is_close, seeded_randn
+
+Outcome = dict[str, Any]
+
+
+class NotPromised(Exception):
+    """The target states a convention under which the law does not apply; says which."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A mixture-of-experts layer and the conventions that its library states.
+
+    ``run(layer, tokens)`` takes tokens (B, T, d) and returns a dict: "output" (B, T, d) and
+    "weights" (B, T, E), 0 where an expert's output is not used; if the library has them also
+    "logits" and "probs" (B, T, E), "chosen" (B, T, E) bool (default: weights ≠ 0), "loss" (the
+    balance loss, a scalar), "counts" (E,) (what the library logs as load), "statistics" (name →
+    number: "max_violation", "entropy" or "balancedness"). With ``padded`` it takes a third
+    argument, (B, T) bool, true for padding.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]  # with random weights, of torch's global random state
+    run: Callable[..., Outcome]
+    width: int  # d, other than E
+    experts: int  # E
+    version: str = ""  # of the library
+    router: str = "router"  # prefix of the names of the router's parameters
+    networks: str = "experts"  # prefix of the names of the experts' parameters
+    batch: int = 4  # sequences; half of them depend on no other
+    tokens: int = 16  # per sequence
+    k: int | None = None  # experts per token, if all tokens choose as many
+    score: Literal["softmax", "sigmoid"] | None = None  # from logits to the scores that weigh
+    weights_sum: float | None = None  # of a token without drops; None: the scores, times ``scale``
+    scale: float = 1.0
+    loss_mean: Literal["sequence", "batch"] | None = None  # tokens over which the loss is a mean
+    even_loss: float | None = None  # the loss if all probabilities are equal
+    loss_in_training: bool = True  # False: the laws take the loss of evaluation
+    selection_bias: str | None = None  # name of the buffer or parameter that only selects
+    counts: Literal["chosen", "used"] = "chosen"  # what "counts" counts: before or after drops
+    causal: bool = False  # promised: no token sees later ones
+    padded: bool = False  # ``run`` takes a mask of padding
+    reduces_ranks: bool = False  # the loss is of all ranks' tokens
+    same_bits: bool = False  # promised: under bf16 autocast the routing has the bits of fp32
+    # (layer, tokens, outcome) → outputs (B, T, N, d) of the experts, and (B, T, d) of the rest
+    parts: Callable[[nn.Module, Tensor, Outcome], tuple[Tensor, Any]] | None = None
+    after_step: Callable[[nn.Module, Outcome], Any] | None = None  # what follows an optimizer step
+    not_promised: Mapping[str, str] = field(default_factory=dict)  # law → the reason
+    setup: str = ""  # lines of a reproduction in place of the sources of ``build`` and ``run``
+
+
+def require_promise(is_promised: Any, reason: str) -> None:
+    """Raise NotPromised with ``reason`` unless ``is_promised``."""
+    if not is_promised:
+        raise NotPromised(reason)
+
+
+def build_layer(target: Target, seed: int = 0) -> nn.Module:
+    """Return a layer with random weights that depend on ``seed`` alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return target.build()
+
+
+def draw_tokens(target: Target, seed: int = 1) -> Tensor:
+    """Return tokens (B, T, d) of N(0, 1)."""
+    return seeded_randn(target.batch, target.tokens, target.width, seed=seed)
+
+
+def run_layer(
+    target: Target, layer: nn.Module, tokens: Tensor, *padding: Tensor, training: bool = False
+) -> Outcome:
+    """Run a layer with a fixed random state, and return what ``target.run`` says of it."""
+    layer.train(training)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        outcome = target.run(layer, tokens, *padding)
+    return {"chosen": outcome["weights"] != 0, **outcome}
+
+
+def run_loss(target: Target, layer: nn.Module, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return the balance loss and its gradients for the router; NotPromised without one."""
+    loss = run_layer(target, layer, tokens, training=target.loss_in_training).get("loss")
+    require_promise(loss is not None, "no balance loss")
+    assert isinstance(loss, Tensor) and loss.ndim == 0, "the loss is a scalar tensor"
+    parameters = router_parameters(target, layer)
+    assert loss.requires_grad, "a gradient of the balance loss reaches the router: found none"
+    gradients = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
+    return loss, list(gradients)
+
+
+def router_parameters(target: Target, layer: nn.Module) -> list[nn.Parameter]:
+    """Return the router's parameters that learn from gradients; NotPromised without any."""
+    named = dict(layer.named_parameters())
+    learned = {name for name, parameter in named.items() if parameter.requires_grad}
+    learned -= {target.selection_bias}
+    parameters = [
+        named[name] for name in named if name in learned and is_below(name, target.router)
+    ]
+    require_promise(parameters, "the router has no parameters")
+    return parameters
+
+
+def is_below(name: str, prefix: str) -> bool:
+    """Return whether a parameter is that of the prefix, or of a module below it."""
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+def expert_slices(target: Target, layer: nn.Module) -> list[list[Tensor]]:
+    """Return for each of the N experts views of its parameters."""
+    experts: dict[int, list[Tensor]] = {}
+    for name, parameter in layer.named_parameters():
+        if not is_below(name, target.networks):
+            continue
+        first = name.removeprefix(f"{target.networks}.").split(".")[0]
+        is_listed = first.isdigit()  # a ModuleList; else parameters (N, …)
+        for expert in [int(first)] if is_listed else range(len(parameter)):
+            values = parameter.data if is_listed else parameter.data[expert]
+            experts.setdefault(expert, []).append(values)
+    assert experts, f"experts have parameters below {target.networks}: found none"
+    return [experts[expert] for expert in sorted(experts)]
+
+
+def assert_equal(outcome: Outcome, expected: Outcome, promise: str, *names: str) -> None:
+    """Raise AssertionError with ``promise`` unless tensors, and the loss if any, are close."""
+    for name in (*names, *(["loss"] if expected.get("loss") is not None else [])):
+        first, second = outcome[name].double(), expected[name].double()
+        assert is_close(first, second), f"{promise}: {name}{describe_difference(first, second)}"
+
+
+def describe_difference(first: Tensor, second: Tensor) -> str:
+    """Return by how much two tensors differ, for a message."""
+    if first.shape != second.shape:
+        return f" has shapes {tuple(first.shape)} and {tuple(second.shape)}"
+    return f" differs by up to {(first.double() - second.double()).abs().max():.3g}"
