@@ -151,10 +151,15 @@ def print_conformance(results: list[Conformance]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
     for result in results:
+        laws: dict[str, list[str]] = {}  # by what there is to say of them
         for verdict in result.verdicts:
             if verdict.status in ("fails", "not run"):
-                line = f"{result.label}: {verdict.law} {verdict.status}: {verdict.note}"
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                laws.setdefault(f"{verdict.status}: {verdict.note}", []).append(verdict.law)
+        for note, names in laws.items():
+            which = "all laws" if len(names) == len(LAWS) else ", ".join(names)
+            console.print(
+                f"{result.label}: {which} {note}", markup=False, highlight=False, soft_wrap=True
+            )
 
 
 def conform_target(text: str, json_file: Path | None, out: Path) -> bool:

@@ -16,3 +16,4 @@ from moecore.testing.layer_checks import check_router as check_router
 from moecore.testing.model_checks import check_backbone as check_backbone
 from moecore.testing.model_checks import check_regularizer as check_regularizer
 from moecore.testing.model_checks import check_teacher as check_teacher
+from moecore.testing.targets import Target as Target

@@ -3,6 +3,7 @@
 B sequences or images, T tokens each, d width, E experts, N of them with parameters.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -86,8 +87,12 @@ def run_layer(
     layer.train(training)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        outcome = target.run(layer, tokens, *padding)
-    return {"chosen": outcome["weights"] != 0, **outcome}
+        try:
+            outcome = target.run(layer, tokens, *padding)
+        except AssertionError as error:  # of the library: no law is broken
+            raise ValueError(f"run: {error}") from error
+    values = {name: value for name, value in outcome.items() if value is not None}
+    return {"chosen": outcome["weights"] != 0, **values}
 
 
 def run_loss(target: Target, layer: nn.Module, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -124,10 +129,10 @@ def expert_slices(target: Target, layer: nn.Module) -> list[list[Tensor]]:
     for name, parameter in layer.named_parameters():
         if not is_below(name, target.networks):
             continue
-        first = name.removeprefix(f"{target.networks}.").split(".")[0]
-        is_listed = first.isdigit()  # a ModuleList; else parameters (N, …)
-        for expert in [int(first)] if is_listed else range(len(parameter)):
-            values = parameter.data if is_listed else parameter.data[expert]
+        number = re.match(r"\D*(\d+)\.", name.removeprefix(f"{target.networks}."))
+        # a module per expert; else parameters (N, …)
+        for expert in [int(number[1])] if number else range(len(parameter)):
+            values = parameter.data if number else parameter.data[expert]
             experts.setdefault(expert, []).append(values)
     assert experts, f"experts have parameters below {target.networks}: found none"
     return [experts[expert] for expert in sorted(experts)]
