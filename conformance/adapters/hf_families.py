@@ -3,21 +3,34 @@
 The block, its router's records (``moecore.trace``) and the loss of its file are the library's.
 """
 
+import copy
+import os
+import re
 import sys
 from functools import partial
 
 import torch
 import transformers
-from moecore.core.files import UserError
 from moecore.nn.router_hooks import routing_collector
 from moecore.testing import Target
 from tools.router_families import build_model, find_families, find_models
 
 EXPERTS = 8
+K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
+BIAS = r"correction_bias|^expert_bias"
+RECOMPUTED = {"recompute activations": "the lens records no recomputation"}
+NOT_PROMISED = {"switch_transformers": {"permute tokens": "tokens are served in their order"}}
 SETUP = """from {module} import {kind} as Model
-config = Model.config_class.from_dict({settings})
-layer = Model(config).get_submodule("{path}")
-[torch.nn.init.normal_(p, std=0.2 if p.ndim > 2 else 1) for p in layer.parameters()]"""
+layer = Model(Model.config_class.from_dict({settings})).get_submodule("{path}")
+[torch.nn.init.normal_(p, std=0.3) for p in layer.parameters()]
+seen = []; layer.{router}.register_forward_hook(lambda m, given, out: seen.append(out))
+def run(layer, tokens):
+    output = layer(tokens); print("router:", [v.shape for v in seen[-1]])
+    return dict(output=output, weights=torch.stack([perturb(layer, e, tokens) for e in range(8)], -1))
+def perturb(layer, e, tokens):  # the tokens whose output depends on expert e
+    twin = copy.deepcopy(layer); slices = [p for n, p in twin.experts.named_parameters() if f"expert_{{e}}." in n]
+    [p.data.mul_(2) for p in slices or [p[e] for p in twin.experts.parameters()]]
+    return (twin(tokens) != layer(tokens)).any(-1).float()"""
 
 
 def run(layer, tokens, k=None):
@@ -49,34 +62,37 @@ def describe_family(family):
     if block is None:
         return None
     model, path, router = block
-    config = getattr(model.config, "text_config", model.config)
-    layer = model.get_submodule(path)
-    k = next((getattr(config, name) for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k") if isinstance(getattr(config, name, None), int)), None)
-    networks = next((name for name, _ in layer.named_children() if "expert" in name and "shared" not in name), "experts")
-    bias = [n for n, v in [*layer.named_buffers(), *layer.named_parameters()] if "bias" in n and "shared" not in n and v.shape == (EXPERTS,) and ("correction" in n or "e_score" in n)]
+    layer, config = model.get_submodule(path), getattr(model.config, "text_config", model.config)
+    k = next((getattr(config, name) for name in K if isinstance(getattr(config, name, None), int)), None)
+    children = [name for name, _ in layer.named_children()]
+    networks = next((name for name in children if "expert" in name and "shared" not in name), "experts")
+    named = [*layer.named_buffers(), *layer.named_parameters()]
+    bias = [name for name, value in named if re.search(BIAS, name) and value.numel() == EXPERTS]
     has_loss = "load_balancing_loss_func" in vars(sys.modules[type(layer).__module__])
+    setup = SETUP.format(
+        module=type(model).__module__, kind=type(model).__name__, path=path, router=router,
+        settings={n: v for n, v in model.config.to_diff_dict().items() if n != "transformers_version"},
+    )
     return Target(
         name=f"transformers-{family}", version=transformers.__version__, width=config.hidden_size,
-        build=lambda: _redraw(layer), run=partial(run, k=k), experts=EXPERTS, router=router,
-        networks=networks, k=k, causal=not model.config.is_encoder_decoder, selection_bias=bias[0] if bias else None,
+        build=partial(redraw_block, layer), run=partial(run, k=k), experts=EXPERTS, router=router,
+        networks=networks, k=k, causal=not model.config.is_encoder_decoder, setup=setup,
+        selection_bias=bias[0] if bias else None,
         loss_mean="batch" if has_loss else None, even_loss=1.0 if has_loss else None,
-        not_promised={"recompute activations": "the lens records no recomputation"},
+        not_promised=dict(NOT_PROMISED.get(family, ()), **RECOMPUTED),
     )
 
 
-def _redraw(layer):
-    for name, value in layer.named_parameters():
-        value.data = torch.randn(value.shape) * (1.0 if value.ndim < 3 else 0.2)
-    import copy
-
-    return copy.deepcopy(layer)
+def redraw_block(layer):
+    layer = copy.deepcopy(layer)
+    for name, value in [*layer.named_buffers(), *layer.named_parameters()]:
+        value.data = torch.zeros_like(value) if "bias" in name else 0.3 * torch.randn(value.shape)
+    return layer
 
 
 def targets():
     transformers.logging.set_verbosity_error()
-    import os
-
-    wanted = os.environ.get("FAMILIES", "").split() or list(find_families())
+    wanted = os.environ.get("FAMILIES", "").split() or find_families()
     return [target for family in wanted if (target := describe_family(family)) is not None]
 
 

@@ -15,14 +15,12 @@ from moecore.training.teachers.timm import define_missing_operators
 def build():
     from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
     layer = MixtralSparseMoeBlock(MixtralConfig(hidden_size=12, intermediate_size=10, num_local_experts=4))
-    [torch.nn.init.normal_(p, std=0.5) for p in layer.parameters()]
-    return layer
+    [torch.nn.init.normal_(p, std=0.5) for p in layer.parameters()]; return layer
 
 
 def run(layer, tokens, padding=None):
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func as balance
-    seen = []
-    hook = layer.gate.register_forward_hook(lambda gate, given, out: seen.append(out))
+    seen = []; hook = layer.gate.register_forward_hook(lambda gate, given, out: seen.append(out))
     output = layer(tokens); hook.remove()
     output, (logits, *rest) = (output[0], (seen[0],)) if isinstance(output, tuple) else (output, seen[0])
     top, ids = rest or logits.softmax(-1).topk(2)

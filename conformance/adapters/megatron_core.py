@@ -11,12 +11,10 @@ from moecore.testing import Target
 
 
 def build(bias=False):
-    layer = torch.nn.Module()
-    layer.router = torch.nn.Linear(12, 8, bias=False)
-    layer.experts = torch.nn.ModuleList(torch.nn.Linear(12, 12) for _ in range(8))
+    experts = torch.nn.ModuleList(torch.nn.Linear(12, 12) for _ in range(8))
+    layer = torch.nn.ModuleDict({"router": torch.nn.Linear(12, 8, bias=False), "experts": experts})
     layer.register_buffer("expert_bias", 0.2 * torch.randn(8) if bias else None)
-    torch.nn.init.normal_(layer.router.weight, std=0.5)
-    return layer
+    torch.nn.init.normal_(layer.router.weight, std=0.5); return layer
 
 
 def run(layer, tokens, padding=None, score="softmax", **options):
@@ -26,8 +24,7 @@ def run(layer, tokens, padding=None, score="softmax", **options):
     mask = None if padding is None else padding.flatten()
     routing_map, scores = moe_utils.compute_routing_scores_for_aux_loss(logits, 2, score, padding_mask=mask)
     counts = routing_map.sum(0)  # as get_tokens_per_expert_and_token_count on one rank
-    total = len(routing_map) if mask is None else counts.sum() / 2
-    loss = moe_utils.switch_load_balancing_loss_func(scores, counts, total, 2, 8, 1.0)
+    loss = moe_utils.switch_load_balancing_loss_func(scores, counts, counts.sum() / 2, 2, 8, 1.0)
     output = sum(weights[:, e, None] * expert(tokens.flatten(0, 1)) for e, expert in enumerate(layer.experts))
     named = dict(weights=weights, chosen=chosen.bool(), logits=logits, probs=scores)
     return dict(output=output.view_as(tokens), loss=loss, counts=counts, **{n: v.view(*tokens.shape[:2], 8) for n, v in named.items()})

@@ -8,21 +8,16 @@ from moecore.testing import Target
 
 def build():
     from fairscale.nn.moe import Top2Gate
-    layer = torch.nn.Module()
-    layer.gate = Top2Gate(12, 4)
-    layer.experts = torch.nn.ModuleList(torch.nn.Linear(12, 12) for _ in range(4))
-    torch.nn.init.normal_(layer.gate.wg.weight, std=0.5)
-    return layer
+    experts = torch.nn.ModuleList(torch.nn.Linear(12, 12) for _ in range(4))
+    layer = torch.nn.ModuleDict({"gate": Top2Gate(12, 4), "experts": experts})
+    torch.nn.init.normal_(layer.gate.wg.weight, std=0.5); return layer
 
 
 def run(layer, tokens):
-    flat = tokens.flatten(0, 1)
-    loss, combine, _ = layer.gate(flat)
-    weights = combine.sum(-1)
-    output = sum(weights[:, e, None] * expert(flat) for e, expert in enumerate(layer.experts))
-    shape = (*tokens.shape[:2], 4)
-    logits = layer.gate.wg(flat)
-    return dict(output=output.view_as(tokens), weights=weights.view(shape), loss=16 * loss, logits=logits.view(shape))
+    loss, combine, _ = layer.gate(tokens.flatten(0, 1))
+    weights = combine.sum(-1).view(*tokens.shape[:2], 4)
+    output = sum(weights[..., e, None] * expert(tokens) for e, expert in enumerate(layer.experts))
+    return dict(output=output, weights=weights, loss=16 * loss, logits=layer.gate.wg(tokens))
 
 
 TARGETS = [

@@ -1,38 +1,32 @@
 """torchtitan's MoE on a CPU: experts in a loop, no Triton, and torch.histc of floats."""
 
-import sys
 from importlib.metadata import version
-from types import ModuleType
 
 import torch
 from moecore.testing import Target
 
 
 def build():
+    import sys, types
+    sys.modules["torchtitan.models.moe.kernels"] = types.SimpleNamespace(generate_permute_indices=None)  # Triton's
+    torch.histc = lambda ids, bins, min, max: ids.flatten().bincount(minlength=bins)  # has no integers on a CPU
     from torchtitan.models.moe.moe import MoE, MoEArgs
-    args = MoEArgs(num_experts=4, top_k=2, route_norm=True, num_shared_experts=0, use_grouped_mm=False, score_before_experts=False)
-    layer = MoE(args, dim=12, hidden_dim=10)
+    layer = MoE(MoEArgs(4, 0, route_norm=True, top_k=2, use_grouped_mm=False, score_before_experts=False), 12, 10)
     [torch.nn.init.normal_(p, std=0.5) for p in layer.parameters()]
     return layer
 
 
 def run(layer, tokens):
-    flat = tokens.flatten(0, 1)
+    flat, before = tokens.flatten(0, 1), layer.tokens_per_expert.clone()
     top, ids, _ = layer.router(flat, layer.expert_bias)
-    before = layer.tokens_per_expert.clone()
-    output = layer(tokens)
-    shape = (*tokens.shape[:2], 4)
-    weights = torch.zeros(len(flat), 4).scatter(-1, ids, top.float()).view(shape)
-    return dict(output=output, weights=weights, logits=layer.router.gate(flat).view(shape), counts=layer.tokens_per_expert - before)
+    weights = torch.zeros(len(flat), 4).scatter(-1, ids, top.float()).view(*tokens.shape[:2], 4)
+    logits = layer.router.gate(flat).view_as(weights)
+    return dict(output=layer(tokens), weights=weights, logits=logits, counts=layer.tokens_per_expert - before)
 
 
-def targets():
-    kernels = ModuleType("torchtitan.models.moe.kernels")  # needs Triton; for grouped_mm only
-    kernels.generate_permute_indices = None
-    sys.modules[kernels.__name__] = kernels
-    torch.histc = lambda values, *given, histc=torch.histc, **named: histc(values.float(), *given, **named)
-    options = dict(width=12, experts=4, k=2, score="sigmoid", weights_sum=1.0, causal=True)
-    return [Target(name="torchtitan", version=version("torchtitan"), build=build, run=run, selection_bias="expert_bias", **options)]
-
-
-TARGETS = targets
+TARGETS = [
+    Target(
+        name="torchtitan", version=version("torchtitan"), build=build, run=run, width=12, experts=4, k=2,
+        score="sigmoid", weights_sum=1.0, causal=True, selection_bias="expert_bias",
+    )
+]

@@ -1,12 +1,10 @@
-# megatron-core-groups 0.16.1, law "count dispatched tokens"
-import copy, torch
+# megatron-core-groups 0.16.1, "count dispatched tokens": the counts are of the chosen experts, [11, 11, 25, 25, 4, 4, 24, 24]: [19, 20, 22, 17, 18, 14, 7, 11]
+import copy, functools, torch
 def build(bias=False):
-    layer = torch.nn.Module()
-    layer.router = torch.nn.Linear(12, 8, bias=False)
-    layer.experts = torch.nn.ModuleList(torch.nn.Linear(12, 12) for _ in range(8))
+    experts = torch.nn.ModuleList(torch.nn.Linear(12, 12) for _ in range(8))
+    layer = torch.nn.ModuleDict({"router": torch.nn.Linear(12, 8, bias=False), "experts": experts})
     layer.register_buffer("expert_bias", 0.2 * torch.randn(8) if bias else None)
-    torch.nn.init.normal_(layer.router.weight, std=0.5)
-    return layer
+    torch.nn.init.normal_(layer.router.weight, std=0.5); return layer
 def run(layer, tokens, padding=None, score="softmax", **options):
     from megatron.core.transformer.moe import moe_utils
     logits = layer.router(tokens.flatten(0, 1))
@@ -14,14 +12,13 @@ def run(layer, tokens, padding=None, score="softmax", **options):
     mask = None if padding is None else padding.flatten()
     routing_map, scores = moe_utils.compute_routing_scores_for_aux_loss(logits, 2, score, padding_mask=mask)
     counts = routing_map.sum(0)  # as get_tokens_per_expert_and_token_count on one rank
-    total = len(routing_map) if mask is None else counts.sum() / 2
-    loss = moe_utils.switch_load_balancing_loss_func(scores, counts, total, 2, 8, 1.0)
+    loss = moe_utils.switch_load_balancing_loss_func(scores, counts, counts.sum() / 2, 2, 8, 1.0)
     output = sum(weights[:, e, None] * expert(tokens.flatten(0, 1)) for e, expert in enumerate(layer.experts))
     named = dict(weights=weights, chosen=chosen.bool(), logits=logits, probs=scores)
     return dict(output=output.view_as(tokens), loss=loss, counts=counts, **{n: v.view(*tokens.shape[:2], 8) for n, v in named.items()})
-torch.manual_seed(0); layer = build()
+run = functools.partial(run, **{'score': 'sigmoid', 'num_groups': 4, 'group_topk': 1})
+torch.manual_seed(0); layer = build(*(True,), **{})
 x = torch.randn(4, 16, 12, generator=torch.Generator().manual_seed(1))
 layer.train(); out = run(layer, x)
 print({n: v for n, v in out.items() if n in ("counts", "loss", "statistics")})
 print("tokens with a weight, per expert:", (out["weights"] != 0).flatten(0, -2).sum(0).tolist())
-# the counts are of the chosen experts, [11, 11, 25, 25, 4, 4, 24, 24]: [19, 20, 22, 17, 18, 14, 7, 11]

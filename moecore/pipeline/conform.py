@@ -11,8 +11,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from moecore.core.config import Config, find_class, list_own_names, read_json_settings
-from moecore.core.files import UserError, write_json, write_whole
+from moecore.core.config import find_class, list_own_names
+from moecore.core.files import UserError, read_json, write_json, write_whole
 from moecore.core.outside_packages import (
     import_module_of_package,
     last_traceback_line,
@@ -28,28 +28,6 @@ from moecore.testing.layer_checks import describe_own_layer
 from moecore.testing.targets import NotPromised, Target
 
 MARKS = {"holds": "holds", "fails": "FAILS", "not promised": "–", "not run": "not run"}
-
-
-class Verdict(Config):
-    """What was found of one law: "holds", "fails", "not promised" or "not run", and why."""
-
-    law: str
-    status: str
-    note: str = ""
-    seconds: float = 0.0
-    reproduction: str = ""  # path of the script
-
-
-class Conformance(Config):
-    """The verdicts on a target, in the order of the laws."""
-
-    target: str
-    version: str
-    verdicts: tuple[Verdict, ...]
-
-    @property
-    def label(self) -> str:
-        return f"{self.target} {self.version}".strip()
 
 
 def find_targets(text: str) -> list[Target]:
@@ -89,7 +67,7 @@ def choose_targets(text: str, names: dict[str, Any], name: str) -> list[Target]:
     return list(targets)
 
 
-def judge_target(target: Target, folder: Path) -> Conformance:
+def judge_target(target: Target, folder: Path) -> dict[str, Any]:
     """Check every law of a target; write a reproduction of each failure into ``folder``."""
     verdicts = []
     for law in LAWS.values():
@@ -100,34 +78,40 @@ def judge_target(target: Target, folder: Path) -> Conformance:
             status, note = "not promised", str(reason)
         except AssertionError as error:
             status, note = "fails", str(error)
+        except UserError as error:
+            status, note = "not run", str(error)
         except Exception as error:  # in the library or its adapter: the other laws still run
             status, note = "not run", last_traceback_line(error)
-        verdict = Verdict(law=law.name, status=status, note=note)
-        path = folder / f"{target.name}-{target.version}-{law.name}.py".replace(" ", "-")
-        if status == "fails" and (script := render_reproduction(target, law, note)):
-            write_whole(path, script.encode())
-            verdict = verdict.model_copy(update={"reproduction": str(path)})
         seconds = round(time.perf_counter() - start, 3)
-        verdicts.append(verdict.model_copy(update={"seconds": seconds}))
-    return Conformance(target=target.name, version=target.version, verdicts=verdicts)
+        script = render_reproduction(target, law, note) if status == "fails" else ""
+        path = folder / f"{target.name}-{target.version}-{law.name}.py".replace(" ", "-")
+        if script:
+            write_whole(path, script)
+        verdict = {"law": law.name, "status": status, "note": note, "seconds": seconds}
+        verdicts.append({**verdict, "reproduction": path.name if script else ""})
+    return {"target": f"{target.name} {target.version}".strip(), "verdicts": verdicts}
 
 
 def render_template(name: str, **values: Any) -> str:
     """Return a template of moecore.report, rendered as plain text."""
-    loader = PackageLoader("moecore.report")
-    environment = Environment(
-        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    options: Any = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=PackageLoader("moecore.report"), **options)
     return environment.get_template(name).render(**values)
 
 
 def render_reproduction(target: Target, law: Law, note: str) -> str:
     """Return a script that shows a failure without moecore; "" for a layer of ours."""
     setup = target.setup or "\n".join(map(read_source, (target.build, target.run)))
+    options = target.run.keywords if isinstance(target.run, partial) else {}
+    if options and not target.setup:
+        setup += f"\nrun = functools.partial(run, **{options})"
     if "moecore" in setup:
         return ""
+    build = target.build
+    given = (build.args, build.keywords) if isinstance(build, partial) else ((), {})
+    call = f"build(*{given[0]}, **{given[1]})" if any(given) else "build()"
     text = render_template(
-        "reproduction.py.jinja", target=target, law=law, setup=setup.strip(), note=note
+        "reproduction.py.jinja", target=target, law=law, setup=setup.strip(), note=note, build=call
     )
     return text.strip() + "\n"
 
@@ -140,26 +124,27 @@ def read_source(function: Callable[..., Any]) -> str:
     return "\n".join(line for line in text.splitlines() if line.strip())
 
 
-def print_conformance(results: list[Conformance]) -> None:
+def print_conformance(results: list[dict[str, Any]]) -> None:
     """Print the table law × target, then a line per failure and per law that did not run."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("law", *(result.label for result in results), box=None, padding=(0, 1))
-    for row in zip(*(result.verdicts for result in results), strict=True):
-        table.add_row(row[0].law, *(MARKS[verdict.status] for verdict in row))
+    table = Table("law", *(result["target"] for result in results), box=None, padding=(0, 1))
+    for row in zip(*(result["verdicts"] for result in results), strict=True):
+        table.add_row(row[0]["law"], *(MARKS[verdict["status"]] for verdict in row))
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
     for result in results:
         laws: dict[str, list[str]] = {}  # by what there is to say of them
-        for verdict in result.verdicts:
-            if verdict.status in ("fails", "not run"):
-                laws.setdefault(f"{verdict.status}: {verdict.note}", []).append(verdict.law)
+        for verdict in result["verdicts"]:
+            if verdict["status"] in ("fails", "not run"):
+                laws.setdefault(f"{verdict['status']}: {verdict['note']}", []).append(
+                    verdict["law"]
+                )
         for note, names in laws.items():
             which = "all laws" if len(names) == len(LAWS) else ", ".join(names)
-            console.print(
-                f"{result.label}: {which} {note}", markup=False, highlight=False, soft_wrap=True
-            )
+            line = f"{result['target']}: {which} {note}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def conform_target(text: str, json_file: Path | None, out: Path) -> bool:
@@ -167,12 +152,10 @@ def conform_target(text: str, json_file: Path | None, out: Path) -> bool:
     results = [judge_target(target, out / "findings") for target in find_targets(text)]
     print_conformance(results)
     if json_file is not None:
-        write_json(json_file, [result.model_dump(mode="json") for result in results])
+        write_json(json_file, results)
     for result in results:
-        name = result.label.replace(" ", "-").replace("/", "-")
-        write_json(out / f"results/{name}.json", result.model_dump(mode="json"))
-    files = sorted((out / "results").glob("*.json"))
-    kept = [read_json_settings(file, Conformance, "verdicts") for file in files]
+        write_json(out / f"results/{result['target'].replace(' ', '-')}.json", result)
+    kept = [read_json(file) for file in sorted((out / "results").glob("*.json"))]
     page = render_template("conformance.md.jinja", results=kept, laws=LAWS.values(), marks=MARKS)
-    write_whole(out / "README.md", page.encode())
-    return not any(v.status == "fails" for result in results for v in result.verdicts)
+    write_whole(out / "README.md", page)
+    return not any(each["status"] == "fails" for result in results for each in result["verdicts"])

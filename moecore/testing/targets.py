@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from moecore.core.files import UserError
 from moecore.testing.check_helpers import is_close, seeded_randn
 
 Outcome = dict[str, Any]
@@ -50,7 +51,6 @@ class Target:
     even_loss: float | None = None  # the loss if all probabilities are equal
     loss_in_training: bool = True  # False: the laws take the loss of evaluation
     selection_bias: str | None = None  # name of the buffer or parameter that only selects
-    counts: Literal["chosen", "used"] = "chosen"  # what "counts" counts: before or after drops
     causal: bool = False  # promised: no token sees later ones
     padded: bool = False  # ``run`` takes a mask of padding
     reduces_ranks: bool = False  # the loss is of all ranks' tokens
@@ -83,39 +83,39 @@ def draw_tokens(target: Target, seed: int = 1) -> Tensor:
 def run_layer(
     target: Target, layer: nn.Module, tokens: Tensor, *padding: Tensor, training: bool = False
 ) -> Outcome:
-    """Run a layer with a fixed random state, and return what ``target.run`` says of it."""
+    """Run a layer with a fixed random state; UserError if the adapter's tensors do not fit."""
     layer.train(training)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         try:
-            outcome = target.run(layer, tokens, *padding)
+            outcome = target.run(layer, tokens.clone(), *padding)  # some change it in place
         except AssertionError as error:  # of the library: no law is broken
             raise ValueError(f"run: {error}") from error
     values = {name: value for name, value in outcome.items() if value is not None}
-    return {"chosen": outcome["weights"] != 0, **values}
+    for name, size in (("output", target.width), ("weights", target.experts)):
+        shape = (*tokens.shape[:2], size)
+        if name not in values or values[name].shape != shape:
+            kind = tuple(values[name].shape) if name in values else f"only {', '.join(values)}"
+            raise UserError.at(f"run: {name}", found=kind, allowed=f"a tensor {shape}")
+    return {"chosen": values["weights"] != 0, **values}
 
 
-def run_loss(target: Target, layer: nn.Module, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+def run_loss(target: Target, layer: nn.Module, tokens: Tensor) -> list[Tensor]:
     """Return the balance loss and its gradients for the router; NotPromised without one."""
-    loss = run_layer(target, layer, tokens, training=target.loss_in_training).get("loss")
+    loss: Any = run_layer(target, layer, tokens, training=target.loss_in_training).get("loss")
     require_promise(loss is not None, "no balance loss")
-    assert isinstance(loss, Tensor) and loss.ndim == 0, "the loss is a scalar tensor"
     parameters = router_parameters(target, layer)
     assert loss.requires_grad, "a gradient of the balance loss reaches the router: found none"
     gradients = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
-    return loss, list(gradients)
+    return [loss, *gradients]
 
 
 def router_parameters(target: Target, layer: nn.Module) -> list[nn.Parameter]:
     """Return the router's parameters that learn from gradients; NotPromised without any."""
     named = dict(layer.named_parameters())
-    learned = {name for name, parameter in named.items() if parameter.requires_grad}
-    learned -= {target.selection_bias}
-    parameters = [
-        named[name] for name in named if name in learned and is_below(name, target.router)
-    ]
-    require_promise(parameters, "the router has no parameters")
-    return parameters
+    names = [name for name in named if is_below(name, target.router) and named[name].requires_grad]
+    require_promise(names, "the router has no parameters")
+    return [named[name] for name in names if name != target.selection_bias]
 
 
 def is_below(name: str, prefix: str) -> bool:
@@ -127,26 +127,27 @@ def expert_slices(target: Target, layer: nn.Module) -> list[list[Tensor]]:
     """Return for each of the N experts views of its parameters."""
     experts: dict[int, list[Tensor]] = {}
     for name, parameter in layer.named_parameters():
-        if not is_below(name, target.networks):
-            continue
         number = re.match(r"\D*(\d+)\.", name.removeprefix(f"{target.networks}."))
-        # a module per expert; else parameters (N, …)
-        for expert in [int(number[1])] if number else range(len(parameter)):
-            values = parameter.data if number else parameter.data[expert]
-            experts.setdefault(expert, []).append(values)
-    assert experts, f"experts have parameters below {target.networks}: found none"
+        if is_below(name, target.networks):  # a module per expert, else parameters (N, …)
+            for expert in [int(number[1])] if number else range(len(parameter)):
+                values = parameter.data if number else parameter.data[expert]
+                experts.setdefault(expert, []).append(values)
+    if not experts:
+        raise UserError.at("networks", found=target.networks, allowed="the experts' parameters")
     return [experts[expert] for expert in sorted(experts)]
+
+
+def assert_close(first: Tensor, second: Tensor, promise: str) -> None:
+    """Raise AssertionError with ``promise`` unless two tensors are equal up to rounding."""
+    first, second = first.double(), second.double()
+    if not is_close(first, second):
+        shapes = f"shapes {tuple(first.shape)} and {tuple(second.shape)}"
+        is_same = first.shape == second.shape
+        by = f"differs by up to {(first - second).abs().max():.3g}" if is_same else shapes
+        raise AssertionError(f"{promise} {by}")
 
 
 def assert_equal(outcome: Outcome, expected: Outcome, promise: str, *names: str) -> None:
     """Raise AssertionError with ``promise`` unless tensors, and the loss if any, are close."""
-    for name in (*names, *(["loss"] if expected.get("loss") is not None else [])):
-        first, second = outcome[name].double(), expected[name].double()
-        assert is_close(first, second), f"{promise}: {name}{describe_difference(first, second)}"
-
-
-def describe_difference(first: Tensor, second: Tensor) -> str:
-    """Return by how much two tensors differ, for a message."""
-    if first.shape != second.shape:
-        return f" has shapes {tuple(first.shape)} and {tuple(second.shape)}"
-    return f" differs by up to {(first.double() - second.double()).abs().max():.3g}"
+    for name in (*names, *(["loss"] if "loss" in expected else [])):
+        assert_close(outcome[name], expected[name], f"{promise}: {name}")
