@@ -19,7 +19,11 @@ EXPERTS = 8
 K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
 BIAS = r"correction_bias|^expert_bias"
 RECOMPUTED = {"recompute activations": "the lens records no recomputation"}
-NOT_PROMISED = {"switch_transformers": {"permute tokens": "tokens are served in their order"}}
+GROUPED = {"round to bf16": "groups are chosen, too, by margins that no record has"}
+NOT_PROMISED = {
+    "switch_transformers": {"permute tokens": "tokens are served in their order"},
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "dots1"), GROUPED),
+}
 SETUP = """from {module} import {kind} as Model
 layer = Model(Model.config_class.from_dict({settings})).get_submodule("{path}")
 [torch.nn.init.normal_(p, std=0.3) for p in layer.parameters()]

@@ -10,6 +10,9 @@ import torch
 from moecore.testing import Target
 
 
+GROUPED = {"round to bf16": "groups are chosen, too, by margins that no record has"}
+
+
 def build(bias=False):
     experts = torch.nn.ModuleList(torch.nn.Linear(12, 12) for _ in range(8))
     layer = torch.nn.ModuleDict({"router": torch.nn.Linear(12, 8, bias=False), "experts": experts})
@@ -35,7 +38,7 @@ def targets():
     grouped = dict(score="sigmoid", num_groups=4, group_topk=1)
     return [
         Target(name="megatron-core-softmax", build=build, run=partial(run, use_pre_softmax=True), score="softmax", **options),
-        Target(name="megatron-core-groups", build=partial(build, True), run=partial(run, **grouped), score="sigmoid", weights_sum=1.0, selection_bias="expert_bias", **options),
+        Target(name="megatron-core-groups", build=partial(build, True), run=partial(run, **grouped), score="sigmoid", weights_sum=1.0, selection_bias="expert_bias", not_promised=GROUPED, **options),
     ]
 
 

@@ -277,7 +277,9 @@ def robustbench_command(
 
 @app.command("conform")
 def conform_command(
-    target: Annotated[str, Argument(help="a router's kind, a method, PACKAGE.MODULE:NAME, FILE.py")],
+    target: Annotated[
+        str, Argument(help="a router's kind, a method, PACKAGE.MODULE:NAME, FILE.py")
+    ],
     json_file: Annotated[Path | None, Option("--json", help="the verdicts, as JSON")] = None,
     out: Annotated[Path, Option(help="of verdicts, failures, page")] = Path("conformance"),
 ) -> None:

@@ -13,12 +13,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from moecore.core.config import find_class, list_own_names
 from moecore.core.files import UserError, read_json, write_json, write_whole
-from moecore.core.outside_packages import (
+from moecore.core.source_layout import (
+    SHIPPED,
     import_module_of_package,
     last_traceback_line,
     more_packages,
 )
-from moecore.core.source_layout import SHIPPED
 from moecore.lens.recording import run_python_file
 from moecore.nn.routers.base import Router
 from moecore.study.document import load_yaml_document
@@ -44,7 +44,8 @@ def find_targets(text: str) -> list[Target]:
             except ValueError as error:
                 raise UserError(f"{text}: {error}") from None
     if text in list_own_names(Router):
-        return [describe_own_layer(find_class(Router, text)())]
+        router: Any = find_class(Router, text)
+        return [describe_own_layer(router())]
     params = Path("params.yaml") if Path("params.yaml").is_file() else SHIPPED / "params.yaml"
     methods = read_study(load_yaml_document(params)).methods
     method = methods.get(text)

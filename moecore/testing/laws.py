@@ -74,7 +74,8 @@ def check_law(law: Law, target: Target) -> str | None:
 
 @state_law("The layer is the sum of all experts, weighted, in gradients too", "arXiv 1701.06538")
 def sum_weighted_experts(target: Target, layer: nn.Module, tokens: Tensor) -> None:
-    require_promise(target.parts is not None, "the adapter gives no experts' outputs")
+    list_parts: Any = target.parts
+    require_promise(list_parts is not None, "the adapter gives no experts' outputs")
     for training in (True, False):
         results = []
         for is_sum in (False, True):
@@ -82,7 +83,7 @@ def sum_weighted_experts(target: Target, layer: nn.Module, tokens: Tensor) -> No
             outcome = run_layer(target, twin, leaf, training=training)
             output = outcome["output"]
             if is_sum:
-                outputs, rest = target.parts(twin, leaf, outcome)
+                outputs, rest = list_parts(twin, leaf, outcome)
                 weights = outcome["weights"][..., : outputs.shape[2]].unsqueeze(-1)
                 output = (weights * outputs).sum(dim=2) + rest
             leaves = [leaf, *(weight for weight in twin.parameters() if weight.requires_grad)]
@@ -102,7 +103,8 @@ def reach_the_router(target: Target, layer: nn.Module, tokens: Tensor) -> None:
     terms = [
         outcome[name].square().sum() for name in ("output", "probs", "load") if name in outcome
     ]
-    gradients = torch.autograd.grad(sum(terms), parameters, materialize_grads=True)
+    total = torch.stack(terms).sum()
+    gradients = torch.autograd.grad(total, parameters, materialize_grads=True)
     assert all(each.isfinite().all() for each in gradients), "gradients of the router are finite"
     reached = any(each.any() for each in gradients)
     assert reached, "a gradient of the output or the record reaches the router"
@@ -168,7 +170,7 @@ def train_layer(target: Target, layer: nn.Module, steps: range) -> None:
         outcome = run_layer(target, layer, draw_tokens(target, seed=100 + 10 * step), training=True)
         terms = [outcome[name] for name in ("output", "probs", "load", "loss") if name in outcome]
         parameters = [weight for weight in layer.parameters() if weight.requires_grad]
-        loss = sum(term.square().mean() for term in terms)
+        loss = torch.stack([term.square().mean() for term in terms]).sum()
         gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
         with torch.no_grad():
             for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -151,7 +151,7 @@ def describe_own_layer(router: Any, experts: Any = EXPERTS, name: str = "") -> T
         causal=is_causal(router),
         same_bits=True,
         parts=sum_own_parts,
-        k=moe.scale_router_k(router, experts).k if is_linear else None,
+        k=getattr(moe.scale_router_k(router, experts), "k", None) if is_linear else None,
         score=router.score if is_linear and router.score != "sqrt_softplus" else None,
         weights_sum=router.scale if is_linear and router.renormalise else None,
         scale=router.scale if is_linear else 1.0,
