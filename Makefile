@@ -29,7 +29,7 @@ full: setup data                 ## the same with pipelines/ours/trained_longer.
 	moecore sync
 
 # Four files at a time, as many wait for processes. The durations of all tests go to a file alone.
-PYTEST = mkdir -p .state && OMP_NUM_THREADS=1 python -m pytest tests pipelines --numprocesses $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder --durations=0
+PYTEST = mkdir -p .state && OMP_NUM_THREADS=1 python -m pytest tests pipelines conformance --numprocesses $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder --durations=0
 DURATIONS = tee .state/tests.txt | sed -u '/ slowest durations /,/ durations < /d'
 
 test: setup data lint             ## check format, lint, types, studies and claims, then run all tests; JOBS=1: one file at a time; .state/tests.txt: how long each took
@@ -44,8 +44,8 @@ soak: setup data                 ## a hundred and more kills at random moments, 
 	OMP_NUM_THREADS=1 python -m tools.fuzz_studies --first $(or $(SEED),0)000 --accepted 100 --out .state/fuzzed
 
 lint: setup                      ## format, lint, imports, types
-	ruff format --check moecore stages pipelines tests benchmarks tools
-	ruff check moecore stages pipelines tests benchmarks tools
+	ruff format --check moecore stages conformance/suite conformance/tests pipelines tests benchmarks tools
+	ruff check moecore stages conformance/suite conformance/tests pipelines tests benchmarks tools
 	lint-imports --no-logo --no-cache
 	pyrefly check
 	pyrefly check tests tools pipelines --only missing-module-attribute  # names that moved; a conftest is not imported until its tests run

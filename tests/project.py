@@ -34,7 +34,7 @@ from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "tests/params.yaml"  # as the root's is shipped; that one is its user's to edit
-COPIED = ("moecore", "stages", "dvc.yaml", ".dvcignore", ".gitignore")
+COPIED = ("moecore", "stages", "conformance/suite", "dvc.yaml", ".dvcignore", ".gitignore")
 HALF_WRITTEN = "*.pyc.*"  # whole compiled files are copied: no copy is compiled anew
 
 COMMAND = "from moecore.pipeline.cli import app; app()"
@@ -271,8 +271,9 @@ class Project:
 
 @cache
 def source_files() -> dict[str, str]:
-    """Return path → text of every file of moecore and stages."""
-    files = [*(ROOT / "moecore").rglob("*.py"), *(ROOT / "stages").glob("*.py")]
+    """Return path → text of every file of moecore, of its link conformance, and of stages."""
+    linked = [*(ROOT / "stages").glob("*.py"), *(ROOT / "moecore/conformance").glob("*.py")]
+    files = [*(ROOT / "moecore").rglob("*.py"), *linked]
     return {file.relative_to(ROOT).as_posix(): file.read_text("utf-8") for file in sorted(files)}
 
 

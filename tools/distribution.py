@@ -66,11 +66,12 @@ def _check_wheel(wheel: Path, source: Path) -> None:
     if str(metadata.version) != citation["version"]:
         allowed = f"{metadata.version}, as in pyproject.toml"
         raise UserError.at("CITATION.cff: version", found=citation["version"], allowed=allowed)
-    files = [*source.glob("moecore/**/*.py"), *source.glob("stages/*.py")]
-    paths = {path.relative_to(source).as_posix() for path in files}
-    expected = {f"moecore/{path}" if path.startswith("stages/") else path for path in paths}
+    paths = {path.relative_to(source).as_posix() for path in source.glob("moecore/**/*.py")}
+    linked = {"stages": source / "stages", "conformance": source / "conformance/suite"}
+    for room, home in linked.items():
+        paths |= {f"moecore/{room}/{file.name}" for file in home.glob("*.py")}
     modules = {name for name in names if name.endswith(".py")}
-    other = sorted(name for name in modules ^ expected if not name.startswith(NO_MODULES))
+    other = sorted(name for name in modules ^ paths if not name.startswith(NO_MODULES))
     if other:
         found = f"modules that only git or only it has: {', '.join(other[:5])}"
         raise UserError.at(wheel.name, found=found, allowed="the modules of the commit")

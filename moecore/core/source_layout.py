@@ -20,7 +20,7 @@ from typing import Any
 from moecore.core.files import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("moecore", "moecore/stages")  # in a clone, the second is a link to stages/
+SOURCES = ("moecore", "moecore/stages", "moecore/conformance")  # links in a clone but the first
 STAGE_MODULES = "moecore.stages."  # prefix of a stage's module
 SHIPPED = ROOT / "moecore/pipeline/shipped"  # params.yaml, dvc.yaml, studies of this version
 RUNS = ".runs"  # in a project: folders in which the questions of pipelines/ run

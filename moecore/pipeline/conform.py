@@ -11,6 +11,9 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from moecore.conformance.laws import LAWS, Law, check_law
+from moecore.conformance.own_layers import describe_own_layer
+from moecore.conformance.targets import NotPromised, Target
 from moecore.core.config import find_class, list_own_names
 from moecore.core.files import UserError, read_json, write_json, write_whole
 from moecore.core.source_layout import (
@@ -23,9 +26,6 @@ from moecore.lens.recording import run_python_file
 from moecore.nn.routers.base import Router
 from moecore.study.document import load_yaml_document
 from moecore.study.study import read_study
-from moecore.testing.laws import LAWS, Law, check_law
-from moecore.testing.layer_checks import describe_own_layer
-from moecore.testing.targets import NotPromised, Target
 
 MARKS = {"holds": "holds", "fails": "FAILS", "not promised": "–", "not run": "not run"}
 
@@ -154,9 +154,12 @@ def conform_target(text: str, json_file: Path | None, out: Path) -> bool:
     print_conformance(results)
     if json_file is not None:
         write_json(json_file, results)
-    for result in results:
-        write_json(out / f"results/{result['target'].replace(' ', '-')}.json", result)
-    kept = [read_json(file) for file in sorted((out / "results").glob("*.json"))]
-    page = render_template("conformance.md.jinja", results=kept, laws=LAWS.values(), marks=MARKS)
+    stored = out / "results.json"  # name and version → the last verdicts
+    known = read_json(stored) if stored.is_file() else {}
+    known |= {result["target"]: result for result in results}
+    known = dict(sorted(known.items()))
+    write_json(stored, known)
+    options = {"results": known.values(), "laws": LAWS.values(), "marks": MARKS}
+    page = render_template("conformance.md.jinja", **options)
     write_whole(out / "README.md", page)
     return not any(each["status"] == "fails" for result in results for each in result["verdicts"])

@@ -3,6 +3,7 @@
 Each raises AssertionError with the part's name and the broken promise.
 """
 
+from moecore.conformance.targets import Target as Target
 from moecore.testing.data_checks import check_attack as check_attack
 from moecore.testing.data_checks import check_calculation as check_calculation
 from moecore.testing.data_checks import check_calibrator as check_calibrator
@@ -16,4 +17,3 @@ from moecore.testing.layer_checks import check_router as check_router
 from moecore.testing.model_checks import check_backbone as check_backbone
 from moecore.testing.model_checks import check_regularizer as check_regularizer
 from moecore.testing.model_checks import check_teacher as check_teacher
-from moecore.testing.targets import Target as Target

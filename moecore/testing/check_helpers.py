@@ -1,14 +1,14 @@
 """Helpers of all checks: failures in one line, and a small model and data for every part."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, ClassVar, ParamSpec, TypeVar, get_origin
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
+from moecore.conformance.targets import draw_weights, seeded_randn
 from moecore.core.files import UserError
 from moecore.core.routing_records import Batch, Guidance, ObjectiveInputs
 from moecore.core.source_layout import last_traceback_line
@@ -24,7 +24,6 @@ from moecore.tasks.classification import Classification
 
 P = ParamSpec("P")
 R = TypeVar("R")
-ATOL, RTOL = 1e-5, 1e-4  # for fp32 sums in another order
 
 
 def names_the_part(check: Callable[P, R]) -> Callable[P, R]:
@@ -90,32 +89,6 @@ def assert_refused(part: Any, call: Callable[[], Any], promise: str, start: str 
         assert_that(part, str(error).startswith(start) and "\n" not in str(error), promise)
     else:
         assert_that(part, False, promise)
-
-
-def has_same_state(module: nn.Module, state: Mapping[str, Tensor]) -> bool:
-    """Return whether a module's state_dict equals ``state``, bit by bit."""
-    return all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
-
-
-def is_close(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors are equal up to the rounding of fp32 sums."""
-    return first.shape == second.shape and torch.allclose(first, second, atol=ATOL, rtol=RTOL)
-
-
-def draw_weights(module: nn.Module, std: float = 0.5) -> None:
-    """Replace all parameters by large random ones, so that routing has no ties and no zeros.
-
-    The seed is 0; the caller's random state does not change.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        for parameter in module.parameters():
-            nn.init.normal_(parameter, std=std)
-
-
-def seeded_randn(*shape: int, seed: int = 1) -> Tensor:
-    """Return N(0, 1) draws of this shape that depend only on ``seed``."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 SIDE = 8  # pixels

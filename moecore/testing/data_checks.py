@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moecore.attacks.attack_setup import Target
 from moecore.attacks.base import Attack
+from moecore.conformance.targets import has_same_state, is_close, seeded_randn
 from moecore.core.files import UserError, read_json
 from moecore.core.source_layout import more_packages, outside_kinds_in_settings
 from moecore.data.card import Card, card_of_written_data
@@ -31,10 +32,7 @@ from moecore.testing.check_helpers import (
     SIDE,
     assert_refused,
     assert_that,
-    has_same_state,
-    is_close,
     names_the_part,
-    seeded_randn,
     settings_of,
     small_data,
     small_vit,

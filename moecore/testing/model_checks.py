@@ -13,6 +13,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from moecore.conformance.targets import draw_weights, has_same_state, is_close, seeded_randn
 from moecore.core.config import part_classes_by_kind
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, EncodeOptions, ImageSpec
 from moecore.nn.experts.base import ZeroComputation
@@ -26,11 +27,7 @@ from moecore.testing.check_helpers import (
     assert_refused,
     assert_that,
     check_build_on_meta,
-    draw_weights,
-    has_same_state,
-    is_close,
     names_the_part,
-    seeded_randn,
     settings_of,
     small_objective_inputs,
     small_vit,

@@ -8,6 +8,7 @@ from torch import nn
 
 from moecore import UserError, routing_loss
 from moecore.backbones import LanguageModel, Sfcn, SingleLayer, Swin, SwinMoe, SwinV2, Vit, Vit3d
+from moecore.conformance.targets import draw_weights
 from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
 from moecore.nn.backbones.two_towers import TextTowerSettings, TwoTowers
 from moecore.nn.experts.mlp import Mlp
@@ -16,7 +17,7 @@ from moecore.nn.router_hooks import routing_collector
 from moecore.regularizers import GroupSparsity, Importance, JensenShannon, Load, ZLoss
 from moecore.routers import Cosine, Depth, Hash, NoisyTopK, TopKSoftmax
 from moecore.tasks import Classification, ImageText, NextToken, Regression
-from moecore.testing.check_helpers import IMAGE, draw_weights
+from moecore.testing.check_helpers import IMAGE
 from moecore.training.teachers.timm import define_missing_operators
 from moecore.training.upcycle import fill_experts, upcycle_in_place, upcycle_model
 from moecore.training.upcycling_kinds import Drop, Granular, redraw_units, repeat_router_rows

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from torch.nn.functional import gelu, linear, relu
 
 from moecore.backbones import MoESettings, Swin, Vit
+from moecore.conformance.targets import draw_weights
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.experts import Eigen, Mlp
@@ -19,7 +20,7 @@ from moecore.nn.dispatch import Rows, SparsePlan, single_expert_rows
 from moecore.nn.experts.base import ZeroComputation, default_rank
 from moecore.nn.predict import meta_device_context
 from moecore.routers import Competition, ExpertChoice, FrozenCopy, NoisyTopK, SoftSlots
-from moecore.testing.check_helpers import IMAGE, draw_weights
+from moecore.testing.check_helpers import IMAGE
 from moecore.training.regularizers import zero_computation_balance
 from moecore.training.regularizers.zero_computation_balance import ZeroComputationBalance
 from tests.training.small import step

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from moecore.testing.laws import LAWS, check_law
-from moecore.testing.targets import NotPromised, Target
+from moecore.conformance.laws import LAWS, check_law
+from moecore.conformance.targets import NotPromised, Target
 
 EXPERTS = 4
 
@@ -93,7 +93,7 @@ CORRECT = Target(
 
 
 def of(name, change):
-    """A mutation: the method ``name`` returns ``change`` of (layer, its result, *arguments)."""
+    """Return a mutation: ``name`` returns ``change`` of (layer, its result, *arguments)."""
     correct = getattr(Mixture, name)
     return {name: lambda layer, *given: change(layer, correct(layer, *given), *given)}
 

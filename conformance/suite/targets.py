@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from moecore.core.files import UserError
-from moecore.testing.check_helpers import is_close, seeded_randn
 
+ATOL, RTOL = 1e-5, 1e-4  # for fp32 sums in another order
 Outcome = dict[str, Any]
 
 
@@ -151,3 +151,29 @@ def assert_equal(outcome: Outcome, expected: Outcome, promise: str, *names: str)
     """Raise AssertionError with ``promise`` unless tensors, and the loss if any, are close."""
     for name in (*names, *(["loss"] if "loss" in expected else [])):
         assert_close(outcome[name], expected[name], f"{promise}: {name}")
+
+
+def has_same_state(module: nn.Module, state: Mapping[str, Tensor]) -> bool:
+    """Return whether a module's state_dict equals ``state``, bit by bit."""
+    return all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+
+
+def is_close(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors are equal up to the rounding of fp32 sums."""
+    return first.shape == second.shape and torch.allclose(first, second, atol=ATOL, rtol=RTOL)
+
+
+def draw_weights(module: nn.Module, std: float = 0.5) -> None:
+    """Replace all parameters by large random ones, so that routing has no ties and no zeros.
+
+    The seed is 0; the caller's random state does not change.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, std=std)
+
+
+def seeded_randn(*shape: int, seed: int = 1) -> Tensor:
+    """Return N(0, 1) draws of this shape that depend only on ``seed``."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

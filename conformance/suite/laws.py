@@ -17,21 +17,22 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from moecore.measure.routing_metrics import layer_metrics
-from moecore.testing.check_helpers import has_same_state, seeded_randn
-from moecore.testing.targets import (
+from moecore.conformance.targets import (
     Target,
     assert_close,
     assert_equal,
     build_layer,
     draw_tokens,
     expert_slices,
+    has_same_state,
     is_below,
     require_promise,
     router_parameters,
     run_layer,
     run_loss,
+    seeded_randn,
 )
+from moecore.measure.routing_metrics import layer_metrics
 
 RANKS = 2
 NEAR = 0.03  # of the largest logit: 8 × 2⁻⁸, for factors and sums rounded to bf16
