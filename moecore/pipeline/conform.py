@@ -32,10 +32,11 @@ MARKS = {"holds": "holds", "fails": "FAILS", "not promised": "–", "not run": "
 
 def find_targets(text: str) -> list[Target]:
     """Return the targets that TARGET names: ours, of a module, or of a file with adapters."""
-    path, _, name = text.partition(".py:") if ".py:" in text else (text, "", "")
-    if path != text or text.endswith(".py"):
-        file = Path(path if path == text else f"{path}.py")
-        return choose_targets(text, run_python_file(file), name or "TARGETS")
+    if text.endswith(".py"):
+        return choose_targets(text, run_python_file(Path(text)), "TARGETS")
+    if ".py:" in text:
+        stem, _, name = text.partition(".py:")
+        return choose_targets(text, run_python_file(Path(f"{stem}.py")), name)
     if ":" in text:
         module, _, name = text.partition(":")
         with more_packages([module.partition(".")[0]]):
@@ -61,11 +62,14 @@ def choose_targets(text: str, names: dict[str, Any], name: str) -> list[Target]:
     chosen = names.get(name)
     if inspect.isfunction(chosen):
         chosen = chosen()
-    targets = [chosen] if isinstance(chosen, Target) else chosen
-    if not isinstance(targets, Iterable) or not all(isinstance(t, Target) for t in list(targets)):
-        kind = f"{name}, {type(chosen).__name__}"
-        raise UserError.at(text, found=kind, allowed="a Target, a list, a function that returns it")
-    return list(targets)
+    if isinstance(chosen, Target):
+        return [chosen]
+    if isinstance(chosen, Iterable):
+        targets = list(chosen)
+        if all(isinstance(target, Target) for target in targets):
+            return targets
+    kind = f"{name}, {type(chosen).__name__}"
+    raise UserError.at(text, found=kind, allowed="a Target, a list, a function that returns it")
 
 
 def judge_target(target: Target, folder: Path) -> dict[str, Any]:
@@ -155,11 +159,13 @@ def conform_target(text: str, json_file: Path | None, out: Path) -> bool:
     if json_file is not None:
         write_json(json_file, results)
     stored = out / "results.json"  # name and version → the last verdicts
-    known = read_json(stored) if stored.is_file() else {}
+    known = {}
+    if stored.is_file():
+        known = read_json(stored)
     known |= {result["target"]: result for result in results}
-    known = dict(sorted(known.items()))
     write_json(stored, known)
-    options = {"results": known.values(), "laws": LAWS.values(), "marks": MARKS}
+    in_order = [known[name] for name in sorted(known)]
+    options = {"results": in_order, "laws": LAWS.values(), "marks": MARKS}
     page = render_template("conformance.md.jinja", **options)
     write_whole(out / "README.md", page)
     return not any(each["status"] == "fails" for result in results for each in result["verdicts"])
