@@ -88,12 +88,13 @@ def judge_target(target: Target, folder: Path) -> dict[str, Any]:
         except Exception as error:  # in the library or its adapter: the other laws still run
             status, note = "not run", last_traceback_line(error)
         seconds = round(time.perf_counter() - start, 3)
-        script = render_reproduction(target, law, note) if status == "fails" else ""
-        path = folder / f"{target.name}-{target.version}-{law.name}.py".replace(" ", "-")
-        if script:
-            write_whole(path, script)
         verdict = {"law": law.name, "status": status, "note": note, "seconds": seconds}
-        verdicts.append({**verdict, "reproduction": path.name if script else ""})
+        verdict["reproduction"] = ""
+        if status == "fails" and (script := render_reproduction(target, law, note)):
+            file = f"{target.name}-{target.version}-{law.name}.py".replace(" ", "-")
+            write_whole(folder / file, script)
+            verdict["reproduction"] = file
+        verdicts.append(verdict)
     return {"target": f"{target.name} {target.version}".strip(), "verdicts": verdicts}
 
 
@@ -107,14 +108,15 @@ def render_template(name: str, **values: Any) -> str:
 def render_reproduction(target: Target, law: Law, note: str) -> str:
     """Return a script that shows a failure without moecore; "" for a layer of ours."""
     setup = target.setup or "\n".join(map(read_source, (target.build, target.run)))
-    options = target.run.keywords if isinstance(target.run, partial) else {}
+    options = getattr(target.run, "keywords", {})  # of a partial
     if options and not target.setup:
         setup += f"\nrun = functools.partial(run, **{options})"
     if "moecore" in setup:
         return ""
     build = target.build
-    given = (build.args, build.keywords) if isinstance(build, partial) else ((), {})
-    call = f"build(*{given[0]}, **{given[1]})" if any(given) else "build()"
+    call = "build()"
+    if isinstance(build, partial):
+        call = f"build(*{build.args}, **{build.keywords})"
     text = render_template(
         "reproduction.py.jinja", target=target, law=law, setup=setup.strip(), note=note, build=call
     )
@@ -123,9 +125,9 @@ def render_reproduction(target: Target, law: Law, note: str) -> str:
 
 def read_source(function: Callable[..., Any]) -> str:
     """Return the source of a function, without docstring and blank lines."""
-    inner = function.func if isinstance(function, partial) else function
+    inner = getattr(function, "func", function)  # of a partial
     source = textwrap.dedent(inspect.getsource(inner))
-    text = source.replace(f'"""{inner.__doc__}"""', "") if inner.__doc__ else source
+    text = source.replace(f'"""{inner.__doc__}"""', "")
     return "\n".join(line for line in text.splitlines() if line.strip())
 
 
@@ -147,7 +149,9 @@ def print_conformance(results: list[dict[str, Any]]) -> None:
                     verdict["law"]
                 )
         for note, names in laws.items():
-            which = "all laws" if len(names) == len(LAWS) else ", ".join(names)
+            which = ", ".join(names)
+            if len(names) == len(LAWS):
+                which = "all laws"
             line = f"{result['target']}: {which} {note}"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
