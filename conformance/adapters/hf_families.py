@@ -26,14 +26,17 @@ NOT_PROMISED = {
 }
 SETUP = """from {module} import {kind} as Model
 layer = Model(Model.config_class.from_dict({settings})).get_submodule("{path}")
-[torch.nn.init.normal_(p, std=0.3) for p in layer.parameters()]
+torch.manual_seed(0); [torch.nn.init.normal_(p, std=0.3) for p in layer.parameters()]
 seen = []; layer.{router}.register_forward_hook(lambda m, given, out: seen.append(out))
+balance = vars(__import__("sys").modules[type(layer).__module__]).get("load_balancing_loss_func")
 def run(layer, tokens):
-    output = layer(tokens); print("router:", [v.shape for v in seen[-1]])
-    return dict(output=output, weights=torch.stack([perturb(layer, e, tokens) for e in range(8)], -1))
-def perturb(layer, e, tokens):  # the tokens whose output depends on expert e
-    twin = copy.deepcopy(layer); slices = [p for n, p in twin.experts.named_parameters() if f"expert_{{e}}." in n]
-    [p.data.mul_(2) for p in slices or [p[e] for p in twin.experts.parameters()]]
+    output = layer(tokens); logits = next(v for v in seen[-1] if v.shape[-1] == 8)
+    loss = balance((logits.flatten(0, -2),), 8, {k}) if balance else None
+    used = [perturb_expert(layer, e, tokens) for e in range(8)]
+    return dict(output=output, loss=loss, weights=torch.stack(used, -1))
+def perturb_expert(layer, e, tokens):  # which tokens' outputs depend on expert e
+    twin = copy.deepcopy(layer); listed = [p for n, p in twin.experts.named_parameters() if f"expert_{{e}}." in n]
+    [p.data.mul_(2) for p in listed or [p[e] for p in twin.experts.parameters()]]
     return (twin(tokens) != layer(tokens)).any(-1).float()"""
 
 
@@ -74,7 +77,7 @@ def describe_family(family):
     bias = [name for name, value in named if re.search(BIAS, name) and value.numel() == EXPERTS]
     has_loss = "load_balancing_loss_func" in vars(sys.modules[type(layer).__module__])
     setup = SETUP.format(
-        module=type(model).__module__, kind=type(model).__name__, path=path, router=router,
+        module=type(model).__module__, kind=type(model).__name__, path=path, router=router, k=k,
         settings={n: v for n, v in model.config.to_diff_dict().items() if n != "transformers_version"},
     )
     return Target(

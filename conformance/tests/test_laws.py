@@ -95,181 +95,149 @@ CORRECT = Target(
 def of(name, change):
     """Return a mutation: ``name`` returns ``change`` of (layer, its result, *arguments)."""
     correct = getattr(Mixture, name)
-    return {name: lambda layer, *given: change(layer, correct(layer, *given), *given)}
+    return {name: lambda layer, *given: change(layer, correct(layer, *given))}
 
 
-def logits_of(change):
-    return {"read_logits": lambda layer, tokens: Mixture.read_logits(layer, change(layer, tokens))}
+def before(name, change):
+    """A mutation: ``change`` is applied to the method's first argument."""
+    correct = getattr(Mixture, name)
+    return {name: lambda layer, first, *given: correct(layer, change(first), *given)}
 
 
-def count_call(layer, result, *given):
+def count_call(layer, result):
     layer.calls = getattr(layer, "calls", 0) + layer.training
     return result * (1 + 0.1 * layer.calls)
 
 
-def count_in_buffer(layer, result, *given):
+def count_in_buffer(layer, result):
     layer.bias += 1.0 * layer.training
     return result
 
 
-def drop_late(probs_or_weights):
-    return probs_or_weights * (torch.arange(probs_or_weights.shape[1]) < 12)[:, None]
+def make_bias_temporary(layer, _):
+    layer.register_buffer("bias", torch.zeros(EXPERTS), persistent=False)
 
 
-def mean_over_batch(layer, _, probs, chosen):
-    return EXPERTS * (chosen.float().mean(dim=(0, 1)) * probs.mean(dim=(0, 1))).sum() / 2
-
-
-def bias_in_gate(layer, _, probs, chosen):
+def weigh_with_bias(layer, probs, chosen):
     return Mixture.weigh_experts(layer, probs + layer.bias, chosen)
 
 
-def noise(layer, result, *given):
-    return result + torch.randn_like(result)
+def weigh_experts_by_halves(layer, probs, chosen):
+    is_rounded = torch.is_autocast_enabled("cpu")
+    weights = Mixture.weigh_experts(layer, probs, chosen)
+    return (8 * weights).round() / 8 if is_rounded else weights
 
 
+def read_logits_in_bf16(layer, tokens):
+    return layer.router(tokens) + torch.is_autocast_enabled("cpu") * tokens[..., :EXPERTS]
+
+
+def balance_whole_batch(layer, probs, chosen):
+    return EXPERTS * (chosen.float().mean(dim=(0, 1)) * probs.mean(dim=(0, 1))).sum() / 2
+
+
+def balance_with_padding(layer, probs, chosen):
+    return EXPERTS * (chosen.float().mean(dim=1) / 2 * probs.mean(dim=1)).sum(dim=-1).mean()
+
+
+def balance_the_others(layer, probs, chosen):
+    return Mixture.balance_load(layer, probs, ~chosen)
+
+
+def choose_randomly(layer, scores):
+    return (scores + 1e-6 * torch.rand_like(scores)).topk(2).indices
+
+
+def choose_within_group(layer, scores):  # masked by 0, not −∞
+    return (scores * (torch.arange(EXPERTS) < 2)).topk(2).indices
+
+
+def weigh_all_ties(layer, probs, chosen):
+    return probs * (probs >= (probs * chosen).topk(2).values[..., 1:])
+
+
+def drop_late(values):
+    return values * (torch.arange(values.shape[1]) < 12)[:, None]
+
+
+def scale_by_length(layer, weights):
+    return weights * weights.shape[1] / 16
+
+
+WEIGHTS, LOGITS, LOSS, OUTPUT = "weigh_experts", "read_logits", "balance_load", "combine_outputs"
+EVEN = torch.arange(EXPERTS)
 MUTATIONS = {
     "sum weighted experts": [
-        of("combine_outputs", lambda layer, result, *given: 2 * result),
-        of(
-            "combine_outputs",
-            lambda layer, _, outputs, weights: (outputs * weights.detach().unsqueeze(-1)).sum(
-                dim=2
-            ),
-        ),
+        after(OUTPUT, lambda layer, output: 2 * output),
+        {OUTPUT: lambda layer, outputs, weights: (outputs * weights.detach()[..., None]).sum(2)},
     ],
     "reach the router": [
-        of("read_logits", lambda layer, logits, _: logits.detach()),
-        of(
-            "balance_load",
-            lambda layer, loss, *given: loss.detach() + 0 * layer.router.weight.sum(),
-        ),
-        of("balance_load", lambda layer, loss, *given: loss + layer.experts[0].weight.sum()),
+        after(LOGITS, lambda layer, logits: logits.detach()),
+        after(LOSS, lambda layer, loss: loss.detach() + 0 * layer.router.weight.sum()),
+        after(LOSS, lambda layer, loss: loss + layer.experts[0].weight.sum()),
     ],
     "repeat evaluation": [
-        of("read_logits", noise),
-        of("read_logits", count_in_buffer)
-        | {"train": lambda layer, mode=True: nn.Module.train(layer, True)},
+        after(LOGITS, lambda layer, logits: logits + torch.randn_like(logits)),
+        {
+            "train": lambda layer, mode=True: nn.Module.train(layer),
+            **after(LOGITS, count_in_buffer),
+        },
     ],
     "isolate sequences": [
-        logits_of(lambda layer, tokens: tokens - tokens.mean(dim=(0, 1))),
-        of(
-            "weigh_experts", lambda layer, weights, *given: weights * (weights.sum(dim=(0, 1)) < 12)
-        ),
+        before(LOGITS, lambda tokens: tokens - tokens.mean(dim=(0, 1))),
+        after(WEIGHTS, lambda layer, weights: weights * (weights.sum(dim=(0, 1)) < 12)),
     ],
-    "round to bf16": [
-        {
-            "read_logits": lambda layer, tokens: (
-                layer.router(8 * tokens) / 8
-                + (torch.is_autocast_enabled("cpu") * tokens[..., :EXPERTS])
-            )
-        },
-        of(
-            "weigh_experts",
-            lambda layer, weights, *given: (
-                (8 * weights).round() / 8 if torch.is_autocast_enabled("cpu") else weights
-            ),
-        ),
-    ],
-    "restore state": [
-        of("read_logits", count_call),
-        of(
-            "__init__",
-            lambda layer, _: layer.register_buffer("bias", torch.zeros(4), persistent=False),
-        ),
-    ],
+    "round to bf16": [{LOGITS: read_logits_in_bf16}, {WEIGHTS: weigh_experts_by_halves}],
+    "restore state": [after(LOGITS, count_call), after("__init__", make_bias_temporary)],
     "hide later tokens": [
-        logits_of(lambda layer, tokens: tokens.roll(-1, dims=1)),
-        of("weigh_experts", lambda layer, weights, *given: weights / weights.sum(1, keepdim=True)),
+        before(LOGITS, lambda tokens: tokens.roll(-1, dims=1)),
+        after(WEIGHTS, lambda layer, weights: weights / weights.sum(dim=1, keepdim=True)),
     ],
     "split the batch": [
-        of("balance_load", lambda layer, loss, probs, chosen: loss * len(probs)),
-        of("balance_load", mean_over_batch),
+        before(LOSS, lambda probs: probs.cumsum(dim=0).softmax(dim=-1)),
+        {LOSS: balance_whole_batch},
     ],
-    "append padding": [
-        {
-            "balance_load": lambda layer, probs, chosen: (
-                EXPERTS * (chosen.float().mean(dim=1) / 2 * probs.mean(dim=1)).sum(-1).mean()
-            )
-        },
-        {
-            "weigh_experts": lambda layer, probs, chosen: (
-                Mixture.weigh_experts(layer, probs, chosen) * probs.shape[1] / 16
-            )
-        },
-    ],
+    "append padding": [{LOSS: balance_with_padding}, after(WEIGHTS, scale_by_length)],
     "permute tokens": [
-        of("weigh_experts", lambda layer, weights, *given: drop_late(weights)),
-        of(
-            "read_logits",
-            lambda layer, logits, _: (
-                logits + torch.arange(logits.shape[1])[:, None] % 2 * torch.arange(EXPERTS)
-            ),
-        ),
+        after(WEIGHTS, lambda layer, weights: drop_late(weights)),
+        after(LOGITS, lambda layer, logits: logits + torch.arange(16)[:, None] % 2 * EVEN),
     ],
     "permute experts": [
-        of("read_logits", lambda layer, logits, _: logits + 0.3 * torch.arange(EXPERTS)),
-        of("combine_outputs", lambda layer, result, outputs, weights: result + outputs[:, :, 0]),
+        after(LOGITS, lambda layer, logits: logits + 0.3 * EVEN),
+        {OUTPUT: lambda layer, outputs, weights: outputs[:, :, 0] * weights.sum(-1, keepdim=True)},
     ],
-    "recompute activations": [of("read_logits", count_call), of("read_logits", count_in_buffer)],
+    "recompute activations": [after(LOGITS, count_call), after(LOGITS, count_in_buffer)],
     "count dispatched tokens": [
-        of("list_outputs", lambda layer, outputs, _: outputs.roll(1, dims=2)),
-        of(
-            "combine_outputs",
-            lambda layer, _, outputs, weights: Mixture.combine_outputs(
-                layer, outputs, drop_late(weights)
-            ),
-        ),
+        after("list_outputs", lambda layer, outputs: outputs.roll(1, dims=2)),
+        after(OUTPUT, lambda layer, output: drop_late(output)),
     ],
     "normalise weights": [
-        of("weigh_experts", lambda layer, _, probs, chosen: probs * chosen),
-        of(
-            "weigh_experts",
-            lambda layer, _, probs, chosen: Mixture.weigh_experts(
-                layer, probs.softmax(dim=-1), chosen
-            ),
-        ),
-        of("choose_experts", lambda layer, chosen, scores: chosen[..., :1]),
+        {WEIGHTS: lambda layer, probs, chosen: probs * chosen},
+        before(WEIGHTS, lambda probs: probs.softmax(dim=-1)),
+        after("choose_experts", lambda layer, chosen: chosen[..., :1]),
     ],
     "keep bias out of weights": [
-        of("weigh_experts", bias_in_gate),
-        {
-            "choose_experts": lambda layer, scores: (scores * (torch.arange(EXPERTS) < 2)).argsort(
-                dim=-1, descending=True
-            )[..., :2]
-        },
+        {WEIGHTS: weigh_with_bias},
+        {"choose_experts": choose_within_group},
         {"choose_experts": lambda layer, scores: (scores - layer.bias).topk(2).indices},
     ],
-    "break ties": [
-        {
-            "choose_experts": lambda layer, scores: (
-                (scores + 1e-6 * torch.rand_like(scores)).topk(2).indices
-            )
-        },
-        {
-            "weigh_experts": lambda layer, probs, chosen: (
-                probs * (probs >= (probs * chosen).topk(2).values[..., 1:])
-            )
-        },
-    ],
+    "break ties": [{"choose_experts": choose_randomly}, {WEIGHTS: weigh_all_ties}],
     "sum load shares": [
-        of("balance_load", lambda layer, loss, *given: 2 * loss),
-        of("balance_load", lambda layer, loss, *given: loss / EXPERTS),
+        after(LOSS, lambda layer, loss: 2 * loss),
+        after(LOSS, lambda layer, loss: loss / EXPERTS),
     ],
-    "push to even load": [
-        of("balance_load", lambda layer, loss, *given: 2 - loss),
-        of(
-            "balance_load",
-            lambda layer, loss, probs, chosen: Mixture.balance_load(layer, probs, ~chosen),
-        ),
-    ],
+    "push to even load": [after(LOSS, lambda layer, loss: 2 - loss), {LOSS: balance_the_others}],
     "log load statistics": [
         {"log_load": lambda layer, counts: {"max_violation": float(counts.max() / counts.mean())}},
         {"log_load": lambda layer, counts: {"balancedness": float(counts.min() / counts.max())}},
     ],
     "agree over ranks": [
         {"end_step": lambda layer, outcome: layer.bias.add_(outcome["chosen"].sum((0, 1)))},
-        of("balance_load", lambda layer, loss, probs, _: loss * (1 + len(probs) % 4)),
+        {
+            LOSS: lambda layer, probs, chosen: (
+                Mixture.balance_load(layer, probs, chosen) * len(probs)
+            )
+        },
     ],
 }
 

@@ -117,6 +117,8 @@ def render_reproduction(target: Target, law: Law, note: str) -> str:
     call = "build()"
     if isinstance(build, partial):
         call = f"build(*{build.args}, **{build.keywords})"
+    if target.setup:
+        call = "layer"
     text = render_template(
         "reproduction.py.jinja", target=target, law=law, setup=setup.strip(), note=note, build=call
     )
