@@ -92,14 +92,14 @@ CORRECT = Target(
 )
 
 
-def of(name, change):
+def after(name, change):
     """Return a mutation: ``name`` returns ``change`` of (layer, its result, *arguments)."""
     correct = getattr(Mixture, name)
     return {name: lambda layer, *given: change(layer, correct(layer, *given))}
 
 
 def before(name, change):
-    """A mutation: ``change`` is applied to the method's first argument."""
+    """Return a mutation: ``change`` is applied to the method's first argument."""
     correct = getattr(Mixture, name)
     return {name: lambda layer, first, *given: correct(layer, change(first), *given)}
 
