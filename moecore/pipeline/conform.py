@@ -165,12 +165,12 @@ def conform_target(text: str, json_file: Path | None, out: Path) -> bool:
     if json_file is not None:
         write_json(json_file, results)
     stored = out / "results.json"  # name and version → the last verdicts
-    known = {}
+    by_target = {}
     if stored.is_file():
-        known = read_json(stored)
-    known |= {result["target"]: result for result in results}
-    write_json(stored, known)
-    in_order = [known[name] for name in sorted(known)]
+        by_target = read_json(stored)
+    by_target |= {result["target"]: result for result in results}
+    write_json(stored, by_target)
+    in_order = [by_target[name] for name in sorted(by_target)]
     options = {"results": in_order, "laws": LAWS.values(), "marks": MARKS}
     page = render_template("conformance.md.jinja", **options)
     write_whole(out / "README.md", page)
