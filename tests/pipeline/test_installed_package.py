@@ -20,7 +20,7 @@ from moecore.core.source_layout import ROOT
 from tests.my_lab import write_my_lab
 from tools.distribution import build_distribution
 
-BUILT_FROM = ("moecore", "stages", "pipelines", "params.yaml", "dvc.yaml", "pyproject.toml")
+BUILT_FROM = "moecore stages conformance pipelines params.yaml dvc.yaml pyproject.toml".split()
 BUILD = "import sys, setuptools.build_meta as build; print(build.build_wheel(sys.argv[1]))"
 SMALL = (  # seconds in the place of a minute
     *("run.methods=[vmoe, cosine]", "run.measurements=[truth, my_study.brightness]"),

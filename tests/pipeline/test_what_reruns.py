@@ -32,7 +32,7 @@ def project(finished, tmp_path_factory) -> Project:
 def edited(project) -> Iterator[Project]:
     """The project, whose code and params are put back after the test."""
     yield project
-    for name in ("moecore", "stages"):
+    for name in ("moecore", "stages", "conformance"):
         shutil.rmtree(project.folder / name)
     project.copy_code()
     project.write()

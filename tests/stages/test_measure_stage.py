@@ -271,7 +271,7 @@ def test_a_failure_leaves_what_was_there_whose_contact_sheet_has_a_row_a_class(s
 def runs(tmp_path, monkeypatch) -> list[str]:
     source = tmp_path / "source"
     compiled = shutil.ignore_patterns("__pycache__")
-    for name in ("moecore", "stages"):
+    for name in ("moecore", "stages", "conformance/suite"):
         shutil.copytree(ROOT / name, source / name, ignore=compiled, symlinks=True)
     monkeypatch.setattr(code_hashes, "ROOT", source)
     monkeypatch.chdir(tmp_path)
