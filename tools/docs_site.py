@@ -32,6 +32,9 @@ FOLDERS = (
     "pipelines/*",
     "pipelines/*/*",
     "benchmarks",
+    "conformance",
+    "conformance/adapters",
+    "conformance/findings",
 )
 SUFFIXES = (".md", ".py", ".png", ".css", ".js", ".ipynb", ".cff", ".yaml", "LICENSE")
 NOTEBOOK = "docs/first_steps.ipynb"
