@@ -1,4 +1,4 @@
-"""The laws of mixture-of-experts layers, for ours and for other libraries' alike.
+"""The laws of mixture-of-experts layers, for our layers and for those that adapters describe.
 
 A law is a function of a target, a layer of it with random weights, and tokens (B, T, d). It raises
 AssertionError where the layer breaks it and NotPromised where the target states another convention.
@@ -32,6 +32,7 @@ from moecore.conformance.targets import (
     run_loss,
     seeded_randn,
 )
+from moecore.core.files import UserError
 from moecore.measure.routing_metrics import layer_metrics
 
 RANKS = 2
@@ -39,6 +40,7 @@ NEAR = 0.03  # of the largest logit: 8 × 2⁻⁸, for factors and sums rounded 
 ROUNDED = 0.05  # of weights in bf16
 SHIFT = 1e-4  # of outputs, in fp32 sums of another order
 ROUTED = ("output", "weights", "chosen")
+HALVES = ("loss and experts", "hide later tokens in training")  # of laws, also in not_promised
 
 Check = Callable[[Target, nn.Module, Tensor], str | None]
 
@@ -69,6 +71,12 @@ def state_law(statement: str, source: str, ranks: int = 1) -> Callable[[Check], 
 
 def check_law(law: Law, target: Target) -> str | None:
     """Check a law; AssertionError where it is broken, NotPromised where it does not apply."""
+    if not __debug__:  # ``python -O`` removes the assertions: every law would hold
+        raise UserError.at("python", found="-O", allowed="python without -O")
+    unknown = sorted(set(target.not_promised).difference(LAWS, HALVES))
+    if unknown:
+        allowed = ", ".join([*LAWS, *HALVES])
+        raise UserError.at("not_promised", found=", ".join(unknown), allowed=allowed)
     require_promise(law.name not in target.not_promised, target.not_promised.get(law.name, ""))
     return law.check(target, build_layer(target), draw_tokens(target))
 
@@ -135,7 +143,8 @@ def repeat_evaluation(target: Target, layer: nn.Module, tokens: Tensor) -> None:
 @state_law("A sequence has the same outputs and routing in any batch", "vLLM, batch invariance")
 def isolate_sequences(target: Target, layer: nn.Module, tokens: Tensor) -> None:
     half = target.batch // 2
-    expected = {name: run_layer(target, layer, tokens)[name][:half] for name in ROUTED}
+    outcome = run_layer(target, layer, tokens)
+    expected = {name: outcome[name][:half] for name in ROUTED}
     promise = "in evaluation an image is routed the same in any batch"
     assert_equal(run_layer(target, layer, tokens[:half]), expected, promise, *ROUTED)
 
@@ -260,9 +269,7 @@ def permute_experts(target: Target, layer: nn.Module, tokens: Tensor) -> None:
     assert_equal(outcome, expected, "permuted experts give the same layer", "output", "weights")
 
 
-@state_law(
-    "Recomputed activations change no output, gradient and state", "torchtitan, moe.py, TODO"
-)
+@state_law("Recomputed activations change no output, gradient or state", "torchtitan, moe.py, TODO")
 def recompute_activations(target: Target, layer: nn.Module, tokens: Tensor) -> None:
     promise = "recomputing activations in the backward pass changes nothing"
 

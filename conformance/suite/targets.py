@@ -58,7 +58,7 @@ class Target:
     # (layer, tokens, outcome) → outputs (B, T, N, d) of the experts, and (B, T, d) of the rest
     parts: Callable[[nn.Module, Tensor, Outcome], tuple[Tensor, Any]] | None = None
     after_step: Callable[[nn.Module, Outcome], Any] | None = None  # what follows an optimizer step
-    not_promised: Mapping[str, str] = field(default_factory=dict)  # law → the reason
+    not_promised: Mapping[str, str] = field(default_factory=dict)  # law, or one of HALVES → reason
     setup: str = ""  # lines of a reproduction in place of the sources of ``build`` and ``run``
 
 

@@ -55,6 +55,7 @@ def test_the_tutorials_adapter_and_a_reproduction_without_moecore(conform, tmp_p
         ("output=output", "output=output[..., :4]", "run: output: found (4, 16, 4); allowed: a t"),
         ("import torch\n", "import torhc\n", "my_adapter.py: ModuleNotFoundError: No module named"),
         ("TARGETS =", "TARGET =", "my_adapter.py: found TARGETS, NoneType; allowed: a Target"),
+        ("causal=True", "not_promised={'tie': 'x'}", "laws not run: not_promised: found tie; a"),
         ("width=12", "width=13", "mat1 and mat2 shapes cannot be multiplied"),
     ],
 )
