@@ -29,7 +29,6 @@ from moecore.study.document import load_yaml_document
 
 
 def command(words: str) -> None:
-    """Be the command that ``words`` holds, a list in JSON."""
     sys.argv = json.loads(words)
     sys.executable = shutil.which("python") or sys.executable  # the client, which asks for jobs
     sys.exit(dvc_main() if sys.argv[0] == "dvc" else app())

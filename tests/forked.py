@@ -24,7 +24,6 @@ CLIENT = Path(__file__).with_name("command_client.py")
 
 @cache
 def server() -> Path:
-    """The folder of the server of this test process, started at the first call."""
     with contextlib.chdir(ROOT):  # there Python finds the module
         started = start_stage_server("tests.command_server")
     for name in ("python", "dvc"):
@@ -36,8 +35,6 @@ def server() -> Path:
 
 
 class Stage:
-    """A stage that runs as a process of its own."""
-
     def __init__(self, folder: Path, words: Sequence[str], env: dict[str, str]) -> None:
         self.printed = [tempfile.TemporaryFile("w+") for _ in ("stdout", "stderr")]
         self.line = socket.socket(socket.AF_UNIX)
@@ -70,5 +67,4 @@ class Stage:
 
 
 def run(folder: Path, words: Sequence[str], env: dict[str, str]) -> subprocess.CompletedProcess:
-    """``python -m moecore.stages.<words>`` in ``folder``."""
     return subprocess.CompletedProcess(words, *Stage(folder, words, env).wait())

@@ -135,8 +135,6 @@ def write_question(folder: Path, name: str, presets: Sequence[str] = ()) -> Path
 
 
 class Project:
-    """A folder with a copy of the code, a small params.yaml, and ways to run it."""
-
     # whether stages and commands are forked from a server that has imported this repository's code
     forked = True
     root: Path | None = None  # where the code lies, if not in the folder: of a study
@@ -174,7 +172,6 @@ class Project:
         return project
 
     def locked(self, stage: str, key: str) -> set[str]:
-        """Paths of a stage's ``deps`` or ``outs`` in dvc.lock."""
         return {entry["path"] for entry in read_dvc_locks(self.folder)[stage].get(key, ())}
 
     def stale(self) -> dict[str, tuple[str, ...]]:
@@ -193,7 +190,6 @@ class Project:
         (self.folder / "params.yaml").write_text(params, encoding="utf-8")
 
     def edit(self, old: str, new: str) -> None:
-        """Replace text that occurs in params.yaml exactly once."""
         text = (self.folder / "params.yaml").read_text(encoding="utf-8")
         assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times"
         self.write(text.replace(old, new))
@@ -219,7 +215,6 @@ class Project:
         }
 
     def run(self, command: list[str], env: dict | None = None) -> subprocess.CompletedProcess:
-        """Run a command that must succeed."""
         done = self.attempt(command, env)
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
         return done
@@ -235,7 +230,6 @@ class Project:
         return self.attempt([sys.executable, "-c", COMMAND, *words])
 
     def stage(self, *words: str) -> subprocess.CompletedProcess:
-        """Run a stage by hand, which must succeed."""
         done = self.attempt_stage(*words)
         assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
         return done
@@ -253,7 +247,6 @@ class Project:
             write_code(self.folder / "params.yaml", self.folder / CODE, root)
 
     def repro(self, *words: str) -> list[str]:
-        """``dvc repro``; returns the stages that ran, in order."""
         done = self.run(["dvc", "repro", *words])
         return re.findall("^Running stage '(.+?)'", done.stdout, re.M)
 
@@ -279,5 +272,4 @@ def source_files() -> dict[str, str]:
 
 @cache
 def syntax_trees() -> dict[str, ast.Module]:
-    """Return path → syntax tree of every file."""
     return {path: ast.parse(text, path) for path, text in source_files().items()}

@@ -54,7 +54,6 @@ class Ball(NamedTuple):
         return torch.where(self.may_change, images, self.centre)
 
     def take(self, rows: slice | Tensor) -> "Ball":
-        """Return the ball of some of the images."""
         may_change = None
         if self.may_change is not None:
             may_change = self.may_change[rows]

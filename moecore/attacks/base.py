@@ -94,7 +94,6 @@ def image_generators(seed: int, indices: Iterable[int]) -> list[torch.Generator]
 
 
 def expand_generators(generator: Generators, images: int) -> ImageGenerators:
-    """Return one generator for each of ``images`` images; None without a generator."""
     if generator is None:
         return None
     each = [generator] * images if isinstance(generator, torch.Generator) else list(generator)

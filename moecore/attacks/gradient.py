@@ -205,7 +205,6 @@ class ModelGradient:
 
 
 def not_finite_error(loss: Tensor) -> UserError:
-    """Return the error of a loss (a scalar) whose gradient is not finite."""
     return UserError(
         f"attack: the loss ({float(loss):.4g}) has a gradient that is not finite; look for NaN or "
         "infinity in the model's weights"

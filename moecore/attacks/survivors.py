@@ -26,7 +26,6 @@ class Victims(NamedTuple):
     generators: ImageGenerators
 
     def take(self, rows: Tensor) -> "Victims":
-        """Return some of the images."""
         generators = self.generators
         if generators is not None:
             generators = [generators[row] for row in rows.tolist()]

@@ -144,10 +144,8 @@ class DiagnosisGap(Config):
 
 
 class GapRows(NamedTuple):
-    """Gaps (predicted minus known age) and ages of the test volumes, (N,), and their subjects."""
-
-    gaps: np.ndarray
-    ages: np.ndarray
+    gaps: np.ndarray  # (N,), predicted minus known age of the test volumes
+    ages: np.ndarray  # (N,)
     sexes: Sequence[str]
     diagnoses: Sequence[str]  # "" where unknown
     people: Sequence[str]

@@ -56,8 +56,6 @@ class Ages(NamedTuple):
 
 
 class CalibratorFit(NamedTuple):
-    """A fitted calibrator, or the reason of its refusal."""
-
     fitted: FittedCalibrator | None
     refused: str | None
     n: int  # pairs of a predicted and a known age that it was fitted to
@@ -73,7 +71,6 @@ class CalibratorFit(NamedTuple):
 def fit_age_line(
     ages: Ages, calibrator: Calibrator, out_of_fold: Path, on_refusal: OnRefusal = "stop"
 ) -> CalibratorFit:
-    """Return the calibrator fitted on its ``split``, or the reason why the fit was refused."""
     # out_of_fold: that stage's predictions.csv. on_refusal "report": the reason is returned.
     if calibrator.split == "out_of_fold":
         rows = prediction_table.read_predictions(out_of_fold)
@@ -169,8 +166,6 @@ METRICS = {
 
 
 class AgeResult(NamedTuple):
-    """Errors of predicted ages before and after correction, in years."""
-
     kind: str  # of the calibrator
     uses_age: bool  # whether the correction uses the known age, and so predicts none
     unit: str
@@ -229,7 +224,6 @@ class AgeResult(NamedTuple):
 
 
 def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
-    """Return the errors on the test split, raw and corrected, overall and by group of people."""
     task = cast(Regression, ages.data.task)
     test_ages = ages.known("test")
     test = ages.correct_split("test", line.fitted)

@@ -225,7 +225,6 @@ def write_predictions(
     rows: Iterable[PredictionRow],
     left_out: Sequence[tuple[Mapping[str, str], str]] | None = None,
 ) -> None:
-    """Write predictions.csv with the columns ``COLUMNS``; numbers have four decimals."""
     lines = [
         [f"{value:.4f}" if isinstance(value, float) else str(value or "") for value in row]
         for row in rows
@@ -241,7 +240,6 @@ def write_predictions(
 
 
 def read_predictions(path: str | Path) -> list[dict[str, str]]:
-    """Return the rows of predictions.csv, column → text. Raises UserError if it is missing."""
     try:
         with open(path, newline="", encoding="utf-8") as handle:
             return list(csv.DictReader(handle))

@@ -72,7 +72,6 @@ class SiteHarmonisation(NamedTuple):
         return blank._replace(effects=effects)
 
     def standardise(self, features: np.ndarray, covariates: np.ndarray) -> np.ndarray:
-        """Return z = (y − α − x·β) / σ, (N, V), of features y (N, V) and covariates x (N, P)."""
         return (features - self.mean - covariates @ self.slopes) / self.deviation
 
     def with_site(self, name: str, features: np.ndarray, covariates: np.ndarray) -> Self:
@@ -156,13 +155,11 @@ class SplitFeatures(NamedTuple):
         return np.column_stack([self.ages, women])
 
     def select(self, chosen: np.ndarray) -> "SplitFeatures":
-        """Return the features and columns of the volumes where ``chosen`` (N,) bool is true."""
         columns = [list(compress(names, chosen)) for names in (self.sexes, self.sites, self.people)]
         return SplitFeatures(self.features[chosen], self.ages[chosen], *columns)
 
 
 def measure_tissue_ridge(data: Prepared, settings: TissueRidge) -> RidgeResult:
-    """Fit the ridge regression to the training split, and return its errors on the test split."""
     # Features are standardised; the leave-one-out error chooses the penalty.
     from sklearn.linear_model import RidgeCV  # slow to import, and it starts a thread
     from sklearn.pipeline import make_pipeline

@@ -41,7 +41,6 @@ def pack_numbers(values: np.ndarray) -> str:
 
 
 def encode_exact(values: np.ndarray) -> str:
-    """Return numbers (N,) as text: base64 of compressed fp64, without loss."""
     return encode_concatenated_arrays(np.asarray(values, np.float64))
 
 

@@ -83,7 +83,6 @@ class Surroundings(NamedTuple):
 
 
 def changed_settings(settings: Any, names: Iterable[str], why: str, allowed: str) -> Misfits:
-    """Yield ((name,), message) for each of ``names`` whose setting is not its default."""
     # why: the reason that it has no effect. allowed: what would give it one.
     for name in names:
         value = getattr(settings, name)
@@ -92,7 +91,6 @@ def changed_settings(settings: Any, names: Iterable[str], why: str, allowed: str
 
 
 def format_changed_settings(value: Any) -> str:
-    """Return the settings that are not default as text, "it" if none; other values as ``str``."""
     if hasattr(value, "model_dump"):
         return str(value.model_dump(exclude_defaults=True) or "it")
     return str(value)
@@ -186,13 +184,11 @@ class Part(Config):
 
     @classmethod
     def class_kind(cls) -> str:
-        """Return the kind of this class; "" without a fixed kind."""
         kind = cls.model_fields[KIND].default
         return kind if isinstance(kind, str) else ""
 
     @classmethod
     def fields_of_kind(cls, kind: str) -> set[str]:
-        """Return the names of a part's settings; an empty set for an unknown kind."""
         try:
             return set(find_class(cls, kind).model_fields)
         except (KeyError, ValueError):
@@ -398,7 +394,6 @@ def _class_name(name: str) -> str:
 
 
 def _class_lines(file: Path) -> list[int]:
-    """Return the lines at which a file defines the class with the file's name."""
     defining = re.compile(rf"class {_class_name(file.stem)}\b")
     lines = file.read_text(encoding="utf-8").splitlines()
     return [number for number, line in enumerate(lines, 1) if defining.match(line)]

@@ -31,7 +31,6 @@ SEAL = "content_sha256"  # the last key that ``write_sealed`` writes
 
 
 def describe_refusal(*, found: object, allowed: object) -> str:
-    """Return ``found …; allowed: …``, the form of all refused settings."""
     return f"found {found}; allowed: {allowed}"
 
 
@@ -107,7 +106,6 @@ def explain_file_errors(path: Path | None = None) -> Iterator[None]:
 
 
 def file_errno(error: BaseException) -> int | None:
-    """Return the number of a system error; None for any other error."""
     if (number := getattr(error, "errno", None)) is not None:
         return number
     text = str(error)  # other libraries wrap system errors in classes without a number
@@ -160,7 +158,6 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def write_csv(path: str | Path, rows: Iterable[Iterable[Any]]) -> None:
-    """Write rows as CSV, atomically."""
     text = StringIO(newline="")  # keeps line ends
     csv.writer(text, lineterminator="\n").writerows(rows)
     write_whole(path, text.getvalue())
@@ -180,7 +177,6 @@ def write_sealed(path: str | Path, value: Mapping[str, Any]) -> None:
 
 
 def sealed_object(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with a checksum of its content as its last key."""
     return {**value, SEAL: _content_seal(value)}
 
 
@@ -285,7 +281,6 @@ class KeptParts:
 
 
 def file_checksum(path: str | Path, algorithm: str = "sha256") -> str:
-    """Return the hex digest of a file; ``algorithm`` is a name of hashlib (sha256, md5)."""
     with open(path, "rb") as handle:
         return hashlib.file_digest(handle, algorithm).hexdigest()
 
@@ -341,12 +336,10 @@ def find_raw_folder(root: str | tuple[str, ...], what: str) -> Path:
 
 
 def find_raw_file(name: str) -> Path:
-    """Return the first existing candidate for a raw file, else ``name`` itself."""
     return next((path for path in candidate_folders(name) if path.is_file()), Path(name))
 
 
 def find_teacher_checkpoint(name: str) -> Path:
-    """Return the file of a teacher's weights; UserError if it does not exist."""
     path = find_raw_file(name)
     if path.suffix != ".safetensors" or not path.is_file():
         allowed = "an existing .safetensors file (pickled checkpoints are not loaded)"
@@ -358,13 +351,11 @@ PR_SET_PDEATHSIG = 1
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use, or, if unknown, that exist."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def set_parent_death_signal() -> None:
-    """Have the kernel end this process when its parent dies; does nothing outside Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -35,8 +35,6 @@ ANSWERS_AFTER = 60.0  # seconds, until answers are read: time for several checks
 
 
 class Ranks(NamedTuple):
-    """The rank of this process, and the number of ranks."""
-
     rank: int = 0
     size: int = 1
 
@@ -161,7 +159,6 @@ def _wait_for_count(store: distributed.Store, what: str, number: int) -> None:
 
 
 def leave_ranks() -> None:
-    """Stop the watch for late ranks and end the process group, if they exist."""
     if _MeetingPlace.watch is not None:
         _MeetingPlace.watch.stop()
         _MeetingPlace.watch = None
@@ -170,7 +167,6 @@ def leave_ranks() -> None:
 
 
 def exit_other_ranks() -> None:
-    """Leave the process group; exit with 0 unless this is the first rank."""
     is_first = current_ranks().first
     leave_ranks()
     if not is_first:
@@ -195,7 +191,6 @@ def mean_over_ranks(values: Tensor) -> Tensor:
 
 
 def holds_on_all_ranks(holds: Tensor) -> bool:
-    """Return whether ``holds``, a bool on the device, is true on every rank."""
     if has_process_group():
         holds = holds.int()
         distributed.all_reduce(holds, distributed.ReduceOp.MIN)
@@ -223,7 +218,6 @@ def total_over_shards(part: Tensor, of: Tensor) -> Tensor:
 
 
 def broadcast_text(text: str) -> str:
-    """Return the first rank's text on all ranks."""
     if not has_process_group():
         return text
     encoded = torch.tensor(list(text.encode()), dtype=torch.uint8)

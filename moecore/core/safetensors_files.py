@@ -57,7 +57,6 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def check_header_size(path: str | Path) -> None:
-    """Raise SafetensorError if the header of a file has more than MAX_HEADER bytes."""
     # A million names take 800 MB and 40 s to read.
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")

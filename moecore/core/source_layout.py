@@ -55,7 +55,6 @@ def list_project_dvc_files(folder: Path, name: str = "dvc.yaml") -> list[Path]:
 
 
 def project_of(folder: Path) -> Path:
-    """Return the project of a run folder .runs/<name>; for any other folder, the folder itself."""
     resolved = folder.resolve()
     if resolved.parent.name == RUNS:
         return resolved.parents[1]
@@ -72,7 +71,6 @@ def question_folders(folder: Path) -> tuple[Path, ...]:
 
 
 def package_source_hash(root: Path = ROOT) -> str:
-    """Return a hash of moecore's Python files below ``root``."""
     digest = hashlib.sha256()
     files = {file for name in SOURCES for file in (root / name).rglob("*.py")}
     for file in sorted(files):
@@ -157,7 +155,6 @@ def package_folder(name: str) -> Path:
 
 
 def _is_outside_name(name: str) -> bool:
-    """Return whether an outside package may have this name."""
     # To find a name with dots, Python would import its parent.
     return name.isidentifier() and name not in (OUR_PACKAGE, *sys.stdlib_module_names)
 
@@ -206,7 +203,6 @@ def outside_kinds_in_settings(value: Any) -> Iterator[str]:
 
 
 def list_allowed_modules(holds: Callable[[Path], bool]) -> list[str]:
-    """Return the dotted names of modules of allowed packages whose file satisfies ``holds``."""
     folders = {top: folder for top in allowed_packages() if (folder := _find_folder(top))}
     return [
         ".".join((top, *file.relative_to(folder).with_suffix("").parts))
@@ -238,7 +234,6 @@ def last_traceback_line(error: BaseException, folder: Path | None = None) -> str
 
 
 def package_versions(outside: Iterable[str]) -> dict[str, str]:
-    """Return name → version of moecore, torch and the outside packages."""
     versions = {name: _distribution_version(name) for name in ("moecore", "torch")}
     for name in outside:
         versions[name] = _distribution_version(packages_distributions().get(name, [name])[0])

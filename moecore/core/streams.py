@@ -51,14 +51,12 @@ class BatchDraws(NamedTuple):
 
     @classmethod
     def of(cls, source: "Generator | BatchDraws", images: int) -> "BatchDraws":
-        """Return ``source`` if it is a BatchDraws, else draws for a batch of ``images``."""
         if isinstance(source, BatchDraws):
             return source
         return cls(source, images)
 
     @property
     def images(self) -> int:
-        """Return the number of images at ``rows``."""
         return self.batch_size if self.rows is None else len(self.rows)
 
     def select_rows(self, values: Tensor) -> Tensor:
@@ -66,12 +64,10 @@ class BatchDraws(NamedTuple):
         return values if self.rows is None else values[self.rows]
 
     def rand(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return uniform numbers in [0, 1) of shape (B, *shape)."""
         size = (self.batch_size, *shape)
         return self.select_rows(torch.rand(size, generator=self.generator, dtype=dtype))
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        """Return uniform int64 numbers of shape (B, *shape), from ``low`` to ``high`` − 1."""
         size = (self.batch_size, *shape)
         return self.select_rows(torch.randint(low, high, size, generator=self.generator))
 

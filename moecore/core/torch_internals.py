@@ -39,7 +39,6 @@ def active_transforms() -> list[str]:
 
 
 def count_begun_collectives() -> int:
-    """Return how many collectives this process has begun, in all its groups of ranks."""
     # A backend for several kinds of devices is counted once per kind.
     groups: list[Any] = list(distributed.distributed_c10d._world.pg_map)
     backends = [group._get_backend(device) for group in groups for device in group._device_types]

@@ -36,20 +36,16 @@ PerSeverity = tuple[float, float, float, float, float]  # one positive value per
 
 
 class Severity(NamedTuple):
-    """The severity of a corruption of one image, which interpolates its parameters."""
-
     step: int  # 1 to 5
     side: int  # the shorter of the image, pixels
 
     def parameter(self, small: PerSeverity, large: PerSeverity) -> float:
-        """Return a parameter at this severity and side, of values for 32 and for 224 pixels."""
         position = math.log(self.side / SMALL) / math.log(LARGE / SMALL)
         low = small[self.step - 1]
         high = large[self.step - 1]
         return low * (high / low) ** min(max(position, 0.0), 1.0)
 
     def length(self, small: PerSeverity, large: PerSeverity) -> float:
-        """Return a parameter in pixels, which also grows with sides above 224 pixels."""
         return self.parameter(small, large) * max(1.0, self.side / LARGE)
 
 
@@ -83,7 +79,6 @@ def cloud_field(size: tuple[int, int], roughness: float, rng: Generator, cells: 
 
 
 def gaussian_noise(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
-    """Add normal noise to every value; its standard deviation grows with the severity."""
     sigma = severity.parameter((0.04, 0.06, 0.08, 0.09, 0.10), (0.08, 0.12, 0.18, 0.26, 0.38))
     return image + sigma * random.standard_normal(image.shape)
 
@@ -105,7 +100,6 @@ ZOOMS = 11  # enlargements averaged by zoom_blur
 
 
 def defocus_blur(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
-    """Average every pixel over a disk, whose radius grows with the severity."""
     radius = severity.length((0.7, 0.9, 1.1, 1.4, 1.8), (3, 4, 6, 8, 10))
     return apply_kernel(image, disk_kernel(radius))
 
@@ -282,7 +276,6 @@ def jpeg_compression(image: np.ndarray, severity: Severity, random: Generator) -
 
 
 def to_uint8(image: np.ndarray) -> np.ndarray:
-    """Return uint8 from 0 to 255 of an image in [0, 1]; values outside are clipped."""
     return np.rint(np.clip(image, 0, 1) * 255).astype(np.uint8)
 
 
@@ -332,7 +325,6 @@ SIGMAS = (0.05, 0.1, 0.2)  # default levels of Gaussian noise on pixels in [0, 1
 
 
 def image_rng(seed: int, name: str, severity: int, index: int) -> Generator:
-    """Return the random generator of one image's corruption; index: the image's in its split."""
     digest = hashlib.sha256(f"{seed},{name},{severity},{index}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest[:16], "big"))
 
@@ -346,5 +338,4 @@ def standard_normal_noise(indices: np.ndarray, shape: tuple[int, ...], seed: int
 
 
 def add_noise(images: np.ndarray, directions: Tensor, sigma: float) -> Tensor:
-    """Return clamp(images / 255 + sigma · directions, 0, 1), fp32, of uint8 images (N, C, H, W)."""
     return (torch.from_numpy(np.array(images)).float() / 255 + sigma * directions).clamp_(0, 1)

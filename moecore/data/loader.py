@@ -32,7 +32,6 @@ def batch_indices(n: int, batch: int, seed: int, step: int) -> Tensor:
 
 
 def steps_per_epoch(n: int, batch: int) -> int:
-    """Return the number of full batches in n images. Raises UserError if it is 0."""
     if n < batch:
         raise UserError(f"batch is {batch}, with {n} training images; allowed: 1 to {n}")
     return n // batch
@@ -100,7 +99,6 @@ def few_shot_indices(
 
 
 def drawn_training_images(data: Prepared, shots: int | None, seed: int) -> np.ndarray | None:
-    """Return the indices of the training images that ``seed`` draws, or None for all images."""
     if shots is None:
         return None
     return few_shot_indices(data.task, data.train.labels, shots, seed).numpy()

@@ -39,12 +39,10 @@ class Split(NamedTuple):
     people: np.ndarray | None = None  # (N,) int64, a number per participant; None: unknown
 
     def people_at(self, places: np.ndarray) -> np.ndarray | None:
-        """Return ``people`` of the images at the indices ``places`` (M,); None if unknown."""
         return None if self.people is None else self.people[places]
 
 
 def evenly_spaced_indices(total: int, number: int | None) -> np.ndarray:
-    """Return ``number`` indices spread evenly over ``total``; all for None or a larger number."""
     return np.unique(np.linspace(0, total - 1, min(number or total, total)).astype(int))
 
 

@@ -29,7 +29,6 @@ def fingerprint_folder(folder: Path) -> FolderFingerprint:
 
 
 def scan_raw_folders(source: Any) -> list[FolderFingerprint]:
-    """Return fingerprints of the existing folders in ``source.root`` or ``source.source.root``."""
     source = getattr(source, "source", source)
     root = getattr(source, "root", None)
     if root is None:

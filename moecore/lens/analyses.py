@@ -36,7 +36,6 @@ class TokenLabels:
     """Labels of the tokens of a trace's items; ``remarks`` explain what is omitted."""
 
     def __init__(self, trace: Trace, items: np.ndarray) -> None:
-        """Read the labels of ``items``, item indices (N,)."""
         self.layers = trace.card.layers
         self.items = len(items)
         self.values: dict[str, Tensor] = {}
@@ -92,8 +91,6 @@ class TopTokens(NamedTuple):
 
 
 class Example(NamedTuple):
-    """A token that chose an expert, with its crop of the picture or its words."""
-
     token: FavouritePatch  # with the index of a patch in the finest layer
     crop: Tensor | None  # uint8 (C, h, w); None without pictures
     context: tuple[str, str, str]  # before the token, of it (or its position), and after it
@@ -146,7 +143,6 @@ def read_examples(
 
 
 def words_of_tokens(trace: Trace, tokens: Sequence[int]) -> list[str]:
-    """Return the word of each token number; without a vocabulary the number as text."""
     vocabulary = trace.card.vocabulary
     return [vocabulary[token] if vocabulary else str(token) for token in tokens]
 
@@ -162,8 +158,6 @@ Column = tuple[Mapping[str, Interval], Mapping[str, float]]
 
 
 class LayerNumbers(NamedTuple):
-    """Measured quantities of one layer."""
-
     quantities: dict[str, Interval]  # by name
     chances: dict[str, float]  # expectation under chance, by name of a quantity
     load: tuple[float, ...]  # share of the choices per expert, (E,)
@@ -172,8 +166,6 @@ class LayerNumbers(NamedTuple):
 
 
 class TraceNumbers(NamedTuple):
-    """Measured quantities of a trace: averaged over layers, and per layer."""
-
     items: int  # number of analysed items
     mean: dict[str, Interval]  # each quantity's mean over the layers that have it
     chances: dict[str, float]  # expectation under chance, the mean over layers
@@ -321,7 +313,6 @@ def average_quantities(
 
 
 def check_same_items(trace: Trace, against: Trace, indices: np.ndarray) -> None:
-    """Raise UserError if the traces differ in layers, tokens or labels, or items are too few."""
     if against.shape != trace.shape:
         shape = f"items, and (tokens, experts) of layers, {against.shape}"
         raise UserError.at(against.folder, found=shape, allowed=trace.shape)
@@ -334,7 +325,6 @@ def check_same_items(trace: Trace, against: Trace, indices: np.ndarray) -> None:
 
 
 def item_mean(values: np.ndarray) -> Interval:
-    """Return the mean of values (N,) with its 95 % interval over items; one item has no limits."""
     if len(values) == 1:
         return Interval(float(values[0]))
     return crossed_difference(values[None]).interval()

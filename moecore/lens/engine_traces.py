@@ -55,7 +55,6 @@ class EngineRequest(NamedTuple):
 
 
 def read_engine_files(paths: Sequence[Path], form: EngineFormat) -> list[EngineRequest]:
-    """Return the requests of .json, .jsonl and .csv files; UserError with file and place."""
     requests: list[EngineRequest] = []
     for path in paths:
         for request in read_engine_file(path, form):
@@ -73,7 +72,6 @@ def read_engine_files(paths: Sequence[Path], form: EngineFormat) -> list[EngineR
 
 
 def check_ids(request: EngineRequest, form: EngineFormat) -> None:
-    """Raise UserError for ids out of range, twice in a choice, or recorded in part."""
     ids = np.sort(request.ids, axis=-1)
     is_twice = np.diff(ids, axis=-1, append=2**31) == 0
     highest = (form.experts or 2**31) - 1
@@ -86,7 +84,6 @@ def check_ids(request: EngineRequest, form: EngineFormat) -> None:
 
 
 def read_engine_file(path: Path, form: EngineFormat) -> Iterator[EngineRequest]:
-    """Yield the requests of one file."""
     if path.suffix not in SUFFIXES:
         raise UserError.at(path, found=f"suffix {path.suffix!r}", allowed=", ".join(SUFFIXES))
     try:
@@ -106,7 +103,6 @@ def read_engine_file(path: Path, form: EngineFormat) -> Iterator[EngineRequest]:
 
 
 def read_response(response: Any, place: str, form: EngineFormat) -> Iterator[EngineRequest]:
-    """Yield the requests of a response of vLLM or SGLang: one per choice."""
     response = response if isinstance(response, Mapping) else {}
     meta = response.get("meta_info")
     choices = [meta] if meta else response.get("choices") or []
@@ -221,7 +217,6 @@ Measured = dict[str, tuple[np.ndarray, float]]
 
 
 def linearize_loads(function: Callable[[Tensor], Tensor], rows: np.ndarray) -> np.ndarray:
-    """Return f(mean of rows (R, D)) as one value per request: ``linearize_mean`` of all columns."""
     return linearize_mean(function, torch.from_numpy(rows + 1e-12)).numpy()
 
 
@@ -332,7 +327,6 @@ def analyse_engine(
 
 
 def print_engine_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the means over layers of ``analyse_engine``."""
     for row in rows:
         if row["layer"] == "mean":
             limits = "" if row["low"] is None else f" [{row['low']:.4g}, {row['high']:.4g}]"

@@ -146,7 +146,6 @@ def quantity_rows_table(columns: Sequence[Column], first: int = 1) -> PageTable:
 
 
 def format_quantity(form: NumberFormat, value: Interval | None, chance: float | None) -> PageCell:
-    """Return a table cell with value, interval and chance level; a dash if ``value`` is None."""
     if value is None:
         return NONE
     note = "" if chance is None else f"chance {form.value(chance)}"
@@ -154,7 +153,6 @@ def format_quantity(form: NumberFormat, value: Interval | None, chance: float | 
 
 
 def print_numbers(numbers: TraceNumbers) -> None:
-    """Print per quantity the mean over layers, its interval and the value expected by chance."""
     for name, metric in quantity_metrics(numbers.columns).items():
         if interval := numbers.mean.get(name):
             form = NumberFormat.of(metric.form, [interval])
@@ -193,7 +191,6 @@ def render_lens(trace: Trace, numbers: TraceNumbers, explorer: str = "") -> str:
 
 
 def draw_loads(numbers: TraceNumbers) -> Figure:
-    """Draw a heatmap, layers × experts: the share of a layer's choices that each expert gets."""
     experts = max(len(layer.load) for layer in numbers.layers)
     shares = np.full((len(numbers.layers), experts), np.nan)
     for row, layer in enumerate(numbers.layers):

@@ -165,8 +165,6 @@ class TraceExplorer:
 
 
 class ExploredTrace(NamedTuple):
-    """A trace on the explorer page, with its measured quantities."""
-
     explorer: TraceExplorer
     numbers: analyses.TraceNumbers
 

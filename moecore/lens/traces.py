@@ -65,7 +65,6 @@ class LayerShape(Config):
 
 
 def check_layout(tokens: int, special: int, grid: Sequence[int]) -> None:
-    """Raise ValueError unless ``special`` tokens and the grid's cells, if any, are all tokens."""
     if special >= tokens or (grid and special + prod(grid) != tokens):
         wrong = f"{special} special tokens and a grid {tuple(grid)}"
         raise ValueError(f"found {wrong}; allowed: together the {tokens} tokens of the layer")
@@ -98,7 +97,6 @@ def check_tokens_in_vocabulary(tokens: Tensor, size: int, place: str) -> None:
 
 
 def check_layer_values(probs: Tensor, weights: Tensor, place: str) -> None:
-    """Raise UserError for values that are no probabilities, which sum to 1, or no weights."""
     for name, values, lowest in (("probs", probs, 0), ("weights", weights, -torch.inf)):
         if not values.is_floating_point():
             raise UserError.at(f"{place}.{name}", found=values.dtype, allowed="floating point")
@@ -113,7 +111,6 @@ def check_layer_values(probs: Tensor, weights: Tensor, place: str) -> None:
 def check_item_tensor(
     name: str, values: Any, items: int, layers: Sequence[LayerShape], place: str
 ) -> None:
-    """Raise UserError unless ``values`` have the dtype and shape of the item tensor ``name``."""
     if name not in ITEM_TENSORS:
         raise UserError.at(place, found=name, allowed=", ".join(ITEM_TENSORS))
     if not isinstance(values, Tensor):
@@ -281,7 +278,6 @@ class Trace:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file for the ``with``; UserError if missing, damaged or truncated."""
     try:
         check_header_size(path)
         with safe_open(path, framework="pt") as file:
@@ -291,7 +287,6 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def read_trace_card(path: Path) -> TraceCard:
-    """Return the content of the ``trace.json`` at ``path``; UserError if missing or invalid."""
     try:
         return TraceCard.model_validate_json(path.read_bytes())
     except OSError as error:

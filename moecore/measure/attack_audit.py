@@ -46,8 +46,6 @@ class ScoresAtEpsilon(Config):
 
 
 class AttackRow(ScoresAtEpsilon):
-    """Scores, loss and routing under one attack at one epsilon."""
-
     loss: float = Field(description="the task's mean loss over the attacked images alone")
     unchanged_images: float = Field(description="share of the images that the attack left as is")
     routing_change: tuple[float, ...] = Field(description="by MoE layer; () where not measured")
@@ -115,7 +113,6 @@ class AuditLine(Config):
 
 
 def unevaluated_audit_line(name: str, reason: str) -> AuditLine:
-    """Return the ``AuditLine`` of a check that could not be made, with the reason as its text."""
     return AuditLine(name=name, holds=None, text=f"not judged: {reason}")
 
 
@@ -125,21 +122,18 @@ def is_share(task: Task) -> bool:
 
 
 def is_equal_or_worse(task: Task, score: float, other: float) -> bool:
-    """Return whether ``score`` is ``other`` or worse, in the direction of the task's score."""
     if task.score.better == "higher":
         return score <= other
     return score >= other
 
 
 def format_score(task: Task, value: float) -> str:
-    """Return a score as text: percent for shares, else four significant digits."""
     if task.score.form == "share":
         return f"{value:.1%}"
     return f"{value:.4g}"
 
 
 def worse_limit(task: Task, interval: Interval) -> float:
-    """Return the interval's limit on the side of worse scores, or its value without limits."""
     low, high = interval_limits(interval)
     return low if task.score.better == "higher" else high
 
@@ -152,7 +146,6 @@ def format_score_interval(task: Task, interval: Interval) -> str:
 
 
 def interval_limits(interval: Interval) -> tuple[float, float]:
-    """Return both limits of an interval; its value instead of a missing limit."""
     low = interval.value if interval.low is None else interval.low
     high = interval.value if interval.high is None else interval.high
     return low, high
@@ -180,7 +173,6 @@ def run_audit(
     curves: Curves,  # scores under ``attacks``, which some checks compare
     attacks: Sequence[Attack],
 ) -> tuple[AuditLine, ...]:
-    """Check the attacks on the first images of ``target`` at ``epsilon``, with a line per check."""
     part = target.first(settings.images)
     direct = Pgd(steps=settings.steps)
     longer = Pgd(steps=2 * settings.steps)
@@ -343,7 +335,6 @@ def check_loss_landscape(target: Target, epsilon: float) -> AuditLine:
 
 
 def mean_loss(target: Target, images: ImageSequence) -> float:
-    """Return the mean of the loss that attacks on the task maximise."""
     prediction, _ = target.predict_images(images)
     return float(target.task.attack_loss(prediction, target.labels).double().mean())
 

@@ -174,7 +174,6 @@ def load_or_compute(parts: PartStore, name: str, model: type[R], compute: Callab
 
 
 def read_result(path: str | Path, model: type[R], stage: str) -> R | Skipped:
-    """Return the result that ``stage`` wrote to ``path``, or the reason why it was skipped."""
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file; stage {stage} writes it: run `dvc repro {stage}`")
     content = read_json(path)

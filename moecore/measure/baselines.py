@@ -45,10 +45,8 @@ class Baselines(MeasuredPart):
 
 
 class PixelValues(NamedTuple):
-    """Images of a split as vectors, float32 (N, P) from 0 to 1, and their classes (N,)."""
-
-    values: np.ndarray
-    labels: np.ndarray
+    values: np.ndarray  # float32 (N, P), from 0 to 1
+    labels: np.ndarray  # (N,), the classes
     shape: tuple[int, int, int]  # channels, height and width of the P values
 
 

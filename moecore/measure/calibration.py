@@ -32,11 +32,9 @@ FITTED = 2**14  # tokens of the validation text that the temperature is fitted t
 
 
 class FinalTokens(NamedTuple):
-    """Final tokens (N, M, d) of blocks, on the model's device, and the words after them (N, M)."""
-
     model: LanguageTransformer
-    final: Tensor
-    labels: Tensor
+    final: Tensor  # (N, M, d), on the model's device
+    labels: Tensor  # (N, M), the words after them
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield logits (n, V) fp32 and labels (n,) of some tokens at a time."""
@@ -133,8 +131,6 @@ class Calibrate(Config):
 
 
 class CalibrationFiles(NamedTuple):
-    """Paths that a calibration reads and writes."""
-
     item: str  # phase/method/seed
     model: Path  # folder of the trained model
     out_of_fold: Path  # predictions.csv of the stage out_of_fold
@@ -162,8 +158,6 @@ METRICS = {
 
 
 class PredictionQuality(NamedTuple):
-    """Score and calibration of predictions."""
-
     score: Interval
     nll: Interval  # nats per image
     brier: Interval
@@ -172,7 +166,6 @@ class PredictionQuality(NamedTuple):
 
 
 def check_calibrator_fits_task(settings: Calibrate, task: Task, phase: str) -> None:
-    """Raise UserError if the calibrator does not fit the task of a phase."""
     if task.kind in settings.calibrator.tasks:
         return
     kinds = [
@@ -275,7 +268,6 @@ def logits_by_answer(logits: Tensor, labels: Tensor) -> Tensor:
 def quality_from_losses(
     task: Task, scores: Tensor, answers: TokenLossAndConfidence
 ) -> PredictionQuality:
-    """Return ``PredictionQuality`` of N items from their scores (N,) and their answers' losses."""
     losses, squares = answers.nats.numpy(), answers.squares.numpy()
     confidence, hits = answers.confidence, answers.hits
 

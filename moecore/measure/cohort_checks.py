@@ -127,13 +127,11 @@ class CohortChecks(Measurement):
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Return a reason if the labels are classes instead of ages, else None."""
         if subject.data.task.by_class(torch.from_numpy(subject.data.test.labels)) is not None:
             return "the labels are classes, not ages; a cohort (kind: phantom or bids) is needed"
         return None
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put errors on single tissues, changes over age and rescans, region experts' agreement."""
         # facts: ageing, its ages and predictions [subject][age]; not_checked, check → reason.
         out.people = subject.data.test.people
         out.facts["not_checked"] = {}
@@ -259,6 +257,5 @@ def put_agreements(experts: unseen_people.RegionExperts, out: Values) -> None:
 def put_agreement(
     name: str, agreement: unseen_people.TissueAgreement, out: Values, **at: Place
 ) -> None:
-    """Put ``{name}_{field}`` for each field of an agreement; name: of the volumes."""
     for number, value in agreement._asdict().items():
         out.put(f"{name}_{number}", value, **at)

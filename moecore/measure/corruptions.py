@@ -115,15 +115,12 @@ class Corruptions(Measurement):
 
     @classmethod
     def place_words(cls, place: Place) -> str:
-        """Return a corruption's name in words."""
         return super().place_words(place).replace("_", " ")
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return "corruption" → the names of the corruptions."""
         return {"corruption": self.names or get_args(Name)}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put ``error`` per corruption and severity, their means, and ``corruption_error``."""
         test = subject.data.test
         indices = evenly_spaced_indices(len(test.labels), self.images)
         images = test.images[indices]

@@ -36,10 +36,8 @@ Images = Callable[[int], Tensor]
 
 
 class WholeAndRoutingCost(NamedTuple):
-    """Cost of a computation, and of the routing within it, in FLOPs or seconds."""
-
-    total: float
-    routing: float
+    total: float  # FLOPs or seconds
+    routing: float  # the part of the routing
 
 
 class ForwardPassSegment(NamedTuple):
@@ -81,7 +79,6 @@ class Clock:
         return end - start
 
     def wait(self) -> None:
-        """Wait until the device has finished."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
@@ -235,7 +232,6 @@ class Cost(Measurement):
     images: int = Field(64, ge=1, description="Test images that the passes use in turn.")
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put FLOPs, milliseconds per pass, images per second, peak bytes and routing's share."""
         # facts: parameters; active_parameters, which an image's tokens use; the machine.
         test = subject.data.test.images
         images = np.array(test[evenly_spaced_indices(len(test), self.images)])
@@ -277,10 +273,8 @@ def cyclic_batch_function(images: np.ndarray, batch: int, device: str) -> Images
 
 
 def quartiles_ms(seconds: Sequence[float]) -> Interval:
-    """Return the median in milliseconds, with the quartiles as limits."""
     return timing_quartiles([1000 * value for value in seconds])
 
 
 def routing_share(passes: Sequence[WholeAndRoutingCost]) -> float:
-    """Return the median over passes of the routing's share of a pass's time."""
     return timing_quartiles([cost.routing / cost.total for cost in passes]).value

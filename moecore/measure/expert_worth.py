@@ -98,11 +98,9 @@ class ExpertWorth(Measurement):
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        """Return the reason why the router's experts cannot be barred, or None."""
         return alternative_choices.no_barring_reason(model)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put the loss of score without one expert, several, or one of a token's choices."""
         # Losses are positive if the score is worse without. facts: load, (L, E), each expert's
         # share of the choices on validation images.
         model = subject.model
@@ -191,7 +189,6 @@ def remove_experts(model: Model, removed: Sequence[Sequence[int]]) -> AbstractCo
 def scores_without_experts(
     subject: MeasuredModel, settings: ExpertWorth, change: AbstractContextManager
 ) -> list[float]:
-    """Return the score of each measured test image, (N,), inside the context ``change``."""
     model = subject.model
     split = subject.data.test
     task = subject.model.image.task
@@ -206,7 +203,6 @@ def scores_without_experts(
 
 
 def evenly_spaced_images(split: Split, settings: ExpertWorth) -> np.ndarray:
-    """Return ``settings.images`` images of a split (None: all), evenly spread."""
     return np.array(split.images[evenly_spaced_indices(len(split.images), settings.images)])
 
 
@@ -217,6 +213,5 @@ def draw_experts(layers: int, experts: int, number: int, draw: int) -> list[list
 
 
 def expert_counts_to_remove(largest: int) -> list[int]:
-    """Return at most MAX_POINTS numbers of experts to remove, evenly spread up to ``largest``."""
     spread = np.linspace(0, largest, min(largest, MAX_POINTS) + 1)[1:]
     return [int(number) for number in spread.round()]

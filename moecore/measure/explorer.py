@@ -60,11 +60,9 @@ class Explorer(Measurement):
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield a misfit for each augmentation that does not exist for volumes."""
         return two_view_agreement.augmentation_misfits(self.augmentations, around)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put the content of explorer.html for one model, a ``Result``, as facts."""
         out.facts |= self.explore(subject, out.parts).model_dump(mode="json")
 
     def explore(self, subject: MeasuredModel, parts: PartStore) -> "Result":

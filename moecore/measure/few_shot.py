@@ -83,7 +83,6 @@ class FewShot(Measurement):
     draws: int = Field(5, ge=1, description="Random draws of images, the same for every method.")
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return "shots" → the numbers of images per class."""
         return {"shots": self.shots}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
@@ -137,7 +136,6 @@ def draw_shots(subject: MeasuredModel, shots: int, seed: int, draw: int) -> np.n
 
 
 def head_features(subject: MeasuredModel, images: np.ndarray) -> Tensor:
-    """Return the features that the model's head reads, (N, D) fp64."""
     return torch.from_numpy(predict_with_features(subject.model, images)[1])
 
 
@@ -173,12 +171,10 @@ def score_few_shot_draw(
 
 
 def append_bias(features: Tensor) -> Tensor:
-    """Append a column of BIAS to features (N, D)."""
     return torch.nn.functional.pad(features, (0, 1), value=BIAS)
 
 
 def one_vs_rest_targets(labels: Tensor, classes: int) -> Tensor:
-    """Return (N, K) fp64: 1 for the class of an image and −1 for the others."""
     return 2 * torch.nn.functional.one_hot(labels.long(), classes).double() - 1
 
 

@@ -77,12 +77,10 @@ class FewerExperts(Measurement):
         return f"{TITLES[way].lower()}, {percent.replace('_', '.')} % left"
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return "reduction" → the key of each way with each remaining share."""
         reductions = self.planned_reductions()[1:]
         return {"reduction": [reduction_key(way, share) for way, share in reductions]}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put ``reduced_score`` and ``reduced_experts`` before and after each reduction."""
         model = subject.model
         test = subject.data.test
         indices = evenly_spaced_indices(len(test.labels), self.images)

@@ -67,11 +67,9 @@ class Invariance(Measurement):
     batch: int = Field(256, ge=1, description="Images per pass; results do not depend on it.")
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return "transform" → the names of the transforms."""
         return {"transform": TRANSFORMS}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put ``imed``, ``imed_normalised`` and ``agreement_transformed`` per transform."""
         # facts: classes; class_maps, [class][layer][expert], the mean probability, None for a class
         # without images.
         test = subject.data.test

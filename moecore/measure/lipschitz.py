@@ -58,7 +58,6 @@ METRICS = {name: metric._replace(paper="adversarial") for name, metric in METRIC
 def put_lemma(
     subject: MeasuredModel, images: np.ndarray, tokens: int, batch: int, seed: int, out: Values
 ) -> None:
-    """Put ``lemma1_violations`` and ``lemma1_router_share`` at ``tokens`` tokens of each layer."""
     if reason := why_lemma_undefined(subject.model):
         out.facts["lemma_reason"] = reason
         return
@@ -73,7 +72,6 @@ def put_lemma(
 
 
 def why_lemma_undefined(model: Model) -> str | None:
-    """Return the reason why the lemma is not defined for this model, or None."""
     if model.moe is None:
         return "dense: there is no router and there are no experts"
     score = getattr(model.moe.router, "score", "softmax")
@@ -89,7 +87,6 @@ def why_lemma_undefined(model: Model) -> str | None:
 def lemma_terms_by_layer(
     model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str
 ) -> list[LemmaTerms]:
-    """Return the terms of Lemma 1 at ``tokens`` tokens of each MoE layer, on the CPU."""
     layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
     inputs = layer_tokens(model, images, tokens, batch, seed, device)
     return [
@@ -141,11 +138,9 @@ class LipschitzSlopes(NamedTuple):
 
 
 class ImagePairSlope(NamedTuple):
-    """Two images a and b, each (B, C, H, W), and ‖f(a) − f(b)‖₂ / ‖a − b‖₂, (B,)."""
-
-    first: Tensor
-    second: Tensor
-    ratio: Tensor
+    first: Tensor  # a, (B, C, H, W)
+    second: Tensor  # b, (B, C, H, W)
+    ratio: Tensor  # (B,), ‖f(a) − f(b)‖₂ / ‖a − b‖₂
 
 
 def slopes_at(
@@ -157,7 +152,6 @@ def slopes_at(
     steps: int,  # of the ascent
     halvings: int,  # of its best pair, to a distance of at most 2·radius/2^halvings
 ) -> LipschitzSlopes:
-    """Return the slopes of a model's logits at images, on the CPU."""
     exact = lipschitz_lemma.frozen_double_copy(model)
     device = model_device(exact)
     chunks = []
@@ -298,7 +292,6 @@ class Lipschitz(Measurement):
     lemma_tokens: int = Field(64, ge=1, description="Their tokens for Lemma 1, per MoE layer.")
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put slopes of the logits at test images, and Lemma 1 at their tokens."""
         model = subject.model
         test = subject.data.test
         indices = evenly_spaced_indices(len(test.labels), self.images)
@@ -314,7 +307,6 @@ class Lipschitz(Measurement):
 
 
 def put_slopes(slopes: LipschitzSlopes, out: Values) -> None:
-    """Put means over images with intervals, maxima, and the share ``at_boundary``."""
     for name, values in (
         ("local_mean", slopes.local),
         ("margin_mean", slopes.margin),

@@ -71,17 +71,14 @@ class Retrieval(Measurement):
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Return a reason if the data have no captions, else None."""
         if isinstance(subject.data.task, image_text.ImageText):
             return None
         return "the images have no captions"
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return "k" → the values of k in R@k."""
         return {"k": self.at}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put recall R@k of images by captions and of captions by images, and words' routing."""
         # facts: images, captions; scale, the factor of cosines; layers, for each MoE layer of the
         # text tower the most frequent words with their experts; overlays, a few images;
         # captions_read, for each layer their first captions, as ``Read``.

@@ -117,7 +117,6 @@ class Robustness(Measurement):
     audit: AuditSettings = Field(AuditSettings(), description="Attacks that check the others.")
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield misfits: text, which has no pixels, and survivors if no image is right or wrong."""
         if around.is_text:
             section = f"a section, but {around.data} is text"
             yield (), describe_refusal(found=section, allowed="leave it out")
@@ -158,7 +157,6 @@ class Robustness(Measurement):
         return TRANSFERS
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return "attack" → names, and "epsilon" → the epsilons above 0 and their mean."""
         radii = [epsilon for epsilon in self.epsilons if epsilon]
         mean = MEAN.format(len(set(radii)))
         radii += [radius for attack in self.attacks for radius in attack.radii(())]
@@ -168,7 +166,6 @@ class Robustness(Measurement):
         return {"attack": names, "epsilon": [*radii, mean]}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put the scores under every attack at every epsilon, and the worst case over attacks."""
         # facts: images, their number; task, of the scores; audit, its ``AuditLine``s; attacked, an
         # ``AttackedGallery`` (None for volumes and without attacks).
         task = subject.data.task
@@ -220,15 +217,12 @@ class Robustness(Measurement):
 
 
 class CleanAnswers(NamedTuple):
-    """The model's answers on the clean images."""
-
     prediction: Tensor  # (N, K)
     routing: tuple[RoutingRecord, ...]  # by MoE layer
     scores: Tensor  # (N,)
 
 
 def target_on_drawn_images(subject: MeasuredModel, settings: Robustness) -> Target:
-    """Return the model as a target of attacks, with random test images, labels and people."""
     test = subject.data.test
     indices = draw_image_indices(len(test.labels), settings.images, SEED)
     labels = subject.model.targets(torch.from_numpy(test.labels[indices]))
@@ -238,7 +232,6 @@ def target_on_drawn_images(subject: MeasuredModel, settings: Robustness) -> Targ
 
 
 def check_attack_settings(settings: Robustness, task: Task) -> None:
-    """Raise UserError for settings that do not fit the task."""
     if settings.survivors and (reason := task.needs_classes("share")):
         raise UserError.at("robustness.survivors", found=f"true, but {reason}", allowed="false")
     for number, attack in enumerate(settings.attacks):
@@ -301,7 +294,6 @@ def put_scores(
 
 
 def put_changes(rows: Sequence[AttackRow], out: Values, attack: str) -> None:
-    """Put loss, unchanged images, routing and processing change (also per layer) by epsilon."""
     for row in rows:
         at = {"attack": attack, "epsilon": row.epsilon}
         out.put("loss", row.loss, **at)

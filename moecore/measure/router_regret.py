@@ -91,7 +91,6 @@ class RouterRegret(Measurement):
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        """Return why experts cannot be barred or tokens or items depend on others, or None."""
         if reason := alternative_choices.no_barring_reason(model):
             return reason
         if getattr(model.experts_and_router.router, "groups", None) is not None:
@@ -103,7 +102,6 @@ class RouterRegret(Measurement):
         return None
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put regret, normalised regret, better sets and fixed-set gain, per layer and as means."""
         # facts: unit, of the loss; is_exact, whether all sets were tried (otherwise the regret is a
         # lower bound); best, per layer the ``BestChoice``s on images of the explorer.
         test = subject.data.test
@@ -151,8 +149,6 @@ class DrawnTokens(NamedTuple):
 
 
 class BestChoice(NamedTuple):
-    """The best experts of one token."""
-
     image: int  # index in the test split
     tokens: list[int]  # on the finest layer's grid
     experts: list[int]  # [] if the router chose the best
@@ -254,7 +250,6 @@ def regret_metrics_by_image(losses: np.ndarray, people: People = None) -> dict[s
 
 
 def means_over_layers(by_layer: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Return metric → mean over layers, (N,), for the metrics that all layers have."""
     return {
         name: np.mean([values[name] for values in by_layer], axis=0)
         for name in by_layer[0]

@@ -68,7 +68,6 @@ AGREED = "tokens with the same first expert"
 
 
 def layer_metric(label: str, better: str, form: str, note: str, paper: str) -> Metric:
-    """Return a ``Metric`` with one table column per MoE layer."""
     label, note = f"{label}, MoE {{}}", f"{note}; MoE layer {{}}"
     return Metric(label, better, form, note, paper=paper, over="layer", detail=True)
 
@@ -241,7 +240,6 @@ class Routing(Measurement):
         return self
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield misfits: views of text, and changes that would falsify the truth of images."""
         if around.is_text:
             views = f"some, but {around.data} is text, which has no views"
             for key in ("views", "augmentations", "augmentation_images"):
@@ -253,12 +251,10 @@ class Routing(Measurement):
         yield from augmentation_misfits(self.augmentations, around)
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return "augmentation" → names, and "k" and "threshold" → the settings of both sweeps."""
         names = [look_up_augmentation(augmentation).name for augmentation in self.augmentations]
         return {"augmentation": names, "k": self.sweeps.k, "threshold": self.sweeps.threshold}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put load, entropy, confidence, matches of views and sweeps, also per layer."""
         # facts: load, per layer each expert's share of the choices; overlays; corresponding, two
         # crops of an image (None for volumes and single patches); roles, None without that setting.
         model = subject.model
@@ -349,7 +345,6 @@ def put_averages(layers: Layers, by_image: LayerItems, key: str, out: Values, **
 
 
 def put_augmented(model: Model, images: np.ndarray, settings: Routing, out: Values) -> None:
-    """Put matches and switch fraction of two views under each augmentation."""
     # a change would falsify a channel of truth
     if images.ndim == TEXT or model.image.truth:
         return

@@ -86,7 +86,6 @@ class RoutingCertificate(Measurement):
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        """Return why the choice of experts has no bound, or None."""
         if model.moe is None:
             return cls.no_dense
         router = model.moe.router
@@ -104,15 +103,12 @@ class RoutingCertificate(Measurement):
 
     @classmethod
     def place_words(cls, place: Place) -> str:
-        """Return a norm's sign."""
         return NORMS.get(str(place), str(place))
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return "norm" → the norms."""
         return {"norm": list(NORMS)}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put radii and certified shares per norm, and the number of violations."""
         test = subject.data.test
         indices = evenly_spaced_indices(len(test.images), self.images)
         out.people = test.people_at(indices)

@@ -253,6 +253,5 @@ def steps_until_baseline_loss(result: Outcome, baseline: Outcome) -> int | None:
 
 
 def mean_of_known(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values that are not None, or None if there are none."""
     numbers = [value for value in values if value is not None]
     return sum(numbers) / len(numbers) if numbers else None

@@ -46,7 +46,6 @@ class Transfer(MeasuredPart):
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield a misfit if the data are text, which has no pixels."""
         if around.is_text:
             yield (), f"found a section, but {around.data} is text; allowed: leave it out"
 
@@ -105,7 +104,6 @@ def measure(
 def build_transfer_targets(
     models: Mapping[str, Model], data: Prepared, settings: Transfer
 ) -> dict[str, Target]:
-    """Return method → its model with the clean images to attack, the same for all."""
     test = data.test
     places = draw_image_indices(len(test.labels), settings.images, SEED)
     images = test.images[places]
@@ -151,7 +149,6 @@ def check_no_stronger_transfer(task: Task, result: Found) -> AuditLine:
 
 
 def is_worse_beyond_chance(task: Task, difference: Interval) -> bool:
-    """Return whether the interval of (transferred − direct) lies entirely on the worse side."""
     limit = difference.high if task.score.better == "higher" else difference.low
     value = difference.value if limit is None else limit
     return value != 0 and is_equal_or_worse(task, value, 0.0)

@@ -91,7 +91,6 @@ class Truth(Measurement):
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        """Return a reason if the model has no routers or the data no kinds of tokens, else None."""
         if not model.image.truth:
             return "the data's card has no truth of tokens"
         if model.moe is None:
@@ -106,13 +105,11 @@ class Truth(Measurement):
         return f"{kind}, {unit} = {strength.replace('_', '.')}"
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return "change" → the key of noise, and of the attack, at each strength."""
         noise = [change_key("noise", sigma) for sigma in SIGMAS]
         attack = [change_key("attack", PIXEL * epsilon) for epsilon in EPSILONS]
         return {"change": [*noise, *attack]}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put purity, mutual information and match with true kinds, per layer and as means."""
         # facts: counts, per layer (E, D), experts in the order of the matching.
         model = subject.model
         indices = evenly_spaced_indices(len(subject.data.test.labels), self.images)

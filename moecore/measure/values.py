@@ -140,7 +140,6 @@ class Found(Config):
         return [value for value in self.values if value.metric == metric]
 
     def find(self, metric: str, **at: Place) -> Value | None:
-        """Return the value of a metric at exactly this place, or None."""
         return next((value for value in self.all(metric) if value.at == at), None)
 
     def interval(self, metric: str, **at: Place) -> Interval | None:

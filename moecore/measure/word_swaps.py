@@ -83,7 +83,6 @@ class WordSwaps(Measurement):
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Return a reason if the data are no text, or its stop words are unknown, else None."""
         if subject.model.image.truth:
             return "ciphers hide which words are stop words, and these are not swapped"
         if subject.data.task.long:
@@ -91,11 +90,9 @@ class WordSwaps(Measurement):
         return "the data are no text, and words are swapped"
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return "percent" → the shares in percent."""
         return {"percent": [100 * share for share in self.shares]}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put nats, perplexity and routing change of the test text at each share of word swaps."""
         test = subject.data.test
         indices = evenly_spaced_indices(len(test.labels), self.images)
         labels = torch.from_numpy(np.array(test.labels[indices]))

@@ -71,7 +71,6 @@ class ZeroShot(Measurement):
         return templates
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield misfits: names and channels that do not fit the source, if its raw data exist."""
         try:
             card = self.source.describe()
         except UserError:  # missing raw data; the stage reports them
@@ -85,13 +84,11 @@ class ZeroShot(Measurement):
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Return a reason if the data have no captions, else None."""
         if isinstance(subject.data.task, ImageText):
             return None
         return "the images have no captions, so there is no text tower"
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put ``zero_shot_accuracy`` and ``zero_shot_top5`` of classes with the nearest prompts."""
         # facts: data, images, templates, chance; classes, with name, images, right answers and
         # number of unknown words in the prompts.
         image = subject.model.image

@@ -84,7 +84,6 @@ def pair_view_tokens(affines: Tensor, layout: TokenLayout, special: bool) -> Tok
 def token_pairs_by_layer(
     affines: Tensor, layouts: Sequence[TokenLayout], special: bool
 ) -> list[tuple[TokenPairs, TokenLayout]]:
-    """Return (``pair_view_tokens``, layout) per layer; equal layouts share their pairs."""
     layout_pairs = {layout: pair_view_tokens(affines, layout, special) for layout in set(layouts)}
     return [(layout_pairs[layout], layout) for layout in layouts]
 

@@ -32,7 +32,6 @@ class Deviation(NamedTuple):
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Return the axes that ``length`` is over."""
         return (-3, -2, -1) if self.centre.ndim == 4 else (-1,)
 
     def norm(self, values: Tensor) -> Tensor:
@@ -46,7 +45,6 @@ class Deviation(NamedTuple):
 
 
 def bound_linear(at: Deviation, weight: Tensor, bias: Tensor | None) -> Deviation:
-    """Bound a linear map of tokens."""
     box = linear(at.radius, weight.abs())
     radius = torch.minimum(box, weight.norm(dim=1) * at.length)
     length = torch.linalg.matrix_norm(weight, ord=2) * at.length
@@ -97,7 +95,6 @@ def scale(at: Deviation, weight: Tensor, bias: Tensor | float = 0.0) -> Deviatio
 
 
 def gelu_slope(values: Tensor) -> Tensor:
-    """Return GELU's derivative Φ(x) + x φ(x)."""
     density = torch.exp(-values.square() / 2) / math.sqrt(2 * math.pi)
     return torch.special.ndtr(values) + values * density
 
@@ -113,7 +110,6 @@ def bound_gelu(at: Deviation) -> Deviation:
 
 
 def add(first: Deviation, second: Deviation) -> Deviation:
-    """Bound the sum of two token tensors."""
     return Deviation(*(part + other for part, other in zip(first, second, strict=True)))
 
 

@@ -16,9 +16,7 @@ from moecore.nn.kernels.grouped import rows_at_once, to_autocast
 
 
 class RowOrigins(NamedTuple):
-    """The pair of token and choice of each row: order (R,), an index into pairs of ``shape``."""
-
-    order: Tensor
+    order: Tensor  # (R,), index of each row among the pairs (token, choice) of ``shape``
     shape: tuple[int, ...]  # (B, T, k)
 
 
@@ -198,7 +196,6 @@ def weighted_sum_gradients(
 
 
 def _cat_or_single(pieces: list[Tensor]) -> Tensor:
-    """Concatenate pieces; a single piece is returned without a copy."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 

@@ -212,7 +212,6 @@ def image_batches(
 
 
 def round_batch_to_groups(model: nn.Module, batch: int) -> int:
-    """Return ``batch`` rounded down to complete groups of coupled images, at least one group."""
     group = coupled_image_count(model)
     return max(1, batch // group) * group
 
@@ -223,7 +222,6 @@ def coupled_image_count(model: nn.Module) -> int:
 
 
 def concat_records(records: list[tuple[RoutingRecord, ...]]) -> tuple[RoutingRecord, ...]:
-    """Concatenate records of consecutive batches, layer by layer."""
     return tuple(
         RoutingRecord(*(torch.cat(row) for row in zip(*layer, strict=True) if row[0] is not None))
         for layer in zip(*records, strict=True)
@@ -231,7 +229,6 @@ def concat_records(records: list[tuple[RoutingRecord, ...]]) -> tuple[RoutingRec
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """Return the device of the model's parameters (the CPU without any)."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 

@@ -80,7 +80,6 @@ def hash_code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str
 
 
 def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> None:
-    """Write artifacts/code/ for the file ``params``, replacing the previous folder."""
     document = load_yaml_document(str(params))
     hashed = hash_code_files(document, root)
     with whole_folder(folder) as temporary:
@@ -255,7 +254,6 @@ def part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Path]:
 
 
 def outside_module_files(name: str, root: Path = ROOT) -> list[Path]:
-    """Return the file of a module of an allowed package, in a list; else []."""
     allowed = name.partition(".")[0] in allowed_packages()
     file = _module_file(name.replace(".", "/"), root) if allowed else None
     return [file] if file else []
@@ -297,7 +295,6 @@ def _data_files(folder: Path, root: Path) -> frozenset[Path]:
 
 @cache
 def _imported_files(file: Path, root: Path, packages: tuple[str, ...]) -> tuple[Path, ...]:
-    """Return the files of moecore and of ``packages`` that one file imports."""
     if file.suffix != ".py":
         return ()
     files: dict[Path, None] = {}

@@ -99,7 +99,6 @@ def judge_target(target: Target, folder: Path) -> dict[str, Any]:
 
 
 def render_template(name: str, **values: Any) -> str:
-    """Return a template of moecore.report, rendered as plain text."""
     options: Any = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=PackageLoader("moecore.report"), **options)
     return environment.get_template(name).render(**values)

@@ -55,7 +55,6 @@ def study_dvc_yaml_texts(
 
 
 def main_dvc_yaml_text() -> str:
-    """Return the text of the main run's dvc.yaml: the usual stages, separated by blank lines."""
     text = _dump_yaml({"stages": stage_definitions()})
     return MAIN_HEAD + re.sub(r"(?m)^(  \w+:)$", r"\n\1", text).replace("\n\n", "\n", 1)
 

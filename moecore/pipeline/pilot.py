@@ -254,7 +254,6 @@ def fit_linear_router(tokens: Tensor, chosen: Tensor, experts: int) -> Tensor:
 
 
 def pilot_score_for_task(task: Task) -> Score:
-    """Return the score by which a pilot judges: perplexity for text, else the task's."""
     if task.long:
         return Score("ppl", "perplexity", "", "number", "lower")
     return task.score
@@ -293,7 +292,6 @@ def studies_worth_running(verdicts: Sequence[PilotVerdict]) -> list[str]:
 
 
 def print_pilot(result: PilotResult, verdicts: Sequence[PilotVerdict]) -> None:
-    """Print the scores of every seed, the verdicts, and the result of the fitted router."""
     from rich.console import Console
     from rich.table import Table
 

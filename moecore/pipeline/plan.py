@@ -190,14 +190,12 @@ def past_seconds() -> dict[str, float]:
 
 
 def list_stale_stages() -> list[PlannedStage]:
-    """Return the stages of this folder that would run, but for the stage ``code``."""
     pipeline = query_pipeline_status(is_locked=False)
     planned = plan_stages(pipeline, past_seconds(), stages_changed_by_code(pipeline))
     return [item for item in planned if item.stage != CODE_STAGE]
 
 
 def print_plan() -> None:
-    """Print the stages that would run, their sum, and what runs only if outputs change."""
     heavy = list_stale_stages()
     if not heavy:
         print("Nothing would run: everything is up to date.")
@@ -230,7 +228,6 @@ def sum_lengths(items: Sequence[PlannedStage]) -> str:
 
 
 def describe_changed_raw_data(params: Path) -> Iterator[str]:
-    """Yield a line per folder of raw data that changed since `prepare` read it."""
     sections = load_yaml_document(str(params)).data.get("data")
     with chdir(params.parent):
         for name in as_mapping(sections):

@@ -93,13 +93,11 @@ def begin_project(name: str, folder: Path, study: str, is_overlay: bool, data: P
 
 
 def describe_first_run(place: Path) -> str:
-    """Return the commands that run a new project, here and in an environment of its own."""
     enter = f"cd {shlex.quote(str(place))} && "
     return f"`{enter}moecore run`, or `{enter}make repro`, which first installs it all in .venv/"
 
 
 def write_quick_look(place: Path) -> Path:
-    """Write the study ``quick`` into a new folder below ``place``; return the folder."""
     folder = place / QUICK_LOOK
     template = template_texts(QUICK_LOOK, is_of_user=False)
     texts = {path: template[path] for path in (DVC_CONFIG, ".gitignore")}
@@ -123,7 +121,6 @@ def compose_shipped_question(name: str) -> Composed:
 
 
 def shipped_params_text(study: str) -> str:
-    """Return a shipped question's params.yaml, or the main one, as text for a new project."""
     if study == MAIN_STUDY:
         return params_file.rewrite_data_paths((SHIPPED / "params.yaml").read_text(encoding="utf-8"))
     return params_file.project_params_text(compose_shipped_question(study))
@@ -162,7 +159,6 @@ def _dvc_texts(folder: Path, study: str, stages: Sequence[str] = ()) -> dict[str
 
 
 def write_texts(folder: Path, texts: Mapping[str, str | None]) -> None:
-    """Write path → text below ``folder``; None removes the file."""
     for path, text in texts.items():
         if text is None:
             (folder / path).unlink(missing_ok=True)

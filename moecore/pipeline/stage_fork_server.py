@@ -62,7 +62,6 @@ def start_stage_server(module: str = f"{STAGE_MODULES}fork_server") -> Path:
 
 
 def serve_stages(path: str, stages: Stages) -> None:
-    """Serve stages at the socket ``path`` without end."""
     # A request is one line of JSON, [folder, ["moecore.stages.x", word, …], environment], with the
     # descriptors of stdout and stderr. The answers are the process id, and later the exit code.
     end_with_parent()

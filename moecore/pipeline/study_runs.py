@@ -109,7 +109,6 @@ def write_project(folder: Path = HERE) -> list[str]:
 
 
 def project_texts_from_overlay(folder: Path) -> dict[str, str]:
-    """Return path → text of the files that ``write_project`` writes."""
     composed, text = _compose_project(folder)
     run = composed.document.data["run"]
     stages = dvc.stage_definitions(composed.stages)
@@ -169,7 +168,6 @@ def keep_results(question_round: Round) -> Path:
 
 
 def begin_question(name: str, root: Path = HERE) -> Path:
-    """Write a new question and return its file."""
     # Raises UserError, and leaves no file, for a used name, and if the question cannot be composed
     # over the params.yaml here.
     refuse_study_name(name)
@@ -196,7 +194,6 @@ def begin_question(name: str, root: Path = HERE) -> Path:
 
 
 def refuse_study_name(name: str) -> None:
-    """Raise UserError if a question or a project cannot have this name."""
     if not STUDY_NAME.fullmatch(name) or keyword.iskeyword(name):
         allowed = "small letters, digits and _, beginning with a letter"
         raise UserError(f"found the name {name!r}; allowed: {allowed}")
@@ -331,7 +328,6 @@ class Axis(NamedTuple):
 
 
 def write_derived_run(data: Path | None, sets: Sequence[str], is_sweep: bool) -> Path:
-    """Write the folder of a run, and return it."""
     # data: a folder of pictures; None: the run is of the params.yaml here. sets: values as for
     # ``-S``; with ``is_sweep``, lists below ``methods.`` are the axes of a grid.
     path = HERE / "params.yaml"
@@ -420,7 +416,6 @@ def _value_at(data: Any, keys: Sequence[str]) -> Any:
 
 
 def _refuse_equal_methods(path: Path, grid: Sequence[str]) -> None:
-    """Raise UserError if a method of the grid has the settings of another method that is run."""
     study = read_study(load_yaml_document(path))
     for name, other in product(grid, study.run.methods):
         if name != other and study.methods[name] == study.methods[other]:

@@ -62,7 +62,6 @@ class TuningRun(NamedTuple):
         return sha256(f"{self.text}{self.tuning.threshold or ''}".encode()).hexdigest()
 
     def train(self, run_stages: Callable[[], object]) -> None:
-        """Write the folder, with params.yaml and dvc.yaml, and call ``run_stages`` in it."""
         with hold_project(self.folder / LOCK):
             write_whole(self.folder / "params.yaml", self.text)
             write_dvc_files(self.folder, self.stages)
@@ -133,7 +132,6 @@ def choose_threshold(run: TuningRun, tuned: ThresholdTuning) -> dict[str, Any]:
 
 
 def rated_name(method: str, number: int) -> str:
-    """Return the name of a method with the value ``number`` of the grid, from 0."""
     return f"{method}_rate_{number + 1}"
 
 
@@ -183,7 +181,6 @@ def best_rate(scores: Sequence[Sequence[float]], better: str) -> int:
 
 
 def print_tuned(kept: Mapping[str, Any]) -> None:
-    """Print each method's mean validation score per rate, and the rate that was chosen."""
     from rich.console import Console
     from rich.table import Table
 

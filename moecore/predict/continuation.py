@@ -51,7 +51,6 @@ class Continued(NamedTuple):
 
 
 def continue_and_print(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> None:
-    """Print the words that a model adds to the text file ``prompt``; write the page ``out``."""
     continuation = continue_file(folder, prompt, out, sampling)
     print(" ".join(word.word for word in continuation.text if not word.is_prompt))
     for remark in (*continuation.remarks, f"{out}: every word with its experts"):
@@ -155,5 +154,4 @@ def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator)
 
 
 def count_words(text: Sequence[WordWithExperts], layer: int, expert: int) -> list[tuple[str, int]]:
-    """Return (word, count) of words whose first expert in ``layer`` is ``expert``, by count."""
     return Counter(word.word for word in text if word.experts[layer][:1] == [expert]).most_common()

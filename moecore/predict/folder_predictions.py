@@ -46,7 +46,6 @@ class NewVolumeFile(NamedTuple):
 
 
 def find_volumes(folder: str | Path) -> list[NewVolumeFile]:
-    """Return every T1-weighted volume of a folder, sorted by path."""
     # BIDS: sub-*/[ses-*/]anat/*_T1w.nii[.gz]; else every .nii[.gz] or .mgz directly in the folder
     # that is not a mask. participants.tsv may give age, sex and site by participant_id (in a plain
     # folder the file's name without its ending) and session_id.
@@ -143,7 +142,6 @@ class NewAges(NamedTuple):
 def predict_ages(
     model_folder: Path, folder: Path, out: Path, calibrator: Path | None = None, batch: int = 8
 ) -> NewAges:
-    """Predict the age of every volume below ``folder``, and write the table ``out``."""
     # An unusable volume has a line with the reason in the column ``error``. calibrator: folder that
     # the stage ``calibrate`` wrote; None: the model's.
     calibration = load_age_calibration(calibrator or calibrator_folder(model_folder), model_folder)
@@ -303,7 +301,6 @@ def _volumes(request: PredictionRequest, card: ModelCard) -> pictures.PredictedP
 
 
 def load_trained_model_card(folder: Path) -> ModelCard:
-    """Return the settings in a model's folder; UserError, with a hint, if it has no model."""
     models = sorted(Path("artifacts").glob("*/*/*/model.json"))
     hint = f", such as {models[0].parent}" if models else f": {TRAINED}"
     _check_folder(folder, f"MODEL is the folder of a trained model{hint}")

@@ -38,8 +38,6 @@ MAX_PNG_SIDE = 96  # pixels; larger pictures become JPEG
 
 
 class Tile(NamedTuple):
-    """A picture, and the experts of its patches in every layer."""
-
     picture: str  # a data: URL
     experts: list[list[list[list[int]]]]  # layer → row → column → experts, most weight first
     label: str = ""
@@ -53,8 +51,6 @@ class Shown(NamedTuple):
 
 
 class RoutedText(NamedTuple):
-    """A text: its words with their experts per MoE layer, and the nearest pictures."""
-
     text: str
     layers: list[list[tuple[str, list[int]]]]
     nearest: list[str]
@@ -106,8 +102,6 @@ def middle_slice_tiles(volume: np.ndarray, experts: Sequence[np.ndarray]) -> lis
 
 
 class Row(NamedTuple):
-    """A row of the table: the answer of one file and its numbers, or an error."""
-
     file: str = ""
     prediction: str = ""
     probability: float | None = None  # of the answer; None without classes
@@ -240,8 +234,6 @@ NEAREST = 5  # shown matches per picture, and per text
 
 
 class Texts(NamedTuple):
-    """The texts of a file, tokenized and embedded."""
-
     texts: list[str]
     tokenizer: Tokenizer
     encoded: list[EncodedCaption]

@@ -90,7 +90,6 @@ def describe_entry(card: ModelCard, dataset: str, eps: str) -> dict[str, Any]:
 
 
 def describe_architecture(card: ModelCard) -> str:
-    """Return backbone, router, number of experts and of chosen ones, in a phrase."""
     if card.moe is None:
         return card.backbone.kind
     experts, router = card.moe.experts, card.moe.router
@@ -99,7 +98,6 @@ def describe_architecture(card: ModelCard) -> str:
 
 
 def parse_radius(eps: str) -> float:
-    """Return the radius of a text such as 8/255 or 0.5; UserError if it is none."""
     try:
         radius = float(Fraction(eps))
     except (ValueError, ZeroDivisionError):

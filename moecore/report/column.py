@@ -177,12 +177,10 @@ def has_routers(phase: PlannedPhase) -> bool:
 
 
 def score_slug(score: Score) -> str:
-    """Return the score's part of column names, such as mae; "accuracy" for all shares."""
     return "accuracy" if score.form == "share" else score.name
 
 
 def score_title(score: Score) -> str:
-    """Return the score's name at the start of labels: Accuracy, Cross-entropy, MAE."""
     return "MAE" if score.name == "mae" else score.label.capitalize()
 
 

@@ -13,8 +13,6 @@ from moecore.statistics.intervals import Interval
 
 
 class HeadlineColumn(NamedTuple):
-    """A metric among the headline numbers, and where it is shown."""
-
     name: str  # a key of compare.json
     slug: str = ""  # name in MLflow; metrics with one are in the first table of a phase
     run: bool = False  # in the file of a run
@@ -106,8 +104,6 @@ class QuantityByMethod(NamedTuple):
 
 
 class PhaseQuantities(NamedTuple):
-    """Score, score under attack, steadiness of routing and cost in a phase; None: not measured."""
-
     score: QuantityByMethod | None
     attacked: QuantityByMethod | None
     steady: QuantityByMethod | None

@@ -180,7 +180,6 @@ def render_metrics_files(results: Results) -> dict[str, str]:
 
 
 def round_significant(value: float, digits: int = DIGITS) -> float:
-    """Return the value with ``digits`` significant digits; counts stay whole."""
     if value.is_integer():
         return int(value)
     return float(f"{value:.{digits}g}")
@@ -244,7 +243,6 @@ def read_current_results(
 
 
 def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, Figure]]:
-    """Yield (name, figure) of the results that an item of a stage wrote in ``study``."""
     # item: its path in artifacts/history.
     if stage == "prepare":
         folder = study / "artifacts/data" / item.removeprefix("prepare/")

@@ -125,7 +125,6 @@ def list_displays() -> list[Display]:
 
 
 def list_measurements_with_values() -> list[str]:
-    """Return the names of measurements that store values; ValueError for a faulty module."""
     names = [*base.builtin_measurements(), *list_allowed_modules(defines_measurement)]
     return [name for name in names if find_class(base.Measurement, name).puts_values()]
 
@@ -201,7 +200,6 @@ MEASURED = Path("artifacts/measured")
 def read_results(
     run: Selection, settings: str, root: str | Path = ".", stages: Collection[str] = MEASURED_STAGES
 ) -> Results:
-    """Read all results of the run's phases, methods and seeds from the files below ``root``."""
     # settings: text of params.yaml; stages: of the study's dvc.yaml.
     measured = stages_and_measurements(stages, run)
     calculations = {}
@@ -240,7 +238,6 @@ def _read_phase(root: Path, run: Selection, stages: Collection[str], name: Phase
 
 
 def read_card_and_task(root: Path, phase: str) -> tuple[dict[str, Any], Task]:
-    """Return card.json and the task of a phase's data; UserError if damaged or missing."""
     path = root / "artifacts/data" / phase / "card.json"
     card = read_json(path)
     try:

@@ -25,18 +25,14 @@ UNLEARNED = ("hash", "teacher_routed", "told")  # routers that the model does no
 
 
 class Measured(NamedTuple):
-    """Results of one model, by their type."""
-
     results: Kinds = NOTHING
     skipped: tuple[str, ...] = ()  # measurements that do not apply, and why
 
     def of(self, kind: type[MeasuredPart]) -> Found | None:
-        """Return the values of a measurement, or of a part of one; None if it has none."""
         return self.results.get(kind)
 
     @property
     def outcome(self) -> Outcome | None:
-        """Outcome of its training; None if it was not trained."""
         trained = self.of(Trained)
         return None if trained is None else outcome_of(trained)
 
@@ -99,8 +95,6 @@ class Phase(NamedTuple):
 
 
 class Results(NamedTuple):
-    """All results of a study."""
-
     phases: Mapping[str, Phase]
     settings: str = ""  # the text of params.yaml
     calculations: Mapping[str, Found] = MappingProxyType({})  # by name: without a trained model

@@ -105,7 +105,6 @@ MAX_TIME = 1e12  # seconds since 1970; also refuses non-finite numbers
 
 
 def is_history_line(line: Any) -> bool:
-    """Return whether a value has the keys and types of a line of history.jsonl."""
     if not isinstance(line, dict) or "t" not in line:
         return False
     for key, value in line.items():
@@ -159,7 +158,6 @@ class GrowingHistory:
 
 
 def read_lines(folder: str | Path) -> list[dict]:
-    """Return the complete lines of a folder's history.jsonl as dicts, oldest first."""
     return GrowingHistory(folder).read()
 
 
@@ -201,7 +199,6 @@ def routing_points(lines: list[dict]) -> Iterator[tuple[float, RoutingPoint]]:
 
 
 def json_number(value: Any) -> float | str:
-    """Return a finite value as a float, others as the text ``nan``, ``inf`` or ``-inf``."""
     value = float(value)
     return value if math.isfinite(value) else str(value)
 
@@ -220,7 +217,6 @@ def flatten_keys(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def keep_numbers(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the nested mappings with only their numbers and bools."""
     numbers = {}
     for name, inner in value.items():
         if isinstance(inner, Mapping):
@@ -252,8 +248,6 @@ def read_dvc_locks(folder: Path = Path()) -> dict[str, dict[str, Any]]:
 
 
 class ExecutionHistory(NamedTuple):
-    """One execution of a stage: its folder, and its lines so far."""
-
     folder: Path
     lines: list[dict]
 

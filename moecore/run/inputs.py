@@ -34,7 +34,6 @@ METRIC_WORDS = ("label", "note", "paper", "mean", "chance")  # the first argumen
 
 
 def params_path() -> str:
-    """Return $MOECORE_PARAMS, or params.yaml: the settings file that this process reads."""
     return os.environ.get("MOECORE_PARAMS") or "params.yaml"
 
 
@@ -46,8 +45,6 @@ def allow_params_packages() -> None:
 
 
 class StageInputs:
-    """The settings, the code and the artifacts that a stage reads."""
-
     def __init__(
         self,
         params: Config | None,
@@ -90,7 +87,6 @@ class StageInputs:
                 self._verified[file] = content
 
     def refuse_edited_settings(self) -> None:
-        """Raise UserError with the key if values of params.yaml have changed."""
         path = Path(params_path())
         # Without params.yaml DVC caches no result.
         if self._params is None or not path.is_file():
@@ -105,7 +101,6 @@ class StageInputs:
         self._text = text
 
     def refuse_all_edits(self) -> None:
-        """Raise UserError if code, artifacts or settings have changed."""
         self.refuse_edited_code()
         now = hash_inputs(self._artifacts)
         for file in {**self._hashes, **now}:
@@ -137,7 +132,6 @@ def stage_hash_files(stage: str, phase: str | None = None, method: str | None = 
 
 
 def refuse_changed_document(before: Document) -> None:
-    """Raise UserError with the key if the file of ``before`` now has other values."""
     now = load_yaml_document(before.path)
     _refuse_changed_values(flatten_keys(before.data), flatten_keys(now.data))
 
@@ -267,7 +261,6 @@ def read_source_text(file: Path, root: Path = ROOT) -> str:
 
 
 def parse_source(text: str, file: Path) -> ast.Module:
-    """Return the syntax tree; UserError with the line of a syntax error."""
     try:
         return ast.parse(text, str(file))
     except SyntaxError as error:

@@ -34,7 +34,6 @@ def is_launching() -> bool:
 
 
 def requested_ranks(stage: Stage) -> int:
-    """Return the number of processes of a stage; UserError if MOECORE_RANKS is not a number."""
     text = os.environ.get(RANKS, "1")
     if not text.isdecimal() or int(text) < 1:
         raise UserError.at(RANKS, found=repr(text), allowed="a number of processes, 1 or more")
@@ -63,7 +62,6 @@ def launch_fields() -> set[str]:
 
 
 def launch_command(arguments: Sequence[str]) -> list[str]:
-    """Return the command that starts ``python ARGUMENTS`` with the launcher."""
     fields = launch_fields()
     stage = STAGES[stage_of_command(arguments)]
     ranks = requested_ranks(stage)

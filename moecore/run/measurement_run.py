@@ -78,7 +78,6 @@ def find_transferred(root: Path, method: str, seed: int) -> dict[str, Path]:
 
 
 def calculate_values(what: str) -> Found:
-    """Run the calculation ``what``, write its values and return them."""
     section: dict[str, Any] = {what: (find_measurement(what), ...)}
     params = read_params(create_model("Params", __base__=Config, **section))
     with record_resumable(what, params, ()) as (run, work):
@@ -89,7 +88,6 @@ def calculate_values(what: str) -> Found:
 
 
 def reduce_and_record(params: Config, reduction: ExpertReduction, method: str, seed: int) -> None:
-    """Reduce the experts of artifacts/pretrain/<method>/<seed>, and evaluate the model."""
     # The new model is artifacts/<stage>/<method>/<seed>; a dense model is copied unchanged.
     stage = reduction.section
     start = Path("artifacts/pretrain", method, str(seed))

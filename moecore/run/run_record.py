@@ -81,7 +81,6 @@ class Run:
         self._write(summary=history_file.flatten_keys(numbers))
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write rows to tables/<name>.json in the record's folder."""
         file = f"tables/{name}.json"
         files.write_json(self.folder / file, to_jsonable(rows))
         self._write(file=file)
@@ -258,7 +257,6 @@ class ProgressLines:
         self.note = ""  # shown below the line, until the next one
 
     def update(self, step: int, **values: float) -> None:
-        """Show that ``step`` of the total is done, with ``values``."""
         now = time.monotonic()
         if self.first is None:  # the first step includes the warm-up: measure the rate after it
             self.first = step
@@ -291,7 +289,6 @@ class ProgressLines:
 
 @contextmanager
 def report_progress(title: str, total: int) -> Iterator[ProgressLines]:
-    """Yield a ``ProgressLines``, to be updated by ``bar.update(step, loss=…)``."""
     bar = ProgressLines(title, total)
     try:
         yield bar

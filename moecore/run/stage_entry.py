@@ -28,7 +28,6 @@ CONNECTION_LOST = (  # messages of gloo and NCCL
 
 
 def run_stage(function: Callable[..., None], arguments: list[str] | None = None) -> None:
-    """Call ``function`` with the arguments of the command line, converted by its annotations."""
     # ``def pretrain(method: str, seed: int)`` runs as ``python -m moecore.stages.pretrain vmoe 0``.
     # Exit codes: 1 for a UserError (printed without a traceback), 2 for wrong arguments. If the
     # parent (dvc) is killed, the stage ends too. Only stages that train may have several ranks.

@@ -103,7 +103,6 @@ def training_run(
     seed: int | None = None,
     trains: bool = True,  # several ranks share it; else the first rank does the work
 ) -> Iterator[TrainingRun]:
-    """Yield a recorded, resumable run of a training stage on ``data`` and ``inputs``."""
     title = " ".join(str(word) for word in (stage, method, seed) if word is not None)
     monitor = read_params(MonitorSection).monitor
     if trains:
@@ -129,7 +128,6 @@ def training_run(
 def log_points_with_progress(
     points: Iterable[tuple[int, dict[str, float]]], steps: int, title: str, run: Run
 ) -> dict[str, float]:
-    """Log each point (step, values) with a progress bar; return the values of the last."""
     values: dict[str, float] = {}
     with report_progress(title, steps) as bar:
         for step, values in points:

@@ -177,7 +177,6 @@ class Estimate(Config):
 
 
 def squared_cv(values: Tensor) -> Tensor:
-    """Return the squared coefficient of variation var/mean² of values (E,), one per expert."""
     # 0 if all are equal, E − 1 if one expert has everything.
     # Population variance, never ``torch.std``, whose gradient is infinite at balance.
     return values.var(correction=0) / values.mean().square()

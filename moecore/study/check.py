@@ -152,12 +152,10 @@ def read_study_and_problems(
 
 
 def format_misfits(document: Document, misfits: Iterable[tuple[tuple, str]]) -> list[str]:
-    """Return one line per misfit, with file, line, column and key."""
     return [str(document.error(*misfit)) for misfit in misfits]
 
 
 def params_schema() -> dict[str, Any]:
-    """Return the JSON schema of params.yaml, for editors, with the parts of allowed packages."""
     classes = part_classes_by_kind(Measurement, imports=True)
     outside = {name: part for name, part in classes.items() if DOTTED_NAME.fullmatch(name)}
     draft = "https://json-schema.org/draft/2020-12/schema"

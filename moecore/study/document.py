@@ -258,12 +258,10 @@ def _child(node: Any, key: Any, mark: Mark) -> tuple[Mark, Any]:
 
 
 def as_mapping(value: Any) -> dict:
-    """Return ``value`` if it is a mapping, else {}."""
     return value if isinstance(value, dict) else {}
 
 
 def as_list(value: Any) -> list:
-    """Return ``value`` if it is a list, else []."""
     return value if isinstance(value, list) else []
 
 

@@ -56,7 +56,6 @@ class Layer(NamedTuple):
 
     @property
     def methods(self) -> Mapping[str, Any]:
-        """Return name → entry of the section ``methods``; {} if it is no mapping."""
         return as_mapping(self.sections.get("methods"))
 
     def place(self, keys: Keys) -> str:
@@ -94,21 +93,17 @@ class LayeredFiles(Document):
 
 
 class Composed(NamedTuple):
-    """A composed params.yaml, and the stages of its dvc.yaml."""
-
     document: LayeredFiles
     stages: tuple[str, ...] | None  # as named by layers; None: the root's stages
     all_stages: tuple[str, ...]  # the same, with the root's stages instead of None
 
 
 def load_root_layer(root: Path) -> Layer:
-    """Return the params.yaml of a project as the lowest layer; root: the project's folder."""
     document = load_yaml_document(root / "params.yaml")
     return Layer(document, as_mapping(document.data))
 
 
 def load_overlay_layer(folder: Path, root: Layer) -> Layer:
-    """Return the overlay.yaml of a project as a layer; UserError for unknown sections or stages."""
     layer = read_layer(load_yaml_document(folder / OVERLAY), root.document.packages)
     entries = layer.sections.get("methods")
     if isinstance(entries, dict):

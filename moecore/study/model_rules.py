@@ -74,12 +74,10 @@ def load_previews(study: Study) -> dict[str, Card]:
 
 
 def data_source_key_path(phase: str) -> tuple[str, str]:
-    """Return the key in params.yaml of a phase's or the teacher's data: ("data", "pretrain")."""
     return ("teacher", "data") if phase == "teacher" else ("data", phase)
 
 
 def data_problems(previews: Mapping[str, Card], written: Any) -> Misfits:
-    """Yield (keys, message) for each card with a problem; written: the content of params.yaml."""
     for phase, preview in previews.items():
         if preview.problem is not None:
             section, key = data_source_key_path(phase)

@@ -125,13 +125,11 @@ def list_papers(root: Path) -> list[str]:
 
 
 def load_papers(root: Path) -> dict[str, Paper]:
-    """Return folder → Paper for all papers; UserError for an invalid file."""
     files = {name: find_paper_file(root, name) for name in list_papers(root)}
     return {name: validate_whole(Paper, _load(file)) for name, file in files.items()}
 
 
 def load_named_claims(root: Path) -> dict[str, dict[str, Any]]:
-    """Return ``folder/name`` → values of every claim of the papers."""
     return {
         f"{folder}/{name}": claim.values
         for folder in list_papers(root)

@@ -82,7 +82,6 @@ def write_params(path: Path, text: str) -> list[str]:
 
 
 def project_params_text(composed: Composed) -> str:
-    """Return the text of a complete params.yaml for a project to edit."""
     dumped = [dump_inline_yaml({key: section}) for key, section in composed.document.data.items()]
     return rewrite_data_paths("\n".join([PROJECT_HEAD, *dumped]))
 
@@ -100,7 +99,6 @@ def overlay_text(composed: Composed) -> str:
 
 
 def rewrite_data_paths(text: str) -> str:
-    """Return the text with ``../../data/`` as ``data/``, the path of raw data in a project."""
     return text.replace("../../data/", "data/")
 
 
@@ -161,7 +159,6 @@ def write_assignments(path: Path, assignments: Sequence[str]) -> list[str]:
 
 
 def apply_assignments(text: str, assignments: Sequence[str]) -> str:
-    """Return a YAML text with values replaced or added."""
     # assignments: ``pretrain.epochs=3``, ``methods.tgr.regularizers.0.weight=2``, whose values are
     # YAML. A value that an alias repeats changes in every place.
     writer = round_trip_writer(text)
@@ -178,7 +175,6 @@ def apply_assignments(text: str, assignments: Sequence[str]) -> str:
 
 
 def round_trip_writer(text: str) -> YAML:
-    """Return a reader and writer of ``text`` that keeps comments, order and quotes."""
     writer = YAML(typ="rt")
     writer.preserve_quotes = True
     writer.width = max(map(len, text.splitlines()), default=80)
@@ -205,8 +201,6 @@ def _set_value(data: Any, segments: Sequence[str], value: Any, assignment: str) 
 
 
 class RenamedKey(NamedTuple):
-    """A key that was renamed, or removed, in ``version``."""
-
     # key: the old key from the top of the file, where ``*`` is any key or index:
     # ``methods.*.router.top``. name: the new last word; None: removed.
 

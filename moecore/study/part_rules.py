@@ -105,7 +105,6 @@ def list_sections(study: Study, previews: Previews) -> Placed:
 
 
 def find_section_settings(study: Study, name: str) -> Any:
-    """Return the settings of a section or of a measurement ``package.module``, or None."""
     settings: Any = study
     for key in name.split("."):
         settings = getattr(settings, key, None)
@@ -172,7 +171,6 @@ def section_misfits(study: Study) -> Misfits:
 
 
 def _needs_of_teacher(study: Study, name: str, method: Method) -> Misfits:
-    """Yield (keys, message) for settings of a method that need a teacher, if the study has none."""
     teacher = study.teacher
     if teacher is not None and teacher.kind != NO_TEACHER:
         return

@@ -114,7 +114,6 @@ class QuestionFile:
     """A question's file, pipelines/<folder>/<file>.yaml, with its layers, rounds and presets."""
 
     def __init__(self, root: Path, name: str) -> None:
-        """Read the question ``name`` (folder/file) of a project; UserError if it is invalid."""
         self.root = root
         self.name = name
         self.path = root / PIPELINES / f"{name}.yaml"
@@ -130,7 +129,6 @@ class QuestionFile:
 
     @cached_property
     def presets(self) -> dict[str, Document]:
-        """Return name → preset as a document; UserError if ``presets`` is no mapping."""
         presets = self.document.data.get("presets") or {}
         if not isinstance(presets, dict):
             text = f"found {show_value(presets)}; allowed: presets by their names"
@@ -153,11 +151,9 @@ class QuestionFile:
 
     @property
     def tuned_file(self) -> Path:
-        """Return the path of the tuned rates, a JSON file that git tracks."""
         return self.root / PIPELINES / RESULTS / f"{self.name}.tuned.json"
 
     def check_baseline(self) -> None:
-        """Raise UserError if the question's world has no valid ``baseline``."""
         if self.world is not None:
             extract_settings(World, self.world)
 
@@ -255,7 +251,6 @@ class Round(NamedTuple):
 
     @property
     def results(self) -> Path:
-        """Return the path of the round's results, a JSON file that git tracks."""
         return self.question.root / PIPELINES / RESULTS / f"{self.name}.json"
 
     @property
@@ -304,12 +299,10 @@ def list_question_names(root: Path) -> list[str]:
 
 
 def load_questions(root: Path) -> list[QuestionFile]:
-    """Return all questions of a project; UserError for an invalid one."""
     return [QuestionFile(root, name) for name in list_question_names(root)]
 
 
 def load_rounds(root: Path) -> list[Round]:
-    """Return the rounds of all questions of a project; UserError for an invalid one."""
     return [part for question in load_questions(root) for part in question.rounds]
 
 

@@ -217,7 +217,6 @@ def design_digest(study: Mapping[str, Any], comparison: Comparison, stage: str =
 
 
 def _without_keys(value: Any, names: Collection[str]) -> Any:
-    """Return plain data without these keys, at any depth."""
     if isinstance(value, dict):
         return {key: _without_keys(v, names) for key, v in value.items() if key not in names}
     if isinstance(value, list):

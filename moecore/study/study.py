@@ -69,7 +69,6 @@ Sections = create_model("Sections", __base__=Config, **MEASUREMENT_FIELDS, **STA
 
 
 def _check_package(name: str) -> str:
-    """Return the name of a package; ValueError if a section or no package has it."""
     # The settings of a package's measurements are in a section with the package's name.
     if name in Study.model_fields:
         raise ValueError(f"found {name}, the name of a section; allowed: packages of other names")
@@ -113,7 +112,6 @@ class Study(Sections):
 
 
 def read_study(document: Document) -> Study:
-    """Return a complete params.yaml, validated; UserError with one line per problem."""
     # Outside measurements have their settings under the name of their package: ``my_lab:
     # {brightness: {images: 8}}``. Afterwards the process may import parts of the listed packages.
     allow_packages(document.packages, document.folders)

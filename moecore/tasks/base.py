@@ -19,13 +19,11 @@ Reduction = Literal["mean", "none"]
 
 
 def check_label_range(labels: np.ndarray, number: int, what: str) -> None:
-    """Raise UserError, beginning with ``what``, unless all labels are in 0 … ``number`` − 1."""
     if labels.size and not 0 <= labels.min() <= labels.max() < number:
         raise UserError(f"{what} are {labels.min()} to {labels.max()}; allowed: 0 to {number - 1}")
 
 
 def label_shape_error(labels: np.ndarray, what: str, allowed: str) -> UserError:
-    """Return the error that ``labels``, called ``what``, have another shape than ``allowed``."""
     return UserError(f"{what} have the shape {labels.shape}; allowed: {allowed} in every split")
 
 

@@ -40,7 +40,6 @@ class ClassTask(Task):
         return float(self.scores(prediction, labels).float().mean())
 
     def baseline_score(self, labels: Tensor) -> float:
-        """Return chance level, 1 / K."""
         return 1 / self.outputs
 
     def counts(self, labels: np.ndarray) -> list[int]:

@@ -149,7 +149,6 @@ class ImageText(Task):
         return (images, self.captions, self.context), np.int32
 
     def check(self, labels: np.ndarray, what: str) -> None:
-        """Raise UserError unless labels are captions with an end each, at least one per image."""
         if labels.shape[1:] != (self.captions, self.context):
             raise label_shape_error(labels, what, f"(images, {self.captions}, {self.context})")
         exists = labels[:, :, 0] != NONE

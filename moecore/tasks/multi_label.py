@@ -70,7 +70,6 @@ class MultiLabel(Classification):
         return (images, self.outputs), np.uint8
 
     def check(self, labels: np.ndarray, what: str) -> None:
-        """Raise UserError unless the labels are (N, K) of 0 and 1, with a class for each image."""
         if labels.ndim != 2 or labels.shape[1] != self.outputs:
             raise label_shape_error(labels, what, f"(images, {self.outputs})")
         if not np.isin(labels, (0, 1)).all() or not labels.any(axis=1).all():

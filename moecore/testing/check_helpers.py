@@ -76,7 +76,6 @@ def check_build_on_meta(part: Any, build: Callable[[], Any]) -> None:
 
 
 def assert_that(part: Any, is_true: Any, promise: str) -> None:
-    """Raise AssertionError with the part's name and ``promise`` unless ``is_true``."""
     if not is_true:
         raise AssertionError(f"{type(part).__name__}: {promise}")
 

@@ -30,7 +30,6 @@ ENVIRONMENT = {
 
 
 def project_root() -> Path:
-    """Return the root of the project around the current folder, or the current folder itself."""
     if root := outermost_dvc_project():
         return root
     current = Path().resolve()
@@ -47,7 +46,6 @@ def store_address() -> str:
 
 
 def sqlite_file() -> Path | None:
-    """Return the file of a sqlite store; None for other stores."""
     address = store_address()
     if address.startswith(SQLITE):
         return Path(address.removeprefix(SQLITE))
@@ -55,7 +53,6 @@ def sqlite_file() -> Path | None:
 
 
 def mask_password(text: str) -> str:
-    """Return ``text`` with the password of the store's address masked."""
     password = urlsplit(store_address()).password
     return text.replace(f":{password}@", ":***@") if password else text
 
@@ -70,7 +67,6 @@ def set_mlflow_timeouts_and_logging() -> None:
 
 @contextmanager
 def store_errors_as_user_errors() -> Iterator[None]:
-    """Raise a UserError of one line for any error of the store."""
     from alembic.util import CommandError
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError

@@ -49,7 +49,6 @@ class ModelHistories(NamedTuple):
         return {f"moecore.{stage}": run.header["uid"] for stage, run in self.trainings.items()}
 
     def is_outdated(self, history: ExecutionHistory) -> bool:
-        """Return whether the model that a history belongs to was trained again later."""
         header = history.header
         if header["stage"] in TRAINING_PHASES and self.trainings:
             return history not in self.trainings.values()
@@ -129,7 +128,6 @@ def save_view(client: Any, experiment: Any, parents: Iterable[StoredRun]) -> Non
 
 
 def view_address(server: str, experiment: Any, mode: str = "TABLE") -> str:
-    """Return the address of the view; mode: TABLE or CHART."""
     query = {"workflowType": "machine_learning", "viewStateShareKey": KEY, "compareRunsMode": mode}
     return f"{server}/#/experiments/{experiment.experiment_id}/runs?{urlencode(query)}"
 
@@ -141,7 +139,6 @@ NOTE = "Headline numbers, as in the report. The stages, with all their values, a
 
 
 def sync_runs() -> str:
-    """Import new lines of all histories into MLflow; return a line with counts of changed runs."""
     return describe_import(Importer().import_all())
 
 

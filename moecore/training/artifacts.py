@@ -100,7 +100,6 @@ def load_card(folder: str | Path) -> ModelCard:
 
 
 def _refuse_unknown_packages(path: Path, settings: Any) -> None:
-    """Raise UserError if a part's package is not allowed, or does not provide the part."""
     for kind in source_layout.outside_kinds_in_settings(settings):
         package = kind.partition(".")[0]
         versions = settings.get("versions") if isinstance(settings, dict) else None
@@ -213,7 +212,6 @@ def adapt_head(weights: dict[str, Tensor], old: ImageSpec, new: ImageSpec) -> di
 
 
 def save_guide(folder: Path, guide: Guide) -> None:
-    """Write the teacher, its routers and their settings into ``folder``."""
     save_model(folder / "teacher", guide.teacher)
     if guide.blocks:  # a dense student has none, and a file without tensors is not readable
         weights = {str(layer): weight for layer, weight in enumerate(guide.routers)}
@@ -249,7 +247,6 @@ def load_guide(folder: str | Path, image: ImageSpec | None = None) -> Guide | No
 
 
 def load_teacher(folder: Path, image: ImageSpec | None = None) -> BackboneModel:
-    """Return the dense teacher in ``folder``; with ``image``, for images of that size."""
     # Positions are interpolated; a channel of true kinds of patches is skipped as in ``image``.
     teacher = load_unguided(folder)
     if image is None:

@@ -30,13 +30,11 @@ from moecore.training.settings import Training
 
 
 def is_sharded_tensor(value: Tensor) -> bool:
-    """Return whether the tensor is spread over several ranks."""
     mesh = getattr(value, "device_mesh", None)
     return mesh is not None and mesh.size(mesh.ndim - 1) > 1
 
 
 def local_shard(values: Tensor) -> Tensor:
-    """Return this rank's part of a sharded parameter, or the parameter itself."""
     return getattr(values, "to_local", lambda: values)()
 
 
@@ -71,7 +69,6 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Restore the optimizer's state from the tensors that ``collect_rank_state`` returned."""
     state = optimizer.state_dict()
     parameters = optimizer_parameters(optimizer)
     for name, value in tensors.items():
@@ -192,7 +189,6 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
 
 
 def check_expert_parallel(model: nn.Module, settings: Training) -> None:
-    """Raise UserError if the experts cannot be spread over ``settings.expert_parallel`` ranks."""
     number = settings.expert_parallel
     if number == 1:
         return
@@ -210,7 +206,6 @@ def check_expert_parallel(model: nn.Module, settings: Training) -> None:
 
 
 def check_rank_batches(model: nn.Module, batch: int) -> None:
-    """Raise UserError if a batch does not divide into ranks, or a rank's images into groups."""
     current_ranks().rows(batch)
     size = current_ranks().size
     for module in model.modules():

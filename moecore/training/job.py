@@ -72,7 +72,6 @@ class Objective(NamedTuple):
         return task.running(step.output.prediction.detach(), batch.labels, batch.learned)
 
     def total(self, terms: dict[str, Tensor]) -> Tensor:
-        """Return the weighted sum of the terms, which is minimised."""
         task = terms["task"]
         if self.distillation:
             task = (1 - self.distillation) * task + self.distillation * terms["distillation"]
@@ -150,8 +149,6 @@ def hard_distillation(step: ObjectiveInputs) -> Tensor:
 
 
 class TrainingJob(NamedTuple):
-    """A model and the data and loss that it learns from."""
-
     model: BackboneModel
     train: loader.Loaded | loader.TextStreams
     validation: loader.Loaded
@@ -204,7 +201,6 @@ def build_training_job(
     isolation: TissueIsolationSchedule | None = None,
     permuted: int | None = None,  # seed of a null control, whose training labels are permuted
 ) -> TrainingJob:
-    """Return the job that trains ``model`` on prepared data, or on a ``subset`` of its images."""
     split = data.train
     if subset is not None:
         split = Split(split.images[subset], split.labels[subset])

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 
 class Metrics(NamedTuple):
-    """Metrics after ``step`` of ``steps`` steps."""
-
     step: int
     steps: int
     epoch: float

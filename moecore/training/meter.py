@@ -45,7 +45,6 @@ class Meter:
     def add(
         self, step: int, images: int, terms: dict[str, Tensor], score: Tensor, output: ModelOutput
     ) -> None:
-        """Add the terms of one step, the sum of its images' scores, and the model's output."""
         for name, value in (terms | {"score": score}).items():
             self.sums[name] = self.sums.get(name, 0) + value.double()
         earlier = self.first_bad.clamp(max=step + 1)

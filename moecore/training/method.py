@@ -86,14 +86,12 @@ class TextTowerMethod(TowerRouting):
         return self
 
     def surround(self, around: config.Surroundings) -> config.Surroundings:
-        """Return the router, experts and losses against which the tower's parts are checked."""
         if self.router is None:
             return config.Surroundings()
         losses = self.regularizers
         return config.Surroundings(self.router, self.experts, losses=losses, provided=self.provided)
 
     def misfits(self, around: config.Surroundings) -> config.Misfits:
-        """Yield (keys, message) of each duplicate loss, and of a missing one."""
         yield from list_loss_misfits(self.router, "regularizers", self.regularizers)
 
 
@@ -168,7 +166,6 @@ class Method(TowerRouting):
         return self
 
     def surround(self, around: config.Surroundings) -> config.Surroundings:
-        """Return ``around`` with the router, experts and losses against which parts are checked."""
         return around._replace(
             router=self.router,
             experts=self.experts,
@@ -177,7 +174,6 @@ class Method(TowerRouting):
         )
 
     def misfits(self, around: config.Surroundings) -> config.Misfits:
-        """Yield (keys, message) of settings without effect, and of parts unfit for the data."""
         remaining = [loss.kind for loss in self.regularizers if "guidance" not in loss.needs]
         yield from list_loss_misfits(self.router, "regularizers", self.regularizers)
         unguided = self.unguided_regularizers
@@ -249,7 +245,6 @@ class Method(TowerRouting):
         return sized.model_copy(update={"text": changed})
 
     def merge_pretrain_settings(self, settings: config.AnySettings) -> config.AnySettings:
-        """Return the section ``pretrain`` with this method's changes."""
         return config.replace_and_validate("pretrain", settings, self.pretrain)
 
     @property
@@ -259,7 +254,6 @@ class Method(TowerRouting):
 
     @property
     def guided_routing(self) -> bool:
-        """True if the teacher's routers take part in training."""
         return self.routed_by_teacher or any("guidance" in loss.needs for loss in self.regularizers)
 
     @property
@@ -269,7 +263,6 @@ class Method(TowerRouting):
 
     @property
     def joint(self) -> bool:
-        """True if the teacher's routers learn together with the student."""
         return self.guided_routing and self.teacher_router.fit == "joint"
 
     @property
@@ -285,12 +278,10 @@ class Method(TowerRouting):
 
     @property
     def text_losses(self) -> tuple[Regularizer, ...]:
-        """The regularizers of the text tower's routing."""
         return () if self.text is None else self.text.regularizers
 
     @property
     def views(self) -> int:
-        """Number of views per image in a step."""
         return 1 + any("two_views" in regularizer.needs for regularizer in self.regularizers)
 
     def for_finetuning(self, k: int | None, guided: bool, same_classes: bool = False) -> "Method":

@@ -86,7 +86,6 @@ class Outcome(ExtraTestMetrics, RoutingOverTraining):
     routing_warnings: tuple[str, ...] = ()  # of the monitor, which changes nothing else
 
     def with_routing(self, routing: RoutingOverTraining) -> Self:
-        """Return a copy with the fields of ``routing``."""
         return self.model_copy(update=dict(routing))
 
 
@@ -121,7 +120,6 @@ class TrainingLog(NamedTuple):
 
 
 def evaluate_trained(model: Model, data: Prepared, settings: Training, log: TrainingLog) -> Outcome:
-    """Evaluate a model on validation and test data, with the log of its training."""
     rate = float(np.median([values["images_per_second"] for _, values in log.points]))
     memory = [values[MEMORY] for _, values in log.points if MEMORY in values]
     training = {
@@ -137,7 +135,6 @@ def evaluate_trained(model: Model, data: Prepared, settings: Training, log: Trai
 
 
 def evaluate_outcome(model: Model, data: Prepared, seconds: float, streams: int = 1) -> Outcome:
-    """Evaluate a model on validation and test data: scores, loss and counts, as an ``Outcome``."""
     # seconds: spent on training. streams: parts of a text that are read side by side.
     task = model.image.task
     if isinstance(model, LanguageTransformer):  # scores per block, perplexity over whole streams

@@ -78,7 +78,6 @@ def build_pretraining(
     seed: int,
     device: str,
 ) -> TrainingJob:
-    """Return the job that trains ``method`` from scratch, with the teacher of folder ``guide``."""
     image = ImageSpec.from_card(data.card)
     sized = method.merge_model_settings(backbone)
     teacher = load_guide(guide, image)

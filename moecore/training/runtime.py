@@ -84,7 +84,6 @@ def tune_runtime(device: str | None = None, work: Path | None = None) -> Runtime
 
 
 def _requested_device() -> str:
-    """Return $MOECORE_DEVICE, else CUDA if available, else the CPU."""
     has_cuda = torch.cuda.is_available()
     device = os.environ.get("MOECORE_DEVICE")
     if not device:
@@ -107,7 +106,6 @@ def resumed_threads(work: Path, threads: int) -> int:
 
 
 def device_name(device: str) -> str:
-    """Return the model name of the GPU or the processor."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")

@@ -87,7 +87,6 @@ Optimizer = Annotated[Adam | Adamw | Sgd, Field(discriminator="kind")]
 
 
 def _default_decay(fields: Mapping[str, Any]) -> float:
-    """Return the default weight decay with the optimizer of the validated ``fields``."""
     optimizer = fields.get("optimizer")
     if optimizer is not None and not optimizer.decays:
         return 0.0
@@ -134,7 +133,6 @@ class Training(config.Config):
     checkpoint_every: int = Field(100, ge=1, description="steps, rounded up to a logged point")
 
     def misfits(self, around: config.Surroundings) -> config.Misfits:
-        """Yield (keys, message) of a warm-up that is too long, and settings unfit for the data."""
         if self.warmup_epochs > self.epochs:
             text = f"found {self.warmup_epochs:g}, but epochs is {self.epochs}"
             yield ("warmup_epochs",), f"{text}; allowed: 0 to {self.epochs}"
@@ -207,7 +205,6 @@ class Finetuning(Training):
     guided: bool = Field(False, description="keep the regularizers that need the teacher")
 
     def misfits(self, around: config.Surroundings) -> config.Misfits:
-        """Yield (keys, message) for text data, which have no fine-tuning."""
         if around.is_text:
             yield (), f"found a section, but {around.data} is text; allowed: leave it out"
         yield from super().misfits(around)
@@ -223,7 +220,6 @@ class TeacherRouterFit(config.Config):
     """Settings of the fit of a linear router on each aligned block of the frozen teacher."""
 
     def misfits(self, around: config.Surroundings) -> config.Misfits:
-        """Yield (keys, message) if the batch is larger than the number of images."""
         if around.preview is not None and around.preview.counts:
             yield from batch_misfits(self, around.preview.images["train"], around.data)
 

@@ -85,7 +85,6 @@ def build_tissue_isolation(
 
 
 def region_channels(names: tuple[str, ...], card: dict) -> tuple[int, ...]:
-    """Return the channel of each named tissue in the data's tissue maps; UserError if missing."""
     mapped = tuple(card.get("regions", ()))
     if lacking := [name for name in names if name not in mapped]:
         maps = f"maps of {', '.join(mapped)}" if mapped else "no tissue maps"

@@ -142,7 +142,6 @@ def check_no_shared_experts(layer: MoEFeedForward) -> None:
 
 
 def _check_activation(layer: FeedForward, mlp: nn.Module | None, name: str) -> None:
-    """Raise UserError if a dense MLP has another activation than the layer that it becomes."""
     theirs = getattr(mlp, "activation", "gelu")
     is_sparse = isinstance(layer, MoEFeedForward)
     ours = getattr(layer.experts if is_sparse else layer, "activation", "gelu")
@@ -254,7 +253,6 @@ def upcycle_in_place(
 def _sparse_copy(
     mlp: Any, router: Router, experts: Experts, kind: upcycling_kinds.Upcycling
 ) -> MoELayer:
-    """Return an MoE layer on the CPU that starts as the dense ``mlp``."""
     check_dense_mlp(mlp)
     activation = ACTIVATIONS[type(mlp.act).__name__]
     if (other := getattr(experts, "activation", activation)) != activation:

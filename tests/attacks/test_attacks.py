@@ -215,8 +215,6 @@ def test_routing_without_a_gradient_leaves_the_images(router):
 
 
 class Convolution(Smooth):
-    """A small CNN; padding and pooling as usual."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -397,8 +395,6 @@ def attack_volumes(attack, model, volumes, labels, epsilon):
 
 
 class Regressor(nn.Module):
-    """ŷ = w·x + bias over all voxels, whatever the axes."""
-
     def __init__(self, weight: torch.Tensor, bias: float = 0.0) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(weight), bias

@@ -293,8 +293,6 @@ def test_the_best_of_restarts_counts(norm):
 
 
 class Noisy(Smooth):
-    """Logits with noise at every pass."""
-
     def forward(self, images):
         output = super().forward(images)
         noise = 0.3 * torch.randn(output.prediction.shape)

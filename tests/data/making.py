@@ -26,7 +26,6 @@ from moecore.tasks.regression import Regression
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
-    """A uint8 array as the content of an IDX file."""
     header = bytes((0, 0, 8, array.ndim)) + np.array(array.shape, ">u4").tobytes()
     return header + array.astype(np.uint8).tobytes()
 
@@ -58,7 +57,6 @@ def cifar_content(labels: np.ndarray, seed: int = 0) -> bytes:
 
 
 def image_classes(folder: Path, classes: dict, size=(20, 14), mode="RGB", suffix=".png") -> None:
-    """Class folders of random images, ``size`` = (width, height)."""
     random = np.random.default_rng(len(str(folder.name)))
     for name, number in classes.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -170,8 +168,6 @@ GREY = {"wm": 0.9, "gm": 0.6, "csf": 0.2}
 
 
 class Balls(Config):
-    """Settings of the cohort."""
-
     kind: str = "balls"
     seed: int = 0
 
@@ -282,7 +278,6 @@ def suffix(image: Image.Image) -> str:
 
 
 def write_classes(folder: Path, number: int) -> None:
-    """``number`` pictures of each class, in a folder a class."""
     for name in COLOURS:
         (folder / name).mkdir(parents=True)
         for index in range(number):

@@ -28,7 +28,6 @@ def picture(number: int = 6, channels: int = 3, height: int = 18, width: int = 1
 
 
 def corrupted(images: np.ndarray, name: str, severity: int) -> np.ndarray:
-    """The first image, by seed 0 and index 0: (C, H, W)."""
     return corrupt_images(images[:1], name, severity, 0, [0])[0]
 
 

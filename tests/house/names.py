@@ -43,7 +43,6 @@ def public_functions(tree: ast.Module) -> Iterator[str]:
 
 
 def inner_breaches(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
-    """Yield what breaks the rule inside a function or a method."""
     given = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
     nodes = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
     stored = {node.id for node in nodes if isinstance(node.ctx, ast.Store)}

@@ -87,7 +87,6 @@ class Brightness(Measurement):
 
 
 def add_part(folder: Path, family: str, like: str, new: str) -> None:
-    """Copy a part of a family under a new kind and class."""
     (old_kind, old_name), (kind, name) = like.split(), new.split()
     home = folder / "moecore" / family
     text = (home / f"{old_kind}.py").read_text(encoding="utf-8")
@@ -97,7 +96,6 @@ def add_part(folder: Path, family: str, like: str, new: str) -> None:
 
 
 def list_changed_files(folder: Path) -> list[str]:
-    """Return the files that both projects have and that differ."""
     files = [*(ROOT / "moecore").rglob("*.py"), *(ROOT / "stages").glob("*.py")]
     paths = [file.relative_to(ROOT) for file in files]
     return [
@@ -119,7 +117,6 @@ ROW = """\
 
 
 def add_phase(folder: Path) -> None:
-    """Add the phase ``halve``: a row of the table, a script, its settings."""
     table = folder / "moecore/study/stages.py"
     text = table.read_text(encoding="utf-8")
     before = '    Stage(\n        "out_of_fold",'

@@ -28,7 +28,6 @@ KIND = re.compile(r'^    kind: Literal\["(\w+)"\]', re.MULTILINE)
 
 
 def kinds() -> set[str]:
-    """The kinds of all parts: settings classes whose `kind` is the stem of their file."""
     found = set()
     for file in (ROOT / "moecore").rglob("*.py"):
         found |= {kind for kind in KIND.findall(file.read_text("utf-8")) if kind == file.stem}
@@ -55,7 +54,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def example(language: str, word: str) -> str:
-    """The one block of code in this language that has ``word``."""
     blocks = re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     (found,) = [block for block in blocks if word in block]
     return found

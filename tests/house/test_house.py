@@ -33,7 +33,6 @@ UNNAMED = r"# pyrefly: ignore(?!\[)|# fmt: |\b__import__\(|allow_pickle=True"
 
 
 def list_offenders(is_wrong: Callable[[str, ast.AST], bool]) -> list[str]:
-    """Return path:line of every node of every file that is wrong."""
     return [
         f"{path}:{getattr(node, 'lineno', 1)}"
         for path, tree in syntax_trees().items()
@@ -304,7 +303,6 @@ def described_texts() -> Iterator[tuple[str, str]]:
 
 
 def dead_references(text: str) -> Iterator[str]:
-    """Yield what ``text`` names that is not there."""
     for path in PATH.findall(text):
         if A_USERS_OWN.search(path) or DATA_FILE.fullmatch(path):
             continue

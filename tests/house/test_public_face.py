@@ -65,14 +65,12 @@ moecore.trace(layer)[0]
 
 @pytest.fixture(scope="module")
 def script() -> dict:
-    """The names of the script RIGHT, which was run."""
     names = {"__name__": "script"}
     exec(RIGHT, names)
     return names
 
 
 def list_error_lines(text: str, folder: Path) -> set[int]:
-    """Return the lines of a user's script in which the type checker finds errors."""
     (folder / "script.py").write_text(text, encoding="utf-8")
     paths = ["--search-path", ROOT, "--python-interpreter-path", sys.executable]
     command = ["pyrefly", "check", "script.py", "--preset", "default", "--output-format", "json"]

@@ -24,7 +24,6 @@ from tests.data.making import write_cohort
 
 
 def compute_without_cache(name: str, compute: Callable[[], Any]) -> Any:
-    """A ``PartStore`` that keeps nothing."""
     return compute()
 
 

@@ -166,8 +166,6 @@ LINES += " loss_landscape step_size black_box"
 
 
 class Noisy(Smooth):
-    """A model that draws in evaluation mode too."""
-
     def forward(self, images):
         output = super().forward(images)
         noise = 1e-6 * torch.randn_like(output.prediction)

@@ -126,7 +126,6 @@ def test_a_dropped_choice_of_a_model(router, experts, way):
 
 
 def worth_by_expert(result: Found) -> dict[tuple, float]:
-    """Return (layer, expert) → its worth."""
     values = [value for value in result.all("expert_worth") if value.at]
     return {(value.at["layer"], value.at["expert"]): value.value for value in values}
 

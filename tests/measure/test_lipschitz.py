@@ -137,8 +137,6 @@ IMAGE = ImageSpec(
 
 
 class Linear(nn.Module):
-    """Logits W · pixels."""
-
     def __init__(self, weight) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor(weight, dtype=torch.float32))
@@ -243,7 +241,6 @@ JUMP = 3.0
 
 
 def stairs(pixels):
-    """x, and 3 more from 0.6 on."""
     return torch.cat([pixels + JUMP * (pixels > 0.6), 0 * pixels], 1)
 
 

@@ -48,7 +48,6 @@ def results(run) -> dict[str, Found]:
 
 
 def curves_of(found: Found, metric: str = "attacked") -> dict[str, list[Value]]:
-    """Attack → the values of a metric, by epsilon."""
     curves: dict[str, list[Value]] = {}
     for value in found.all(metric):
         curves.setdefault(str(value.at["attack"]), []).append(value)
@@ -168,7 +167,6 @@ def test_what_makes_no_sense_for_the_labels_is_refused():
 
 
 def run_stage(run, patch, **changes) -> Found:
-    """What the stage writes of the sparse model."""
     settings = SETTINGS.model_dump(mode="json") | changes
     in_run(patch, run[0], robustness=settings)
     stage.robustness("pretrain", "vit", 0)

@@ -170,7 +170,6 @@ def test_the_clean_images_are_those_of_the_records(model, found):
 
 
 def check_layer(text, record):
-    """Token by token, against the record."""
     number, tokens, experts = record.probs.shape
     best, ranked, marks = arrays(text, number, tokens, experts)
     for image in range(number):

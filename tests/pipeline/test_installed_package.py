@@ -51,7 +51,6 @@ class Installed(NamedTuple):
         return subprocess.run([str(word) for word in words], capture_output=True, **given)
 
     def run(self, *words: str | Path, folder: Path | None = None) -> str:
-        """Run a command that must succeed; returns what it printed."""
         done = self.attempt(*words, folder=folder)
         assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
         return done.stdout
@@ -82,7 +81,6 @@ def copy_source(folder: Path) -> Path:
 
 
 def list_run_stages(printed: str) -> list[str]:
-    """The stages that ``dvc repro`` says it ran."""
     return re.findall(r"Running stage '(.*)'", printed)
 
 

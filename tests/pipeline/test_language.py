@@ -244,7 +244,6 @@ def captioned(tmp_path_factory):
 
 
 def run(place, lines) -> None:
-    """These stages, each once."""
     for line in dict.fromkeys(lines):
         done = forked.run(place, line.split(), ENVIRONMENT)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"

@@ -144,7 +144,6 @@ def weights_and_points(project: Project, item: str) -> tuple[str, list]:
 
 
 def logged(project: Project, stage: str) -> int:
-    """The last step in the history of the run under way; 0 before the first."""
     return last_step(project, item_of(stage))
 
 

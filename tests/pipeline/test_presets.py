@@ -296,7 +296,6 @@ def small() -> str:
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory) -> Path:
-    """The folder in which all stages ran."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("brain_age")
         patch.chdir(folder)

@@ -55,7 +55,6 @@ def moecore(*words: str):
 
 
 def files_below(folder: Path) -> set[str]:
-    """Every file, without those of git."""
     files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return {file.as_posix() for file in files if file.parts[0] != ".git"}
 

@@ -172,7 +172,6 @@ class Killer:
 
 
 def processes_in(folder: Path) -> list[str]:
-    """The command lines of processes that work in a folder."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

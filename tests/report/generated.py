@@ -34,7 +34,6 @@ DENSE = Skipped(skipped="the model has no MoE layers")
 
 
 def model_with_results(*results: Config) -> Measured:
-    """A model with these results."""
     return changed(Measured(), *results)
 
 
@@ -100,7 +99,6 @@ def card(phase: str) -> dict[str, Any]:
 
 
 def tested(number: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and labels of 600 test images."""
     return _logits(torch.Generator().manual_seed(100 * number + seed), 600, 1.6 + 0.3 * number)
 
 
@@ -410,7 +408,6 @@ def _logits(
 
 
 def records_of(seed: int) -> tuple[RoutingRecord, ...]:
-    """Three layers of 8 experts, 12 images of 17 tokens."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(_record(generator, 12, 17, 8) for _ in range(3))
 

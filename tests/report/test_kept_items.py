@@ -161,7 +161,6 @@ def git(folder: Path, *words: str) -> str:
 
 @pytest.fixture
 def asked(tmp_path) -> Path:
-    """A project with one question, in a repository."""
     shutil.copy(ROOT / "dvc.yaml", tmp_path)
     (tmp_path / "params.yaml").write_text(PARAMS, encoding="utf-8")
     assert not result_evidence.has_whole_history(tmp_path)
@@ -171,7 +170,6 @@ def asked(tmp_path) -> Path:
 
 
 def ask(place: Path, *comparisons) -> Round:
-    """Write what the question asks; return its round."""
     content = [one.model_dump(mode="json", exclude_defaults=True) for one in comparisons]
     path = place / "pipelines/own/one.yaml"
     write_whole(path, json.dumps({"methods": ["vmoe", "tgr"], "claims": content}))

@@ -44,7 +44,6 @@ def study(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def written(study, tmp_path_factory):
-    """The page, with a claim and an address of the explorer, as a file."""
     path = tmp_path_factory.mktemp("page") / "index.html"
     evaluated = evaluate_claims([claim(says=HOSTILE)], study)
     path.write_text(render_report(study, evaluated, explorer="explorer.html"), encoding="utf-8")

@@ -33,14 +33,11 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 class Found(Config):
-    """A number, and which images are right."""
-
     value: float | None = 0.0
     hits: tuple[bool, ...] | None = None
 
 
 def model(hits=None, value: float | None = 0.0) -> Measured:
-    """A model whose number is ``value`` and whose hits are ``hits``."""
     return model_with_results(Found(value=value, hits=None if hits is None else tuple(hits)))
 
 

@@ -101,7 +101,6 @@ def two_nodes() -> Iterator[dict[str, str]]:
 
 
 def wait_for_nodes(environment: dict[str, str], folder: Path) -> None:
-    """Until both nodes are idle."""
     until = time.monotonic() + 60
     said = ""
     while time.monotonic() < until:
@@ -116,7 +115,6 @@ def wait_for_nodes(environment: dict[str, str], folder: Path) -> None:
 
 
 def free_port() -> int:
-    """One that nothing listens on now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]

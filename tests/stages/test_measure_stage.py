@@ -242,7 +242,6 @@ def study(tmp_path, monkeypatch):
 
 
 def prepare_from(study: Path, source: str) -> None:
-    """Write params.yaml with this source of data.finetune, and run ``code`` and ``prepare``."""
     (study / "params.yaml").write_text(f"run: {{methods: []}}\ndata:\n  finetune: {source}\n")
     write_code("params.yaml")
     prepare("finetune")

@@ -315,7 +315,6 @@ def test_what_is_accepted_passes_a_step(tmp_path_factory, every_method, draw):
 
 
 def step(study: Study, name: str) -> None:
-    """One update of a method on eight random images."""
     method, training = study.methods[name], study.pretrain
     assert study.model is not None and training is not None
     image = image_spec(load_previews(study)["pretrain"])

@@ -99,7 +99,6 @@ class Study:
 
 
 def only_run(study: Study, seed: int = 0) -> Any:
-    """The run of the one history of a seed."""
     [run] = [run for run in study.runs() if run.data.tags.get("seed", "0") == str(seed)]
     return run
 

@@ -98,7 +98,6 @@ def assert_same_weights(one: TrainingJob, other: TrainingJob) -> None:
 
 
 def record(probs=None, load=None, logits=None):
-    """A record of the given fields alone, (B, T, E) nested lists or tensors."""
     fields = [None if field is None else torch.as_tensor(field) for field in (logits, probs, load)]
     blank = torch.full_like(next(field for field in fields if field is not None), float("nan"))
     return RoutingRecord(*(blank if field is None else field for field in fields), blank, blank)

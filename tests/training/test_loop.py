@@ -69,7 +69,6 @@ def balanced(kind: str) -> Method:
 
 
 def biased(**router) -> Method:
-    """A router with a bias that learns of each step."""
     balance = {"kind": "loss_free", "rate": 0.01, "rule": "proportional"}
     return Method(router=router | {"balance": balance}, experts=MLPS)
 

@@ -47,7 +47,6 @@ METHOD = Method(**PLAIN, regularizers=[{"kind": "orthogonality"}], regions=TAUGH
 
 
 def of_regions(**changed) -> Method:
-    """``METHOD`` with other settings of its region experts."""
     return METHOD.model_copy(update={"regions": METHOD.regions.model_copy(update=changed)})
 
 

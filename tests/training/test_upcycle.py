@@ -81,7 +81,6 @@ MODELS |= {"swinv2_tiny_window8_256": TIMM_SWIN}
 
 
 def changed(config, key: str, value):
-    """Return the settings with another value at a dotted key."""
     name, _, inner = key.partition(".")
     if inner:
         value = changed(getattr(config, name), inner, value)

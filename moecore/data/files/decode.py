@@ -53,10 +53,8 @@ def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
 
 
 class JpegWithHistogram(NamedTuple):
-    """Content of a JPEG file, and the histogram int64 (C, 256) of pixels before compression."""
-
-    content: bytes
-    histogram: np.ndarray
+    content: bytes  # of the JPEG file
+    histogram: np.ndarray  # int64 (C, 256), of the pixels before compression
 
 
 def recompress_image(path: str | Path, short_side: int, channels: int) -> JpegWithHistogram:

@@ -74,7 +74,6 @@ def _read_font(path: Path, checksum: str) -> Font:
 
 @lru_cache(maxsize=2048)
 def _open_font(path: Path, pixels: int) -> Any:  # PIL's FreeTypeFont
-    """Open a font whose em square has ``pixels`` pixels."""
     from PIL import ImageFont
 
     # The other layout engine, Raqm, is not in every build of Pillow.

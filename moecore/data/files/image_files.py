@@ -25,10 +25,8 @@ CHUNK = 1024
 
 
 class LabelledFiles(NamedTuple):
-    """The image files of one split and their labels int64 (N,)."""
-
     paths: list[Path]
-    labels: np.ndarray
+    labels: np.ndarray  # int64 (N,)
 
     def take(self, rows: np.ndarray) -> "LabelledFiles":
         return LabelledFiles([self.paths[row] for row in rows], self.labels[rows])
@@ -217,7 +215,6 @@ class ImageFilesSource(SplitSettings, Source):
         return self._card().complete_with(lambda: self._count(*self.list_splits()))
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write arrays and card.json; return its content. UserError on wrong folders or files."""
         classes, splits = self.list_splits()
         card = self._card()._replace(**self._count(classes, splits))
         scratch = self.scratch_folder(folder)
@@ -238,7 +235,6 @@ class ImageFilesSource(SplitSettings, Source):
         return {"task": task, "counts": counts, "short_side": self.short_side}
 
     def root_folder(self) -> Path:
-        """Return the first existing folder of ``root``. Raises UserError where none exists."""
         return find_raw_folder(self.root, "the folder with the class folders")
 
 

@@ -66,7 +66,6 @@ class PublishedSource(SplitSettings, Source):
 
     @property
     def kept_classes(self) -> tuple[str, ...]:
-        """Names of the classes whose images are kept, in the set's order."""
         classes = self.facts().classes
         return tuple(name for name in classes if name in (self.only_classes or classes))
 
@@ -110,7 +109,6 @@ class PublishedSource(SplitSettings, Source):
         return card.complete_with(count)
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write arrays and card.json; return its content. Raises UserError for missing files."""
         place, root = self._place_and_root()
         (train, train_labels), (test, test_labels) = self.read_sets(place or self.fetch_files(root))
         images = np.concatenate([train, test])
@@ -228,7 +226,6 @@ class CaptionedSource(Source):
         )
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write images, tokens and card.json; return its content. UserError for bad files."""
         splits = self._image_files()
         training = (text for _, image in splits["train"] for text in image.captions)
         tokenizer = self.tokenizer.build(training)
@@ -276,7 +273,6 @@ class CaptionedSource(Source):
 def split_by_seed(
     images: list[ImageCaptions], settings: CaptionedSource
 ) -> dict[str, list[ImageCaptions]]:
-    """Return split → images, drawn at random by the seed and the shares in ``settings``."""
     order = np.random.default_rng([settings.seed, SPLIT_STREAM]).permutation(len(images)).tolist()
     test = max(1, round(settings.test * len(images)))
     validation = max(1, round(settings.validation * len(images)))
@@ -298,7 +294,6 @@ def read_text_file(path: Path, what: str) -> str:
 
 
 def read_annotation_json(path: Path) -> Any:
-    """Return the parsed content of a JSON file. Raises UserError if it is missing or invalid."""
     try:
         return json.loads(read_text_file(path, "annotations"))
     except (ValueError, RecursionError) as error:  # the latter: too deeply nested brackets

@@ -191,12 +191,10 @@ class Template(NamedTuple):
 
 
 class Pose(NamedTuple):
-    """Proportions (3,), rotation (3, 3), shift (3,), displacement (3, 64³) of a head, in voxels."""
-
-    shape: np.ndarray
-    rotation: np.ndarray
-    shift: np.ndarray
-    warp: np.ndarray
+    shape: np.ndarray  # (3,), proportions of the head
+    rotation: np.ndarray  # (3, 3)
+    shift: np.ndarray  # (3,), voxels
+    warp: np.ndarray  # (3, 64³), displacement in voxels
 
 
 class PlacedTemplate(NamedTuple):

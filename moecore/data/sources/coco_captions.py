@@ -59,7 +59,6 @@ def read_coco_annotation_file(path: Path, folder: str) -> list[published_source.
 
 
 def _text_at(entry: Any, key: str) -> str:
-    """Return ``entry[key]``. Raises KeyError where it is missing, TypeError for other types."""
     if not isinstance(entry[key], str):
         raise TypeError(f"{key}, {entry[key]!r:.40}, which is not text")
     return entry[key]

@@ -36,7 +36,6 @@ class Permutation(NamedTuple):
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "Permutation":
-        """Return the change with a drawn permutation for each of ``number`` dialects."""
         random = np.random.default_rng([seed, size])
         return cls(np.stack([random.permutation(size * size) for _ in range(number)]))
 
@@ -53,7 +52,6 @@ class Texture(NamedTuple):
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "Texture":
-        """Return the change with ``number`` textures of different directions and wave lengths."""
         row, column = np.mgrid[:size, :size]
         phases = np.random.default_rng([seed, size]).uniform(0, 2 * np.pi, number)
         kinds = np.arange(number)
@@ -74,7 +72,6 @@ class Colour(NamedTuple):
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "Colour":
-        """Return the change with ``number`` hues at equal distances on the colour circle."""
         return cls(colours_of_hues(np.arange(number) / number))
 
     def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
@@ -118,7 +115,6 @@ class WalshProduct(NamedTuple):
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "WalshProduct":
-        """Return the change with a different Walsh function for each of ``number`` dialects."""
         # The Walsh coefficient of sequence k becomes that of k XOR the dialect's: the coarse bands,
         # which hold most of an image, move to the dialect's bands.
         bits = (size - 1).bit_length()
@@ -193,7 +189,6 @@ def draw_change(
 
 
 def has_colours(change: Change) -> bool:
-    """Return whether the change turns one channel into three."""
     return issubclass(CHANGES[change], Colour)
 
 
@@ -245,7 +240,6 @@ class Dialects(mosaic.CellSourceUser):
 
     @property
     def labels_task(self) -> type[ClassTask]:
-        """Class of the task: one label per image, or one per cell of a mosaic."""
         return Cells if self.form == "cells" else Classification
 
     @property
@@ -346,13 +340,11 @@ class Dialects(mosaic.CellSourceUser):
 
 
 def zipf_shares(dialects: int, zipf: float) -> np.ndarray:
-    """Return the shares of the dialects, (D,): in proportion to n^−zipf, with sum 1."""
     weights = np.arange(1.0, dialects + 1) ** -zipf
     return weights / weights.sum()
 
 
 def check_rarest_dialect(zipf: float, shares: np.ndarray, items: int) -> None:
-    """Raise UserError if the last of ``shares`` (D,) of ``items`` is less than MIN_ITEMS."""
     expected = shares[-1] * items
     if expected < MIN_ITEMS:
         raise UserError.at(

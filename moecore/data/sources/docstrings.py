@@ -80,7 +80,6 @@ class Docstrings(DocstringSource):
 
 
 def find_distribution(name: str) -> Distribution:
-    """Return an installed distribution. Raises UserError where it is not installed."""
     try:
         return distribution(name)
     except PackageNotFoundError as error:

@@ -75,7 +75,6 @@ def _read_part(root: Path, part: str) -> LabelledImages:
 
 
 def _read_file(name: str, path: Path) -> np.ndarray:
-    """Return the array in an IDX file; UserError if its sha256 is not that of ``name``."""
     return read_idx(path, 3 if "images" in name else 1, SHA256[name])
 
 

@@ -98,14 +98,12 @@ def draw_mosaic_members(
 
 
 def check_cells_suffice(source: Card, cells: int) -> None:
-    """Raise UserError if a split of a card without ``problem`` has fewer than ``cells`` images."""
     if source.problem is None:
         for split in SPLITS:
             check_images_fill_mosaic(source.images[split], cells, split)
 
 
 def check_images_fill_mosaic(total: int, cells: int, name: str) -> None:
-    """Raise UserError if the split ``name`` of ``total`` images has too few for one mosaic."""
     if total < cells:
         raise UserError(
             f"mosaic: a mosaic has {cells} cells, but {name} of the source has {total} images; "

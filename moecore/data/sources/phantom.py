@@ -48,8 +48,6 @@ class SimulatedScan(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """One scan of a cohort: its subject, and arguments for ``Phantom.draw``."""
-
     subject: cohorts.VolumeSubject
     seed: int
     site: int

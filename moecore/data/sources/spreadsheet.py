@@ -61,7 +61,6 @@ class Spreadsheet(FileCohort):
         return self
 
     def read_rows(self, root: Path) -> cohorts.CohortTable:
-        """Return usable rows and problems, with file and line, of the spreadsheet root/table."""
         path = root / self.table
         if path.suffix not in SEPARATORS:
             raise UserError.at(
@@ -114,7 +113,6 @@ class Spreadsheet(FileCohort):
         return renamed
 
     def complete_subject(self, subject: VolumeSubject, t1: Path) -> VolumeSubject:
-        """Return the subject with the site from the T1's file name, "" if none."""
         if self.site_in_name is None:
             return subject
         match = re.search(self.site_in_name, t1.name)

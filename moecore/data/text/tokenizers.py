@@ -22,8 +22,6 @@ CLIP = ("<|startoftext|>", "<|endoftext|>")
 
 
 class EncodedCaption(NamedTuple):
-    """A caption as M tokens; whether it was cut; how many words are unknown."""
-
     tokens: list[int]
     cut: bool
     unknown: int  # number of words outside the vocabulary

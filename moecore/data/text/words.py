@@ -89,7 +89,6 @@ def number_tokens(lines: Iterable[Sequence[str]], numbers: Mapping[str, int]) ->
 
 
 def read_words(path: Path) -> list[str]:
-    """Return the words of a file with one word per line. Raises UserError if it is unreadable."""
     try:
         return path.read_text(encoding="utf-8").split("\n")[:-1]
     except (OSError, UnicodeDecodeError) as error:

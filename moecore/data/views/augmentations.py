@@ -24,7 +24,6 @@ LUMA = (19595 / 65536, 38470 / 65536, 7471 / 65536)  # ITU-R 601, as PIL
 
 
 def adjust_brightness(pixels: Tensor, factor: Tensor) -> Tensor:
-    """Blend with black: factor 0 gives black, 1 the image."""
     return (pixels * factor).clamp(0, 255)
 
 
@@ -49,13 +48,11 @@ def adjust_sharpness(pixels: Tensor, factor: Tensor) -> Tensor:
 
 
 def posterize(pixels: Tensor, bits: Tensor) -> Tensor:
-    """Keep the highest ``bits`` bits (1 to 8) of each level."""
     step = 2.0 ** (8 - bits)
     return (pixels.round() / step).floor() * step
 
 
 def solarize(pixels: Tensor, threshold: Tensor) -> Tensor:
-    """Invert all levels from ``threshold`` up."""
     return torch.where(pixels < threshold, pixels, 255 - pixels)
 
 
@@ -109,10 +106,8 @@ JITTERED = (adjust_brightness, adjust_contrast, adjust_saturation)
 
 
 class DrawnJitter(NamedTuple):
-    """Drawn jitter of B images: order of the operations JITTERED (B, 3), and factors (B, 3)."""
-
-    order: Tensor
-    factors: Tensor
+    order: Tensor  # (B, 3), of the operations JITTERED
+    factors: Tensor  # (B, 3)
 
 
 def draw_jitter(settings: ColourJitter, draws: BatchDraws) -> DrawnJitter:
@@ -202,11 +197,9 @@ class RandAugment(Config):
 
 
 class DrawnOperations(NamedTuple):
-    """Positions in ``names`` and signed strengths (1: magnitude 10), both (B, operations)."""
-
     names: tuple[str, ...]
-    choices: Tensor
-    levels: Tensor
+    choices: Tensor  # (B, operations), positions in ``names``
+    levels: Tensor  # (B, operations), signed strengths; 1: magnitude 10
 
 
 def draw_operations(settings: RandAugment, draws: BatchDraws) -> DrawnOperations:

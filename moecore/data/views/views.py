@@ -87,7 +87,6 @@ class ViewSettings(Config):
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield key and message of a change without effect, or not for volumes or grey images."""
         for key in ("affine", "randaugment", "jitter"):
             change = getattr(self, key)
             if change is not None and change.is_identity:
@@ -133,10 +132,8 @@ class ViewSettings(Config):
 
 
 class ViewsWithAffines(NamedTuple):
-    """Views fp32 (B, C, *pixels) in [0, 1]; affines from image to view (B, 3, 3), 3-D (B, 4, 4)."""
-
-    images: Tensor
-    affines: Tensor
+    images: Tensor  # fp32 (B, C, *pixels) in [0, 1]
+    affines: Tensor  # from image to view, (B, 3, 3), or of volumes (B, 4, 4)
 
 
 def make_random_views(
@@ -238,7 +235,6 @@ class Mix(Config):
         return self.probability > 0 and (self.mixup > 0 or self.cutmix > 0)
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield a message if these settings mix nothing, or if images have a channel of kinds."""
         if not self.active:
             yield (), "found one that mixes nothing; allowed: null, or mixup or cutmix above 0"
         if around.has_truth:

@@ -22,7 +22,6 @@ from moecore.core.streams import BatchDraws
 
 
 def uniform_draws(draws: BatchDraws, low: float, high: float) -> Tensor:
-    """Return a random number per image, (B,) fp64, uniform in [low, high)."""
     return low + (high - low) * draws.rand(dtype=torch.float64)
 
 
@@ -85,7 +84,6 @@ def draw_crop_windows(
 
 
 def invert_affines(affines: Tensor) -> Tensor:
-    """Return the inverse of affines (B, 3, 3), in closed form."""
     (a, b, t), (c, d, u) = (line.unbind(-1) for line in affines[:, :2].unbind(1))
     scale = 1 / (a * d - b * c)
     return affines_from_matrix_rows(
@@ -96,7 +94,6 @@ def invert_affines(affines: Tensor) -> Tensor:
 
 
 def to_device_async(values: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of CPU values on the device; the host does not wait for it."""
     if device.type == "cuda":
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
@@ -203,12 +200,10 @@ def shift_and_flip(images: Tensor, shifts: Tensor, mirrored: Tensor, fill: str) 
 
 
 def in_range_mask(index: Tensor, length: int) -> Tensor:
-    """Return bool: whether each index is in 0 … length − 1."""
     return (index >= 0) & (index < length)
 
 
 def clamp_or_reflect_indices(index: Tensor, length: int, fill: str) -> Tensor:
-    """Return indices in 0..length−1: clamped, or mirrored at the ends if ``fill`` is reflection."""
     if fill != "reflection":
         return index.clamp(0, length - 1)
     folded = index.remainder(2 * length)

@@ -33,7 +33,6 @@ class VolumeSubject(NamedTuple):
 
 
 def read_subject_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a subjects table, column → text. Raises UserError for a missing file."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; run the stage `prepare` again")
     with open(path, newline="", encoding="utf-8") as handle:
@@ -41,7 +40,6 @@ def read_subject_rows(path: Path) -> list[dict[str, str]]:
 
 
 def id_problem(name: str, value: str) -> str | None:
-    """Return why the id ``value`` is not valid, or None; name: its column."""
     if ID.fullmatch(value):
         return None
     shown = repr(value[:60]) + ("…" if len(value) > 60 else "")
@@ -83,8 +81,6 @@ class SubjectProblem(NamedTuple):
 
 
 class CohortTable(NamedTuple):
-    """A cohort's table: usable rows, splits set by the table, and problems."""
-
     subjects: list[VolumeSubject]  # the usable ones
     splits: dict[str, str]  # participant → split, where the table sets it
     problems: list[SubjectProblem]

@@ -31,11 +31,9 @@ class UnusableVolume(UserError):
 
 
 class Volume(NamedTuple):
-    """Values fp32 (D, H, W) on RAS axes; voxel sizes in mm; affine (4, 4) to scanner mm."""
-
-    values: np.ndarray
-    zooms: tuple[float, ...]
-    affine: np.ndarray
+    values: np.ndarray  # fp32 (D, H, W), on RAS axes
+    zooms: tuple[float, ...]  # voxel sizes, mm
+    affine: np.ndarray  # (4, 4), to scanner mm
 
 
 def load_volume(path: Path) -> Volume:
@@ -69,7 +67,6 @@ def load_volume(path: Path) -> Volume:
 
 
 def place_mismatch(t1: Volume, other: Volume) -> str | None:
-    """Return why a volume does not have the T1's shape and affine, or None if it does."""
     if t1.values.shape != other.values.shape:
         return f"has the shape {other.values.shape}, the T1 {t1.values.shape}"
     ends = [(0, length - 1) for length in t1.values.shape]
@@ -241,10 +238,8 @@ REGIONS = ("wm", "gm", "csf")
 
 
 class VolumeWithTissueShares(NamedTuple):
-    """An image float16 (1, D, H, W) in [0, 1]; regions uint8 (3, D, H, W), share × 255, or None."""
-
-    image: np.ndarray
-    regions: np.ndarray | None
+    image: np.ndarray  # float16 (1, D, H, W) in [0, 1]
+    regions: np.ndarray | None  # uint8 (3, D, H, W), share × 255
 
 
 def read_subject_volumes(

@@ -110,7 +110,6 @@ class FittedNumbers(FittedCalibrator, ABC):
     fallbacks: dict[str, str]  # group without a fit → the reason
 
     def used(self, groups: Sequence[str]) -> list[str]:
-        """Return, per prediction, the fit that corrects it: the name of its group, or "pooled"."""
         return [group if group in self.groups else POOLED for group in groups]
 
 
@@ -124,7 +123,6 @@ class NumberCalibrator(Calibrator, ABC):
 
     @property
     def split(self) -> FitOn:
-        """Return the split whose predictions the calibrator is fitted to."""
         return self.fit_on
 
     @abstractmethod
@@ -134,7 +132,6 @@ class NumberCalibrator(Calibrator, ABC):
     def fit(
         self, predictions: np.ndarray, labels: np.ndarray, groups: Sequence[str] | None = None
     ) -> FittedCalibrator:
-        """Fit all pairs, and each group with enough of them."""
         # A group whose pairs allow no fit uses the pooled one, with a warning.
         name = f"{self.class_kind()}, fitted on {self.fit_on}"
         fits = fit_by_group(predictions, labels, groups, self.fit_pairs, name)
@@ -190,7 +187,6 @@ def fit_of_each(fits: Mapping[str, Fit], pooled: Fit, groups: Sequence[str], n: 
 
 
 def check_ages_vary(ages: np.ndarray, min_pairs: int) -> None:
-    """Raise NoFitError for fewer than ``min_pairs`` ages, or if all are equal."""
     if len(ages) < min_pairs:
         raise NoFitError(f"found {len(ages)} pairs; allowed: {min_pairs} or more")
     if ages.max() == ages.min():

@@ -29,7 +29,6 @@ class FittedGap(Config):
     n: int = Field(ge=3, description="Number of pairs that it was fitted to.")
 
     def expected_gap(self, ages: np.ndarray) -> np.ndarray:
-        """Return the expected gap g(y) at ages y, (N,) to (N,)."""
         return Polynomial(self.coefficients)(ages)
 
 

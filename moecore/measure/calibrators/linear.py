@@ -33,7 +33,6 @@ class FittedLine(Config):
         return slope
 
     def invert(self, predictions: np.ndarray) -> np.ndarray:
-        """Return corrected predictions (ŷ − a)/b, (N,) to (N,)."""
         return (predictions - self.intercept) / self.slope
 
 

@@ -24,12 +24,10 @@ class FittedTemperature(FittedCalibrator):
     at_limit: bool = Field(False, description="Whether the best temperature is beyond a limit.")
 
     def apply(self, predictions: Tensor, groups: Sequence[str] | None = None) -> Tensor:
-        """Return logits / temperature, (N, K); order of classes and accuracy do not change."""
         return predictions / self.temperature
 
     @property
     def summary(self) -> str:
-        """Return the temperature as text, such as "temperature 1.3"."""
         return f"temperature {self.temperature:.4g}"
 
 

@@ -69,18 +69,14 @@ ORDER = ("csf", "gm", "wm")  # by how much the tissue's shape tells about age, m
 
 
 class ModelAndProbeErrors(NamedTuple):
-    """Absolute errors in years (N,), on test volumes, of the model and of a linear probe."""
-
-    raw: np.ndarray
-    probe: np.ndarray
+    raw: np.ndarray  # (N,), |error| of the model on test volumes, years
+    probe: np.ndarray  # (N,), of a linear probe
 
 
 class VolumePredictions(NamedTuple):
-    """Predicted ages (N,), inputs of the head (N, F) and true ages (N,) of volumes."""
-
-    predicted: np.ndarray
-    features: np.ndarray
-    ages: np.ndarray
+    predicted: np.ndarray  # (N,)
+    features: np.ndarray  # (N, F), inputs of the head
+    ages: np.ndarray  # (N,), the true ones
 
 
 def predict_volumes(

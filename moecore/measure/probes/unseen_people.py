@@ -36,8 +36,6 @@ PEOPLE = 1000  # reserved for these checks; rescans use the second half
 
 
 class ScanRequest(NamedTuple):
-    """Arguments of one simulated scan."""
-
     age: float
     sex: str
     person: int  # seed
@@ -60,7 +58,6 @@ class UnseenPeopleSimulator(NamedTuple):
 
 
 def alternating_sex(number: int) -> str:
-    """Return "F" for even and "M" for odd numbers."""
     return "FM"[number % 2]
 
 
@@ -84,7 +81,6 @@ def predict_ageing(
 
 
 def rising_step_share(predictions: np.ndarray) -> float:
-    """Return the share of steps between ages at which predictions (S, A) rise; A ≥ 2."""
     return float((np.diff(predictions, axis=1) > 0).mean())
 
 
@@ -156,10 +152,8 @@ class TissueAgreement(NamedTuple):
 
 
 class RoutedCubes(NamedTuple):
-    """Tissue amounts of cubes, int64, and scores of their experts, fp64; (N, P, R)."""
-
-    amounts: np.ndarray
-    scores: np.ndarray
+    amounts: np.ndarray  # int64 (N, P, R), tissue per cube
+    scores: np.ndarray  # fp64 (N, P, R), of the tissues' experts
 
     @property
     def own(self) -> np.ndarray:
@@ -251,16 +245,12 @@ class RegionGeneralisationSettings(Config):
 
 
 class RegionExpertAgreement(NamedTuple):
-    """Agreement of region experts with tissues on the volumes of one cohort."""
-
     complete: TissueAgreement  # complete volumes
     isolated: TissueAgreement  # single tissues, over all tissues, as in training
     correlation: dict[str, Interval]  # complete volumes: a tissue's share of a cube and the score
 
 
 class RegionExperts(NamedTuple):
-    """Agreement of region experts with tissues on test volumes, mixtures and new volumes."""
-
     test: RegionExpertAgreement
     mixed: TissueAgreement | None  # over all mixtures; None with a single region expert
     # (complete tissue, thinned tissue, remaining share of its voxels) → agreement
@@ -269,10 +259,8 @@ class RegionExperts(NamedTuple):
 
 
 class VolumesAndTissues(NamedTuple):
-    """Volumes float16 (N, 1, D, H, W) in [0, 1], and shares (N, R, D, H, W) of the tissues."""
-
-    images: np.ndarray
-    shares: np.ndarray
+    images: np.ndarray  # float16 (N, 1, D, H, W) in [0, 1]
+    shares: np.ndarray  # (N, R, D, H, W)
 
 
 def measure_generalisation(
@@ -306,7 +294,6 @@ def measure_generalisation(
 
 
 def has_generator_voxel_grid(data: Prepared) -> bool:
-    """Return whether voxel counts and sizes (mm) equal the ones of ``simulate_ellipsoid_scan``."""
     return data.card["size"] == [SIDE] * 3 and data.card["voxel_mm"] == [VOXEL_MM] * 3
 
 

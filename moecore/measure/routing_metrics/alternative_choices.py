@@ -45,12 +45,10 @@ def list_routers(model: Model) -> list[Any]:
 
 
 def find_own_model(model: Model) -> Model:
-    """Return the model without its guide."""
     return model.model if isinstance(model, GuidedModel) else model
 
 
 def no_barring_reason(model: Model) -> str | None:
-    """Return the reason why experts cannot be barred, or None."""
     if model.moe is None:
         return "a dense model has no experts"
     kind = model.moe.router.kind
@@ -175,8 +173,6 @@ Numbers = dict[str, float]  # metric name → value, under one setting
 
 
 class SweepImages(NamedTuple):
-    """Images that each setting is tried on."""
-
     images: np.ndarray  # as ``predict_in_batches`` takes them
     labels: Tensor
     task: Task
@@ -199,7 +195,6 @@ def copy_with_router(model: Model, router: Router) -> Model:
 
 
 def copy_with_k(model: Model, k: int) -> Model | None:
-    """Return a copy with another k; None if the router has no k, or there are too few experts."""
     moe = model.experts_and_router
     if not hasattr(moe.router, "k") or not 1 <= moe.experts.scale_k(k) <= moe.experts.choices:
         return None
@@ -207,7 +202,6 @@ def copy_with_k(model: Model, k: int) -> Model | None:
 
 
 def sweep_k(model: Model, sample: SweepImages, numbers: Experts, batch: int) -> dict[int, Numbers]:
-    """Return k → ``setting_numbers`` for each k ≤ E; {} for a router without k."""
     outcomes = {}
     for k in numbers:
         other = copy_with_k(model, k)
@@ -221,7 +215,6 @@ def sweep_k(model: Model, sample: SweepImages, numbers: Experts, batch: int) -> 
 def sweep_threshold(
     model: Model, sample: SweepImages, thresholds: tuple[float, ...], batch: int
 ) -> dict[float, Numbers]:
-    """Return threshold → ``setting_numbers``; {} for a router without a threshold."""
     router: Any = model.experts_and_router.router
     if not router.has_score_threshold:
         return {}
@@ -234,7 +227,6 @@ def sweep_threshold(
 
 
 def score_threshold(router: Any) -> float | None:
-    """Return the threshold that a chosen expert's logit exceeds; None for other routers."""
     # The threshold of top_p is a sum of probabilities and does not count.
     return router.threshold if router.has_score_threshold else None
 
@@ -250,7 +242,6 @@ def setting_numbers(model: Model, k: int, sample: SweepImages, batch: int) -> Nu
 def routing_means_over_layers(
     records: Sequence[RoutingRecord], k: int, threshold: float | None
 ) -> Numbers:
-    """Return metric → mean over the MoE layers, for the metrics that all layers have."""
     # tail_mass: ``eligible_tail_mass`` with a threshold, else ``tail_by_token``; fallback: share of
     # tokens without an eligible expert, with a threshold only.
     layers: list[Numbers] = []

@@ -97,7 +97,6 @@ def expert_purity(table: np.ndarray) -> float:
 
 
 def purity_over_layers(tables: Sequence[np.ndarray]) -> float:
-    """Return the mean ``expert_purity`` of the layers' tables (E, D)."""
     return float(np.mean([expert_purity(table) for table in tables]))
 
 
@@ -206,7 +205,6 @@ class EpochWatch(NamedTuple):
         )
 
     def write_tissue_routing(self, epoch: int) -> None:
-        """Write the routing on single tissues after ``epoch``; nothing without tissue maps."""
         tissues = self.data.card.get("regions")
         if not tissues:
             return
@@ -218,7 +216,6 @@ class EpochWatch(NamedTuple):
         write_json(self.folder / f"regions/{epoch:04d}.json", routing.model_dump(mode="json"))
 
     def read_tissue_routing(self) -> tuple[outcome.EpochTissueRouting, ...]:
-        """Return the routing on single tissues per probed epoch; () without tissue maps."""
         if not self.data.card.get("regions"):
             return ()
         epochs = probed_epochs(self.epochs)
@@ -300,7 +297,6 @@ TISSUE_VOLUMES = 24  # of the validation split, evenly spread over it
 
 
 def probed_epochs(epochs: int) -> tuple[int, ...]:
-    """Return the first, middle and last of ``epochs``, from 1, without duplicates."""
     return tuple(sorted({1, (epochs + 1) // 2, epochs}))
 
 
@@ -311,7 +307,6 @@ MAX_EPOCHS = 12
 
 
 def spread_places(total: int, number: int) -> list[int]:
-    """Return ``number`` evenly spread indices below ``total``, or all."""
     # A larger number extends the list: the indices follow van der Corput's sequence of base 2, that
     # is start, middle, quarters, and so on.
     places: dict[int, None] = {}
@@ -329,7 +324,6 @@ def explorer_image_indices(data: Prepared, number: int) -> list[int]:
 
 
 def watched_epochs(epochs: int) -> tuple[int, ...]:
-    """Return at most MAX_EPOCHS of ``epochs``, from 1, evenly spread, with the last."""
     spread = np.linspace(epochs, 1, min(epochs, MAX_EPOCHS)).round().astype(int)
     return tuple(np.unique(spread).tolist())
 

@@ -41,7 +41,6 @@ class EncodedImages(Config):
     pixels: str  # encoded by ``core.arrays_as_text.encode_concatenated_arrays``
 
     def array(self) -> np.ndarray:
-        """Return the pixels, uint8 of this shape."""
         return np.frombuffer(decode_compressed_text(self.pixels), np.uint8).reshape(self.shape)
 
 
@@ -87,7 +86,6 @@ class Overlays(Config):
     """[layer][image]: rows of text, one index a patch, "-" where no expert processed it."""
 
     def images(self) -> np.ndarray:
-        """Return the images, uint8 (N, C, H, W)."""
         return np.frombuffer(base64.b64decode(self.pixels), np.uint8).reshape(self.shape)
 
 
@@ -189,7 +187,6 @@ def parse_expert_grid(rows: Sequence[str]) -> np.ndarray:
 
 
 def _best_experts(weights: Tensor) -> Tensor:
-    """Return each token's expert of largest weight, (N, T), −1 if all are 0; weights: (N, T, E)."""
     return torch.where(weights.amax(-1) > 0, weights.argmax(-1), -1)
 
 
@@ -243,8 +240,6 @@ class ExpertUseByImage(NamedTuple):
 
 
 class GalleryImages(NamedTuple):
-    """Test images of a gallery."""
-
     places: np.ndarray  # (N,), indices in the split
     split: Split
     task: Task
@@ -254,7 +249,6 @@ class GalleryImages(NamedTuple):
 def expert_galleries_by_layer(
     model: Model, gallery: GalleryImages, favourites: int
 ) -> list[LayerGallery]:
-    """Return every MoE layer's expert profiles, with at most ``favourites`` patches each."""
     uses: list[list[ExpertUseByImage]] = [[] for _ in model.layouts]  # by layer and chunk
     for start in range(0, len(gallery.places), CHUNK):
         images = np.array(gallery.split.images[gallery.places[start : start + CHUNK]])
@@ -344,7 +338,6 @@ def _profile_experts(
 
 
 def largest_shares(shares: Tensor, number: int = CLASSES) -> tuple[tuple[int, float], ...]:
-    """Return index and value of the ``number`` largest nonzero shares, largest first."""
     order = shares.sort(descending=True, stable=True).indices[:number].tolist()
     return tuple((index, round(float(shares[index]), 4)) for index in order if shares[index] > 0)
 
@@ -411,7 +404,6 @@ Read = list[tuple[str, list[int]]]  # words with their experts, largest weight f
 
 
 def find_two_towers(model: Model) -> TwoTowerModel | None:
-    """Return the two-tower model, without its guide; None for other models."""
     student = find_own_model(model)
     return student if isinstance(student, TwoTowerModel) else None
 

@@ -171,7 +171,6 @@ class ExpertRoles(MeasuredPart):
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        """Return the reason why the model's tokens do not choose among experts, or None."""
         moe = model.moe
         if moe is None:
             return "a dense model has no experts"
@@ -180,7 +179,6 @@ class ExpertRoles(MeasuredPart):
         return "there is one expert" if moe.experts.number < 2 else None
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return "window" → the sizes of the windows."""
         return {"window": self.windows}
 
 
@@ -282,12 +280,10 @@ class RolesLayer(Config):
 
 
 def read_layers(result: Found) -> list[RolesLayer]:
-    """Return each MoE layer's roles from a stored result of ``Routing``."""
     return [RolesLayer.model_validate(layer) for layer in result.facts["roles"]["layers"]]
 
 
 def read_encoded_choices(result: Found) -> tuple[EncodedChoices, ...]:
-    """Return each MoE layer's stored choices of experts from a result of ``Routing``."""
     layers = result.facts["roles"]["layers"]
     return tuple(EncodedChoices.model_validate(layer["kept"]) for layer in layers)
 

@@ -43,7 +43,6 @@ class CountedImages:
 
     @property
     def shape(self) -> Sequence[int]:
-        """Return (N, C, *pixels)."""
         return self.images.shape
 
     def __len__(self) -> int:
@@ -55,8 +54,6 @@ class CountedImages:
 
 
 class KeptTokens(NamedTuple):
-    """Some input tokens of one MoE layer, from each image."""
-
     layer: MoEFeedForward
     parts: list[Tensor]  # (B, c, d), per call of its router
 
@@ -133,8 +130,6 @@ def expert_similarity(outputs: Sequence[Tensor], people: People = None) -> Simil
 
 
 class ExpertOutputs(NamedTuple):
-    """Outputs of one expert."""
-
     values: Tensor  # (N, c, d)
     centred: Tensor  # X, (N, c, d): values − mean
     strength: Tensor  # ‖XᵀX‖²
@@ -148,7 +143,6 @@ class ExpertOutputs(NamedTuple):
         return cls(values, centred, *cross_strength(centred, centred))
 
     def exchange_images(self, order: np.ndarray) -> "ExpertOutputs":
-        """Return the outputs with images in another order (N,)."""
         return self._replace(
             values=self.values[order], centred=self.centred[order], by_image=self.by_image[order]
         )

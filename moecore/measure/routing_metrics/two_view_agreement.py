@@ -77,7 +77,6 @@ OF_VOLUMES = {
 def augmentation_misfits(
     augmentations: Sequence[Preset | TwoViewAugmentation], around: Surroundings
 ) -> Misfits:
-    """Yield a misfit for each preset of flat images if the data are volumes."""
     if around.source is None or not around.source.volumes:
         return
     for index, preset in enumerate(augmentations):
@@ -176,7 +175,6 @@ def augmented_row(
 
 
 def count_matches_by_layer(model: Model, views: ViewsWithAffines, batch: int) -> list[LayerMatches]:
-    """Count, per MoE layer, the pairs of tokens of both views that agree."""
     # views: all first views first. Chosen experts rank before others, then by logit.
     _, records = predict_in_batches(model, views.images, batch)
     paired = token_pairs_by_layer(views.affines, model.layouts, special=False)
@@ -197,7 +195,6 @@ def count_matches_by_layer(model: Model, views: ViewsWithAffines, batch: int) ->
 
 
 def mean_items_over_layers(layers: Sequence[Mapping[str, Tensor]]) -> dict[str, np.ndarray]:
-    """Return the mean over layers of each metric that all of them have, name → (N,)."""
     names = [name for name in layers[0] if all(name in layer for layer in layers)]
     return {key: torch.stack([layer[key] for layer in layers]).mean(dim=0).numpy() for key in names}
 

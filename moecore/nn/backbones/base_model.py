@@ -87,7 +87,6 @@ class ImageSpec(Config):
 
 
 def check_patches_and_heads(image: ImageSpec, patch: int, width: int, heads: int) -> None:
-    """Raise UserError if patches do not tile the images or heads do not divide the width."""
     if any(size % patch for size in image.shape):
         size = image.size if isinstance(image.size, int) else list(image.size)
         raise UserError.at("model.patch", found=patch, allowed=f"a divisor of image size {size}")
@@ -96,7 +95,6 @@ def check_patches_and_heads(image: ImageSpec, patch: int, width: int, heads: int
 
 
 def check_axes(kind: str, image: ImageSpec, axes: int) -> None:
-    """Raise UserError unless images have ``axes`` axes; kind: of the model, for the message."""
     number = len(image.shape)
     if number != axes:
         raise UserError.at(
@@ -107,7 +105,6 @@ def check_axes(kind: str, image: ImageSpec, axes: int) -> None:
 
 
 def check_needs_no_attention(kind: str, moe: MoESettings | None) -> None:
-    """Raise UserError if the router reads attention, which models of this kind do not have."""
     if moe is not None and (lacking := sorted(moe.router.wants & {"attention", "attended"})):
         raise UserError(
             f"model.kind: {kind} has no attention, but the router {moe.router.kind} reads "

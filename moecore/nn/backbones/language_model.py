@@ -80,10 +80,8 @@ def relative_shift(values: Tensor) -> Tensor:
 
 
 class BlockState(NamedTuple):
-    """State between blocks: tokens (B, M, d), and the momentum (B, M, d) or None."""
-
-    tokens: Tensor
-    momentum: Tensor | None = None
+    tokens: Tensor  # (B, M, d)
+    momentum: Tensor | None = None  # (B, M, d)
 
 
 class ReluMlp(FeedForward):

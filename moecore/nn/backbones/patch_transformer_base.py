@@ -94,7 +94,6 @@ class PatchTransformer(base_model.BackboneModel):
 
     @property
     def positioned_tokens(self) -> int:
-        """Number of special tokens with a position embedding."""
         return self.special if self.config.position_on_class else 0
 
     @property
@@ -168,7 +167,6 @@ def scale_initial_weights(blocks: nn.Module, factor: float) -> None:
 
 
 def check_cells_of_patches(config: TransformerSettings, image: base_model.ImageSpec) -> None:
-    """Raise UserError if the data have a label per cell and patches do not tile the cells."""
     side = math.isqrt(image.task.cells)
     if side == 1:
         return

@@ -123,8 +123,6 @@ class SwinStage(nn.Module):
 
 
 class BlockStage(NamedTuple):
-    """The stage of a block, its grid of tokens and their width."""
-
     stage: int
     grid: window_attention.Grid
     width: int

@@ -169,7 +169,6 @@ class TwoTowers(base_model.Backbone):
     )
 
     def surround(self, around: Surroundings) -> Surroundings:
-        """Return ``around`` for the checks of the towers' settings, without data and preview."""
         return around._replace(source=None, preview=None)
 
     @property
@@ -253,7 +252,6 @@ class TwoTowerModel(base_model.BackboneModel):
         self.freeze_text(self.config.text.frozen != "never")
 
     def train(self, mode: bool = True) -> "TwoTowerModel":
-        """Set the mode, except of a frozen text tower, which stays in evaluation mode."""
         super().train(mode)
         if getattr(self, "text_frozen", False):
             self.text.eval()
@@ -352,6 +350,5 @@ class TwoTowerModel(base_model.BackboneModel):
 
 
 def _visual_weights(weights: base_model.Weights) -> base_model.Weights:
-    """Return the image tower's weights, without the prefix ``visual.`` in their names."""
     visual = (name for name in weights if name.startswith(VISUAL))
     return {name.removeprefix(VISUAL): weights[name] for name in visual}

@@ -22,7 +22,6 @@ class Vit(TransformerSettings):
     stem_width: int = Field(16, ge=1, description="conv: channels of the first convolution")
 
     def remarks(self) -> Misfits:
-        """Yield (key, reason) for a width of a stem that has no convolution."""
         if self.stem != "conv":
             yield from changed_settings(self, ["stem_width"], "the stem is linear", "stem: conv")
 

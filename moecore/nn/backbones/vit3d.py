@@ -30,7 +30,6 @@ class Vit3d(TransformerSettings):
     )
 
     def remarks(self) -> Misfits:
-        """Yield (key, reason) for changed settings of a stem that is not used."""
         # It is not an error: the preset ``adni`` replaces a stem of convolutions by a linear one.
         for name, stem in (("pool", "pooled"), ("stem_width", "conv")):
             if self.stem != stem:

@@ -28,7 +28,6 @@ class Quantile(Balance):
         return QuantileBias(self, experts, k)
 
     def check_k(self, k: int, experts: int) -> None:
-        """Raise UserError if every expert is chosen, so that tokens have no cut."""
         if k >= experts:
             raise UserError.at(
                 "router.k",
@@ -37,7 +36,6 @@ class Quantile(Balance):
             )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield (key, reason) if a step has too few tokens for every expert to get one."""
         if around.tokens is None:
             return
         k = around.router.chosen_of(around.experts)

@@ -28,7 +28,6 @@ class Sinkhorn(Balance):
         return SinkhornPlanner(self)
 
     def check_causal(self, key: str) -> None:
-        """Raise UserError: a plan depends on all tokens of its images."""
         raise UserError.at(
             f"{key}.kind",
             found="sinkhorn, whose plan sees later words and other texts in training",
@@ -45,7 +44,6 @@ class SinkhornPlanner(BalanceModule):
 
     @property
     def coupled_in_training(self) -> int:
-        """Images that share a plan."""
         return self.config.group_size
 
     @torch.no_grad()

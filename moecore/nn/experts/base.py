@@ -73,7 +73,6 @@ def map_shape(experts: int) -> tuple[int, int]:
 
 
 def default_rank(width: int) -> int:
-    """Return 2/3 of ``width``, rounded down to a multiple of 8, from 8 to min(512, ``width``)."""
     # Grouped products in bf16 need multiples of 8. The paper gives no rank. A full one (r = d)
     # cannot route: a square orthonormal Bᵀ rotates x and c equally, so every expert scores
     # cos(x, c). 2/3 is 512 for ViT-B; with both maps factored, V-MoE's 285 million parameters

@@ -22,7 +22,6 @@ def trunc_normal_linear(inputs: int, outputs: int, bias: bool = True) -> nn.Line
 
 
 def check_hidden_width(ratio: float, settings: ValidationInfo) -> float:
-    """Return the ratio; ValueError if hidden layers would have no unit."""
     width = settings.data.get("width")
     if width is not None and width * ratio < 1:
         raise ValueError(f"allowed: {1 / width:.3g} or more, one hidden unit at a width of {width}")
@@ -157,7 +156,6 @@ class DropPath(Dropout):
 
 
 def drop_rates(last: float, depth: int) -> list[float]:
-    """Return each block's rate of stochastic depth: from 0 to ``last`` in equal steps."""
     return [last * index / max(1, depth - 1) for index in range(depth)]
 
 

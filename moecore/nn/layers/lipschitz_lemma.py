@@ -51,7 +51,6 @@ class LemmaTerms(NamedTuple):
 
 
 def why_lemma_fails(router: str) -> str | None:
-    """Return why the lemma does not hold for this kind of router; None if it holds."""
     if router in DEFINED:
         return None
     reason = _UNDEFINED.get(router, "its weights are not a softmax of linear logits")
@@ -110,7 +109,6 @@ def _lemma_sides(router: nn.Module, experts: nn.Module, tokens: Tensor) -> Lemma
 
 
 def frozen_double_copy(module: M) -> M:
-    """Return a copy in fp64 and evaluation mode, without parameter gradients."""
     return deepcopy(module).double().eval().requires_grad_(False)
 
 

@@ -71,7 +71,6 @@ OptionalMoE = MoESettings | None  # None: a dense model
 
 
 def sparse_block_indices(blocks: Blocks, depth: int) -> tuple[int, ...]:
-    """Return the indices, ascending from 0, of the blocks with experts."""
     if blocks == "all":
         return tuple(range(depth))
     odd = tuple(range(1, depth, 2))
@@ -106,7 +105,6 @@ class MoEFeedForward(FeedForward):
         shared: ExpertsModule | None = None,  # an expert for every token, weight 1
         zero_computation: ZeroComputationExperts | None = None,  # the router's last choices
     ) -> None:
-        """Build a layer from its router and experts."""
         super().__init__()
         self.router = router
         self.experts = experts
@@ -238,7 +236,6 @@ def scale_router_k(router: Router, experts: Experts) -> Router:
 
 
 def build_moe_feed_forward(router: Router, experts: Experts, width: int) -> MoEFeedForward:
-    """Return a layer for tokens of this width; UserError if router and experts do not fit."""
     for name, none in (("dropout", "0"), ("zero_computation", "null")):
         if (value := getattr(experts, name, None)) and not router.chooses_per_token:
             raise UserError.at(
@@ -261,7 +258,6 @@ def build_moe_feed_forward(router: Router, experts: Experts, width: int) -> MoEF
 def build_feed_forwards(
     moe: MoESettings | None, width: int, depth: int, build_dense: Callable[[], FeedForward]
 ) -> list[FeedForward]:
-    """Return the feed-forwards of ``depth`` blocks: with experts where ``moe`` says, else dense."""
     if moe is None:
         return [build_dense() for _ in range(depth)]
     sparse = moe.indices(depth)

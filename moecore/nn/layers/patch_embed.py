@@ -43,8 +43,6 @@ class PatchEmbed(nn.Module):
 
 
 class NormedPatchEmbed(PatchEmbed):
-    """Patch embedding of images, followed by a norm (Swin)."""
-
     def __init__(self, channels: int, patch: int, width: int, eps: float) -> None:
         super().__init__(channels, patch, width)
         self.norm = nn.LayerNorm(width, eps=eps)

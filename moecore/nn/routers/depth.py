@@ -77,7 +77,6 @@ class Depth(Router):
         return self.model_copy(update={"router": self.router.with_k(k)})
 
     def check_causal(self, key: str = "router") -> None:
-        """Raise UserError if evaluation ranks tokens, or the inner router is not causal."""
         if self.sampling is None:
             raise UserError.at(
                 f"{key}.sampling",

@@ -43,7 +43,6 @@ class Eigenbasis(Router):
     rank: int | None = Field(None, ge=1, description="if experts have no basis; null: 2/3 width")
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield (key, reason) for a changed rank if the router uses the bases of the experts."""
         yield from super().misfits(around)
         if around.experts is not None and "basis" in around.experts.provides:
             why = f"the experts {around.experts.kind} have bases, which the router uses"

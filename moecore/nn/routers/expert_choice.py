@@ -54,7 +54,6 @@ class ExpertChoiceRouter(nn.Module):
 
     @property
     def coupled_in_training(self) -> int:
-        """Images per group, among whose tokens an expert chooses in training."""
         return self.config.group_size
 
     def forward(

@@ -32,7 +32,6 @@ class GroupLimitedChoice(Config):
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield (key, reason) if the kept groups always contain a token's best k experts."""
         k = around.router.k
         if self.kept == self.number:
             text = f"found {self.kept}, which is the number of groups: none is excluded"
@@ -135,7 +134,6 @@ class NoisyTopK(Router):
         return self
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield (key, reason) for settings without effect, and if nothing teaches the router."""
         yield from super().misfits(around)
         if not self.has_capacity:
             why = "without a capacity no images share one"
@@ -163,7 +161,6 @@ class NoisyTopK(Router):
         return self.capacity_factor is not None or self.eval_capacity_factor is not None
 
     def check_causal(self, key: str = "router") -> None:
-        """Raise UserError if later tokens or other texts can take a token's place in an expert."""
         if self.balance is not None:
             self.balance.check_causal(f"{key}.balance")
         if not self.has_capacity:
@@ -246,7 +243,6 @@ class NoisyTopKRouter(nn.Module):
 
     @property
     def coupled_in_training(self) -> int:
-        """Images per group whose routing depends on each other in training; 1: independent."""
         if self.config.capacity_factor is None:
             return 1
         return self.config.group_size
@@ -271,11 +267,9 @@ class NoisyTopKRouter(nn.Module):
             return self.decide(logits + residual, None if jittered is None else jittered + residual)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return the clean logits (B, T, E) of tokens (B, T, d)."""
         return token_choice.router_logits(tokens, self.weight)
 
     def _jittered_logits(self, tokens: Tensor) -> Tensor | None:
-        """Return the logits of tokens times 1 ± jitter; None without jitter."""
         jitter = self.config.input_jitter
         if not jitter or not self.is_learning:
             return None
@@ -338,7 +332,6 @@ class NoisyTopKRouter(nn.Module):
         return settings.groups.limit_scores(preferences, settings.k)
 
     def after_step(self, records: Sequence[RoutingRecord], place: int, progress: float) -> None:
-        """Update the balance after a training step; place: index of this layer's record."""
         if self.balance is not None and self.is_learning:
             record = records[place]
             scores = token_choice.scores_from_logits(record.logits.detach(), self.config.score)

@@ -31,7 +31,6 @@ class Relu(Router):
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield (key, reason) if k is the number of experts, a target that excludes none."""
         yield from super().misfits(around)
         experts = 0 if around.experts is None else around.experts.choices
         if experts and self.chosen_of(around.experts) >= experts:

@@ -51,7 +51,6 @@ class Answer(NamedTuple):
 
     @property
     def source(self) -> str:
-        """Return the place of a claim in its paper; "" for a question."""
         return self.claim.source if isinstance(self.claim, sections.Claim) else ""
 
     @property
@@ -65,7 +64,6 @@ class Answer(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """The printed text of the verdict; "not run yet" without numbers."""
         verdict = self.entry.get("verdict", "not run yet")
         return self.words.get(verdict, verdict)
 
@@ -83,7 +81,6 @@ def evaluate_results(rounds: Iterable[Round]) -> tuple[Studies, list[Answer]]:
 
 
 def collect_answers(rounds: Iterable[Round]) -> tuple[Studies, list[Answer]]:
-    """Return round → result, and the answers of each round, without corrections."""
     studies: dict[str, Mapping[str, Any]] = {}
     answers: list[Answer] = []
     for study in rounds:
@@ -265,7 +262,6 @@ def _minutes_of_training(claims: Sequence[Answer], seeds: int, studies: Studies)
 
 
 def _with_sample(difference: Difference, seeds: int, items: int) -> Difference:
-    """Return the difference with its variances scaled to this number of seeds and of items."""
     # A = var(seed means)/S scales with 1/S, B = var(item means)/n with 1/n.
     numbers = [(difference.seeds, seeds), (difference.items, items)]
     if len(difference.sources) == 1:

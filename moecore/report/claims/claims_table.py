@@ -147,5 +147,4 @@ def _claim_line(evaluated_claim: evaluation.EvaluatedClaim) -> TableRow:
 
 
 def fasten_unit(text: str) -> str:
-    """Return the text with no-break spaces between numbers and their units."""
     return cells.keep_percent_on_line(text.replace(" pp", "\u00a0pp"))

@@ -38,8 +38,6 @@ SECTIONS = {Claim: "claims", Question: "questions"}  # of params.yaml and compar
 
 
 class EvaluatedClaim(NamedTuple):
-    """A claim or question with its measured values, their difference and the verdict."""
-
     claim: Claim | Question
     metric: Column
     ours: Cell
@@ -86,7 +84,6 @@ def describe_method_without_metric(claim: Comparison, results: Results) -> str:
 def split_questions(
     evaluated: Sequence[EvaluatedClaim],
 ) -> tuple[list[EvaluatedClaim], list[EvaluatedClaim]]:
-    """Return (claims, questions): the papers' claims, and the remaining questions."""
     claims = [answer for answer in evaluated if isinstance(answer.claim, Claim)]
     return claims, [answer for answer in evaluated if isinstance(answer.claim, Question)]
 
@@ -211,7 +208,6 @@ def difference_from_json(entry: Mapping[str, Any]) -> Difference:
 
 
 def verdict_after_holm(verdict: str, p_holm: float | None) -> str:
-    """Return the verdict, or "open" if the corrected p is 5 % or more; "" if p_holm is None."""
     if p_holm is None:
         return ""
     return verdict if p_holm < significance.LEVEL else "open"
@@ -302,7 +298,6 @@ def choose_answerable_comparisons(
 
 
 def describe_waiting_claims(waiting: Sequence[Comparison], run: Selection) -> str:
-    """Return a line with the missing methods, phases and seeds of claims and questions."""
     named = [name for comparison in waiting for name in (comparison.method, comparison.against)]
     missing = [f"method {name}" for name in dict.fromkeys(named) if name not in run.methods]
     phases = dict.fromkeys(comparison.phase for comparison in waiting)
@@ -343,7 +338,6 @@ def find_control_pair(methods: Mapping[str, Mapping[str, Any] | None]) -> Contro
 
 
 def find_trained_pair(results: Results) -> ControlPair | None:
-    """Return the pair among the methods that a study trained; None if it lacks one of them."""
     methods = parse_settings(results.settings).get("methods") or {}
     return find_control_pair({name: methods.get(name) for name in results.methods})
 
@@ -387,5 +381,4 @@ def describe_sensitivity(results: Results, phase: Phase) -> str:
 
 
 def excludes_zero(difference: Interval) -> bool:
-    """Return whether an interval is known and lies on one side of 0."""
     return difference.limits is not None and math.prod(difference.limits) > 0

@@ -34,8 +34,6 @@ class End(NamedTuple):
 
 
 class Point(NamedTuple):
-    """One point of a curve with its band."""
-
     x: float
     value: float
     low: float
@@ -46,8 +44,6 @@ Curves = Mapping[str, Sequence[Point]]  # name → points; one without points ha
 
 
 class ChartSpec(NamedTuple):
-    """The texts of a chart, and how its vertical axis is printed."""
-
     title: str
     x: str
     y: str
@@ -168,7 +164,6 @@ def draw_heatmap(
     size: tuple[float, float],  # width and height in inches
     caption: str = "",
 ) -> Figure:
-    """Draw a table of coloured cells with texts."""
     figure = drawing.empty_figure(*size, caption)
     axes = figure.subplots()
     axes.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="auto")
@@ -214,7 +209,6 @@ def attack_points(seeds: Sequence[Sequence[Value]], score: Score) -> list[Point]
 
 
 def interval_over_seeds(values: Sequence[Value]) -> Interval:
-    """Return the mean of the seeds' values with its interval, or one seed's interval."""
     if len(values) == 1:
         return values[0].interval
     return mean_over_seeds([value.value for value in values])

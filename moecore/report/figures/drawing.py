@@ -68,7 +68,6 @@ def styled_drawing(draw: Callable[P, Figure]) -> Callable[P, Figure]:
 
 
 def draw_in_style(draw: Callable[P, Figure], *args: P.args, **kwargs: P.kwargs) -> Figure:
-    """Return the figure of ``draw(*args)``, called with matplotlib's settings at ``STYLE``."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
@@ -114,7 +113,6 @@ def set_percent_axis(axes: Axes, label: str) -> None:
 
 
 def set_epoch_axis(axes: Axes) -> None:
-    """Label the horizontal axis "Epoch", with ticks at whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("Epoch")
@@ -126,7 +124,6 @@ def set_epoch_axis(axes: Axes) -> None:
 
 
 def strip_axes(axes: Axes) -> None:
-    """Remove ticks, grid and frame."""
     axes.grid(visible=False)
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
@@ -148,8 +145,6 @@ class Tile(NamedTuple):
 
 
 class SheetLabels(NamedTuple):
-    """The texts around the pictures of a sheet."""
-
     title: str
     rows: Sequence[str]
     columns: Sequence[str] = ()
@@ -208,7 +203,6 @@ def put(axes: Axes, tile: Tile, column: int, row: int) -> None:
 
 
 def _brightness(tile: Tile, y: int, x: int, rows: int, columns: int) -> float:
-    """Return the brightness, from 0 to 1, of the patch at (y, x) of rows × columns patches."""
     height, width = tile.pixels.shape[:2]
     down = slice(y * height // rows, (y + 1) * height // rows)
     across = slice(x * width // columns, (x + 1) * width // columns)
@@ -220,7 +214,6 @@ def _brightness(tile: Tile, y: int, x: int, rows: int, columns: int) -> float:
 
 
 def displayable_image(image: np.ndarray) -> np.ndarray:
-    """Return an image (C, H, W) as (H, W, 3) if C ≥ 3, else its first channel (H, W)."""
     return image[:3].transpose(1, 2, 0) if len(image) >= 3 else image[0]
 
 

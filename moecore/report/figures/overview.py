@@ -160,7 +160,6 @@ def methods_to_label(*quantities: QuantityByMethod) -> set[str]:
 
 
 def print_values(axes: Axes, quantity: QuantityByMethod, methods: Sequence[str]) -> None:
-    """Print each method's value above its point, on the side with more room."""
     middle = sum(axes.get_xlim()) / 2
     scaled = NumberFormat.of("number", [_scaled(quantity, method) for method in quantity.cells])
     for place, method in enumerate(methods):
@@ -194,7 +193,6 @@ def limits_with_margin(ends: Sequence[float], form: str, from_zero: bool = False
 
 
 def limits_or_value(interval: Interval) -> Limits:
-    """Return the interval's limits, or its value twice if it has none."""
     return interval.limits or (interval.value, interval.value)
 
 

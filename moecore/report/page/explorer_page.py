@@ -34,7 +34,6 @@ QUESTIONS = {
 
 
 def display_of(kind: type[MeasuredPart]) -> Display:
-    """Return the display (what the report shows) of results of this type."""
     return next(display for display in list_displays() if display.kind is kind)
 
 
@@ -142,8 +141,6 @@ PACKED = ("pixels", "origins", "layers", "kinds")  # keys whose texts are packed
 
 
 class PageHead(NamedTuple):
-    """The top of the explorer page: a question, how to read the page, and a link."""
-
     question: str
     how_to_read: str
     address: str
@@ -179,20 +176,16 @@ def render_explorer(
     head: PageHead,
     has_models: bool = True,  # else the page says what is missing
 ) -> str:
-    """Return the explorer's HTML."""
     template = template_environment().get_template("explorer.html.jinja")
     data = {"phases": phases, "pool": list(pool)}
     return template.render(data=data, head=head, has_models=has_models)
 
 
 def has_explorer_images(results: Results) -> bool:
-    """Return whether any model of any phase has results of the explorer."""
     return any(phase.first(Explorer) for phase in results.phases.values())
 
 
 class ExploredModel(NamedTuple):
-    """A model and its name in the explorer's list."""
-
     name: str  # the method; from the second seed on also the seed
     is_first: bool  # whether it is the method's first seed
     measured: Measured

@@ -51,8 +51,6 @@ class TableRow(NamedTuple):
 
 
 class ColumnHead(NamedTuple):
-    """What a table shows with a column's name."""
-
     title: str = ""  # shown while the pointer is on it
     better: str = ""  # "higher", "lower", or "" where neither is better
     word: str = ""  # a term of parts.html.jinja that explains it
@@ -60,8 +58,6 @@ class ColumnHead(NamedTuple):
 
 
 class PageTable(NamedTuple):
-    """A table that scrolls independently of the page."""
-
     columns: Sequence[str]  # the first is above the rows' heads; () for none
     lines: Sequence[TableRow]
     title: str = ""
@@ -127,8 +123,6 @@ class Block(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A part of the page, with a link in the bar at its top."""
-
     id: str
     title: str
     short: str  # in the bar
@@ -168,7 +162,6 @@ def method_rows_table(
 
 
 def metric_rows_table(columns: Sequence[Column], cells: Cells) -> PageTable:
-    """Return a table of metrics (rows, grouped by paper) and methods (columns)."""
     lines = []
     paper = ""
     for column in columns:

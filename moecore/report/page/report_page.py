@@ -144,7 +144,6 @@ def cohort_facts(card: Mapping[str, Any]) -> dict[str, str]:
 
 @cache
 def template_environment() -> Environment:
-    """Return the Jinja environment of the page's templates, which escapes all text."""
     loader = PackageLoader("moecore.report")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     environment.trim_blocks = environment.lstrip_blocks = True
@@ -153,7 +152,6 @@ def template_environment() -> Environment:
 
 
 def render_picture(picture: page_objects.Picture) -> Markup | str:
-    """Return a picture as SVG markup, or as the data URI of a PNG."""
     if picture.raster:
         return png(picture.figure)
     return Markup(svg(picture.figure, picture.label))
@@ -176,7 +174,6 @@ def svg(figure: Figure, label: str) -> str:
 
 
 def png(figure: Figure) -> str:
-    """Return the figure as a PNG in a data URI."""
     buffer = io.BytesIO()
     with matplotlib.rc_context(STYLE):
         finish_layout(figure).set_dpi(110)

@@ -67,7 +67,6 @@ def describe_phase_findings(
 
 
 def describe_claims(evaluated: Sequence[EvaluatedClaim]) -> str:
-    """Return sentences that count the claims that hold, and the questions by answer."""
     claims, questions = split_questions(evaluated)
     sentences = []
     if claims:
@@ -186,7 +185,6 @@ def phase_section(
 
 
 def calculation_section(display: Display, phase: Phase, compared: ComparisonTable) -> Section:
-    """Return the section of a calculation: its values, except details, then its pictures."""
     shown = [column for column in compared.metrics if not column.detail]
     values = Block("", grids=[metric_rows_table(shown, compared.cells)] if shown else [])
     blocks = [block for block in (values, *display.blocks(phase)) if not block.empty]
@@ -245,7 +243,6 @@ def sigma_schedule_block(results: Results) -> Block:
 
 
 def skipped_measurements_block(phase: Phase) -> Block:
-    """Return a block that lists, per method, measurements that do not apply, with reasons."""
     methods_by_reason = {
         f"{method}, {reason}.": method
         for method, seeds in phase.models.items()

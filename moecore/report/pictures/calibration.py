@@ -104,7 +104,6 @@ def table_s1(phase: Phase) -> PageTable:
 
 @drawing.styled_drawing
 def age_scatter(facts: Facts) -> Figure:
-    """Draw predicted against known age, before and after correction, by sex."""
     points = facts["points"]
     figure, panels, predictions = new_prediction_panels(points, 4.3, "Test split.")
     ages = np.concatenate([points["age"], *predictions.values()])
@@ -284,7 +283,6 @@ def tissue_error_table(phase: Phase) -> PageTable | None:
 
 
 def region_experts_by_volume_kind(phase: Phase) -> PageTable | None:
-    """Return a table of region experts' agreement per method and volumes; None without any."""
     lines = []
     measured = phase.of(CohortChecks)
     for method, seeds in phase.models.items():

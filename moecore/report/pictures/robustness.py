@@ -123,7 +123,6 @@ def attacked_name(score: str, attack: str) -> str:
 
 
 def attacks_of(result: Found, metric: str = "attacked") -> list[str]:
-    """Return the names of the attacks that were run on the model, in their order."""
     return list(dict.fromkeys(str(value.at["attack"]) for value in result.all(metric)))
 
 
@@ -342,7 +341,6 @@ def audit_block(phase: Phase) -> Block:
 
 
 def worst_audit_verdict_cell(audited: Sequence[Audited]) -> PageCell:
-    """Return a cell with the worst verdict of all seeds on one check of the attacks."""
     if not audited:
         return NONE
     worst = min(audited, key=lambda line: WORST_FIRST.index(line["holds"]))
@@ -425,7 +423,6 @@ def draw_transfer_matrix(result: Found) -> Figure:
 
 
 def draw_corruptions(result: Found) -> Figures:
-    """Yield a heatmap of errors by corruption and severity, with its name."""
     grid = corruption_by_severity_table(result)
     table = np.array([[item.share for item in line.items] for line in grid.lines], dtype=float)
     names = [line.head.text for line in grid.lines]

@@ -90,7 +90,6 @@ def agreement_block(phase: Phase) -> page_objects.Block:
 
 
 def confusion_block(phase: Phase) -> page_objects.Block:
-    """Return a block with a confusion table per method, and the most frequent confusion."""
     counts = {method: result.confusion for method, result in phase.first_outcomes.items()}
     shares = model_figures.row_shares
     tables = {name: shares(table) for name, table in counts.items() if table is not None}
@@ -113,7 +112,6 @@ def confusion_block(phase: Phase) -> page_objects.Block:
 
 
 def confusion_table(shares: np.ndarray, classes: Sequence[str]) -> page_objects.PageTable:
-    """Return a table of percentages, or of the main confusions if classes are many."""
     # shares: of each true class (row) predicted as each class (column).
     if len(classes) <= charts.NUMBERED:
         rows = dict(zip(classes, shares.tolist(), strict=True))

@@ -30,8 +30,6 @@ PIXEL = 255  # steps of a pixel's value in a picture file
 
 
 class NumberFormat(NamedTuple):
-    """How the numbers of a column are printed: their form, and the number of decimals."""
-
     form: str = "number"
     places: int | None = None  # decimals; None: each number has its own
 
@@ -70,7 +68,6 @@ class NumberFormat(NamedTuple):
         return ("+" if number > 0 else MINUS) + text + unit
 
     def size(self, number: float) -> str:
-        """Return a difference as text without its sign."""
         return self.difference(number).lstrip(f"+{MINUS}±")
 
     def interval(self, low: float, high: float) -> str:
@@ -93,7 +90,6 @@ class NumberFormat(NamedTuple):
         return text
 
     def difference_limits(self, interval: Interval) -> str:
-        """Return the limits of a difference as text, such as −0.6 to +1.7; "" without limits."""
         edges = interval.limits or ()
         return " to ".join(self.difference(edge).removesuffix(" pp") for edge in edges)
 
@@ -112,7 +108,6 @@ class NumberFormat(NamedTuple):
 
 
 def count_decimals(size: float, figures: int, form: str) -> int:
-    """Return the number of decimals that print ``figures`` significant figures of ``size``."""
     return min(MOST_DECIMALS[form], max(0, figures - 1 - math.floor(math.log10(size))))
 
 
@@ -136,19 +131,16 @@ def format_epsilon(value: float) -> str:
 
 
 def pluralize(count: int, word: str) -> str:
-    """Return the count with the word in singular or plural: ``1 seed``, ``2 seeds``."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Return the names as one text: ``a, b and c``."""
     if len(names) < 2:
         return "".join(names)
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def keep_percent_on_line(text: str) -> str:
-    """Return the text with no-break spaces before "%" and around "=" signs."""
     return re.sub(" %| = ", lambda match: match[0].replace(" ", "\u00a0"), text)
 
 
@@ -205,7 +197,6 @@ def cell_over_seeds(metric: Column, models: Sequence[Measured]) -> Cell | None:
 
 
 def method_cells_over_seeds(metric: Column, models: Models) -> dict[str, Cell | None]:
-    """Return method → its cell over seeds (``cell_over_seeds``), or None."""
     return {name: cell_over_seeds(metric, list(seeds.values())) for name, seeds in models.items()}
 
 
@@ -219,12 +210,10 @@ def cell_to_json(cell: Cell, form: str) -> dict[str, Any]:
 
 
 def interval_from_json(cell: Mapping[str, Any]) -> Interval:
-    """Return the value and the limits of a cell of compare.json as an ``Interval``."""
     return Interval(cell["mean"], cell.get("low"), cell.get("high"))
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table."""
     rules = ["---"] * len(head)
     texts = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, rules, *rows))
     return [f"| {text} |".replace("\n", " ") for text in texts]

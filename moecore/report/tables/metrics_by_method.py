@@ -85,7 +85,6 @@ def cells_with_best_marked(
 
 
 def best_by_disjoint_intervals(metric: Column, cells: Mapping[str, Cell]) -> str | None:
-    """Return the method whose interval lies on the better side of every other's, or None."""
     sign = {"higher": 1, "lower": -1}.get(metric.better)
     limits = {method: cell.interval.limits for method, cell in cells.items()}
     if sign is None or len(cells) < 2 or None in limits.values():

@@ -258,7 +258,6 @@ def find_guess(phase: Phase) -> Guess | None:
 
 
 def beats_guess(cell: Cell, guess: Guess, better: str) -> bool:
-    """Return whether a score's interval lies on the better side of a guess."""
     if cell.interval.limits is None:
         return False
     low, high = cell.interval.limits

@@ -75,7 +75,6 @@ def sum_over_layers(step: ObjectiveInputs, loss: Callable[[RoutingRecord], Tenso
 
 
 def check_has_experts(step: ObjectiveInputs) -> None:
-    """Raise UserError for a model without MoE layers."""
     if not step.output.routing:
         raise UserError(
             "regularizers: the model has no MoE layer to regularize; give the method a router and "

@@ -58,7 +58,6 @@ class GroupSparsity(Regularizer):
         return self
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield (keys, message) of settings without effect, as of an unused Gaussian."""
         yield from super().misfits(around)
         if self.filter == "average":
             names = ("sigma_start", "sigma_end", "exponent")

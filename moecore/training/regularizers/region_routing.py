@@ -28,7 +28,6 @@ class RegionExpertSettings(Config):
     isolated: float = Field(0.0, ge=0, lt=1, description="share of one-tissue volumes afterwards")
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield (keys, message) if the data have no tissue maps, or none of a tissue."""
         regions: tuple[str, ...] | None = getattr(around.source, "regions", None)
         if regions == ():
             text = f"found some, but {around.data} has no tissue maps (maps and dseg are null)"

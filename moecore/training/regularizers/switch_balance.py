@@ -37,7 +37,6 @@ class SwitchBalance(Regularizer):
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield (keys, message) if the router makes the loss constant, or groups do not fit."""
         yield from super().misfits(around)
         router = around.router
         if router is not None and not router.chooses_per_token:

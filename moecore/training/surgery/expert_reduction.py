@@ -32,8 +32,6 @@ class ExpertUse(NamedTuple):
 
 
 class ExpertUseSums:
-    """Sums of each expert's use over the tokens so far."""
-
     def __init__(self, experts: int) -> None:
         self.tokens = 0
         self.counts, self.lengths = torch.zeros(2, experts, dtype=torch.float64)
@@ -119,7 +117,6 @@ class ExpertReduction(Config, ABC):
         return self.reduce_experts(model, measure_expert_use(model, split, self.images))
 
     def number_left(self, moe: MoESettings) -> int:
-        """Return the remaining experts' number; UserError if all, or fewer than a token chooses."""
         number = moe.experts.number
         min_experts = max(2, getattr(moe.router, "k", None) or 1)
         remaining = ceil(exact_fraction(self.left) * number)
@@ -155,14 +152,12 @@ def rebuild_with_moe_settings(model: Model, moe: MoESettings) -> Model:
 
 
 def build_reduced_model(model: Model, moe: MoESettings, weights: Mapping[str, Tensor]) -> Model:
-    """Return a model like ``model`` with other MoE layers and ``weights``, on the same device."""
     reduced = rebuild_with_moe_settings(model, moe)
     reduced.load_state_dict(dict(weights))
     return reduced.to(next(model.parameters()).device)
 
 
 def with_number(moe: MoESettings, number: int) -> MoESettings:
-    """Return the settings with another number of experts; UserError if they refuse it."""
     fewer = moe.experts.model_copy(update={"number": number})
     experts = validate_again(fewer, f"experts.number: found {number} remaining experts")
     return moe.model_copy(update={"experts": experts})

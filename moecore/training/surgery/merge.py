@@ -30,7 +30,6 @@ class Merge(expert_reduction.ExpertReduction):
     fold: bool = Field(True, description="sum routing in clusters; false: E equal experts")
 
     def reduced_settings(self, moe: MoESettings) -> MoESettings:
-        """Return the settings after merging; UserError if experts or router do not allow it."""
         expert_reduction.check_token_choice(moe, "merged")
         if not moe.experts.has_hidden_units:
             raise UserError.at("experts.kind", found=f"{moe.experts.kind} (no mean)", allowed="mlp")

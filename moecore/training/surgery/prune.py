@@ -28,7 +28,6 @@ class Prune(expert_reduction.ExpertReduction):
     )
 
     def reduced_settings(self, moe: MoESettings) -> MoESettings:
-        """Return settings with fewer experts; UserError for routers without weights per expert."""
         expert_reduction.check_token_choice(moe, "pruned")
         if not moe.router.has_expert_rows:
             raise UserError.at(
@@ -41,7 +40,6 @@ class Prune(expert_reduction.ExpertReduction):
         return expert_reduction.with_number(reduced, self.number_left(moe))
 
     def reduce_experts(self, model: Model, uses: Mapping[str, expert_reduction.ExpertUse]) -> Model:
-        """Return the model without the experts with the lowest score."""
         before = model.experts_and_router
         moe = self.reduced_settings(before)
         remaining = {name: self.kept_experts(before, use) for name, use in uses.items()}

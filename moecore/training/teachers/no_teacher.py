@@ -14,5 +14,4 @@ class NoTeacher(Teacher):
     training: None = None
 
     def build(self, image: ImageSpec) -> NoReturn:
-        """Raise UserError: there is no model."""
         raise UserError("teacher.kind: found no_teacher, which has no model")

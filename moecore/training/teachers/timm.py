@@ -123,7 +123,6 @@ class Timm(Teacher):
         return timm
 
     def _load_source(self, image: ImageSpec) -> Any:
-        """Return timm's model with its weights."""
         timm = self._import_timm()
         overlay = None
         try:

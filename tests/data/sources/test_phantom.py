@@ -281,7 +281,6 @@ PRESETS = load_yaml_document(ROOT / "pipelines/ermoe/brain_age.yaml").data["pres
 
 
 def source(preset, root, **changes):
-    """The cohort of a preset, with the small grid of these tests."""
     settings = PRESETS[preset]["data"]["pretrain"] | SMALL | changes
     settings |= {"root": str(root), "cache": str(root.parent / "cache")}
     return TypeAdapter(Source).validate_python(settings)

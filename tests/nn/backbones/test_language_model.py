@@ -275,8 +275,6 @@ def test_a_linear_layer_of_a_mean_is_the_mean_of_its_outputs(activation):
 
 
 class Asking(torch.nn.Module):
-    """A layer that keeps the context it was given."""
-
     def forward(self, tokens, context):
         self.context = context
         return tokens, ()

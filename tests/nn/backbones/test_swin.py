@@ -45,7 +45,6 @@ BUFFERS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_b
 
 
 def ours_and_timms(kind: str, size: int, config: SwinSettings):
-    """Both models with the same random weights."""
     define_missing_operators()
     from timm.models.swin_transformer import SwinTransformer
     from timm.models.swin_transformer_v2 import SwinTransformerV2

@@ -192,7 +192,6 @@ SWITCH = [
 
 
 def routed_record(probs, k):
-    """A record of these probs, of which the k largest were chosen."""
     probs = torch.as_tensor(probs)
     most = probs.topk(k, dim=-1).indices
     return record(probs=probs)._replace(chosen=torch.zeros_like(probs).scatter(-1, most, 1).bool())
