@@ -98,7 +98,6 @@ questions: []
 
 
 def check_params(path: Path) -> Study:
-    """Validate the whole file for the stages of the dvc.yaml beside it."""
     return check_document(load_yaml_document(path), list_folder_stages(path.parent))
 
 

@@ -74,7 +74,6 @@ def photo(width: int, height: int, random: np.random.Generator) -> Image.Image:
 
 
 def photo_classes(folder: Path, classes: dict[str, int], sides: tuple[int, int] = (40, 90)) -> None:
-    """Class folders of JPEG files whose heights and widths differ, from ``sides``."""
     random = np.random.default_rng(len(classes))
     for name, number in classes.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -117,7 +116,6 @@ def participants(root: Path, rows: list[dict]) -> None:
 
 
 def visit(root: Path, who: str, seed: int, session: str = "") -> Path:
-    """Write one subject's T1w volume and tissue maps; returns the folder."""
     t1, regions = head(seed)
     words = [who, *([session] if session else [])]
     folder = root.joinpath(*words, "anat")
@@ -188,7 +186,6 @@ def ball(age: float, seed: int, size: tuple[int, int, int] = SIZE) -> tuple[np.n
 
 
 def write_balls(folder: Path, counts=(24, 10, 12), size=SIZE, regions: bool = True) -> dict:
-    """Write the cohort to ``folder``, ages spread evenly over 20 … 90, and return its card."""
     parts = {}
     splits = zip(("train", "validation", "test"), counts, strict=True)
     for number, (split, count) in enumerate(splits):

@@ -34,7 +34,6 @@ def run(tmp_path_factory) -> tuple[Path, dict[str, MeasuredModel]]:
 
 @pytest.fixture(scope="session")
 def cohort(tmp_path_factory) -> Prepared:
-    """Return a small cohort of volumes that does not say that it is simulated."""
     return write_cohort(tmp_path_factory.mktemp("cohort"), simulated=False)
 
 

@@ -102,7 +102,6 @@ def train(model: nn.Module, steps: int, rate: float, loss: Callable[[], torch.Te
 
 
 def train_on_ages(data: Prepared, moe: MoESettings | None) -> nn.Module:
-    """Return a model that follows age a little, after 30 steps."""
     torch.manual_seed(1)
     backbone = Vit3d(patch=4, width=16, depth=2, heads=2, mlp_ratio=1)
     model = backbone.build(ImageSpec.from_card(data.card), moe)

@@ -30,12 +30,10 @@ from tests.measure.test_truth import subject, text_subject
 
 
 def sets_of(*tokens: tuple[int, ...], experts: int) -> torch.Tensor:
-    """Return one image whose tokens chose these experts: (1, T, E) bool."""
     return torch.tensor([[[expert in token for expert in range(experts)] for token in tokens]])
 
 
 def experts_by_count(*counts: tuple[int, ...]) -> torch.Tensor:
-    """Return images of one choice a token, so many of each expert: (B, T, E) bool."""
     rows = [np.repeat(range(len(one)), one) for one in counts]
     return torch.nn.functional.one_hot(torch.tensor(np.array(rows)), len(counts[0])).bool()
 

@@ -143,7 +143,6 @@ LABELS = torch.arange(10) % 2
 
 
 def leaves(values, path="") -> dict:
-    """All leaves of nested dicts and lists, by path."""
     if not isinstance(values, (dict, list, tuple)):
         return {path: values}
     items = values.items() if isinstance(values, dict) else enumerate(values)

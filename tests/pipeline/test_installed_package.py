@@ -67,7 +67,6 @@ class Installed(NamedTuple):
 
 
 def copy_source(folder: Path) -> Path:
-    """Copy what a wheel is built from, without what was built before."""
     ignored = shutil.ignore_patterns("__pycache__", "artifacts", "reports", ".dvc", ".state")
     for name in BUILT_FROM:
         if (ROOT / name).is_dir():

@@ -76,7 +76,6 @@ def test_weights_of_the_regularizer_are_those_of_a_gpu_without_h_squared():
 
 
 def write_words(folder):
-    """Files in WikiText's form: headings, empty lines, words apart by blanks."""
     folder.mkdir(parents=True)
     draws = np.random.default_rng(0)
     words = [f"w{number}" for number in range(300)]

@@ -135,7 +135,6 @@ def outcome(project: Project, stage: str) -> tuple[str, dict, list]:
 
 
 def weights_and_points(project: Project, item: str) -> tuple[str, list]:
-    """The weights' digest, and the logged points without times."""
     weights = (project.folder / "artifacts" / item / "model.safetensors").read_bytes()
     history = (project.folder / "artifacts/history" / item / "history.jsonl").read_text()
     lines = [line for line in map(json.loads, history.splitlines()) if "values" in line]

@@ -356,7 +356,6 @@ def calls_of(script: str, name: str) -> list[ast.Call]:
 
 
 def argument_names(script: str) -> list[str]:
-    """The arguments of the function that the script hands to ``run_stage``."""
     (called,) = (call.args[0].id for call in calls_of(script, "run_stage"))
     module = importlib.import_module(f"moecore.stages.{script}")
     return list(inspect.signature(getattr(module, called)).parameters)

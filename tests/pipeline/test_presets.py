@@ -319,7 +319,6 @@ def study(tmp_path_factory) -> Path:
 
 
 def measured(study: Path, stage: str, method: str):
-    """What a stage found, as the type that it writes."""
     if stage == "pretrain":
         return read_result(study / f"artifacts/measured/pretrain/{method}/0.json", Outcome, stage)
     path = study / f"artifacts/measured/{stage}/pretrain/{method}/0.json"

@@ -130,7 +130,6 @@ def test_settings_rerun_what_reads_them(edited):
 
 
 def copy_dependencies(finished: Project, stage: str, folder: Path) -> Path:
-    """A folder with what the stage depends on and nothing else."""
     entry = read_dvc_locks(finished.folder)[stage]
     for path in {"params.yaml", "dvc.yaml", *(entry["path"] for entry in entry["deps"])}:
         source, target = finished.folder / path, folder / path

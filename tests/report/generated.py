@@ -73,7 +73,6 @@ def changed(model: Measured, *results: Config, kind: type[Config] | None = None)
 
 
 def with_values(found: Found, metric: str, **changes: Any) -> Found:
-    """Return values of which all of a metric are changed."""
     values = [
         value.model_copy(update=changes) if value.metric == metric else value
         for value in found.values
@@ -373,7 +372,6 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
 
 
 def augmented(seed: int) -> Iterator[Value]:
-    """Matches under two augmentations."""
     names = ("match_top1", "match_top2_ordered", "match_top2_sets")
     for place, augmentation in enumerate(("flip", "noise 0.1")):
         for rank, name in enumerate(names):

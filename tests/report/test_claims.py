@@ -38,7 +38,6 @@ ROUTED = generated.routed_by(generated.records_of(0), 0, 0)
 
 
 def model(method: int, match: float | None, accuracy: float = 0.5) -> Measured:
-    """A trained model, with its routing where it has any."""
     score = Estimate(value=accuracy, low=accuracy - 0.1, high=accuracy + 0.1)
     outcome = generated.trained(method, 0, False, "pretrain")
     outcome = outcome.model_copy(update={"test_score": score})
@@ -60,7 +59,6 @@ def one_phase(models) -> Results:
 
 
 def study(**methods: list) -> Results:
-    """Methods with their match ratio of each seed."""
     models = {
         name: {seed: model(number, value) for seed, value in enumerate(values)}
         for number, (name, values) in enumerate(methods.items())

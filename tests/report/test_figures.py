@@ -35,7 +35,6 @@ def test_expert_load_draws_one_panel_a_layer(experts):
 
 
 def chart_of(points: list[charts.Point]):
-    """The axes of a chart of a method without points and of one with these."""
     spec = charts.ChartSpec("", "k", "y", True)
     return charts.curves_chart({"dense": [], "vmoe": points}, spec).axes[0]
 

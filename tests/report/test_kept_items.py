@@ -25,7 +25,6 @@ ASKED = [claim(), claim(better="equivalent", margin=0.1), question()]
 
 
 def write_result(path: Path, shown, comparisons=ASKED, **record) -> Path:
-    """Write the result of a run in which the stage compare saw these results and claims."""
     evaluated = evaluate_claims(comparisons, shown)
     numbers = compare_json_claims(evaluated)
     write_json(path, record | numbers)

@@ -49,7 +49,6 @@ WRONG = yaml.safe_load(Path(__file__).with_name("wrong_settings.yaml").read_text
 
 
 def edited(text: str, edits: dict[str, Any]) -> str:
-    """A params.yaml with values put at dotted keys; numbers are places of a list."""
     data = yaml.safe_load(text)
     for keys, value in edits.items():
         *way, last = [int(word) if word.isdigit() else word for word in keys.split(".")]
@@ -104,7 +103,6 @@ CLAIMS = [
 
 
 def wrong_settings(part: str) -> list[tuple[str, dict[str, Any], str]]:
-    """Return text, edits and key of the cases of wrong_settings.yaml."""
     return [(TEXTS[name], edit, key) for name, cases in WRONG[part].items() for key, edit in cases]
 
 

@@ -63,7 +63,6 @@ def classifier() -> torch.nn.Module:
 
 
 def predict_by_mlflow(study, **given) -> tuple[str, numpy.ndarray]:
-    """The signature and the answer of the one logged model, in a process without this checkout."""
     [logged] = study.client.search_logged_models([only_run(study).info.experiment_id])
     folder = Path(logged.artifact_location.removeprefix("file://"))
     unsafe = (".pkl", ".pickle", ".pt", ".pth")

@@ -50,7 +50,6 @@ def task(method: Method = VMOE, seed: int = 0, guide=None, image: ImageSpec = IM
 
 
 def made(method: Method) -> TrainingJob:
-    """A training of ``method``, with a teacher of another width if it needs one."""
     guide = None
     if method.guided:
         torch.manual_seed(0)

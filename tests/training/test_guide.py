@@ -132,7 +132,6 @@ PRC = Method(**NOISY, regularizers=[{"kind": "pairwise_consistency"}])
 
 
 def step(labels, heads, teacher=None, image=IMAGE):
-    """A step of a model for images like ``image``, which gave ``heads``."""
     heads = tuple(torch.tensor(head, dtype=torch.float32) for head in heads)
     guidance = None if teacher is None else routing_records.Guidance(torch.tensor(teacher), ())
     blank = torch.zeros(())

@@ -63,7 +63,6 @@ MLPS = {"kind": "mlp", "number": 4}
 
 
 def balanced(kind: str) -> Method:
-    """V-MoE with sigmoid gates and a balance that learns of each step."""
     router = {"kind": "noisy_top_k", "score": "sigmoid", "balance": {"kind": kind}}
     return Method(router=router, experts=MLPS)
 

@@ -304,7 +304,6 @@ def compiled_apart() -> dict[str, float]:
 
 
 def differences(both: dict, one: dict) -> dict:
-    """How far two trainings are apart; of weights at the end of the shorter one."""
     last = len(both["weights"]) - 1
     return {
         "gradient": float((both["gradient"] - one["gradient"]).norm() / one["gradient"].norm()),
@@ -317,7 +316,6 @@ def differences(both: dict, one: dict) -> dict:
 
 
 def refusals() -> dict[str, str]:
-    """What is said of settings that ranks cannot share."""
     found = {}
     wrong = {"batch": {"batch": 15}, "shard": {"shard": 3}, "group": {"batch": 10}}
     wrong |= {"apart": {"expert_parallel": 2}, "experts": {"shard": 3, "expert_parallel": 3}}
@@ -427,7 +425,6 @@ def begun(*projects: Project) -> list[forked.Stage]:
 
 
 def ended(stages: list[forked.Stage]) -> tuple[list[int], str]:
-    """Exit codes of ranks, and all that they print to stderr."""
     codes, _, said = zip(*(stage.wait() for stage in stages), strict=True)
     assert "Traceback" not in "".join(said), said
     return list(codes), "".join(said)
@@ -440,7 +437,6 @@ def trained(project: Project) -> dict[str, torch.Tensor]:
 
 
 def wait_for_checkpoint(project: Project, runs: Callable[[], bool]) -> None:
-    """Let ranks make a checkpoint and go on for a while."""
     folder = project.folder / ".state/pretrain/vmoe/0"
     kept = ("*/checkpoint.safetensors", "*/sharded.json")
     while not any(list(folder.glob(name)) for name in kept) and runs():

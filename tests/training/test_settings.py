@@ -157,7 +157,6 @@ class Section(Config):
 
 
 def written(*lines: str) -> Finetuning:
-    """The settings of ``LINES`` and more of them."""
     text = LINES + "".join(f"  {line}\n" for line in lines)
     return extract_settings(Section, parse_yaml_document(text)).finetune
 

@@ -100,13 +100,11 @@ def build(config, image: ImageSpec, is_sparse: bool = False) -> BackboneModel:
 
 
 def draw(model: BackboneModel) -> BackboneModel:
-    """Draw weights that no norm or activation is blind to, the norms' and layer scales' too."""
     draw_weights(model, std=0.3)
     return model
 
 
 def predictions(model: BackboneModel) -> torch.Tensor:
-    """Return what a model says of inputs, and of captions where it reads some."""
     image = model.image
     torch.manual_seed(1)
     if isinstance(image.task, NextToken):

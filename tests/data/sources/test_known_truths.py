@@ -184,7 +184,6 @@ SMALL_TEXT = {"block": 4, "context": 1}
 
 
 def numbered(lines: list[list[int]] = LINES, times: int = 60) -> NumberedText:
-    """Return the same paragraphs, over and over, in each split."""
     words = np.array([word for line in lines for word in line] * times, dtype=np.int32)
     return NumberedText(dict.fromkeys(SPLITS, words), VOCABULARY, {})
 

@@ -153,7 +153,6 @@ def test_load_and_entropy_have_bounds_that_collapse_and_balance_reach(counts):
     one = torch.zeros(experts, dtype=torch.long)
     one[experts // 2] = 7
     assert load_cv2(one) == pytest.approx(experts - 1) and load_cv2(torch.full((experts,), 3)) == 0
-    # Slow: mean of squares / square of mean − 1.
     slow = sum(c * c for c in counts) / experts / (sum(counts) / experts) ** 2 - 1
     assert load_cv2(given_counts) == pytest.approx(slow, abs=1e-9)
 
@@ -236,7 +235,6 @@ def test_bounds_and_definition(scores, threshold, k):
     if mass is not None:
         assert 0 <= mass < 1 and (mass == 0) == bool((sizes <= k).all())
     assert fallback_rate(scores, threshold) <= below_k_eligible_flags(scores, threshold, k).mean()
-    # relabelled experts
     relabelled = eligible_tail_mass(scores.flip(-1), threshold, k)
     assert relabelled == (None if mass is None else pytest.approx(mass))
 

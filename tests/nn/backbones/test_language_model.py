@@ -219,7 +219,6 @@ def single():
 
 
 def normalised(images: torch.Tensor) -> torch.Tensor:
-    """(B, 32): channel by channel, row by row."""
     first, second = images.flatten(2).unbind(1)
     return torch.cat([(first - 0.5) / 0.5, (second - 0.25) / 0.125], dim=1)
 
@@ -306,7 +305,6 @@ def moe_of(router: dict, experts: dict = EXPERTS) -> MoESettings:
 
 
 def read_logits(model: language_model.LanguageTransformer, words: Tensor) -> Tensor:
-    """Logits (B, M, V); the random draws are always the same ones."""
     torch.manual_seed(0)
     return model(words).prediction
 

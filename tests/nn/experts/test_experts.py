@@ -47,7 +47,6 @@ def first_map(experts):
 
 
 def off_orthonormal(basis):
-    """The largest entry of |BᵀB − I|."""
     return (basis.mT @ basis - torch.eye(basis.shape[-1]).to(basis)).abs().max().item()
 
 

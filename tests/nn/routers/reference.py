@@ -27,7 +27,6 @@ def expert_output(layer, expert, values):
 
 
 def weighted_sum(layer, tokens, combine):
-    """Every expert on every token, times ``combine`` (B, T, E)."""
     return sum(
         combine[..., e].unsqueeze(-1) * expert_output(layer, e, tokens)
         for e in range(combine.shape[-1])

@@ -350,7 +350,6 @@ LATE = RoutingContext(progress=0.5)
 
 
 def both(**settings):
-    """The frozen copy's layer and the same layer with its inner router."""
     inner = NoisyTopK(**settings)
     return reference.layer_of(FrozenCopy(router=inner)), reference.layer_of(inner)
 
