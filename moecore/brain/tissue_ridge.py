@@ -72,6 +72,7 @@ class SiteHarmonisation(NamedTuple):
         return blank._replace(effects=effects)
 
     def standardise(self, features: np.ndarray, covariates: np.ndarray) -> np.ndarray:
+        """Return z = (y − α − x·β) / σ, (N, V), of features y (N, V) and covariates x (N, P)."""
         return (features - self.mean - covariates @ self.slopes) / self.deviation
 
     def with_site(self, name: str, features: np.ndarray, covariates: np.ndarray) -> Self:

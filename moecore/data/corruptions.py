@@ -40,6 +40,7 @@ class Severity(NamedTuple):
     side: int  # the shorter of the image, pixels
 
     def parameter(self, small: PerSeverity, large: PerSeverity) -> float:
+        """Return a parameter at this severity and side, of values for 32 and for 224 pixels."""
         position = math.log(self.side / SMALL) / math.log(LARGE / SMALL)
         low = small[self.step - 1]
         high = large[self.step - 1]
@@ -338,4 +339,5 @@ def standard_normal_noise(indices: np.ndarray, shape: tuple[int, ...], seed: int
 
 
 def add_noise(images: np.ndarray, directions: Tensor, sigma: float) -> Tensor:
+    """Return clamp(images / 255 + sigma · directions, 0, 1), fp32, of uint8 images (N, C, H, W)."""
     return (torch.from_numpy(np.array(images)).float() / 255 + sigma * directions).clamp_(0, 1)

@@ -38,10 +38,8 @@ def steps_per_epoch(n: int, batch: int) -> int:
 
 
 class Loaded(NamedTuple):
-    """A split: labels on the device; images (N, C, *pixels) there, memory-mapped, or as JPEG."""
-
-    images: Tensor | np.ndarray | JpegImages
-    labels: Tensor
+    images: Tensor | np.ndarray | JpegImages  # (N, C, *pixels); a tensor is on the device
+    labels: Tensor  # on the device
 
     def take(self, indices: Tensor) -> tuple[Tensor | MixedSizeImageList, Tensor]:
         """Return images, as stored, and labels (B,) or (B, K) at ``indices`` (B,), on the CPU."""

@@ -325,6 +325,7 @@ def check_same_items(trace: Trace, against: Trace, indices: np.ndarray) -> None:
 
 
 def item_mean(values: np.ndarray) -> Interval:
+    """Return the mean of values (N,) with its 95 % interval over items; one item has no limits."""
     if len(values) == 1:
         return Interval(float(values[0]))
     return crossed_difference(values[None]).interval()

@@ -217,6 +217,7 @@ Measured = dict[str, tuple[np.ndarray, float]]
 
 
 def linearize_loads(function: Callable[[Tensor], Tensor], rows: np.ndarray) -> np.ndarray:
+    """Return f(mean of rows (R, D)) as one value per request: ``linearize_mean`` of all columns."""
     return linearize_mean(function, torch.from_numpy(rows + 1e-12)).numpy()
 
 

@@ -268,6 +268,7 @@ def logits_by_answer(logits: Tensor, labels: Tensor) -> Tensor:
 def quality_from_losses(
     task: Task, scores: Tensor, answers: TokenLossAndConfidence
 ) -> PredictionQuality:
+    """Return ``PredictionQuality`` of N items from their scores (N,) and their answers' losses."""
     losses, squares = answers.nats.numpy(), answers.squares.numpy()
     confidence, hits = answers.confidence, answers.hits
 

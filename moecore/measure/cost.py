@@ -41,11 +41,9 @@ class WholeAndRoutingCost(NamedTuple):
 
 
 class ForwardPassSegment(NamedTuple):
-    """A part of a forward pass, with the time, or the FLOPs so far, at its start and end."""
-
     part: str  # "layer", "experts" or "teacher"
-    start: Any
-    end: Any
+    start: Any  # time, or FLOPs so far, at its start
+    end: Any  # the same at its end
     padding: float  # share of the experts' rows that only pad
 
 

@@ -189,6 +189,7 @@ def remove_experts(model: Model, removed: Sequence[Sequence[int]]) -> AbstractCo
 def scores_without_experts(
     subject: MeasuredModel, settings: ExpertWorth, change: AbstractContextManager
 ) -> list[float]:
+    """Return the score of each measured test image, (N,), inside the context ``change``."""
     model = subject.model
     split = subject.data.test
     task = subject.model.image.task

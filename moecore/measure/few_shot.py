@@ -136,6 +136,7 @@ def draw_shots(subject: MeasuredModel, shots: int, seed: int, draw: int) -> np.n
 
 
 def head_features(subject: MeasuredModel, images: np.ndarray) -> Tensor:
+    """Return the features that the model's head reads, (N, D) fp64."""
     return torch.from_numpy(predict_with_features(subject.model, images)[1])
 
 
@@ -175,6 +176,7 @@ def append_bias(features: Tensor) -> Tensor:
 
 
 def one_vs_rest_targets(labels: Tensor, classes: int) -> Tensor:
+    """Return (N, K) fp64: 1 for the class of an image and −1 for the others."""
     return 2 * torch.nn.functional.one_hot(labels.long(), classes).double() - 1
 
 

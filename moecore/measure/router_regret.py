@@ -250,6 +250,7 @@ def regret_metrics_by_image(losses: np.ndarray, people: People = None) -> dict[s
 
 
 def means_over_layers(by_layer: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Return metric → mean over layers, (N,), for the metrics that all layers have."""
     return {
         name: np.mean([values[name] for values in by_layer], axis=0)
         for name in by_layer[0]

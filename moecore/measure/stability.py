@@ -138,12 +138,14 @@ class Stability(Measurement):
 
 
 def count_jumps(probs: Tensor, labels: Tensor, threshold: float) -> Tensor:
+    """Count the steps that change the true class's probability by more than ``threshold``, (N,)."""
     # A step is between neighbouring points: a steep continuous change counts, too. probs:
     # (N, S + 1, K) at S + 1 points of a ramp of noise, the first clean; labels: (N,).
     return (true_probability(probs, labels).diff(dim=1).abs() > threshold).sum(1)
 
 
 def true_probability(probs: Tensor, labels: Tensor) -> Tensor:
+    """Return the probability of each image's true class along its ramp, (N, S + 1) fp64."""
     return probs.double().gather(2, labels[:, None, None].expand(-1, probs.shape[1], 1)).squeeze(2)
 
 

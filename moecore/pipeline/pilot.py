@@ -63,11 +63,9 @@ class PilotParams(Config):
 
 
 class PilotRow(NamedTuple):
-    """One method: validation score and CPU seconds per seed."""
-
     name: str
-    scores: list[float]
-    seconds: list[float]
+    scores: list[float]  # on validation images, per seed
+    seconds: list[float]  # of the CPU, per seed
 
 
 class PilotResult(NamedTuple):
@@ -101,9 +99,7 @@ class PilotResult(NamedTuple):
 
 
 class PilotVerdict(NamedTuple):
-    """One criterion: its text, whether it holds, and the kind of study that needs it."""
-
-    text: str
+    text: str  # of the criterion
     holds: bool
     study: str  # "truth" or "accuracy"; "": every study
 

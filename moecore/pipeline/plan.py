@@ -42,10 +42,8 @@ class PlannedStage(NamedTuple):
 
 
 class DvcStatus(NamedTuple):
-    """DVC's status of every changed stage, as ``dvc status --json``; edges: (before, after)."""
-
-    status: Mapping[str, list]
-    edges: list[tuple[str, str]]
+    status: Mapping[str, list]  # of every changed stage, as ``dvc status --json``
+    edges: list[tuple[str, str]]  # (before, after)
 
 
 def query_pipeline_status(is_locked: bool = True) -> DvcStatus:

@@ -94,10 +94,8 @@ class Paper(Config):
 
 
 class NamedClaim(NamedTuple):
-    """A claim in a paper.yaml: its key there, and its values with paper and source."""
-
     keys: tuple[str | int, ...]  # its place in the paper's file
-    values: dict[str, Any]  # as of a claim in a params.yaml
+    values: dict[str, Any]  # as of a claim in a params.yaml, with paper and source
 
 
 def named_claims(paper: Mapping[str, Any]) -> dict[str, NamedClaim]:

@@ -48,12 +48,10 @@ class _NullRepresenter(RoundTripRepresenter):
 
 
 class ParamsOrigin(NamedTuple):
-    """What a params.yaml's head names: file to edit, root's file, schema; folder: base of paths."""
-
-    edited: str
-    base: str
+    edited: str  # file to edit
+    base: str  # the root's file
     schema: str
-    folder: Path
+    folder: Path  # base of paths
 
 
 def params_text(composed: Composed, origin: ParamsOrigin, presets: Sequence[str] = ()) -> str:

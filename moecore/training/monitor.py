@@ -31,6 +31,7 @@ class LayerTotals(NamedTuple):
 
     @classmethod
     def of(cls, numbers: list[float]) -> "LayerTotals":
+        """Return the totals from the numbers (E + 4,) of ``sum_layer_routing``."""
         return cls(tuple(numbers[:-4]), *numbers[-4:])
 
 

@@ -179,10 +179,8 @@ SPLIT_NAMES = {"train": "train", "restval": "train", "val": "validation", "test"
 
 
 class ImageCaptions(NamedTuple):
-    """One image: its file, relative to the root, and its captions in order."""
-
-    file: str
-    captions: tuple[str, ...]
+    file: str  # relative to the root
+    captions: tuple[str, ...]  # in order
 
 
 class CaptionedSource(Source):

@@ -23,8 +23,6 @@ NONE = -1  # the token before a text's first
 
 
 class NumberedText(NamedTuple):
-    """All splits of a text as token numbers, before they are written."""
-
     tokens: Mapping[str, np.ndarray]  # split → int32 (n,)
     vocabulary: Sequence[str]
     more: Mapping[str, Any]  # additional entries of card.json, such as checksums of what was read

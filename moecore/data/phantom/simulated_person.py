@@ -42,6 +42,7 @@ class BrainMaps(NamedTuple):
 
     @property
     def regions(self) -> np.ndarray:
+        """Shares of white matter, grey matter and fluid, float32 (3, D, H, W)."""
         return np.stack([self.white, self.grey, self.fluid])
 
 

@@ -340,6 +340,7 @@ class Dialects(mosaic.CellSourceUser):
 
 
 def zipf_shares(dialects: int, zipf: float) -> np.ndarray:
+    """Return the shares of the dialects, (D,): in proportion to n^−zipf, with sum 1."""
     weights = np.arange(1.0, dialects + 1) ** -zipf
     return weights / weights.sum()
 

@@ -77,11 +77,9 @@ class Dseg(Config):
 
 
 class CachedSubject(NamedTuple):
-    """One subject, the path of its cache entry, and the digest of the stored T1."""
-
     subject: VolumeSubject
-    path: Path
-    digest: str
+    path: Path  # of its cache entry
+    digest: str  # of the stored T1
 
 
 class FileCohort(cohorts.CohortSettings, volume_preparation.Grid, Source):

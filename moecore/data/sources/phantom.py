@@ -33,11 +33,9 @@ SOURCE = (
 
 
 class SimulatedScan(NamedTuple):
-    """One scan: volume float32 and mask bool (D, H, W), 0 outside it; regions (3, D, H, W)."""
-
-    volume: np.ndarray
-    regions: np.ndarray  # shares of wm, gm, csf
-    mask: np.ndarray  # voxels of the brain and its fluid
+    volume: np.ndarray  # float32 (D, H, W), 0 outside the mask
+    regions: np.ndarray  # (3, D, H, W), shares of wm, gm, csf
+    mask: np.ndarray  # bool (D, H, W), voxels of the brain and its fluid
 
     def resample(self, voxel_mm: float) -> "SimulatedScan":
         """Return the scan on voxels of ``voxel_mm``; smaller ones than VOXEL_MM add no detail."""

@@ -24,12 +24,10 @@ COLUMNS = ("character", "script", "font", "style")
 
 
 class Character(NamedTuple):
-    """A class: a character, its script, and its fonts in training and validation, and the test."""
-
     code: int
     script: str
-    train: list[Font]
-    test: list[Font]
+    train: list[Font]  # fonts in training and validation
+    test: list[Font]  # fonts in the test
 
 
 Rendering = tuple[Character, Font, np.random.Generator]

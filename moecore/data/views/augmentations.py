@@ -48,6 +48,7 @@ def adjust_sharpness(pixels: Tensor, factor: Tensor) -> Tensor:
 
 
 def posterize(pixels: Tensor, bits: Tensor) -> Tensor:
+    """Keep the highest ``bits`` bits (1 to 8) of each level."""
     step = 2.0 ** (8 - bits)
     return (pixels.round() / step).floor() * step
 

@@ -73,11 +73,9 @@ MISSING = "n/a"
 
 
 class SubjectProblem(NamedTuple):
-    """The reason why a subject's session (``*``: all sessions) cannot be used."""
-
     participant_id: str
-    session_id: str
-    reason: str
+    session_id: str  # ``*``: all sessions
+    reason: str  # why they cannot be used
 
 
 class CohortTable(NamedTuple):

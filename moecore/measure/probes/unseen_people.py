@@ -81,6 +81,7 @@ def predict_ageing(
 
 
 def rising_step_share(predictions: np.ndarray) -> float:
+    """Return the share of steps between ages at which predictions (S, A) rise; A ≥ 2."""
     return float((np.diff(predictions, axis=1) > 0).mean())
 
 

@@ -86,6 +86,7 @@ class Overlays(Config):
     """[layer][image]: rows of text, one index a patch, "-" where no expert processed it."""
 
     def images(self) -> np.ndarray:
+        """Return the images, uint8 (N, C, H, W)."""
         return np.frombuffer(base64.b64decode(self.pixels), np.uint8).reshape(self.shape)
 
 
@@ -187,6 +188,7 @@ def parse_expert_grid(rows: Sequence[str]) -> np.ndarray:
 
 
 def _best_experts(weights: Tensor) -> Tensor:
+    """Return each token's expert of largest weight, (N, T), −1 if all are 0; weights: (N, T, E)."""
     return torch.where(weights.amax(-1) > 0, weights.argmax(-1), -1)
 
 

@@ -169,6 +169,7 @@ _MIN_WEIGHT = 1e-6
 
 
 def below_k_eligible_flags(scores: Tensor, threshold: float, k: int) -> Tensor:
+    """Return (B, T) fp64: 1 for tokens with fewer than ``k`` scores above the threshold, else 0."""
     # Algorithm 1, line 13. With a ``k`` of 1: tokens that fall back on top-k (figure S3).
     return (_eligible_experts(scores, threshold).sum(dim=-1) < k).double()
 
@@ -245,6 +246,7 @@ def choices_by_image(chosen: Tensor) -> dict[str, Tensor]:
 
 
 def load_shares(counts: Tensor) -> Tensor:
+    """Return each expert's share of the choices, (E,) fp64; zeros without choices."""
     return counts.double() / counts.sum().clamp(min=1)
 
 

@@ -195,6 +195,7 @@ def count_matches_by_layer(model: Model, views: ViewsWithAffines, batch: int) ->
 
 
 def mean_items_over_layers(layers: Sequence[Mapping[str, Tensor]]) -> dict[str, np.ndarray]:
+    """Return the mean over layers of each metric that all of them have, name → (N,)."""
     names = [name for name in layers[0] if all(name in layer for layer in layers)]
     return {key: torch.stack([layer[key] for layer in layers]).mean(dim=0).numpy() for key in names}
 

@@ -267,6 +267,7 @@ class NoisyTopKRouter(nn.Module):
             return self.decide(logits + residual, None if jittered is None else jittered + residual)
 
     def logits(self, tokens: Tensor) -> Tensor:
+        """Return the clean logits (B, T, E) of tokens (B, T, d)."""
         return token_choice.router_logits(tokens, self.weight)
 
     def _jittered_logits(self, tokens: Tensor) -> Tensor | None:

@@ -214,6 +214,7 @@ def _brightness(tile: Tile, y: int, x: int, rows: int, columns: int) -> float:
 
 
 def displayable_image(image: np.ndarray) -> np.ndarray:
+    """Return an image (C, H, W) as (H, W, 3) if C ≥ 3, else its first channel (H, W)."""
     return image[:3].transpose(1, 2, 0) if len(image) >= 3 else image[0]
 
 

@@ -220,12 +220,10 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[s
 
 
 class PaperModelNumbers(NamedTuple):
-    """Numbers that a paper reports of one model. ``values``: name of our metric → number."""
-
     paper: str  # a key of PAPERS
     model: str
     source: str
-    values: dict[str, float]
+    values: dict[str, float]  # name of our metric → number that the paper reports
     printed_in: str = ""  # name of the paper, as in its claims
 
 

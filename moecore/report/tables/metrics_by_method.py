@@ -31,10 +31,8 @@ NO_METHODS = ("asked", "baselines", "calculations", "claims", "data", "first_sen
 
 
 class ComparisonTable(NamedTuple):
-    """The metrics that any method has, and method → metric → cell; None where it is missing."""
-
-    metrics: list[Column]
-    cells: dict[str, dict[str, Cell | None]]
+    metrics: list[Column]  # those that any method has
+    cells: dict[str, dict[str, Cell | None]]  # method → metric → cell
 
 
 def phase_result_columns(phase: Phase) -> list[Column]:
