@@ -127,6 +127,18 @@ def counted_verdict(answer: Answer) -> str:
     return INSENSITIVE if decided and INSENSITIVE in entry else answer.verdict_holm
 
 
+def find_sensitive_rounds(rounds: Sequence[Round], controls: Controls) -> set[str]:
+    """Return the rounds on whose data a learned router beats a hash, after pretraining."""
+    phase = PHASES[0]
+    return {
+        study.name
+        for study in rounds
+        for metric in SCORES
+        if (control := controls.get((data_settings(study, phase), phase, metric)))
+        and control.is_sensitive
+    }
+
+
 def describe_round(study: Round, controls: Controls) -> str:
     """Return a sentence on what a round's data can show, for its README; "" without accuracy."""
     data = study.compose().document.data

@@ -5,7 +5,7 @@ same questions are the first table of pipelines/README.md.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,12 +106,17 @@ class AnsweredQuestion(NamedTuple):
 
 
 def answer_readers(
-    root: Path, studies: Studies, answers: Sequence[Answer], template: Template
+    root: Path,
+    studies: Studies,
+    answers: Sequence[Answer],
+    sensitive: Container[str],
+    template: Template,
 ) -> tuple[list[str], dict[Path, str]]:
     """Return the Markdown lines of the table of questions, and path → text of docs/answers.md.
 
-    Both are empty for a project without pipelines/answers.yaml. Raises UserError if that file is
-    invalid, or cites what no study has answered.
+    Both are empty for a project without pipelines/answers.yaml. sensitive: the rounds whose data
+    can tell routers apart. Raises UserError if that file is invalid, or cites what no study has
+    answered.
     """
     path = root / QUESTIONS_FILE
     if not path.is_file():
@@ -133,7 +138,8 @@ def answer_readers(
         )
         for question in answered
     ]
-    text = template.render(answered=answered, methods=methods_table(content.methods, studies))
+    methods = methods_table(content.methods, studies, sensitive)
+    text = template.render(answered=answered, methods=methods)
     table = markdown_table(("question", "answer", "details"), rows)
     return table, {ANSWERS_PAGE: text.rstrip() + "\n"}
 
@@ -180,32 +186,41 @@ def link_to_study(round_name: str, folder: str = "../pipelines/") -> str:
     return f"[{round_name}]({folder}{paper}/README.md#{question})"
 
 
-def methods_table(methods: Sequence[MethodRow], studies: Studies) -> list[str]:
+def methods_table(
+    methods: Sequence[MethodRow], studies: Studies, sensitive: Container[str]
+) -> list[str]:
     """Return the lines of a Markdown table: each method's differences from its baseline."""
     rows = []
     for row in methods:
-        cells = [_difference_in_widest_study(row, metric, studies) for metric in METRICS]
+        cells = [_widest_difference(row, metric, studies, sensitive) for metric in METRICS]
         name = f"{row.says} (`{row.method}`)"
         rows.append((name, *cells, _time_in_widest_study(row, studies)))
     return markdown_table(HEAD, rows)
 
 
-def _difference_in_widest_study(row: MethodRow, metric: str, studies: Studies) -> str:
-    """Return ``+1.3 pp [+0.9 to +1.7], <link>`` of the study with most seeds; bold: significant."""
+def _widest_difference(
+    row: MethodRow, metric: str, studies: Studies, sensitive: Container[str]
+) -> str:
+    """Return ``+1.3 pp [+0.9 to +1.7], <link>`` of the study with most seeds; bold: significant.
+
+    A study whose data can tell routers apart comes before those with more seeds; of the others a
+    link is followed by a question mark.
+    """
     candidates = []
     for study, compared in studies.items():
         cell = _pretrained_cell(compared, row.method, metric)
         entry = cell.get("against", {}).get(row.against, {})
         if entry.get("low") is not None:
-            candidates.append((cell["seeds"], study, cell["form"], entry))
+            candidates.append((study in sensitive, cell["seeds"], study, cell["form"], entry))
     if not candidates:
         return "–"
-    _, study, form, entry = max(candidates, key=lambda candidate: candidate[0])
+    can_tell, _, study, form, entry = max(candidates, key=lambda candidate: candidate[:2])
     interval = Interval(entry["difference"], entry["low"], entry["high"])
     printed = NumberFormat.of(form, [interval])
     text = printed.difference(interval.value)
     text = f"**{text}**" if entry["p_holm"] < LEVEL else text
-    return f"{text} [{printed.difference_limits(interval)}], {link_to_study(study)}"
+    link = link_to_study(study) + ("" if can_tell else " ?")
+    return f"{text} [{printed.difference_limits(interval)}], {link}"
 
 
 def _time_in_widest_study(row: MethodRow, studies: Studies) -> str:

@@ -42,6 +42,7 @@ from tools.data_sensitivity import (
     counted_verdict,
     describe_round,
     find_controls,
+    find_sensitive_rounds,
     mark_insensitive,
 )
 from tools.designs import measure_linearity
@@ -399,7 +400,8 @@ def render_study_pages(root: Path) -> dict[Path, str]:
             }
         )
     template = template_environment().get_template("answers.md.jinja")
-    answered, answers_page = answer_readers(root, studies, answers, template)
+    sensitive = find_sensitive_rounds(rounds, controls)
+    answered, answers_page = answer_readers(root, studies, answers, sensitive, template)
     worlds = []
     for path in sorted((root / papers.PIPELINES / WORLDS).glob("*.yaml")):
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -30,6 +30,7 @@ from tests.report.test_claims import claim
 from tools import data_sensitivity, pooled_claims
 from tools.earlier_answers import derive_variances
 from tools.pooled_claims import PooledAnswer, Run, judge_runs, load_earlier_answers
+from tools.reader_answers import MethodRow, methods_table
 
 AGES = Regression(target="age", unit="years", mean=60.0, deviation=10.0)
 CONTROL = "methods: {tgr: {}, vmoe: {}, told: {router: {kind: told}}}"
@@ -207,6 +208,24 @@ def test_the_control_of_stored_answers_is_of_the_same_data_and_training(stored):
     assert sensitive["prc/tables_2_4_5"] == ""  # no hash was trained there
 
 
+def test_a_method_is_judged_on_data_that_can_tell_routers_apart(stored):
+    rounds, _, controls = stored
+    sensitive = data_sensitivity.find_sensitive_rounds(rounds, controls)
+    assert {"ours/dialects", "prc/scripts", "tgr/scripts"} <= sensitive
+    assert not {"tgr/tables_4_to_7", "prc/tables_2_4_5"} & sensitive
+    row = MethodRow(method="prc", against="vmoe", says="PRC")
+    studies = {"prc/few": differing(0.02, seeds=3), "prc/many": differing(-0.01, seeds=9)}
+    first = [methods_table([row], studies, told)[2] for told in ({"prc/few"}, set())]
+    assert "+2.00 pp" in first[0] and "[prc/few](../pipelines/prc/README.md#few) |" in first[0]
+    assert "−1.00 pp" in first[1] and "[prc/many](../pipelines/prc/README.md#many) ? |" in first[1]
+
+
+def differing(difference, seeds):
+    against = {"difference": difference, "low": difference - 0.002, "high": difference + 0.002}
+    cell = {"seeds": seeds, "form": "share", "against": {"vmoe": against | {"p_holm": 0.001}}}
+    return {"prc": {"pretrain": {"test_accuracy": cell}}}
+
+
 def test_decided_claims_about_accuracy_are_counted_as_insensitive(stored):
     rounds, answers, controls = stored
     positive = {"verdict": "holds", "verdict_holm": "holds"}
@@ -247,21 +266,21 @@ def pooled(rounds):
 
 
 def test_tgr_with_eight_experts(pooled):
-    key = ("TGR", "table 4", "tgr")
-    said = [(each, each.answer.claim) for each in pooled if each.answer.entry]
-    said = [(each, (one.paper, each.answer.source, one.method)) for each, one in said]
-    (found,) = [each for each, name in said if name == key]
+    key = ("tgr/tables_4_to_7", "table 4", "tgr")
+    said = [(each, each.answer) for each in pooled if each.answer.entry]
+    named = [(each, (one.study, one.source, one.claim.method)) for each, one in said]
+    (found,) = [each for each, name in named if name == key]
     entry = found.answer.entry
     assert [len(run["seeds"]) for run in entry["runs"]] == [5, 12]
     assert entry["difference"]["seeds"] == 17 and entry["looks"] == 2
     assert entry["difference"]["mean"] == pytest.approx((5 * 0.014 + 12 * 0.0132859) / 17, abs=1e-6)
     assert entry["verdict_holm"] == "holds"
     assert [before.verdict_holm for before in found.earlier] == ["open"]
-    assert found.designs is not None and len(found.designs.estimates) == 6
-    assert found.designs.effects.interval == pytest.approx((-0.0113, -0.0375, 0.0148), abs=1e-4)
+    assert found.designs is not None and len(found.designs.estimates) == 7
+    assert found.designs.effects.interval == pytest.approx((-0.01033, -0.03149, 0.01084), abs=1e-4)
     text = pooled_claims.describe_history(found)
     assert "ablations +1.4 pp (5 seeds), tgr/tables_4_to_7 +1.3 pp (12 seeds)" in text
-    assert "holds in 1 of 6 designs" in text and "(not with Holm)" in text
+    assert "holds in 1 of 7 designs" in text and "(not with Holm)" in text
     (aged,) = [each for each in pooled if each.answer.claim.metric == "mae_pooled"]
     assert "9 seeds > 0, 0 < 0, sign test p = 0.0039" in pooled_claims.describe_history(aged)
 
