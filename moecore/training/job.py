@@ -5,6 +5,7 @@ A rank draws for the whole batch, but makes only its own pixels and those mixed 
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -276,6 +277,9 @@ def make_batch_views(
     return BatchViews(views, affines, torch.cat([labels] * job.views), region, epoch, draws)
 
 
+MAKING_BATCH = Lock()  # held while a thread makes a batch, and while a step is captured
+
+
 # Errors of ``make`` are raised at the step that they belong to.
 class BatchPrefetcher:
     """Calls ``make(step)`` in a thread for the next ``steps`` while the device computes."""
@@ -312,5 +316,5 @@ class BatchPrefetcher:
     def _make_on_stream(self, step: int) -> tuple[Batch, torch.Event | None]:
         if self.stream is None:
             return self.make(step), None
-        with torch.cuda.stream(self.stream):
+        with MAKING_BATCH, torch.cuda.stream(self.stream):
             return self.make(step), self.stream.record_event()

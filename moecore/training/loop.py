@@ -29,6 +29,7 @@ from moecore.training.meter import (
 from moecore.training.monitor import LayerTotals, Monitor
 from moecore.training.runtime import CompiledBlocks, Runtime, iterate_traced_steps
 from moecore.training.settings import Training, build_optimizer, learning_rate
+from moecore.training.step_graph import StepGraph, StepInputs, StepOutput
 
 if TYPE_CHECKING:
     from moecore.training.distributed_training import ShardedReplica
@@ -56,8 +57,7 @@ def iterate_training(
 ) -> Iterator[Metrics]:
     """Train ``job.model`` in place; yield metrics every ``log_every`` steps and each epoch."""
     # Of several ranks each trains its part of every batch; ``job.model`` is up to date at the end
-    # of an epoch. Checkpoints are written after the caller has taken the metrics of the step, so
-    # that a resumed run neither loses nor repeats any.
+    # of an epoch. Checkpoints follow the step's metrics, so that a resumed run repeats none.
     replica = shard_over_ranks(job, settings, runtime.device)
     full_model = job.model
     job = job if replica is None else replica.job
@@ -71,16 +71,21 @@ def iterate_training(
     meter = Meter(torch.device(runtime.device), f"train_{job.task.history_name}", monitor)
     batch_of = batch_maker(job, settings, seed, range(saved, steps), runtime.device)
     blocks = CompiledBlocks([job.model, job.guide], runtime.compile, steps - saved)
+
+    def run_step(inputs: StepInputs) -> StepOutput:
+        batch, rate, progress, _ = inputs
+        with blocks.inside():
+            return train_step(job, settings, optimizer, batch, rate, dtype, progress, replica)
+
+    graph = StepGraph(job, optimizer, run_step, runtime.graph)
     for step in iterate_traced_steps(range(saved, steps), trace, runtime.device):
         rate = learning_rate(step, steps, settings.warmup_epochs * per_epoch, settings)
         batch = batch_of(step)
-        torch.manual_seed(generator_for(seed, step, NOISE).initial_seed())
+        noise = generator_for(seed, step, NOISE).initial_seed()
         tensors = live_training_tensors((job.learners, job.guide), optimizer, batch)
         is_measured = replica is None and step == min(MEMORY_STEP, steps - 1)
-        with blocks.inside(), meter.memory(tensors, is_measured):
-            terms, score, output = train_step(
-                job, settings, optimizer, batch, rate, dtype, step / steps, replica
-            )
+        with meter.memory(tensors, is_measured):
+            terms, score, output = graph.take(StepInputs(batch, rate, step / steps, noise))
         meter.add(step, len(batch.images) // batch.views, terms, score, output)
         del output  # free its memory before the next step
         after = step + 1
@@ -161,11 +166,11 @@ def train_step(
     settings: Training,
     optimizer: torch.optim.Optimizer,
     batch: Batch,
-    rate: float,  # of learning
+    rate: float | Tensor,  # of learning; a captured step reads it from a tensor
     dtype: torch.dtype,
     progress: float,  # share of the training that is done
     replica: "ShardedReplica | None" = None,
-) -> tuple[dict[str, Tensor], Tensor, ModelOutput]:
+) -> StepOutput:
     """Make one update of the model; return detached terms, summed scores and the model's output."""
     # The term ``loss``: the weighted sum of the others. Scores are averaged over an image's views.
     job.model.train()

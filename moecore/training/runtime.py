@@ -31,11 +31,13 @@ ONEDNN_CACHE_CAPACITY = "1024"
 Precision = Literal["auto", "float32", "bfloat16"]
 
 COMPILE = "MOECORE_COMPILE"
+GRAPH = "MOECORE_GRAPH"
 TRACE = "MOECORE_TRACE"  # names the folder of the trace
 MIN_COMPILED_STEPS = 1000  # estimate of the steps that save the minute that compiling takes
 UNTRACED = 4  # first steps, which load, compile and reserve memory
 TRACED = 4  # steps
-Compile = Literal["off", "tried", "required"]
+CUDA_CONTEXT_GB = 0.7  # an allowance for CUDA's context and libraries, not measured
+Compile = Literal["off", "tried", "required"]  # also of graphs
 
 
 class Runtime(NamedTuple):
@@ -49,9 +51,13 @@ class Runtime(NamedTuple):
     matmul_error: float  # largest relative error of an fp32 product under that precision
     bf16_speedup: float  # time of an fp32 product / time of the same in bf16
     compile: Compile = "off"  # whether transformer blocks are compiled
+    graph: Compile = "off"  # whether training steps are replayed as a CUDA graph
 
     def dtype(self, precision: Precision = "auto") -> torch.dtype:
         """Return the autocast dtype; auto: bf16 if it was at least 1.3 times faster than fp32."""
+        if precision == "bfloat16" and self.device.startswith("cuda") and not self.bf16_speedup:
+            found = f"bfloat16, which {self.device_name} does not compute"
+            raise UserError.at("precision", found=found, allowed="auto, float32")
         if precision == "bfloat16" or (precision == "auto" and self.bf16_speedup >= 1.3):
             return torch.bfloat16
         return torch.float32
@@ -79,8 +85,8 @@ def tune_runtime(device: str | None = None, work: Path | None = None) -> Runtime
     precision, error = _choose_matmul_precision(device)
     name = device_name(device)
     speedup = _remembered_speedup(device, name)
-    compiled = compile_policy(device)
-    return Runtime(device, name, threads, allocator, precision, error, speedup, compiled)
+    policies = compile_policy(device), graph_policy(device)
+    return Runtime(device, name, threads, allocator, precision, error, speedup, *policies)
 
 
 def _requested_device() -> str:
@@ -184,9 +190,23 @@ def compile_policy(device: str) -> Compile:
     """Return how blocks are compiled, by $MOECORE_COMPILE: auto (the default), true or false."""
     # auto is ``tried`` on CUDA, in trainings of at least ``MIN_COMPILED_STEPS`` steps, else
     # ``off``: on one core it would take longer than it saves, and bits would differ.
-    policy = os.environ.get(COMPILE) or "auto"
+    return _policy_of(COMPILE, "auto", device)
+
+
+def graph_policy(device: str) -> Compile:
+    """Return how steps are captured, by $MOECORE_GRAPH: auto, true or false (the default)."""
+    # The default is not auto as long as no card has shown what graphs gain and whether they hold.
+    policy = _policy_of(GRAPH, "false", device)
+    if policy == "required" and not device.startswith("cuda"):
+        raise UserError.at(GRAPH, found=f"'true' on {device}", allowed="auto, false, or a GPU")
+    return policy
+
+
+def _policy_of(variable: str, default: str, device: str) -> Compile:
+    """Return the policy in an environment variable: auto is ``tried`` on CUDA, else ``off``."""
+    policy = os.environ.get(variable) or default
     if policy not in ("auto", "true", "false"):
-        raise UserError(f"{COMPILE}: found {policy!r}; allowed: auto, true, false")
+        raise UserError(f"{variable}: found {policy!r}; allowed: auto, true, false")
     if policy == "auto":
         return "tried" if device.startswith("cuda") else "off"
     return "required" if policy == "true" else "off"
