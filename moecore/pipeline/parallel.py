@@ -1,9 +1,9 @@
 """``dvc repro`` with several stages at a time.
 
 Small models leave cores idle: two processes of one thread each train them faster than one process
-of two threads. With GPUs every job has one GPU, or one per rank. Each job is a ``dvc repro
---single-item`` of a few stages in sequence, so DVC manages cache, lock file and run cache as usual;
-stages share only files.
+of two threads. With GPUs every job has one GPU, or one per rank; as many jobs share a GPU as fit by
+the memory that finished trainings took. Each job is a ``dvc repro --single-item`` of a few stages
+in sequence, so DVC manages cache, lock file and run cache as usual; stages share only files.
 
 A terminal shows a redrawn table of the stages that run, else lines have a prefix. DVC's own lines
 are left out. In the table a stage's progress is a row; its other lines are printed at its end,
@@ -16,9 +16,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -27,8 +28,9 @@ from moecore.core.files import UserError, available_cores
 from moecore.pipeline import plan
 from moecore.pipeline.project import dvc_command
 from moecore.pipeline.stage_client import SOCKET
+from moecore.run.history_file import HISTORY_FILE, read_lines
 from moecore.run.launch import RANKS, is_launching, launch_fields, requested_gpus, requested_ranks
-from moecore.run.run_record import LINE_SECONDS, format_duration
+from moecore.run.run_record import CARD_MEMORY, LINE_SECONDS, format_duration
 from moecore.study.stages import CODE_STAGE, STAGES, Stage
 
 # DVC's messages if two processes use the same path
@@ -40,6 +42,7 @@ OWN = Stage("", "", each="measurement")  # a stage that a user wrote into dvc.ya
 DvcJob = tuple[str, ...]  # stages that one process runs in sequence
 Environment = Mapping[str, str]
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+MAX_JOBS = 4  # by default, on the CPU or per GPU
 THREAD_VARIABLES = ("MOECORE_THREADS", "OMP_NUM_THREADS")  # the second: for numpy's BLAS
 DVC_LINES = re.compile(
     r"$|> |(Updating|Generating) lock file|Stage '.*' (didn't|is cached)|Data and pipelines are"
@@ -233,9 +236,11 @@ def run_stages(
     environments: Sequence[Environment],
     jobs: int,
     display: StageDisplay,
+    limit: Callable[[], int] | None = None,
 ) -> list[str]:
     """Run stages, ``jobs`` at a time, until one fails; return the stages that are not done."""
     # above: stage → its direct ancestors. environments: variables of each process that may run.
+    # limit: returns how many of the ``jobs`` may run now.
     done: set[str] = set()
     begun: set[str] = set()
     free = list(environments)
@@ -246,7 +251,8 @@ def run_stages(
     with ThreadPoolExecutor(jobs) as pool:
         try:
             while True:
-                while len(running) < jobs and not failed:
+                display.jobs = jobs if limit is None else limit()
+                while len(running) < display.jobs and not failed:
                     job = next_job_stages(above, done, begun)
                     places = choose_places(job, free) if job else None
                     if job is None or places is None:
@@ -278,8 +284,9 @@ def run_stages(
 
 def run_pipeline(jobs: int | None = None, is_verbose: bool = False) -> None:
     """Run all pending stages, ``jobs`` at a time; UserError if some are not finished."""
-    # jobs: by default one per GPU; without GPUs one per core, at most 4. is_verbose: print DVC's
-    # own lines instead of a table of the stages that run.
+    # jobs: by default as many per GPU as fit, one until a training has shown what it needs; without
+    # GPUs one per core; at most 4. is_verbose: print DVC's own lines instead of a table of the
+    # stages that run.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     pipeline = plan.query_pipeline_status()
     planned = plan.plan_stages(pipeline, plan.past_seconds(), plan.stages_changed_by_code(pipeline))
@@ -293,15 +300,50 @@ def run_pipeline(jobs: int | None = None, is_verbose: bool = False) -> None:
         stage: {before for before, after in pipeline.edges if after == stage and before in stages}
         for stage in stages
     }
-    jobs = jobs or torch.cuda.device_count() or min(4, available_cores())
+    limit = None
+    gpus = 0 if is_launching() else torch.cuda.device_count()
+    if gpus and jobs is None:
+        limit = partial(choose_jobs, None, gpus, read_free_memory())
+        jobs = gpus * MAX_JOBS
+    elif gpus:
+        choose_jobs(jobs, gpus, read_free_memory())
+    jobs = jobs or torch.cuda.device_count() or min(MAX_JOBS, available_cores())
     display = StageDisplay({item.stage: item.seconds for item in planned}, jobs, is_verbose)
     environments = add_stage_server(job_environments(jobs))
     with redraw_table(display):
-        unfinished = run_stages(above, environments, jobs, display)
+        unfinished = run_stages(above, environments, jobs, display, limit)
     if unfinished:
         named = ", ".join(unfinished[:5]) + (" …" if unfinished[5:] else "")
         undone = f"{len(unfinished)} of {len(stages)} stages are not done: {named}"
         raise UserError(f"{undone}; the error is printed above")
+
+
+def choose_jobs(jobs: int | None, gpus: int, free: float) -> int:
+    """Return ``jobs``, by default as many as fit into ``free`` GB per GPU; UserError above."""
+    histories = [read_lines(file.parent) for file in Path("artifacts/history").rglob(HISTORY_FILE)]
+    needs = [
+        (line["tags"][CARD_MEMORY], lines[0]["stage"])
+        for lines in histories
+        for line in lines
+        if CARD_MEMORY in line.get("tags", ())
+    ]
+    need, stage = max(needs, default=(0.0, ""))
+    if not need:
+        return jobs or gpus
+    fitting = max(1, int(free / need))
+    if jobs is None:
+        return gpus * max(1, min(fitting, MAX_JOBS, available_cores() // gpus))
+    if -(-jobs // gpus) > fitting:
+        found = f"{jobs}, but {stage} took {need:.1f} GB of a GPU, of which {free:.1f} are free"
+        raise UserError.at("--jobs", found=found, allowed=f"1 to {gpus * fitting}")
+    return jobs
+
+
+def read_free_memory() -> float:
+    """Return the GB that are free on the fullest GPU, as a process that ends sees it."""
+    cards = "map(torch.cuda.mem_get_info, range(torch.cuda.device_count()))"
+    code = f"import torch; print(min(free for free, _ in {cards}))"
+    return int(subprocess.check_output([sys.executable, "-c", code], text=True)) / 1e9
 
 
 def job_environments(jobs: int) -> list[dict[str, str]]:
@@ -329,7 +371,9 @@ def choose_places(stages: Sequence[str], free: Sequence[Environment]) -> list[En
     if not by_gpu:
         return [free[-1]]
     count = max(1, *(requested_gpus(_row(stage)) for stage in stages))
-    return list(by_gpu.values())[:count] if len(by_gpu) >= count else None
+    used = [place[VISIBLE_GPUS] for place in free]
+    emptiest = sorted(by_gpu, key=lambda gpu: -used.count(gpu))  # the GPU with the most free places
+    return [by_gpu[gpu] for gpu in emptiest[:count]] if len(by_gpu) >= count else None
 
 
 def merge_environments(places: Sequence[Environment]) -> dict[str, str]:

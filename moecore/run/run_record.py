@@ -237,6 +237,7 @@ def hold_lock(path: Path, describe_holder: Callable[[], str]) -> Iterator[None]:
 
 SECONDS_BETWEEN_LINES = 10.0  # seconds between two lines in a log
 SECONDS_BETWEEN_REDRAWS = 0.2
+CARD_MEMORY = "runtime.card_gb"  # tag: what a training's process took of its GPU
 LINE_SECONDS = "MOECORE_LINE_SECONDS"  # the same, of a process whose lines become a table's rows
 
 

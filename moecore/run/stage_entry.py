@@ -56,6 +56,10 @@ def run_stage(function: Callable[..., None], arguments: list[str] | None = None)
         print_error_once(f"{prefix}{error}")
         _exit(1)
     except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's; its line says what is free
+            reason = str(error).strip().splitlines()[0]
+            print_error_once(f"{command}: {reason}; allowed: fewer --jobs, or a smaller batch")
+            _exit(1)
         of_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
         is_lost = of_torch or any(message in str(error) for message in CONNECTION_LOST)
         if not (has_several_ranks() and isinstance(error, RuntimeError) and is_lost):

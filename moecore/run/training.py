@@ -8,19 +8,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from moecore.core import ranks
 from moecore.core.config import Config
 from moecore.core.source_layout import package_source_hash
 from moecore.data.prepared import Prepared
 from moecore.run.history_file import logged_points, read_lines, routing_points, spent_seconds
-from moecore.run.run_record import Run, record_resumable, report_progress
+from moecore.run.run_record import CARD_MEMORY, Run, record_resumable, report_progress
 from moecore.study.settings import read_params
 from moecore.training.artifacts import Checkpoint
 from moecore.training.job import TrainingJob
 from moecore.training.loop import iterate_training, total_steps
 from moecore.training.monitor import Monitor, build_routing_point, describe_point
 from moecore.training.outcome import TrainingLog
-from moecore.training.runtime import trace_file, tune_runtime
+from moecore.training.runtime import CUDA_CONTEXT_GB, trace_file, tune_runtime
 from moecore.training.settings import Training
 
 SHOWN_VALUES = ("loss", "train_", "validation_")  # next to a progress bar
@@ -78,6 +80,9 @@ class TrainingRun:
                     if name.startswith(SHOWN_VALUES) and name != "validation_loss"
                 }
                 bar.update(metrics.step, **shown)
+        if self.runtime.device.startswith("cuda"):
+            size = torch.cuda.max_memory_reserved() / 1e9 + CUDA_CONTEXT_GB
+            self.run.tag(CARD_MEMORY, round(size, 2))
         ranks.exit_other_ranks()
 
     @property

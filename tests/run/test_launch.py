@@ -199,6 +199,24 @@ def test_jobs_take_the_cards_that_were_given(monkeypatch):
     assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["0", "1"]
 
 
+def test_jobs_share_a_card_by_what_a_training_took_of_it(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(parallel, "available_cores", lambda: 6)
+    assert parallel.choose_jobs(None, 2, 80.0) == 2, "one each as long as nothing is measured"
+    history = Path("artifacts/history/pretrain/vmoe/0/history.jsonl")
+    history.parent.mkdir(parents=True)
+    header = {"stage": "pretrain"} | dict.fromkeys(("dvc_stage", "phase", "method", "seed"))
+    header |= {"t": 0, "uid": "0", "params": {}, "host": "", "pid": 1}
+    lines = [header, {"t": 1, "tags": {"runtime.card_gb": 9.5}}]
+    history.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    # 3 cores per card; 20 GB take two trainings
+    assert [parallel.choose_jobs(None, 2, free) for free in (80.0, 20.0, 9.0)] == [6, 4, 2]
+    assert parallel.choose_jobs(8, 1, 80.0) == 8
+    found = "found 8, but pretrain took 9.5 GB of a GPU, of which 40.0 are free; allowed: 1 to 4"
+    with pytest.raises(UserError, match=f"--jobs: {found}"):
+        parallel.choose_jobs(8, 1, 40.0)
+
+
 def test_a_job_takes_a_card_per_rank(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
