@@ -7,7 +7,6 @@ shares f sum to 1, so that the loss at an even load is 1.
 from importlib.metadata import version
 
 import torch
-
 from moecore.testing import Target
 from moecore.training.teachers.timm import define_missing_operators
 
@@ -33,7 +32,7 @@ def targets():
     define_missing_operators()  # where torchvision is not of this torch
     number = version("transformers")
     options = dict(build=build, run=run, width=12, experts=4, router="gate", k=2, score="softmax")
-    options |= dict(weights_sum=1.0, loss_mean="batch", even_loss=1.0, causal=True, version=number)
+    options |= dict(scripts={"sum load shares": "transformers-sum-load-shares.py"}, weights_sum=1.0, loss_mean="batch", even_loss=1.0, causal=True, version=number)
     return [Target(name="transformers-mixtral", padded=number >= "4.37", **options)]
 
 

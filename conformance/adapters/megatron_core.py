@@ -1,45 +1,43 @@
-"""Megatron-core's routing and loss functions, with a linear router: its layer needs a GPU.
+"""Megatron-core's MoELayer on a CPU: router, losses, dispatcher ("allgather") and sequential experts.
 
-Group-limited choice, as in DeepSeek-V3: 8 experts in 4 groups, of which a token keeps 1.
+``loss`` has the gradient that the backward pass adds to that of 0 × output.
 """
 
 from functools import partial
 from importlib.metadata import version
 
 import torch
+from megatron_layer import build
 from moecore.testing import Target
 
-
-GROUPED = {"round to bf16": "groups are chosen, too, by margins that no record has"}
-
-
-def build(bias=False):
-    experts = torch.nn.ModuleList(torch.nn.Linear(12, 12) for _ in range(8))
-    layer = torch.nn.ModuleDict({"router": torch.nn.Linear(12, 8, bias=False), "experts": experts})
-    layer.register_buffer("expert_bias", 0.2 * torch.randn(8) if bias else None)
-    torch.nn.init.normal_(layer.router.weight, std=0.5); return layer
+SCRIPTS = {"agree over ranks": "megatron-core-aux-per-token.py"}
 
 
-def run(layer, tokens, padding=None, score="softmax", **options):
-    from megatron.core.transformer.moe import moe_utils
-    logits = layer.router(tokens.flatten(0, 1))
-    weights, chosen = moe_utils.topk_routing_with_score_function(logits, 2, score_function=score, expert_bias=layer.expert_bias, **options)
-    mask = None if padding is None else padding.flatten()
-    routing_map, scores = moe_utils.compute_routing_scores_for_aux_loss(logits, 2, score, padding_mask=mask)
-    counts = routing_map.sum(0)  # as get_tokens_per_expert_and_token_count on one rank
-    loss = moe_utils.switch_load_balancing_loss_func(scores, counts, counts.sum() / 2, 2, 8, 1.0)
-    output = sum(weights[:, e, None] * expert(tokens.flatten(0, 1)) for e, expert in enumerate(layer.experts))
-    named = dict(weights=weights, chosen=chosen.bool(), logits=logits, probs=scores)
-    return dict(output=output.view_as(tokens), loss=loss, counts=counts, **{n: v.view(*tokens.shape[:2], 8) for n, v in named.items()})
+def run(layer, tokens, padding=None):
+    from megatron.core.transformer.moe import moe_utils as moe
+    gate, seen, attach = layer.router, [], layer.router.attach_and_log_load_balancing_loss
+    hook = gate.register_forward_hook(lambda gate, given, out: seen.append(out))
+    gate.attach_and_log_load_balancing_loss = lambda *given, **named: seen.append(given[2]) or attach(*given, **named)
+    scale = 1 / tokens[..., 0].numel() if gate.calculate_per_token_loss else 1.0 * gate.tp_cp_group.size()
+    moe.MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor(scale)
+    output = layer(tokens.transpose(0, 1).contiguous(), padding_mask=padding)[0].transpose(0, 1)
+    hook.remove(); del gate.attach_and_log_load_balancing_loss; layer.token_dispatcher.local_probs = None
+    logits, weights = gate.gating(tokens.contiguous()).float(), seen[-1][0].unflatten(0, tokens.shape[1::-1])
+    options = dict(score_function=gate.score_function, padding_mask=None if padding is None else padding.flatten())
+    counted, scores = moe.compute_routing_scores_for_aux_loss(logits.flatten(0, 1), 2, **options)
+    loss = seen[0].detach() + 0 * output.sum() if len(seen) > 1 else None
+    named = dict(logits=logits, probs=scores.view_as(logits), counts=counted.sum(0), loss=loss)
+    return dict(output=output, weights=weights.transpose(0, 1), **named)
 
 
 def targets():
-    options = dict(version=version("megatron-core"), width=12, experts=8, k=2, loss_mean="batch", even_loss=1.0, causal=True, padded=True)
-    grouped = dict(score="sigmoid", num_groups=4, group_topk=1)
-    return [
-        Target(name="megatron-core-softmax", build=build, run=partial(run, use_pre_softmax=True), score="softmax", **options),
-        Target(name="megatron-core-groups", build=partial(build, True), run=partial(run, **grouped), score="sigmoid", weights_sum=1.0, selection_bias="expert_bias", not_promised=GROUPED, **options),
-    ]
+    named = dict(version=version("megatron-core"), run=run, width=12, experts=8, k=2, even_loss=1.0)
+    named |= dict(causal=True, padded=True, networks="experts.local_experts", score="softmax")
+    named |= dict(reduces_ranks=True, loss_mean="batch")
+    first = partial(build, True, moe_router_pre_softmax=True)
+    token = dict(build=partial(build, True, calculate_per_token_loss=True), weights_sum=1.0)
+    yield Target(name="megatron-core-softmax", build=first, **named)
+    yield Target(name="megatron-core-aux-per-token", scripts=SCRIPTS, **token, **named)
 
 
 TARGETS = targets

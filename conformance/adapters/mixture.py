@@ -1,7 +1,6 @@
 """mixture-of-experts: top-2 gating with capacity per sequence (lucidrains)."""
 
 from importlib.metadata import version
-
 from moecore.testing import Target
 
 
@@ -22,18 +21,8 @@ def run(layer, tokens):
 
 TARGETS = [
     Target(
-        name="mixture-of-experts",
-        version=version("mixture-of-experts"),
-        build=build,
-        run=run,
-        width=12,
-        experts=4,
-        router="gate",
-        networks="experts",
-        k=2,
-        score="softmax",
-        weights_sum=1.0,
-        loss_mean="sequence",
-        even_loss=1.0,
+        name="mixture-of-experts", version=version("mixture-of-experts"), build=build, run=run, width=12, experts=4,
+        router="gate", networks="experts", k=2, score="softmax", weights_sum=1.0,
+        loss_mean="sequence", even_loss=1.0,
     )
 ]

@@ -3,7 +3,6 @@
 from importlib.metadata import version
 
 import torch
-
 from moecore.testing import Target
 
 
@@ -20,14 +19,7 @@ def run(layer, tokens, padding=None):
 
 TARGETS = [
     Target(
-        name="soft-moe-pytorch",
-        version=version("soft-moe-pytorch"),
-        build=build,
-        run=run,
-        width=12,
-        experts=4,
-        router="slot_embeds",
-        networks="experts.experts",
-        padded=True,
+        name="soft-moe-pytorch", version=version("soft-moe-pytorch"), build=build, run=run, width=12,
+        experts=4, router="slot_embeds", networks="experts.experts", padded=True,
     )
 ]

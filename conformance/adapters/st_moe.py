@@ -1,7 +1,6 @@
 """st-moe-pytorch: top-n gating with capacity per sequence (lucidrains)."""
 
 from importlib.metadata import version
-
 from moecore.testing import Target
 
 
@@ -21,18 +20,8 @@ def run(layer, tokens):
 
 TARGETS = [
     Target(
-        name="st-moe-pytorch",
-        version=version("st-moe-pytorch"),
-        build=build,
-        run=run,
-        width=12,
-        experts=4,
-        router="gate",
-        networks="experts.experts",
-        k=2,
-        score="softmax",
-        weights_sum=1.0,
-        loss_mean="sequence",
-        even_loss=1.0,
+        name="st-moe-pytorch", version=version("st-moe-pytorch"), build=build, run=run, width=12, experts=4,
+        router="gate", networks="experts.experts", k=2, score="softmax", weights_sum=1.0,
+        loss_mean="sequence", even_loss=1.0,
     )
 ]

@@ -22,6 +22,7 @@ from moecore.conformance.targets import (
     assert_close,
     assert_equal,
     build_layer,
+    call_adapter,
     draw_tokens,
     expert_slices,
     has_same_state,
@@ -131,7 +132,7 @@ def reach_the_router(target: Target, layer: nn.Module, tokens: Tensor) -> None:
 @state_law("Evaluation draws no random number, changes no state and gives the same twice", "torch")
 def repeat_evaluation(target: Target, layer: nn.Module, tokens: Tensor) -> None:
     before, state = torch.get_rng_state(), copy.deepcopy(layer.eval().state_dict())
-    first, second = target.run(layer, tokens), target.run(layer, tokens)
+    first, second = (call_adapter(target, layer, tokens) for _ in range(2))
     is_drawn = not torch.equal(before, torch.get_rng_state())
     torch.set_rng_state(before)
     assert not is_drawn, "evaluation draws no number"
@@ -257,13 +258,18 @@ def permute_tokens(target: Target, layer: nn.Module, tokens: Tensor) -> None:
 @state_law("Permuted experts, with their rows of the router, give the same layer", "1701.06538")
 def permute_experts(target: Target, layer: nn.Module, tokens: Tensor) -> None:
     expected, twin = run_layer(target, layer, tokens), copy.deepcopy(layer)
-    pairs = zip(expert_slices(target, twin), expert_slices(target, layer)[::-1], strict=True)
-    for values, source in (pair for slices in pairs for pair in zip(*slices, strict=True)):
-        values.copy_(source)
+    slices, sources = expert_slices(target, twin), expert_slices(target, layer)[::-1]
+    require_promise(len(slices) == target.experts, "some experts have no network")
+    has_rows = False
+    for pair in zip(slices, sources, strict=True):
+        for values, source in zip(*pair, strict=True):
+            values.copy_(source)
     for name, values in twin.state_dict().items():
         if is_below(name, target.router) or name == target.selection_bias:
             axes = [axis for axis, size in enumerate(values.shape) if size == target.experts]
+            has_rows |= bool(axes) and name != target.selection_bias
             values.copy_(values.flip(axes))
+    require_promise(has_rows, "the router has no row per expert")
     outcome = run_layer(target, twin, tokens)
     outcome["weights"] = outcome["weights"].flip(-1)
     assert_equal(outcome, expected, "permuted experts give the same layer", "output", "weights")
@@ -274,7 +280,7 @@ def recompute_activations(target: Target, layer: nn.Module, tokens: Tensor) -> N
     promise = "recomputing activations in the backward pass changes nothing"
 
     def compute(values: Tensor, twin: nn.Module) -> Tensor:
-        outcome = target.run(twin, values)
+        outcome = call_adapter(target, twin, values)
         total = outcome["output"].square().mean()
         return total if outcome.get("loss") is None else total + outcome["loss"]
 
@@ -352,11 +358,14 @@ def keep_bias_out_of_weights(target: Target, layer: nn.Module, tokens: Tensor) -
         promise = f"a selection bias of {shift:g} for every expert changes nothing"
         assert_equal(outcome, plain, promise, "chosen", "weights")
     nn.init.zeros_(bias)
-    bias.data.flatten()[0] += 0.2
-    outcome = run_layer(target, layer, tokens)
+    is_same = torch.ones_like(plain["chosen"][..., 0])
+    for shift in (0.2, 5.0):  # the second is enough where the bias is added to logits
+        bias.data.flatten()[0] = shift
+        if is_same.all():
+            outcome = run_layer(target, layer, tokens)
+            is_same = (outcome["chosen"] == plain["chosen"]).all(dim=-1)
     taken = plain["chosen"][..., 0] & ~outcome["chosen"][..., 0]
     assert not taken.any(), "a positive selection bias takes no token from its expert"
-    is_same = (outcome["chosen"] == plain["chosen"]).all(dim=-1)
     assert not is_same.all(), "a selection bias changes the choice"
     promise = "a selection bias is in no weight: the weight"
     assert_close(outcome["weights"][is_same], plain["weights"][is_same], promise)
@@ -368,7 +377,7 @@ def break_ties(target: Target, layer: nn.Module, tokens: Tensor) -> None:
         nn.init.zeros_(parameter)
     layer.eval()
     with torch.random.fork_rng(devices=[]):
-        first, second = (target.run(layer, tokens)["weights"] for _ in range(2))
+        first, second = (call_adapter(target, layer, tokens)["weights"] for _ in range(2))
     assert torch.equal(first, second), "ties are broken the same each time"
     most = int((first != 0).sum(dim=-1).max())
     assert target.k is None or most <= target.k, f"a tied token has {target.k} experts: {most}"
@@ -398,7 +407,9 @@ def push_to_even_load(target: Target, layer: nn.Module, tokens: Tensor) -> None:
         even.append(int(unevenness.argmin()))
         counts += chosen[even[-1]]
     heavy = int(chosen.sum(dim=0).argmax())
-    skewed = pool[:, chosen[:, heavy].argsort(descending=True, stable=True)[: len(even)]]
+    # By weight: tokens that choose an expert of many with little weight can have a smaller loss.
+    weights = run_layer(target, layer, pool)["weights"][0, :, heavy]
+    skewed = pool[:, weights.argsort(descending=True, stable=True)[: len(even)]]
     loss = run_loss(target, layer, pool[:, even])[0]
     uneven_loss, *gradients = run_loss(target, layer, skewed)
     numbers = f"{loss:.4g} at an even load, {uneven_loss:.4g} at an uneven one"
@@ -426,13 +437,18 @@ def log_load_statistics(target: Target, layer: nn.Module, tokens: Tensor) -> Non
         assert is_right, f"{name} is as defined, {expected[name]:.6g}: found {value:.6g}"
 
 
+def has_loss_of_all(target: Target) -> bool:
+    """Return whether the mean of the ranks' losses is that of the whole batch."""
+    return target.loss_mean == "sequence" or target.reduces_ranks
+
+
 def run_rank(rank: int, target: Target, folder: str) -> None:
     """Store this rank's gradients for its part of the batch, and its state after a step."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks meet on this machine only
     store = distributed.FileStore(f"{folder}/meeting", RANKS)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     layer, part = build_layer(target), draw_tokens(target).chunk(RANKS)[rank]
-    _, *gradients = run_loss(target, layer, part)
+    gradients = run_loss(target, layer, part)[1:] if has_loss_of_all(target) else []
     outcome = run_layer(target, layer, part, training=True)
     if target.after_step is not None:
         target.after_step(layer, outcome)
@@ -446,9 +462,13 @@ def run_rank(rank: int, target: Target, folder: str) -> None:
     "Two ranks have the gradient of the whole batch, and one state", "Megatron-LM #7452", RANKS
 )
 def agree_over_ranks(target: Target, layer: nn.Module, tokens: Tensor) -> None:
-    is_stated = target.loss_mean == "sequence" or target.reduces_ranks
-    require_promise(is_stated, "the loss is of each rank's own tokens")
-    _, *gradients = run_loss(target, layer, tokens)
+    has_bias = target.selection_bias is not None and target.after_step is not None
+    is_stated = has_loss_of_all(target)
+    require_promise(is_stated or has_bias, "the loss is of each rank's own tokens")
+    if distributed.is_initialized():
+        ranks = f"a process group of {distributed.get_world_size()}"
+        raise UserError.at("ranks", found=ranks, allowed=f"none: the law starts {RANKS} processes")
+    gradients = run_loss(target, layer, tokens)[1:] if is_stated else []
     expected = torch.cat([torch.zeros(1), *(gradient.flatten() for gradient in gradients)])
     with TemporaryDirectory() as folder:
         start = torch.multiprocessing.start_processes

@@ -59,7 +59,9 @@ class Target:
     parts: Callable[[nn.Module, Tensor, Outcome], tuple[Tensor, Any]] | None = None
     after_step: Callable[[nn.Module, Outcome], Any] | None = None  # what follows an optimizer step
     not_promised: Mapping[str, str] = field(default_factory=dict)  # law, or one of HALVES → reason
-    setup: str = ""  # lines of a reproduction in place of the sources of ``build`` and ``run``
+    runs: str = ""  # what of the library runs, unless its whole layer does
+    # law → script in findings/ that shows its failure in several layers or versions of a library
+    scripts: Mapping[str, str] = field(default_factory=dict)
 
 
 def require_promise(is_promised: Any, reason: str) -> None:
@@ -87,10 +89,7 @@ def run_layer(
     layer.train(training)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        try:
-            outcome = target.run(layer, tokens.clone(), *padding)  # some change it in place
-        except AssertionError as error:  # of the library: no law is broken
-            raise ValueError(f"run: {error}") from error
+        outcome = call_adapter(target, layer, tokens.clone(), *padding)  # some change it in place
     values = {name: value for name, value in outcome.items() if value is not None}
     for name, size in (("output", target.width), ("weights", target.experts)):
         shape = (*tokens.shape[:2], size)
@@ -98,6 +97,14 @@ def run_layer(
             kind = tuple(values[name].shape) if name in values else f"only {', '.join(values)}"
             raise UserError.at(f"run: {name}", found=kind, allowed=f"a tensor {shape}")
     return {"chosen": values["weights"] != 0, **values}
+
+
+def call_adapter(target: Target, layer: nn.Module, *tensors: Tensor) -> Outcome:
+    """Run a layer as it is; ValueError for an assertion of the library, which breaks no law."""
+    try:
+        return target.run(layer, *tensors)
+    except AssertionError as error:
+        raise ValueError(f"run: {error}") from error
 
 
 def run_loss(target: Target, layer: nn.Module, tokens: Tensor) -> list[Tensor]:
@@ -129,9 +136,13 @@ def expert_slices(target: Target, layer: nn.Module) -> list[list[Tensor]]:
     for name, parameter in layer.named_parameters():
         number = re.match(r"\D*(\d+)\.", name.removeprefix(f"{target.networks}."))
         if is_below(name, target.networks):  # a module per expert, else parameters (N, …)
-            for expert in [int(number[1])] if number else range(len(parameter)):
-                values = parameter.data if number else parameter.data[expert]
-                experts.setdefault(expert, []).append(values)
+            values = parameter.data
+            if not number and len(values) > target.experts:
+                if values.ndim < 2:  # shared by all experts
+                    continue
+                values = values.unflatten(0, (target.experts, -1))  # of (N · rows, …)
+            for expert in [int(number[1])] if number else range(len(values)):
+                experts.setdefault(expert, []).append(values if number else values[expert])
     if not experts:
         raise UserError.at("networks", found=target.networks, allowed="the experts' parameters")
     return [experts[expert] for expert in sorted(experts)]
@@ -155,7 +166,8 @@ def assert_equal(outcome: Outcome, expected: Outcome, promise: str, *names: str)
 
 def has_same_state(module: nn.Module, state: Mapping[str, Tensor]) -> bool:
     """Return whether a module's state_dict equals ``state``, bit by bit."""
-    return all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+    values = {name: value for name, value in module.state_dict().items() if value is not None}
+    return all(torch.equal(value, state[name]) for name, value in values.items())
 
 
 def is_close(first: Tensor, second: Tensor) -> bool:

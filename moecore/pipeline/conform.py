@@ -2,17 +2,15 @@
 
 import inspect
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from moecore.conformance.laws import LAWS, Law, check_law
 from moecore.conformance.own_layers import describe_own_layer
+from moecore.conformance.reproductions import read_setup, shorten_script
 from moecore.conformance.targets import NotPromised, Target
 from moecore.core.config import find_class, list_own_names
 from moecore.core.files import UserError, read_json, write_json, write_whole
@@ -24,6 +22,7 @@ from moecore.core.source_layout import (
 )
 from moecore.lens.recording import run_python_file
 from moecore.nn.routers.base import Router
+from moecore.report.page.report_page import template_environment
 from moecore.study.document import load_yaml_document
 from moecore.study.study import read_study
 
@@ -90,46 +89,34 @@ def judge_target(target: Target, folder: Path) -> dict[str, Any]:
         seconds = round(time.perf_counter() - start, 3)
         verdict = {"law": law.name, "status": status, "note": note, "seconds": seconds}
         verdict["reproduction"] = ""
-        if status == "fails" and (script := render_reproduction(target, law, note)):
-            file = f"{target.name}-{target.version}-{law.name}.py".replace(" ", "-")
-            write_whole(folder / file, script)
-            verdict["reproduction"] = file
+        script = folder / target.scripts.get(law.name, "")
+        if status == "fails" and script.is_file():
+            verdict["reproduction"] = script.name
+        elif status == "fails":
+            file, text = render_reproduction(target, law, note)
+            if text:
+                write_whole(folder / file, text)
+                verdict["reproduction"] = file
+            elif file:
+                verdict["note"] += " (no script of at most 20 lines: the adapter is too long)"
         verdicts.append(verdict)
-    return {"target": f"{target.name} {target.version}".strip(), "verdicts": verdicts}
+    name = f"{target.name} {target.version}".strip()
+    return {"target": name, "runs": target.runs, "verdicts": verdicts}
 
 
-def render_template(name: str, **values: Any) -> str:
-    options: Any = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    environment = Environment(loader=PackageLoader("moecore.report"), **options)
-    return environment.get_template(name).render(**values)
-
-
-def render_reproduction(target: Target, law: Law, note: str) -> str:
-    """Return a script that shows a failure without moecore; "" for a layer of ours."""
-    setup = target.setup or "\n".join(map(read_source, (target.build, target.run)))
-    options = getattr(target.run, "keywords", {})  # of a partial
-    if options and not target.setup:
-        setup += f"\nrun = functools.partial(run, **{options})"
+def render_reproduction(target: Target, law: Law, note: str) -> tuple[str, str]:
+    """Return name and text of a script that shows a failure without moecore; "" for ours."""
+    setup = read_setup(target)
     if "moecore" in setup:
-        return ""
+        return "", ""
     build = target.build
     call = "build()"
     if isinstance(build, partial):
         call = f"build(*{build.args}, **{build.keywords})"
-    if target.setup:
-        call = "layer"
-    text = render_template(
-        "reproduction.py.jinja", target=target, law=law, setup=setup.strip(), note=note, build=call
-    )
-    return text.strip() + "\n"
-
-
-def read_source(function: Callable[..., Any]) -> str:
-    """Return the source of a function, without docstring and blank lines."""
-    inner = getattr(function, "func", function)  # of a partial
-    source = textwrap.dedent(inspect.getsource(inner))
-    text = source.replace(f'"""{inner.__doc__}"""', "")
-    return "\n".join(line for line in text.splitlines() if line.strip())
+    template = template_environment(is_html=False).get_template("reproduction.py.jinja")
+    text = template.render(target=target, law=law, setup=setup.strip(), note=note, build=call)
+    file = f"{target.name}-{target.version}-{law.name}.py".replace(" ", "-")
+    return file, shorten_script(text)
 
 
 def print_conformance(results: list[dict[str, Any]]) -> None:
@@ -171,6 +158,17 @@ def conform_target(text: str, json_file: Path | None, out: Path) -> bool:
     write_json(stored, by_target)
     in_order = [by_target[name] for name in sorted(by_target)]
     options = {"results": in_order, "laws": LAWS.values(), "marks": MARKS}
-    page = render_template("conformance.md.jinja", **options)
-    write_whole(out / "README.md", page)
+    page = template_environment(is_html=False).get_template("conformance.md.jinja")
+    write_whole(out / "README.md", page.render(reasons=list_reasons(in_order), **options))
     return not any(each["status"] == "fails" for result in results for each in result["verdicts"])
+
+
+def list_reasons(results: list[dict[str, Any]]) -> dict[tuple[str, str], list[str]]:
+    """Return (law, reason why it is not promised) → the targets."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        for verdict in result["verdicts"]:
+            if verdict["status"] == "not promised":
+                key = (verdict["law"], verdict["note"])
+                reasons.setdefault(key, []).append(result["target"])
+    return dict(sorted(reasons.items()))

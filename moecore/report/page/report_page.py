@@ -143,9 +143,10 @@ def cohort_facts(card: Mapping[str, Any]) -> dict[str, str]:
 
 
 @cache
-def template_environment() -> Environment:
+def template_environment(is_html: bool = True) -> Environment:
+    """Return the Jinja environment of the templates; in HTML it escapes all text."""
     loader = PackageLoader("moecore.report")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    environment = Environment(loader=loader, autoescape=is_html, undefined=StrictUndefined)
     environment.trim_blocks = environment.lstrip_blocks = True
     environment.filters["drawn"] = render_picture
     return environment
