@@ -55,6 +55,7 @@ def read_conventions(model, layer, router):
     k = next((value for value in given if isinstance(value, int)), None)
     names = [name for name, _ in layer.named_children()]
     routed = [name for name in names if "expert" in name and "shared" not in name]
+    routed.sort(key=lambda name: name != "experts")
     reasons = {"recompute activations": "not measured: the lens records no recomputation"}
     if (getattr(config, "n_group", None) or 1) > 1:
         reasons["round to bf16"] = "not measured: groups are chosen, too, by margins that no record has"
@@ -90,7 +91,5 @@ def refuse_family(family, reason):
     def build():
         raise ValueError(reason)
 
-    name = f"transformers-{family}"
-    return Target(
-        name=name, version=transformers.__version__, build=build, run=build, width=1, experts=8
-    )
+    name, number = f"transformers-{family}", transformers.__version__
+    return Target(name=name, version=number, build=build, run=build, width=1, experts=8)

@@ -145,7 +145,8 @@ def expert_slices(target: Target, layer: nn.Module) -> list[list[Tensor]]:
                 experts.setdefault(expert, []).append(values if number else values[expert])
     if not experts:
         raise UserError.at("networks", found=target.networks, allowed="the experts' parameters")
-    return [experts[expert] for expert in sorted(experts)]
+    number = max(map(len, experts.values()))  # of tensors: an expert with fewer has no network
+    return [experts[expert] for expert in sorted(experts) if len(experts[expert]) == number]
 
 
 def assert_close(first: Tensor, second: Tensor, promise: str) -> None:

@@ -64,6 +64,39 @@ def test_bad_input_is_one_line(conform, old, new, line):
     assert line in result.output and "Traceback" not in result.output
 
 
+def test_an_error_in_one_law_leaves_the_others_to_run(conform, tmp_path):
+    text = ADAPTER.replace("experts=4,", "experts=4, networks='no_such_experts',")
+    result = conform(text, "--json", "verdicts.json")
+    assert "not run: networks: found no_such_experts; allowed: the experts' par" in result.stdout
+    verdicts = {each["law"]: each for each in read_json(tmp_path / "verdicts.json")[0]["verdicts"]}
+    others = {law for law, each in verdicts.items() if each["status"] == "not run"}
+    assert others == {"permute experts", "count dispatched tokens", "reach the router"}
+    assert verdicts["permute tokens"]["status"] == "holds"
+
+
+def test_an_assertion_of_the_library_breaks_no_law(conform):
+    text = ADAPTER.replace(
+        "    probs = logits", "    assert False, 'needs a GPU'\n    probs = logits"
+    )
+    result = conform(text)
+    assert "mine: " in result.stdout and "not run: ValueError: run: needs a GPU" in result.stdout
+    assert "fails" not in result.stdout
+
+
+def test_an_adapter_too_long_for_a_script_says_so(conform):
+    steps = "".join(
+        f"    tokens = tokens + 0 * {n}  # a comment ends the line\n" for n in range(20)
+    )
+    result = conform(ADAPTER.replace("    probs = logits", steps + "    probs = logits"))
+    assert "found 2 (no script of at most 20 lines: the adapter is too long)" in result.stdout
+
+
+def test_a_module_that_does_not_import_is_one_line():
+    result = CliRunner().invoke(app, ["conform", "no_such_package.adapters:TARGETS"])
+    assert result.exit_code == 1 and "no_such_package" in result.output
+    assert "Traceback" not in result.output and len(result.output.strip().splitlines()) == 1
+
+
 def test_an_unknown_target_names_what_is_allowed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["conform", "vmoee"])
