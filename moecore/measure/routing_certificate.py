@@ -18,15 +18,13 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.routing_metrics.alternative_choices import list_routers
 from moecore.measure.values import Chart, Metric, OnPage, Place, Values
+from moecore.nn import deviation_bounds
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.backbones.patch_transformer_base import PatchTransformer
-from moecore.nn.deviation_bounds import Deviation, routing_shares
 from moecore.nn.layers.lipschitz_lemma import DEFINED, frozen_double_copy
 from moecore.nn.predict import image_batches, model_device
 
-BATCH = 25  # images per pass; several balls are bounded at once
-SMALLEST_BALL = 1e-9  # of the largest; bounds in it are as good as linear
-BALLS = 8  # per image, from half the smallest radius of its tokens to the largest
+BALLS = 31  # per image and norm, from 1e-9 of the pixels' range to all of it; each twice the last
 SHORTENING = 1e-6
 GUARD = 16
 NORMS = {"linf": "ℓ∞", "l2": "ℓ2"}
@@ -77,7 +75,7 @@ class RoutingCertificate(Measurement):
         100, ge=1, description="Test images, evenly spread; the same for every method."
     )
     epsilons: tuple[Epsilon, ...] = Field(
-        (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2),
+        (1e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 1e-3),
         min_length=1,
         description="Radii, of pixels in [0, 1], at which certified tokens are counted.",
     )
@@ -113,58 +111,42 @@ class RoutingCertificate(Measurement):
         indices = evenly_spaced_indices(len(test.images), self.images)
         out.people = test.people_at(indices)
         images = np.array(test.images[indices])
-        for norm in NORMS:
-            out.piece(norm, partial(self.put_radii, subject.model, images, norm))
-        counts = out.found().curve("routing_violations", "norm").values()
-        out.put("routing_violations", float(sum(counts)))
+        out.piece("radii", partial(self.put_radii, subject.model, images))
 
-    def put_radii(self, model: Model, images: np.ndarray, norm: str, out: Values) -> None:
-        radii = certified_radii(model, images, norm)
-        out.put("routing_radius", radii.mean(dim=1), norm=norm)
-        for epsilon in self.epsilons:
-            share = (radii >= epsilon).double().mean(dim=1)
-            out.put("certified_tokens", share, **{norm: float(np.log10(epsilon))})
-        tokens = radii.nonzero()
-        tokens = tokens[evenly_spaced_indices(len(tokens), self.attacked)]
-        if len(tokens):
-            changed = attack_tokens(model, images, tokens, radii, norm, self.steps)
-            out.put("routing_violations", float(changed.sum()), norm=norm)
+    def put_radii(self, model: Model, images: np.ndarray, out: Values) -> None:
+        violations = 0
+        for norm, radii in certified_radii(model, images).items():
+            out.put("routing_radius", radii.mean(dim=1), norm=norm)
+            for epsilon in self.epsilons:
+                share = (radii >= epsilon).double().mean(dim=1)
+                out.put("certified_tokens", share, **{norm: float(np.log10(epsilon))})
+            tokens = radii.nonzero()
+            tokens = tokens[evenly_spaced_indices(len(tokens), self.attacked)]
+            if len(tokens):
+                changed = attack_tokens(model, images, tokens, radii, norm, self.steps)
+                violations += int(changed.sum())
+        out.put("routing_violations", float(violations))
 
 
 @torch.no_grad()
-def certified_radii(model: Model, images: np.ndarray, norm: str) -> Tensor:
-    """Return each token's radius (N, T), fp64, on the CPU; 0 where nothing is certified."""
+def certified_radii(model: Model, images: np.ndarray) -> dict[str, Tensor]:
+    """Return norm → each token's radius (N, T), fp64, on the CPU; 0 where nothing is certified."""
     exact: Any = frozen_double_copy(model)
     device = model_device(model)
-    radii = []
+    radii = []  # (2, B, T), of both norms
     with torch.autocast(device.type, enabled=False):
-        for stored in image_batches(images, BATCH, device):
+        batch = max(1, deviation_bounds.MAX_PIXELS // images[0].size)
+        for stored in image_batches(images, batch, device):
             pixels = exact.seen_channels(stored)
             record, exact_record = model.routing_of(pixels)[0], exact.routing_of(pixels.double())[0]
             guard = GUARD * float((record.logits - exact_record.logits).abs().amax())
-            shares = partial(routing_shares, exact, chosen=record.chosen, guard=guard)
-            radii.append(_search_radii(shares, pixels.double(), norm).cpu())
-    return torch.cat(radii)
-
-
-def _search_radii(shares: partial[Tensor], pixels: Tensor, norm: str) -> Tensor:
-    """Return proven radii (B, T) from balls of about the radii that a tiny ball suggests."""
-    diameter = pixels[0].numel() ** 0.5 if norm == "l2" else 1.0  # of the pixels' range
-
-    def read(balls: Tensor) -> tuple[Tensor, Tensor]:
-        edge = balls[..., None, None, None]
-        length = edge if norm == "l2" else edge * pixels[0].numel() ** 0.5
-        at = Deviation(pixels, edge.expand(*balls.shape, *pixels.shape[1:]), length)
-        return balls[..., None], shares(at).nan_to_num(0, posinf=torch.inf).clamp_min(0)
-
-    # Bounds grow faster than the ball, so no ball proves a larger radius than a tiny one suggests.
-    ball, share = read(pixels.new_full((1, len(pixels)), SMALLEST_BALL * diameter))
-    limits = (ball * share)[0].clamp(max=diameter)
-    highest = limits.amax(dim=1)
-    lowest = limits.where(limits > 0, highest[:, None]).amin(dim=1) / 2
-    power = torch.linspace(0, 1, BALLS).to(pixels)[:, None]
-    ball, share = read(highest ** (1 - power) * lowest**power)
-    return (ball * share.clamp(max=1)).amax(dim=0) * (1 - SHORTENING)
+            linf = torch.logspace(-9, 0, BALLS).to(pixels.double())
+            l2 = linf * pixels[0].numel() ** 0.5  # the largest balls have the pixels' range
+            at = deviation_bounds.deviation_of_pixels(pixels.double(), linf, l2)
+            shares = deviation_bounds.routing_shares(exact, at, record.chosen, guard)
+            proven = shares.nan_to_num(0, posinf=1).clamp(0, 1) * torch.cat(at.balls)[:, None, None]
+            radii.append(proven.unflatten(0, (2, -1)).amax(dim=1).cpu() * (1 - SHORTENING))
+    return dict(zip(NORMS, torch.cat(radii, dim=1), strict=True))
 
 
 def attack_tokens(

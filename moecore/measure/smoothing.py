@@ -24,7 +24,7 @@ from moecore.measure.values import Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import coupled_image_count, image_batches, model_device
 
-BATCH = 250  # draws per forward pass; draws depend on it
+BATCH = 550  # draws per forward pass, half of the default; draws depend on it
 ROUTES = ("free", "fixed")
 Radius = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 METRICS = {
