@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -13,6 +13,7 @@ from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import describe_refusal
 
 Norm = Literal["linf", "l2"]
+Radius = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 TINY = 1e-12  # as in the authors' code, for a gradient or a noise that is all zeros
 
 
@@ -83,7 +84,9 @@ def random_start(ball: Ball, generator: ImageGenerators, who: str = "apgd") -> T
 class BallAttack(Attack):
     """An attack within a ball of a norm; base of all attacks but those of other packages."""
 
-    eps: float | None = Field(None, gt=0, description="Own radius, in its norm; null: `epsilons`.")
+    eps: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="Own radius, in its norm; null: `epsilons`."
+    )
     norm: Norm = Field("linf", description="Of the ball. A section's epsilons are L∞ radii.")
 
     def radii(self, epsilons: Iterable[float]) -> tuple[float, ...]:

@@ -120,6 +120,8 @@ class Robustness(Measurement):
         if around.is_text:
             section = f"a section, but {around.data} is text"
             yield (), describe_refusal(found=section, allowed="leave it out")
+        if not any(self.epsilons):
+            yield ("epsilons",), describe_refusal(found="only 0", allowed="at least one above 0")
         if self.survivors and (reason := around.lacks("share")):
             yield ("survivors",), describe_refusal(found=f"true, but {reason}", allowed="false")
 

@@ -105,7 +105,7 @@ def _innermost_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def refuse_unexportable(folder: Path, model: Model) -> None:
+def refuse_unexportable(folder: Path, model: Model, purpose: str = "exported") -> None:
     """Raise UserError if a prediction of ``model`` depends on more than its own input."""
     why = None
     wants = frozenset() if model.moe is None else model.moe.router.wants
@@ -118,7 +118,7 @@ def refuse_unexportable(folder: Path, model: Model) -> None:
     if why is not None and model.moe is not None:
         problem = f"the router {model.moe.router.kind} {why}"
         allowed = "routers that look at one input alone"
-        raise UserError(f"{folder}: cannot be exported: {problem}; allowed: {allowed}")
+        raise UserError(f"{folder}: cannot be {purpose}: {problem}; allowed: {allowed}")
 
 
 def draw_inputs(model: Model, number: int) -> Tensor:

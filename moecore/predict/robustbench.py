@@ -47,8 +47,11 @@ def write_robustbench_entry(
     # eps: as the leaderboard writes it, such as 8/255. The first images, as RobustBench takes them.
     radius = parse_radius(eps)
     model = load_model(folder).to(tune_runtime().device)
-    refuse_unexportable(folder, model)
+    refuse_unexportable(folder, model, "entered in RobustBench, which passes images alone")
     attack = Autoattack.model_validate({"norm": NORMS[norm], "eps": radius})
+    largest = attack.largest_radius((model.image.channels, *model.image.shape))
+    if radius > largest:
+        raise UserError.at("--eps", found=eps, allowed=f"at most {largest:.4g} ({norm})")
     prepared = Prepared.open(data)
     if reason := attack.does_not_apply(model, prepared.task):
         raise UserError(f"{folder}: {reason}")

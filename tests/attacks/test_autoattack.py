@@ -516,5 +516,7 @@ def test_robustbench_takes_the_entry_and_the_model(tmp_path, monkeypatch):
     weaker, _ = theirs.run_standard_evaluation(images, torch.from_numpy(labels), batch_size=6)
     broken = logits(weaker).argmax(1) != torch.from_numpy(labels)
     assert 1 < broken.sum() <= 6 - 0.06 * float(written["autoattack_acc"])
-    refused = CliRunner().invoke(app, [*entry, "--eps", "0/255"])
-    assert refused.exit_code == 1 and "--eps: found 0/255; allowed: a number" in refused.output
+    for eps, allowed in {"0/255": "a number", "8": "at most 1 (Linf)"}.items():
+        refused = CliRunner().invoke(app, [*entry, "--eps", eps])
+        assert refused.exit_code == 1
+        assert f"--eps: found {eps}; allowed: {allowed}" in refused.output

@@ -7,7 +7,7 @@ from moecore.measure import Robustness, Routing
 from moecore.measure.corruptions import Corruptions, errors_of, errors_of_dense, relative_error
 from moecore.measure.robustness import METRICS
 from moecore.measure.trained import collect_outcome_values
-from moecore.measure.values import Found, Values
+from moecore.measure.values import Found, Value, Values
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.column import column_context
 from moecore.report.figures.charts import points_over_seeds
@@ -111,6 +111,19 @@ def test_each_epsilon_is_shown_with_the_standard_accuracy(whole):
     rows = ["Worst case", "FGSM", "PGD 10"]
     assert shown == ["dense", *rows, "vmoe", *rows, equal, "tgr", *rows, equal]
     assert {len(line.items) for line in grid.lines} == {0, len(grid.columns) - 1}
+
+
+def test_an_attack_with_a_radius_of_its_own_has_the_last_column(whole, monkeypatch):
+    at = [{"attack": "fab-0.5-l2", "epsilon": epsilon} for epsilon in (0.0, 0.5)]
+    more = {"attacked": [Value(metric="attacked", at=p, value=0.9 - p["epsilon"]) for p in at]}
+    every = Found.all
+    monkeypatch.setattr(Found, "all", lambda self, key: every(self, key) + more.get(key, []))
+    (grid,) = robust_accuracy_block(whole.phases["pretrain"]).grids
+    assert grid.columns[-2:] == ["ε = 8/255", "own ε"]
+    texts = {line.head.text: [cell.text for cell in line.items] for line in grid.lines}
+    assert {len(row) for row in texts.values()} == {0, len(grid.columns) - 1}
+    texts = texts["FAB 0.5 L2"]
+    assert (texts[0], texts[-1]) == ("90.0 %", "40.0 %") and not any(texts[1:-1])
 
 
 def test_attacks_are_named_as_by_their_authors():

@@ -36,7 +36,7 @@ from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score
 
 WORST = "worst_case"
-ACRONYMS = ("fgsm", "pgd", "apgd", "fab", "ce", "dlr", "t")
+ACRONYMS = ("fgsm", "pgd", "apgd", "fab", "ce", "dlr", "t", "l2")
 MARKS = {True: "✓ holds", False: "✗ does not hold", None: "– not judged"}
 LOOKS = {True: "verdict holds", False: "verdict differs", None: "verdict open"}
 WORST_FIRST = (False, None, True)
@@ -184,7 +184,7 @@ def draw_under_attack(phase: Phase) -> Iterator[Picture]:
             label=f"routing under {attack}",
             limits=(0.0, 1.0),
         )
-    for attack in names_of_attacks(phase, "routing_change_layer"):
+    for attack in attacks:
         yield from draw_routing_change_by_layer(phase, attack)
 
 
@@ -219,24 +219,35 @@ def robust_accuracy_block(phase: Phase) -> Block:
         if results and results[0].all("worst")
     }
     reference = next(reversed(references(phase.models)), "")
-    epsilons: list[float] = []
+    own = {  # titles of attacks with a radius of their own, which have the last column
+        attack_title(name)
+        for result, *_ in shown.values()
+        for name in set(attacks_of(result)).difference(attacks_with_curves(result))
+    }
+    last = [EMPTY] if own else []
+    worst = [value for result, *_ in shown.values() for value in result.all("worst")]
+    epsilons = dict.fromkeys(float(value.at["epsilon"]) for value in worst)
+    heads = [f"ε = {format_epsilon(epsilon)}" for epsilon in epsilons if epsilon]
     lines = []
     for method, results in shown.items():
         lines.append(TableRow(PageCell(method)))
         for title, seeds in curves_by_title(results).items():
             intervals = [charts.interval_over_seeds(values) for values in zip(*seeds, strict=True)]
-            epsilons = [float(value.at["epsilon"]) for value in seeds[0]]
             number_format = NumberFormat.of(score.form, intervals)
             cells = [
                 PageCell(number_format.value(interval.value), number_format.limits(interval))
                 for interval in intervals
             ]
+            if title in own:
+                cells[1:1] = [EMPTY] * len(heads)
+            else:
+                cells += last
             lines.append(TableRow(PageCell(title), cells))
         if score.form == "share" and method != reference and reference in shown:
             gains = gains_at_equal_clean_accuracy(results, shown[reference])
             title = f"worst case − {reference}, at equal standard accuracy"
-            lines.append(TableRow(PageCell(title), [EMPTY, *map(difference_cell, gains)]))
-    heads = [f"ε = {format_epsilon(epsilon)}" for epsilon in epsilons if epsilon]
+            lines.append(TableRow(PageCell(title), [EMPTY, *map(difference_cell, gains), *last]))
+    heads += ["own ε"] * len(last)
     grids = [page_objects.PageTable(["Attack", "Standard", *heads], lines)] if lines else []
     notes = ["Standard: without an attack, on the same images."]
     if score.form == "share":
@@ -248,7 +259,7 @@ def robust_accuracy_block(phase: Phase) -> Block:
 def curves_by_title(results: Sequence[Found]) -> dict[str, list[list[Value]]]:
     """Return title → the scores of each seed by epsilon: worst case, attacks, parts of attacks."""
     curves = {"Worst case": [result.all("worst") for result in results]}
-    for attack in attacks_with_curves(results[0]):
+    for attack in attacks_of(results[0]):
         curves[attack_title(attack)] = [scores_by_epsilon(result, attack) for result in results]
     for part in dict.fromkeys(str(value.at["part"]) for value in results[0].all("part")):
         curves[f"– {attack_title(part)}"] = [
