@@ -38,7 +38,7 @@ from moecore.nn.layers.moe import MoEFeedForward
 from moecore.pipeline import dvc
 from moecore.run.history_file import read_lines
 from moecore.study.stages import LAST_STAGES
-from moecore.training.meter import live_training_tensors, measure_peak
+from moecore.training.meter import live_training_tensors, measure_peak_memory
 from moecore.training.method import Method
 from moecore.training.runtime import tune_runtime
 
@@ -324,7 +324,7 @@ def memory_rows(scale: Scale) -> Iterator[dict]:
 
 def peak_bytes(run: Run, device: str, tensors: Iterable[Tensor]) -> int:
     """The most bytes during ``run``; tensors: that are held before it."""
-    with measure_peak(tensors, torch.device(device)) as peak:
+    with measure_peak_memory(tensors, torch.device(device)) as peak:
         run()
     return peak.size
 

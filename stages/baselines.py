@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from threadpoolctl import threadpool_limits
 
 from moecore.core.config import Config
-from moecore.core.files import KeptParts
+from moecore.core.files import ResumableParts
 from moecore.data.prepared import Prepared
 from moecore.measure.baselines import Baselines, measure_baselines
 from moecore.run.run_record import record_resumable
@@ -26,7 +26,7 @@ def baselines(phase: Phase) -> None:
     params = read_params(Params, data=phase)
     folder = Path("artifacts/data", phase)
     with record_resumable("baselines", params, [folder], phase=phase) as (run, work):
-        parts = KeptParts(work, run.inputs)
+        parts = ResumableParts(work, run.inputs)
         data = Prepared.open(folder)
         shots = params.training.get("shots")
         with threadpool_limits(1):  # the last digits do not depend on the machine's cores

@@ -6,7 +6,7 @@ from pathlib import Path
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.core.files import whole_file, write_json
+from moecore.core.files import atomic_file, write_json
 from moecore.core.safetensors_files import write_tensors
 from moecore.report.claims import evaluation
 from moecore.report.claims.evaluation import list_unasked_controls
@@ -48,7 +48,7 @@ def compare() -> None:
     refuse_changed_document(document)
     with ExitStack() as written:  # if the disk is full, the old numbers and page stay
         for name, text in render_report_files(results, evaluated).items():
-            written.enter_context(whole_file(Path("reports", name))).write_bytes(text.encode())
+            written.enter_context(atomic_file(Path("reports", name))).write_bytes(text.encode())
         write_json(ARTIFACTS / NUMBERS.name, compared)
         write_tensors(ARTIFACTS / ITEMS.name, pack_items(evaluated, compared))
 

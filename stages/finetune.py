@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from moecore.core.config import Config
-from moecore.core.files import whole_folder
+from moecore.core.files import atomic_folder
 from moecore.data.prepared import Prepared
 from moecore.measure.routing_metrics.epochs import finetuning_agreement
 from moecore.nn.predict import predict_in_batches
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run
 from moecore.study.settings import ParamsKeyTemplate, read_params
-from moecore.training.artifacts import guide_folder, save_model, save_words
+from moecore.training.artifacts import guide_folder, save_model, save_vocab
 from moecore.training.method import Method
 from moecore.training.outcome import evaluate_trained, save_model_score
 from moecore.training.phase_trainings import build_finetuning
@@ -44,9 +44,9 @@ def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) 
         _, before = predict_in_batches(model, data.test.images, batch=250)
         training.train(job, settings, seed)
         _, after = predict_in_batches(model, data.test.images, batch=250)
-        with whole_folder(target) as folder:
+        with atomic_folder(target) as folder:
             save_model(folder, model)
-            save_words(folder, data)
+            save_vocab(folder, data)
             result = evaluate_trained(model, data, settings, training.log())
             save_model_score(folder, result, data)
         settling = finetuning_agreement(before, after, data.test.people)

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from moecore.brain.prediction_table import FoldRecipe, OutOfFold, predict_out_of_fold
 from moecore.core.config import Config
-from moecore.core.files import whole_folder, write_json
+from moecore.core.files import atomic_folder, write_json
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
 from moecore.measure.calibrators.base import Calibrator
@@ -33,7 +33,7 @@ def out_of_fold(method: str, seed: int) -> None:
     item = f"out_of_fold/pretrain/{method}/{seed}"
     with record_resumable("out_of_fold", params, inputs, **named) as (run, work):
         if params.calibrator.split != "out_of_fold":
-            with whole_folder(Path("artifacts", item)) as folder:
+            with atomic_folder(Path("artifacts", item)) as folder:
                 write_json(folder / "absent.json", {"calibrator": params.calibrator.model_dump()})
             run.result(Skipped(skipped="the calibration is fitted on other predictions"))
             return

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from moecore.core.config import Config
-from moecore.core.files import whole_folder
+from moecore.core.files import atomic_folder
 from moecore.data.raw_data_changes import scan_raw_folders
 from moecore.data.sources.base import Source
 from moecore.run.inputs import read_stage_inputs
@@ -28,7 +28,7 @@ def prepare(name: str) -> None:
     with record_run("prepare", params, phase=name, inputs=inputs) as run:
         if folders := scan_raw_folders(params.data):  # before they are read
             run.table("raw", [folder._asdict() for folder in folders])
-        with whole_folder(target) as folder:
+        with atomic_folder(target) as folder:
             card = params.data.write(folder)
         run.dataset(card)
         run.table("counts", [{"split": name, **counts} for name, counts in card["counts"].items()])

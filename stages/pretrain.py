@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Annotated
 
 from moecore.core.config import Config
-from moecore.core.files import whole_folder
+from moecore.core.files import atomic_folder
 from moecore.data.prepared import Prepared
 from moecore.measure.routing_metrics.epochs import EpochWatch
 from moecore.nn.backbones.base_model import Backbone
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run
 from moecore.study.settings import ParamsKeyTemplate, read_params
-from moecore.training.artifacts import GUIDE, save_guide, save_model, save_words
+from moecore.training.artifacts import GUIDE, save_guide, save_model, save_vocab
 from moecore.training.method import Method
 from moecore.training.outcome import evaluate_trained, save_model_score
 from moecore.training.phase_trainings import build_pretraining
@@ -41,9 +41,9 @@ def pretrain(method: str, seed: int) -> None:
         model = job.complete_model
         watch = EpochWatch(training.work, model, data, names, settings.epochs, seed)
         training.train(job, settings, seed, watch.look)
-        with whole_folder(target) as folder:
+        with atomic_folder(target) as folder:
             save_model(folder, model)
-            save_words(folder, data)
+            save_vocab(folder, data)
             # A model that routes by its teacher already contains it.
             if params.method.joint and job.guide is not None and model is job.model:
                 save_guide(folder / GUIDE, job.guide)

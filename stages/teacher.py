@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 
 from moecore.core.config import Config
-from moecore.core.files import whole_folder, write_json
+from moecore.core.files import atomic_folder, write_json
 from moecore.core.streams import derived_seed
-from moecore.data.loader import drawn_training_images
+from moecore.data.loader import draw_few_shot_subset
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
 from moecore.nn.backbones.base_model import ImageSpec
@@ -35,7 +35,7 @@ def teacher(seed: int) -> None:
     trains = settings.training is not None
     with training_run("teacher", params, first, [], None, seed, trains) as training:
         if isinstance(settings, NoTeacher):
-            with whole_folder(target) as folder:
+            with atomic_folder(target) as folder:
                 write_json(folder / "absent.json", {"teacher": settings.kind})
             training.run.result(Skipped(skipped=f"teacher.kind is {settings.kind}"))
             return
@@ -45,12 +45,12 @@ def teacher(seed: int) -> None:
         result: Skipped | Outcome = Skipped(skipped=f"{settings.kind}: it was trained elsewhere")
         if settings.training is not None:
             objective = Objective((), settings.training.label_smoothing)
-            subset = drawn_training_images(data, settings.training.shots, seed)
+            subset = draw_few_shot_subset(data, settings.training.shots, seed)
             device = training.runtime.device
             job = build_training_job(model, data, objective, device, subset=subset)
             training.train(job, settings.training, teacher_seed)
             result = evaluate_trained(model, data, settings.training, training.log())
-        with whole_folder(target) as folder:
+        with atomic_folder(target) as folder:
             save_model(folder, model)
         training.run.result(result)
         training.run.model(target)

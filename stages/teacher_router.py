@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 from moecore.core.config import Config
-from moecore.core.files import whole_folder
+from moecore.core.files import atomic_folder
 from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
@@ -50,7 +50,7 @@ def teacher_router(method: str, seed: int) -> None:
                 name = f"routers {method} {seed}"
                 points = iterate_router_fit(guide, data, params.method.teacher_router, fit, seed)
                 result = FinalRouterLosses(**log_points_with_progress(points, fit.steps, name, run))
-        with whole_folder(target) as folder:
+        with atomic_folder(target) as folder:
             save_no_guide(folder) if guide is None else save_guide(folder, guide)
         run.result(result)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from moecore.core.config import Config
-from moecore.core.files import KeptParts
+from moecore.core.files import ResumableParts
 from moecore.data.prepared import Prepared
 from moecore.measure.transfer import Transfer, measure
 from moecore.run.run_record import record_resumable, report_progress
@@ -29,7 +29,7 @@ def transfer(phase: Phase, seed: int) -> None:
         record_resumable("transfer", params, inputs, phase=phase, seed=seed) as (run, work),
         report_progress(f"transfer {phase} seed {seed}", len(folders) ** 2) as bar,
     ):
-        parts = KeptParts(work, run.inputs)
+        parts = ResumableParts(work, run.inputs)
         data = Prepared.open(inputs[0])
         device = tune_runtime(work=work).device
         models = {name: load_model(folder).to(device) for name, folder in folders.items()}

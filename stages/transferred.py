@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, whole_folder
+from moecore.core.files import UserError, atomic_folder
 from moecore.core.safetensors_files import write_tensors
 from moecore.data.prepared import Prepared
 from moecore.measure.base import MeasuredModel
@@ -37,7 +37,7 @@ def transferred(phase: Phase, method: str, seed: int) -> None:
         target = target_on_drawn_images(subject, params.robustness)
         epsilons = params.robustness.epsilons
         images = {str(epsilon): target.attacked(attack, epsilon) for epsilon in epsilons}
-        with whole_folder(Path("artifacts/transferred", item)) as folder:
+        with atomic_folder(Path("artifacts/transferred", item)) as folder:
             write_tensors(folder / TRANSFERRED, images)
         run.result(Found(values=(), facts={"attack": attack.name, "images": len(target.labels)}))
 

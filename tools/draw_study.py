@@ -16,7 +16,7 @@ from PIL import Image
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from moecore.core.config import KIND, Part, find_class, is_family_base, list_own_names
+from moecore.core.config import KIND, Part, builtin_kinds, find_class, is_family_base
 from moecore.data.views.views import ViewSettings
 from moecore.measure.base import builtin_measurements
 from moecore.measure.calibrators.base import Calibrator
@@ -102,7 +102,7 @@ class SettingsDrawer:
 
     def draw_part(self, family: type[BaseModel], /, **fixed: Any) -> dict[str, Any]:
         """Return settings of some part of a family; fixed: those that are not drawn."""
-        kind = self.random.choice(self.kinds.get(family) or list_own_names(family))
+        kind = self.random.choice(self.kinds.get(family) or builtin_kinds(family))
         return self.draw_settings(find_class(family, kind), **fixed)
 
     def draw_settings(self, model: type[BaseModel], /, **fixed: Any) -> dict[str, Any]:
@@ -253,7 +253,7 @@ class StudyDrawer(SettingsDrawer):
         self.world = WORLDS[self.name]
         self.kinds = {
             Calibrator: self.world.calibrators,
-            Router: [kind for kind in list_own_names(Router) if kind != "folded"],
+            Router: [kind for kind in builtin_kinds(Router) if kind != "folded"],
         }
 
     def draw_study(self) -> dict[str, Any]:

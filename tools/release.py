@@ -19,7 +19,7 @@ from typing import Any
 
 from dvc.repo import Repo
 
-from moecore.core.files import UserError, file_checksum, read_json, whole_file, write_whole
+from moecore.core.files import UserError, atomic_file, file_checksum, read_json, write_whole
 from moecore.pipeline.plan import list_stale_stages
 from moecore.pipeline.pull import MODEL_CARDS, REMOTE, archive_name
 
@@ -37,7 +37,7 @@ def pack_run(folder: Path, out: Path) -> Path:
             raise UserError.at(folder, found=problem, allowed=NEVER_RUN)
         with Repo(config={"remote": {"release": {"url": scratch}}}) as repo:
             repo.push(remote="release")
-        with whole_file(target) as temporary, tarfile.open(temporary, "w") as archive:
+        with atomic_file(target) as temporary, tarfile.open(temporary, "w") as archive:
             for pattern in FILES:
                 for path in sorted(Path().glob(pattern)):
                     archive.add(path)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from moecore.core.config import Config
-from moecore.core.files import whole_folder
-from moecore.data.loader import drawn_training_images
+from moecore.core.files import atomic_folder
+from moecore.data.loader import draw_few_shot_subset
 from moecore.data.prepared import Prepared
 from moecore.data.sources.base import Source
 from moecore.measure.baselines import Baselines, measure_baselines
@@ -62,7 +62,7 @@ def prepare(source: Source, work: Path) -> Prepared:
     """Return the prepared data of ``source``, written to ``work`` when they are new."""
     folder = work / digest(source.model_dump(mode="json"))
     if not folder.exists():
-        with whole_folder(folder) as new:
+        with atomic_folder(folder) as new:
             source.write(new)
     return Prepared.open(folder)
 
@@ -79,7 +79,7 @@ def train(recipe: Recipe, seed: int, work: Path, start: Path | None, target: Pat
     else:
         model = load_adapted_model(start, image, None)
         model.begin_finetuning()
-    subset = drawn_training_images(data, settings.shots, seed)
+    subset = draw_few_shot_subset(data, settings.shots, seed)
     objective = Objective((), settings.label_smoothing)
     job = build_training_job(model, data, objective, "cpu", subset=subset)
     began = time.process_time()
@@ -89,7 +89,7 @@ def train(recipe: Recipe, seed: int, work: Path, start: Path | None, target: Pat
         if name in metrics.values:
             scores.append(metrics.values[name])
     seconds = time.process_time() - began
-    with whole_folder(target) as folder:
+    with atomic_folder(target) as folder:
         save_model(folder, model)
     return {
         "validation": round(100 * scores[-1], 2),

@@ -8,7 +8,7 @@ from moecore.brain import age_measurement, prediction_table
 from moecore.brain.age_errors import AgeErrors, DiagnosisGap
 from moecore.brain.age_measurement import AgeResult, Ages, fit_age_line
 from moecore.brain.tissue_ridge import measure_tissue_ridge
-from moecore.core.files import to_jsonable, whole_folder, write_sealed, write_whole
+from moecore.core.files import atomic_folder, to_jsonable, write_checksummed, write_whole
 from moecore.data.prepared import SPLITS
 from moecore.measure.base import MeasuredModel
 from moecore.measure.calibration import ModelCalibration
@@ -58,10 +58,10 @@ def write_calibration_folder(
         rows += prediction_table.prediction_rows(
             ages.subjects[split], split, corrected, result.interval.radius, flags
         )
-    with whole_folder(folder) as target:
+    with atomic_folder(folder) as target:
         if line.fitted:
-            write_sealed(target / "calibrator.json", line.fitted.model_dump(mode="json"))
-        write_sealed(target / "reference.json", to_jsonable(reference))
+            write_checksummed(target / "calibrator.json", line.fitted.model_dump(mode="json"))
+        write_checksummed(target / "reference.json", to_jsonable(reference))
         prediction_table.write_predictions(target / "predictions.csv", rows)
         write_whole(target / "MODEL_CARD.md", render_model_card(ages.data.card, result, item))
 

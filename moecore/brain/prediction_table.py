@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from moecore.core.arrays_as_text import spreadsheet_cell
+from moecore.core.arrays_as_text import escape_spreadsheet_formula
 from moecore.core.config import Config
-from moecore.core.files import UserError, whole_folder, write_csv
+from moecore.core.files import UserError, atomic_folder, write_csv
 from moecore.data.prepared import Prepared
 from moecore.measure.calibrators.base import FittedCalibrator
 from moecore.nn.backbones.base_model import Backbone, ImageSpec
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import Estimate
-from moecore.training.artifacts import Checkpoint, Inputs
+from moecore.training.artifacts import Checkpoint, TrainingInputs
 from moecore.training.job import Objective, TrainingJob, build_training_job
 from moecore.training.loop import Metrics, iterate_training, total_steps
 from moecore.training.method import Method
@@ -235,7 +235,7 @@ def write_predictions(
         columns.append("error")
         lines = [[*line, ""] for line in lines]
         lines += [[*(subject.get(name, "") for name in COLUMNS), why] for subject, why in left_out]
-        lines = [[spreadsheet_cell(cell) for cell in line] for line in lines]
+        lines = [[escape_spreadsheet_formula(cell) for cell in line] for line in lines]
     write_csv(path, [columns, *lines])
 
 
@@ -289,7 +289,7 @@ def predict_out_of_fold(
     out: Path,  # the written folder
     follow: Follow,  # runs the training of a fold
     log: Log,  # receives the MAE of each fold
-    inputs: Inputs | None = None,
+    inputs: TrainingInputs | None = None,
 ) -> OutOfFoldResult:
     """Train one model per fold without its volumes, predict them, and write predictions.csv."""
     if recipe.method.guided or recipe.method.upcycle:
@@ -316,7 +316,7 @@ def predict_out_of_fold(
         log(number, {"mae": float(np.abs(predicted[held_out] - ages[held_out]).mean())})
     flags = [[f"fold {number}"] for number in fold]
     rows = prediction_rows(subjects, "train", correct_ages(predicted, [], None), None, flags)
-    with whole_folder(out) as folder:
+    with atomic_folder(out) as folder:
         write_predictions(folder / "predictions.csv", rows)
     return OutOfFoldResult(mae=float(np.abs(predicted - ages).mean()))
 

@@ -1,4 +1,4 @@
-"""Arrays as short texts in JSON, and texts as cells of spreadsheets."""
+"""Encode arrays as short texts for JSON, and escape formulas in cells of CSV files."""
 
 import base64
 import re
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 
-def spreadsheet_cell(value: Any) -> Any:
+def escape_spreadsheet_formula(value: Any) -> Any:
     """Return the value for a cell of a CSV; a text that would run as a formula gets a leading '."""
     if not isinstance(value, str) or value[:1] not in ("=", "+", "-", "@", "\t", "\r"):
         return value
@@ -23,16 +23,16 @@ def encode_concatenated_arrays(*arrays: np.ndarray) -> str:
 
 
 def decode_compressed_text(text: str) -> bytes:
-    """Return the bytes of the arrays in a text of ``encode_concatenated_arrays``."""
+    """Return the bytes that ``encode_concatenated_arrays`` encoded as ``text``."""
     return zlib.decompress(base64.b64decode(text))
 
 
-def pack_numbers(values: np.ndarray) -> str:
-    """Encode numbers (N,) as ``mean:largest:deviations``, with the exact mean."""
+def encode_rounded(values: np.ndarray) -> str:
+    """Encode numbers (N,) as a text with the exact mean and deviations of about three digits."""
     # Deviations from the mean are float16 shares of the largest, so they keep three digits.
     values = np.asarray(values, np.float64)
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all():
-        raise ValueError(f"pack_numbers: shape {values.shape}; (N ≥ 1,) finite numbers are needed")
+        raise ValueError(f"encode_rounded: shape {values.shape}; needs (N ≥ 1,) finite numbers")
     mean = float(values.mean())
     apart = values - mean
     largest = float(np.abs(apart).max()) or 1.0
@@ -45,7 +45,7 @@ def encode_exact(values: np.ndarray) -> str:
 
 
 def decode_float_array(text: str) -> np.ndarray:
-    """Return the fp64 numbers (N,) that ``pack_numbers`` or ``encode_exact`` encoded."""
+    """Return the fp64 numbers (N,) in a text of ``encode_rounded`` or ``encode_exact``."""
     if ":" not in text:
         return np.frombuffer(decode_compressed_text(text), "<f8")
     mean, largest, rest = text.split(":")

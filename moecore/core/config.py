@@ -1,4 +1,4 @@
-"""Settings: the base of every configuration object, its surroundings, and families of parts.
+"""The base class of all settings, their validation, and families of interchangeable parts.
 
 A family is a base class and its folder. ``kind: noisy_top_k`` in params.yaml names class NoisyTopK
 in that folder's noisy_top_k.py; ``kind: my_lab.cosine`` names class Cosine of module my_lab.cosine,
@@ -35,7 +35,7 @@ Misfits = Iterator[tuple[tuple, str]]  # keys below the settings, and a message
 
 
 class Surroundings(NamedTuple):
-    """The method, model and data of a part; None, (), {} and "" mean nothing, or not known yet."""
+    """The method, model and data around a part; None, (), {} and "" mean absent or unknown."""
 
     # of a method, or of its text tower
     router: Any = None  # the nearest Router that contains the part, or of the same method
@@ -62,7 +62,7 @@ class Surroundings(NamedTuple):
 
     @property
     def task(self) -> Any:
-        """Return the class of the task that the labels belong to; None without data."""
+        """Return the task class of the data's labels; None without data."""
         return None if self.source is None else self.source.labels_task
 
     @property
@@ -76,13 +76,13 @@ class Surroundings(NamedTuple):
         return self.preview is not None and bool(self.preview.truth)
 
     def lacks(self, what: str) -> str | None:
-        """Return why the labels do not allow ``what`` (see ``Task.needs_classes``), or None."""
+        """Return the reason why the labels do not allow ``what``, or None if they do."""
         if self.source is None:
             return None
         return self.task.needs_classes(what)
 
 
-def changed_settings(settings: Any, names: Iterable[str], why: str, allowed: str) -> Misfits:
+def list_idle_settings(settings: Any, names: Iterable[str], why: str, allowed: str) -> Misfits:
     # why: the reason that it has no effect. allowed: what would give it one.
     for name in names:
         value = getattr(settings, name)
@@ -115,7 +115,7 @@ class Config(BaseModel):
         yield from ()
 
     def remarks(self) -> Misfits:
-        """Yield (key below these settings, note) to be printed by ``moecore check``; no errors."""
+        """Yield (key below these settings, note) for notes that ``moecore check`` prints."""
         yield from ()
 
     def surround(self, around: Surroundings) -> Surroundings:
@@ -133,7 +133,7 @@ AnySettings = TypeVar("AnySettings", bound=Config)
 def replace_and_validate(
     section: str, settings: AnySettings, changes: Mapping[str, Any], family: Any = None
 ) -> AnySettings:
-    """Return settings with ``changes``, validated; UserError names ``section`` and the key."""
+    """Return a validated copy of settings with ``changes``; UserError names ``section`` and key."""
     # family: of the new part if ``kind`` changes; fields that it lacks are dropped.
     values = settings.model_dump()
     if family is not None and "kind" in changes:
@@ -161,7 +161,7 @@ def validate_again(settings: AnySettings, key: str) -> AnySettings:
 
 
 def read_json_settings(path: Path, kind: type[AnySettings], what: str) -> AnySettings:
-    """Return the settings in a JSON file; UserError if it holds no valid ``what``."""
+    """Read settings of class ``kind`` from a JSON file; ``what`` names them in the UserError."""
     try:
         return kind.model_validate(read_json(path))
     except ValidationError as error:
@@ -215,12 +215,12 @@ class Part(Config):
 
 
 def is_family_base(cls: type) -> bool:
-    """Return whether ``cls`` is a family's base: a field of this type may be any of its parts."""
+    """Return whether ``cls`` is the base class of a family, such as ``Router``."""
     return issubclass(cls, Part) and cls.family is cls
 
 
 def find_class(family: type[AnySettings], name: str) -> type[AnySettings]:
-    """Return the class of kind ``name``; KeyError if unknown, ValueError for a bad outside part."""
+    """Return a family's class of kind ``name``; KeyError if unknown, ValueError if import fails."""
     if source_layout.DOTTED_NAME.fullmatch(name):
         return _outside_class(family, name)
     if part := _own_class(family, name):
@@ -228,8 +228,8 @@ def find_class(family: type[AnySettings], name: str) -> type[AnySettings]:
     raise KeyError(name)
 
 
-def list_own_names(family: type[Config]) -> list[str]:
-    """Return the kinds of built-in parts, sorted, from the files in the family's folder."""
+def builtin_kinds(family: type[Config]) -> list[str]:
+    """Return the sorted kinds of a family's parts in moecore, from its folder's file names."""
     stems = sorted(file.stem for file in _folder(family).glob("*.py"))
     return [stem for stem in stems if _own_class(family, stem)]
 
@@ -237,9 +237,9 @@ def list_own_names(family: type[Config]) -> list[str]:
 def part_classes_by_kind(
     family: type[AnySettings], imports: bool = False
 ) -> dict[str, type[AnySettings]]:
-    """Return kind → class of a family's parts: built-in parts, then parts of allowed packages."""
+    """Return a family's classes by kind: moecore's parts, then parts of allowed packages."""
     # imports: also import parts that are not loaded yet; ValueError if one is invalid.
-    named = {name: find_class(family, name) for name in list_own_names(family)}
+    named = {name: find_class(family, name) for name in builtin_kinds(family)}
     for name in source_layout.list_allowed_modules(lambda file: bool(_class_lines(file))):
         if not imports and name not in sys.modules:
             continue
@@ -250,7 +250,7 @@ def part_classes_by_kind(
 
 
 def collect_constants_named(package: str, name: str) -> list[Any]:
-    """Return the values of constant ``name`` in modules of ``package``, then in outside modules."""
+    """Return the values of constant ``name`` in all modules of ``package`` and allowed packages."""
 
     def defines(file: Path) -> bool:
         return f"\n{name} = " in file.read_text(encoding="utf-8")
@@ -263,8 +263,8 @@ def collect_constants_named(package: str, name: str) -> list[Any]:
     return [getattr(module, name) for module in modules]
 
 
-def offer_classes(package: str, base: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a public package, which import on first use."""
+def lazy_classes(package: str, base: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` of a package that imports classes on first use."""
     # base: ``module:name`` of the family's base class.
     module, _, base_name = base.partition(":")
 
@@ -283,7 +283,7 @@ def offer_classes(package: str, base: str) -> tuple[Callable[[str], Any], Callab
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def list_class_names() -> list[str]:
-        parts = map(_class_name, list_own_names(load_family()))
+        parts = map(_class_name, builtin_kinds(load_family()))
         return sorted([base_name, *parts, *_settings_inside_parts(load_family())])
 
     return find_by_class_name, list_class_names
@@ -298,9 +298,9 @@ def settings_classes_in(annotation: Any) -> Iterator[type[Config]]:
 
 
 def _settings_inside_parts(family: type[Config]) -> dict[str, type[Config]]:
-    """Return name → class of settings that fields of a family's parts have and that are no part."""
+    """Return name → class of settings that are fields of a family's parts but no parts."""
     inside: dict[str, type[Config]] = {}
-    owners = [find_class(family, name) for name in list_own_names(family)]
+    owners = [find_class(family, name) for name in builtin_kinds(family)]
     for owner in owners:  # which grows
         for field in owner.model_fields.values():
             for settings in settings_classes_in(field.annotation):
@@ -344,14 +344,14 @@ def _outside_class(family: type[AnySettings], name: str) -> type[AnySettings]:
 
 
 def check_settings(key: str, value: Any, family: type[Part], example: str) -> None:
-    """Raise UserError unless ``value`` is settings of a family: no class, name or mapping."""
+    """Raise UserError unless ``value`` is an instance of ``family``; ``example`` shows one."""
     if not isinstance(value, family):
         text = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
         raise UserError.at(key, found=text, allowed=f"settings, such as {example}")
 
 
 def _validate_part(family: type[Part], value: Any, info: pydantic.ValidationInfo) -> Part:
-    """Return the part that a value describes, with errors as from a union of pydantic."""
+    """Return the part that a value describes; errors have the form of a pydantic union's."""
     if isinstance(value, family):
         return value
     if isinstance(value, type | Config):  # written in Python, not read from a file
@@ -365,7 +365,7 @@ def _validate_part(family: type[Part], value: Any, info: pydantic.ValidationInfo
     try:
         part = find_class(family, str(value[KIND]))
     except KeyError:
-        context = {"tag": str(value[KIND]), "kinds": ", ".join(list_own_names(family))}
+        context = {"tag": str(value[KIND]), "kinds": ", ".join(builtin_kinds(family))}
         text = "found kind: {tag}; allowed: {kinds}, or package.module of a listed package"
         raise PydanticCustomError(UNKNOWN_KIND, text, context) from None
     if info.mode == "json":  # strict, except that a list may fill a tuple
@@ -389,7 +389,7 @@ def _folder(family: type[Config]) -> Path:
 
 
 def _class_name(name: str) -> str:
-    """Return NoisyTopK for ``my_lab.noisy_top_k``."""
+    """Return the class name of a kind: NoisyTopK for ``my_lab.noisy_top_k``."""
     return "".join(word.capitalize() for word in name.rpartition(".")[2].split("_"))
 
 

@@ -1,4 +1,4 @@
-"""Files: atomic writes, results that survive a kill, safe paths; errors that a user can fix."""
+"""Write files atomically, store results that survive a kill, find raw data; user errors."""
 
 import csv
 import ctypes
@@ -27,7 +27,7 @@ MENDABLE = {
     *(errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ELOOP, errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
 }
-SEAL = "content_sha256"  # the last key that ``write_sealed`` writes
+SEAL = "content_sha256"  # the last key that ``write_checksummed`` writes
 
 
 def describe_refusal(*, found: object, allowed: object) -> str:
@@ -35,21 +35,21 @@ def describe_refusal(*, found: object, allowed: object) -> str:
 
 
 class UserError(Exception):
-    """A problem that the user can fix; its text is the whole message. Stages exit with 1."""
+    """An error that the user can fix; stages print its message, one line, and exit with 1."""
 
     @classmethod
     def at(cls, place: object, *, found: object, allowed: object) -> Self:
-        """Return the error ``place: found …; allowed: …``; the place is a key or a file."""
+        """Return the error ``place: found …; allowed: …``; ``place`` is a key or a file."""
         return cls(f"{place}: {describe_refusal(found=found, allowed=allowed)}")
 
 
 class UnusableFile(UserError):
-    """Error for a file that the system does not let this process read or write."""
+    """Error for a file that the operating system does not let this process read or write."""
 
 
 @contextmanager
-def whole_file(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path to write to; it replaces ``path`` on success only."""
+def atomic_file(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path; the file written there replaces ``path`` if the block succeeds."""
     with _replace_when_done(Path(path)) as temporary:
         yield temporary
         with open(temporary, "rb") as handle:
@@ -57,8 +57,8 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_folder(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary folder to write to; it replaces the folder ``path`` on success only."""
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary folder, which replaces the folder ``path`` if the block succeeds."""
     with _replace_when_done(Path(path)) as temporary:
         _remove_path(temporary)
         temporary.mkdir()
@@ -85,7 +85,7 @@ def _replace_when_done(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def explain_file_errors(path: Path | None = None) -> Iterator[None]:
-    """Raise UnusableFile, with the system's message, for file errors that a user can fix."""
+    """Raise UnusableFile instead of an OSError in the block that a user can fix (disk full, …)."""
     # path: the file that the block reads or writes, for errors that name no file.
     try:
         yield
@@ -134,7 +134,7 @@ def _remove_path(path: Path) -> None:
 
 
 def to_jsonable(value: Any) -> Any:
-    """Return settings, arrays, tensors and paths as types of JSON; non-finite numbers are null."""
+    """Convert settings, arrays, tensors and paths to JSON types; non-finite numbers become None."""
     if hasattr(value, "model_dump"):  # pydantic is not imported here: it takes time
         return to_jsonable(value.model_dump(mode="json"))
     if hasattr(value, "_asdict"):
@@ -153,7 +153,7 @@ def to_jsonable(value: Any) -> Any:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write ``value`` as indented JSON, atomically; NaN is refused, as JSON has none."""
+    """Write ``value`` as indented JSON, atomically; ValueError for NaN, which JSON lacks."""
     write_whole(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
@@ -164,24 +164,24 @@ def write_csv(path: str | Path, rows: Iterable[Iterable[Any]]) -> None:
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write bytes, or a text as UTF-8, atomically."""
+    """Write bytes, or a text as UTF-8, to a file atomically."""
     if isinstance(content, str):
         content = content.encode()
-    with whole_file(path) as temporary:
+    with atomic_file(path) as temporary:
         temporary.write_bytes(content)
 
 
-def write_sealed(path: str | Path, value: Mapping[str, Any]) -> None:
-    """Write JSON with a checksum of its content, which ``read_json`` verifies."""
-    write_json(path, sealed_object(value))
+def write_checksummed(path: str | Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object with a checksum of its content, which ``read_json`` verifies."""
+    write_json(path, add_checksum(value))
 
 
-def sealed_object(value: Mapping[str, Any]) -> dict[str, Any]:
+def add_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
     return {**value, SEAL: _content_seal(value)}
 
 
-def verify_and_remove_seal(value: Any) -> bool:
-    """Remove the checksum (seal) from ``value``; return whether it was there and is correct."""
+def verify_and_remove_checksum(value: Any) -> bool:
+    """Remove the checksum from ``value``, in place; return whether it existed and was correct."""
     seal = value.pop(SEAL, None) if isinstance(value, dict) else None
     return seal is not None and seal == _content_seal(value)
 
@@ -192,12 +192,12 @@ def _content_seal(value: Any) -> str:
 
 
 def read_json(path: str | Path, sealed: bool = False) -> Any:
-    """Return a file's JSON without its checksum, which ``sealed`` requires; UserError if wrong."""
+    """Return a file's JSON after verifying its checksum, which must exist if ``sealed``."""
     again = "delete it and run `dvc repro` again"
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
         has_seal = isinstance(value, dict) and SEAL in value
-        is_intact = has_seal and verify_and_remove_seal(value)
+        is_intact = has_seal and verify_and_remove_checksum(value)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; the stage that writes it has not run") from None
     except OSError as error:
@@ -213,7 +213,7 @@ def read_json(path: str | Path, sealed: bool = False) -> Any:
 
 
 def append_line(path: Path, line: str, sync: bool = False) -> None:
-    """Append a line to a file; sync: it is on the disk before this returns."""
+    """Append a line to a file; with ``sync``, wait until it is on the disk."""
     # A kill or a full disk may leave an incomplete last line. Readers stop before it, and a resumed
     # stage removes it first.
     try:
@@ -227,8 +227,8 @@ def append_line(path: Path, line: str, sync: bool = False) -> None:
         raise UserError(f"{path}: could not be written, {reason}") from error
 
 
-def whole_lines(content: bytes, is_whole: Callable[[Any], bool]) -> Iterator[tuple[bytes, Any]]:
-    """Yield (line, its JSON value) up to the first line cut off, not JSON, or not ``is_whole``."""
+def intact_lines(content: bytes, is_whole: Callable[[Any], bool]) -> Iterator[tuple[bytes, Any]]:
+    """Yield (line, JSON value) up to the first line that is incomplete or not ``is_whole``."""
     for line in content.splitlines(keepends=True):
         try:
             value = json.loads(line)
@@ -239,11 +239,11 @@ def whole_lines(content: bytes, is_whole: Callable[[Any], bool]) -> Iterator[tup
         yield line, value
 
 
-class KeptParts:
-    """Results of a stage by name, in ``folder``/kept.jsonl, with which a killed stage resumes."""
+class ResumableParts:
+    """A stage's named results, stored in ``folder``/kept.jsonl, so that a killed stage resumes."""
 
     def __init__(self, folder: Path, inputs: Any = None) -> None:
-        """Read the intact stored parts; inputs: the stage's, refused if edited during the stage."""
+        """Read stored results; before each store, ``inputs`` raises UserError if it was edited."""
         self.folder = Path(folder)
         self.inputs = inputs
         self.path = self.folder / "kept.jsonl"
@@ -254,23 +254,23 @@ class KeptParts:
             why = (error.strerror or str(error)).lower()
             mend = "remove it, and the stage starts again"
             raise UserError(f"{self.path}: cannot be read, {why}; {mend}") from error
-        lines = list(whole_lines(content, verify_and_remove_seal))
+        lines = list(intact_lines(content, verify_and_remove_checksum))
         self.parts: dict[str, Any] = {part["key"]: part["part"] for _, part in lines}
         intact = b"".join(line for line, _ in lines)
         if intact != content:
             write_whole(self.path, intact)
 
     def attach_progress_bar(self, bar: Any) -> None:
-        """Update ``bar``, with the number of stored parts, after every part from now on."""
+        """Show the number of stored results in ``bar``, now and after every further result."""
         self.bar = bar
 
     def part(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Return the value stored under ``name``, else compute and store it; as read from JSON."""
+        """Return the stored result ``name``, or compute and store it; types are those of JSON."""
         if name not in self.parts:
             part = compute()
             if self.inputs is not None:
                 self.inputs.refuse_edited_code()
-            line = json.dumps(sealed_object({"key": name, "part": part})) + "\n"
+            line = json.dumps(add_checksum({"key": name, "part": part})) + "\n"
             append_line(self.path, line, sync=True)
             if self.inputs is not None:
                 self.inputs.refuse_edited_settings()
@@ -286,7 +286,7 @@ def file_checksum(path: str | Path, algorithm: str = "sha256") -> str:
 
 
 def join_below_root(root: Path, name: str | Path) -> Path:
-    """Return ``root / name``, checked to be below ``root`` after following links; not opened."""
+    """Return ``root / name``; UserError if it lies outside ``root`` after following links."""
     # A Path that begins with ``root`` is not joined again; a str always is.
     if isinstance(name, Path) and name.is_relative_to(root):
         name = str(name.relative_to(root))
@@ -316,8 +316,8 @@ def outermost_dvc_project() -> Path | None:
     return above[-1] if above else home
 
 
-def candidate_folders(root: str | tuple[str, ...]) -> list[Path]:
-    """Return the paths ``root`` (one or several) here, and in the repository in which DVC runs."""
+def raw_data_folders(root: str | tuple[str, ...]) -> list[Path]:
+    """Return the possible folders of raw data: each ``root`` here and in the outermost project."""
     roots = (root,) if isinstance(root, str) else root
     home = outermost_dvc_project()
     candidates: dict[Path, None] = {}  # an absolute path is the same in both folders
@@ -328,7 +328,7 @@ def candidate_folders(root: str | tuple[str, ...]) -> list[Path]:
 
 def find_raw_folder(root: str | tuple[str, ...], what: str) -> Path:
     """Return the first existing candidate for ``root``; if none, a UserError asks for ``what``."""
-    folders = candidate_folders(root)
+    folders = raw_data_folders(root)
     if folder := next((path for path in folders if path.is_dir()), None):
         return folder
     listed = " and ".join(map(str, folders))
@@ -336,7 +336,7 @@ def find_raw_folder(root: str | tuple[str, ...], what: str) -> Path:
 
 
 def find_raw_file(name: str) -> Path:
-    return next((path for path in candidate_folders(name) if path.is_file()), Path(name))
+    return next((path for path in raw_data_folders(name) if path.is_file()), Path(name))
 
 
 def find_teacher_checkpoint(name: str) -> Path:

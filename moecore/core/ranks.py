@@ -44,7 +44,7 @@ class Ranks(NamedTuple):
         return self.rank == 0
 
     def rows(self, batch: int) -> Tensor | None:
-        """Return this rank's batch indices (b,) int64, None with one rank; UserError if uneven."""
+        """Return this rank's indices (b,) in a batch; None with one rank, UserError if uneven."""
         if self.size == 1:
             return None
         if batch % self.size:
@@ -66,7 +66,7 @@ def current_ranks() -> Ranks:
 
 
 def join_ranks() -> None:
-    """Join the process group of the launcher's environment; does nothing without a launcher."""
+    """Join the process group that the environment names; do nothing without a launcher."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size <= 1 or "RANK" not in os.environ or has_process_group():
         return
@@ -108,14 +108,14 @@ def _find_store(patience: timedelta) -> distributed.Store:
 
 
 class _MeetingPlace:
-    """The store where the ranks met, with shared counters, and the watch of this rank."""
+    """The store through which ranks share counters, and this rank's watch thread."""
 
     store: distributed.Store | None = None
     watch: "RankWatch | None" = None
 
 
 def print_failure_once(text: str) -> None:
-    """Print ``text`` to stderr on the first rank that fails; other failing ranks wait for it."""
+    """Print an error to stderr once, on the first rank that fails, and let other ranks wait."""
     # Ranks that are not connected yet connect for this; if they cannot in ten seconds, each prints.
     try:
         store = _MeetingPlace.store or _find_store(FAILURE_PATIENCE)
@@ -137,7 +137,7 @@ def print_failure_once(text: str) -> None:
 
 
 def check_equal_across_ranks(what: str, text: str) -> None:
-    """Raise UserError, naming ``what``, on every rank unless ``text`` is equal on all of them."""
+    """Raise UserError, naming ``what``, on every rank if ``text`` differs between ranks."""
     if not has_process_group():
         return
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
@@ -174,7 +174,7 @@ def exit_other_ranks() -> None:
 
 
 def total_over_ranks(values: Tensor) -> Tensor:
-    """Return the sum of ``values`` over ranks, with gradient, for losses that are not linear."""
+    """Return the sum of ``values`` over all ranks, with gradient."""
     # Every rank then has the same loss. Gradients are multiplied by the number of ranks, which the
     # mean over all ranks' gradients cancels.
     return _AllReduce.apply(values) if has_process_group() else values
@@ -207,7 +207,7 @@ def all_gather_rows(rows: Tensor) -> Tensor:
 
 
 def total_over_shards(part: Tensor, of: Tensor) -> Tensor:
-    """Return the sum over ranks of ``part``, computed from each rank's shard of ``of``."""
+    """Sum ``part`` over ranks if ``of`` is sharded; each rank computed ``part`` from its shard."""
     # The gradient flows to this rank's part only: no other rank has the shard.
     mesh = getattr(of, "device_mesh", None)
     if mesh is None:
@@ -250,10 +250,10 @@ class _AllReduce(Function):
 # If the count does not change for a minute, it asks all ranks for theirs. A rank that has begun
 # fewer, or that does not answer, is late. The thread ends with ``stop`` or with its process.
 class RankWatch(Thread):
-    """A thread that counts its rank's collectives, and reports ranks for which others wait."""
+    """A thread that counts this rank's collectives and names late ranks for which others wait."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
-        """Take ``store``, where the ranks meet; the thread opens a separate connection to it."""
+        """Prepare the thread, which opens a separate connection to the ranks' shared ``store``."""
         super().__init__(name="rank watch", daemon=True)
         self.store = store.clone()
         self.rank = rank

@@ -1,4 +1,4 @@
-"""Types that routers, losses, metrics and attacks share; all are NamedTuples, so pytrees."""
+"""Routing records, batches and other types that routers, losses, metrics and attacks share."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple, Self
@@ -29,12 +29,12 @@ class RoutingRecord(NamedTuple):
         return RoutingRecord(*(change(field) for field in self if field is not None))
 
     def with_penalty(self, penalty: Tensor | None) -> "RoutingRecord":
-        """Return the record with this penalty; ``_replace`` stops the compiler of torch 2.11."""
+        """Return a copy with this penalty; ``_replace`` does not compile in torch 2.11."""
         return RoutingRecord(*self[:-1], penalty)
 
 
 def chosen_first_scores(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Return fp64 scores (B, T, E) that rank chosen experts first, otherwise in the same order."""
+    """Return scores (B, T, E) fp64 in which chosen experts rank first, otherwise in score order."""
     # With a bias or groups of experts, the chosen experts may not be the most probable.
     scores = scores.double()
     reach = scores.amax(dim=-1, keepdim=True) - scores.amin(dim=-1, keepdim=True)
@@ -42,7 +42,7 @@ def chosen_first_scores(scores: Tensor, chosen: Tensor) -> Tensor:
 
 
 def choice_margin(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Return each token's lowest chosen score − highest other score, (B, T) fp64."""
+    """Return each token's lowest chosen score minus its highest other score, (B, T) fp64."""
     # scores: (B, T, E), −∞ for experts that could not be chosen. Negative if other scores decided,
     # as with a balance; NaN if a token chose none, or all that it could.
     scores = scores.double()
@@ -59,7 +59,7 @@ def first_choices(record: RoutingRecord) -> Tensor:
 
 
 class RoutingContext(NamedTuple):
-    """What a router may read in addition to its tokens (B, T, d); None if not in its ``wants``."""
+    """Inputs of a router in addition to tokens (B, T, d); None for fields not in its ``wants``."""
 
     # (B, T, T) the block's attention, averaged over heads; each row sums to 1
     attention: Tensor | None = None
@@ -82,13 +82,13 @@ class RoutingContext(NamedTuple):
     def with_attention(
         self, wants: Collection[str], weights: Tensor | None, attended: Tensor
     ) -> Self:
-        """Return the context with the attention's weights, and its output if a router wants it."""
+        """Return a copy with the block's attention weights, and the attention output if wanted."""
         if "attended" not in wants:
             return self._replace(attention=weights)
         return self._replace(attention=weights, attended=attended)
 
     def with_previous(self, wants: Collection[str], records: Sequence[RoutingRecord]) -> Self:
-        """Return the context with the logits of the last record, if ``wants`` names "previous"."""
+        """Return a copy with the last record's logits if ``wants`` contains "previous"."""
         if "previous" not in wants or not records:
             return self
         return self._replace(previous=records[-1].logits)
@@ -106,7 +106,7 @@ class TokenLayout(NamedTuple):
 
 
 class ModelOutput(NamedTuple):
-    """The output of ``model(images)``: prediction (B, K), a record per MoE layer, heads' logits.
+    """The output of ``model(images)``: the prediction and one routing record per MoE layer.
 
     A dense model has no records. The prediction of a real number is (B, 1), in the labels' unit.
     """

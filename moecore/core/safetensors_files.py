@@ -1,4 +1,4 @@
-"""Named tensors in a safetensors file, written atomically, with a checksum."""
+"""Write and read named tensors as safetensors files, atomically and with a checksum."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moecore.core.files import MENDABLE, UserError, file_errno, whole_file
+from moecore.core.files import MENDABLE, UserError, atomic_file, file_errno
 
 CONTENT = "sha256"  # metadata key in older files: checksum of the tensors alone
 WHOLE = "sha256_of_all"  # metadata key: checksum of the tensors and all other metadata
@@ -20,11 +20,11 @@ MAX_HEADER = 2**22  # bytes of names and metadata, for 40,000 tensors; our large
 def write_tensors(
     path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write the tensors (copied to CPU) atomically, with a checksum; UserError on failure."""
+    """Write tensors from any device atomically, with a checksum; UserError on failure."""
     contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     about = dict(metadata or {})
     about[WHOLE] = tensors_checksum(contiguous, about)
-    with whole_file(path) as temporary:
+    with atomic_file(path) as temporary:
         try:
             temporary.touch()
             mode = temporary.stat().st_mode  # from the umask; safetensors writes with mode 0600
@@ -32,13 +32,13 @@ def write_tensors(
             temporary.chmod(mode)
         except SafetensorError as error:
             if file_errno(error) in MENDABLE:
-                raise  # explained by ``whole_file``
+                raise  # explained by ``atomic_file``
             untouched = "what was there before is untouched"
             raise UserError(f"{path}: could not be written ({error}); {untouched}") from error
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors, on CPU, and the metadata; UserError if the file is missing or damaged."""
+    """Return a file's CPU tensors and metadata; UserError if the file is missing or damaged."""
     again = "delete it and run its stage again"
     try:
         check_header_size(path)
@@ -67,7 +67,7 @@ def check_header_size(path: str | Path) -> None:
 def tensors_checksum(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> str:
-    """Return the sha256 of contiguous CPU tensors (name, dtype, shape, bytes) and ``metadata``."""
+    """Return the sha256 of ``metadata`` and of tensors: names, dtypes, shapes and bytes."""
     digest = hashlib.sha256()
     if metadata is not None:
         digest.update(json.dumps(sorted(metadata.items())).encode())

@@ -1,4 +1,4 @@
-"""Where source and files of a project lie; of outside packages only listed ones are imported."""
+"""Paths of source files and projects, and imports from packages that a project allows."""
 
 import hashlib
 import importlib
@@ -49,20 +49,20 @@ SOURCE_TREE = "source tree"  # instead of a version, of a package that is not in
 
 
 def list_project_dvc_files(folder: Path, name: str = "dvc.yaml") -> list[Path]:
-    """Return the existing paths of a project's ``name``, also in ``steps/*/`` of a large study."""
+    """Return the existing files ``name`` of a project: at its top and in ``steps/*/``."""
     files = [folder / name, *sorted(folder.glob(f"steps/*/{name}"))]
     return [file for file in files if file.is_file()]
 
 
-def project_of(folder: Path) -> Path:
+def find_project_folder(folder: Path) -> Path:
     resolved = folder.resolve()
     if resolved.parent.name == RUNS:
         return resolved.parents[1]
     return resolved
 
 
-def question_folders(folder: Path) -> tuple[Path, ...]:
-    """Return (pipelines/<folder>, project) of a run folder; () for any other folder."""
+def find_question_and_project(folder: Path) -> tuple[Path, ...]:
+    """Return the question's folder in pipelines/ and the project for a run folder, otherwise ()."""
     resolved = folder.resolve()
     if resolved.parent.name != RUNS:
         return ()
@@ -79,7 +79,7 @@ def package_source_hash(root: Path = ROOT) -> str:
 
 
 def run_git(folder: Path, *arguments: str, timeout: float | None = None) -> str | None:
-    """Return the output of a git command; None if it fails, or git is not installed."""
+    """Run git in ``folder`` and return its output; None if it fails or is not installed."""
     # A git hook sets GIT_DIR and others, which would name another repository.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     options = {"cwd": folder, "env": env, "stderr": subprocess.DEVNULL, "timeout": timeout}
@@ -90,8 +90,8 @@ def run_git(folder: Path, *arguments: str, timeout: float | None = None) -> str 
 
 
 def refuse_other_checkout(folder: Path = Path()) -> None:
-    """Raise UserError if ``folder`` belongs to a checkout of moecore with other code than ours."""
-    checkout = project_of(folder)
+    """Raise UserError if ``folder`` is in a clone of moecore whose code differs from this one."""
+    checkout = find_project_folder(folder)
     if not (checkout / "moecore/core/source_layout.py").is_file() or checkout.samefile(ROOT):
         return
     if package_source_hash(checkout) != package_source_hash():
@@ -100,7 +100,7 @@ def refuse_other_checkout(folder: Path = Path()) -> None:
 
 
 def allow_packages(names: Iterable[str], folders: Iterable[Path]) -> None:
-    """Allow only these packages; append ``folders`` of params.yaml and their src/ to sys.path."""
+    """Allow imports from these packages only, and append ``folders`` and their src/ to sys.path."""
     _ALLOWED.set(tuple(name for name in names if _is_outside_name(name)))
     for folder in folders if allowed_packages() else ():
         for path in (folder.resolve(), folder.resolve() / "src"):
@@ -108,8 +108,8 @@ def allow_packages(names: Iterable[str], folders: Iterable[Path]) -> None:
                 sys.path.append(str(path))
 
 
-def import_extra(name: str, extra: str) -> Any:
-    """Return a library that only some users need; UserError names the extra that installs it."""
+def import_optional_library(name: str, extra: str) -> Any:
+    """Import an optional library; if it is missing, UserError names the extra that installs it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -120,7 +120,7 @@ def import_extra(name: str, extra: str) -> Any:
 
 @contextmanager
 def more_packages(names: Iterable[str]) -> Iterator[None]:
-    """Allow additional packages within the block; UserError for an invalid name."""
+    """Allow imports from additional packages in the ``with`` block; UserError for a bad name."""
     try:
         names = [check_package_name(name) for name in names]
     except ValueError as error:
@@ -137,7 +137,7 @@ def allowed_packages() -> tuple[str, ...]:
 
 
 def check_package_name(name: str) -> str:
-    """Return ``name`` if ``packages`` may list it, installed or not; else ValueError."""
+    """Return ``name`` if it is a valid entry of ``packages``, installed or not; else ValueError."""
     if name == OUR_PACKAGE:
         raise ValueError(f"found {name}, whose parts have short kinds; allowed: other packages")
     if not _is_outside_name(name):
@@ -192,7 +192,7 @@ def import_module_of_package(name: str) -> ModuleType:
 
 
 def outside_kinds_in_settings(value: Any) -> Iterator[str]:
-    """Yield every ``kind: package.module`` in nested settings that were read from JSON."""
+    """Yield the dotted kinds (``my_lab.cosine``) in nested settings that were read from JSON."""
     if isinstance(value, dict):
         kind = value.get("kind")
         if isinstance(kind, str) and DOTTED_NAME.fullmatch(kind):

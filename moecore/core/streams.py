@@ -1,4 +1,4 @@
-"""Random streams: the seed and purpose of every draw, in one place.
+"""Random generators and draws, each a function of seed, step and purpose.
 
 A student's training draws from (seed, epoch) for the order of its images and from (seed, step,
 purpose) for everything else; ``seed``, the run's seed, also sets the initial weights. The teacher,
@@ -23,7 +23,7 @@ ATTACK = 3
 FEW_SHOT = 3
 PERMUTED = 4  # the places of a null control's labels
 
-Who = Literal[
+StreamOwner = Literal[
     "teacher",  # its initial weights, order, views and noise
     "upcycling",  # which hidden units of experts are drawn again, and their weights
     "teacher_router",  # the initial weights and the batches of the teacher's routers
@@ -35,7 +35,7 @@ Who = Literal[
 
 
 def generator_for(*numbers: int) -> Generator:
-    """Return a CPU generator for integers such as (seed, step, purpose), independent of others."""
+    """Return a CPU generator seeded by a hash of integers such as (seed, step, purpose)."""
     # Not numpy's SeedSequence, for which (1, 5) and (1, 5, 0) are the same
     return Generator().manual_seed(_hash_words(*numbers))
 
@@ -82,31 +82,31 @@ def select_rank_rows(batch: Tensor, views: int) -> Tensor:
 
 
 def normal_like(values: Tensor, views: int) -> Tensor:
-    """Return N(0, 1) draws shaped as ``values`` (views · b, …): this rank's part of the batch's."""
+    """Draw N(0, 1) for all ranks' batch; return this rank's part, shaped as ``values``."""
     return select_rank_rows(torch.randn_like(_whole_batch_like(values)), views)
 
 
 def uniform_like(values: Tensor, views: int) -> Tensor:
-    """Return uniform draws in [0, 1) shaped as ``values`` (views · b, …), like ``normal_like``."""
+    """Draw from [0, 1) for all ranks' batch; return this rank's part, shaped as ``values``."""
     return select_rank_rows(torch.rand_like(_whole_batch_like(values)), views)
 
 
 def draw_bernoulli_mask(values: Tensor, probability: float, views: int) -> Tensor:
-    """Return draws, 1 with ``probability``, else 0, shaped as ``values``, like ``normal_like``."""
+    """Draw 1 with ``probability``, else 0, as in ``normal_like``; shaped as ``values``."""
     draws = torch.empty_like(_whole_batch_like(values)).bernoulli_(probability)
     return select_rank_rows(draws, views)
 
 
 def _whole_batch_like(values: Tensor) -> Tensor:
-    """Return a tensor (views · B, …) for this rank's ``values`` (views · b, …); not to be read."""
+    """Return an uninitialised tensor (views · B, …) for this rank's ``values`` (views · b, …)."""
     size = current_ranks().size
     if size == 1:
         return values
     return values.new_empty(()).expand(size * values.shape[0], *values.shape[1:])
 
 
-def derived_seed(who: Who, seed: int) -> int:
-    """Return the seed, from 0 to 2⁶³ − 1, with which ``who`` draws in the run of ``seed``."""
+def derived_seed(who: StreamOwner, seed: int) -> int:
+    """Return the seed, from 0 to 2⁶³ − 1, of the draws of ``who`` in a run with ``seed``."""
     return _hash_words(who, seed) >> 1  # valid for torch and numpy
 
 

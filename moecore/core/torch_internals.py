@@ -1,4 +1,4 @@
-"""Private names of torch, with the public alternative if there is one."""
+"""Wrappers of private names of torch, which may change between its releases."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ METADATA_ASSERTION = torch.ops.aten._assert_tensor_metadata.default
 
 
 def assert_async(condition: Tensor, message: str) -> None:
-    """Fail later, on the device, if ``condition`` is false; ``assert`` would make the host wait."""
+    """Raise an error on the device, without waiting for the host, if ``condition`` is false."""
     torch._assert_async(condition, message)
 
 
 def multiply_gelu_slope(grad: Tensor, inner: Tensor) -> None:
-    """Multiply ``grad`` in place by GELU's slope at ``inner``; autograd needs two more buffers."""
+    """Multiply ``grad`` in place by the derivative of GELU at ``inner``; needs no buffer."""
     torch.ops.aten.gelu_backward.grad_input(grad, inner, grad_input=grad)
 
 
@@ -28,7 +28,7 @@ def is_in_backward_pass() -> bool:
 
 
 def active_transforms() -> list[str]:
-    """Return Vmap, Jvp, Grad, …: the transforms of torch.func here; Trace in its ``linearize``."""
+    """Return the names (Vmap, Jvp, Grad, …) of the torch.func transforms around this call."""
     if torch.compiler.is_compiling():
         return []
     stack = torch._C._functorch.get_interpreter_stack() or []
@@ -58,7 +58,7 @@ def compile_error_class() -> type[Exception]:
 
 
 def allow_recompilations(number: int) -> None:
-    """Let one function be compiled ``number`` times in this process, at least 8."""
+    """Let torch.compile compile a function up to ``number`` times (at least 8) per process."""
     from torch._dynamo import config  # public since torch 2.13: torch.compile(recompile_limit=…)
 
     config.recompile_limit = max(config.recompile_limit, number)

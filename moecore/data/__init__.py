@@ -1,4 +1,4 @@
-"""Data sets: ``prepare`` reads a source and writes a prepared folder, which training opens.
+"""Data sets: a source's raw data become a prepared folder, which training opens.
 
 ``sources/`` has one module per kind of data; ``files/`` is shared by sources of image files;
 ``text/``, ``volumes/`` and ``phantom/`` serve one kind of data each. ``views/`` augments images for

@@ -1,4 +1,4 @@
-"""The card of a data set, stored as ``card.json``, and the arrays that are stored beside it."""
+"""The card (facts) of a data set, stored as card.json, and reading and writing of .npy arrays."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, file_checksum, write_sealed
+from moecore.core.files import UserError, file_checksum, write_checksummed
 from moecore.tasks.base import Task
 
 SPLITS = ("train", "validation", "test")
 
 
 class Card(NamedTuple):
-    """Facts of a data set that are known before it is written; card.json also has statistics."""
+    """Facts of a data set that are known before it is written; card.json adds statistics."""
 
     name: str  # as the page and MLflow show it
     channels: int  # that models read
@@ -135,7 +135,7 @@ def write_card(
         "files": {name: file_checksum(folder / name) for name in files},
         "settings": values,
     }
-    write_sealed(folder / "card.json", content)
+    write_checksummed(folder / "card.json", content)
     return content
 
 
@@ -143,7 +143,7 @@ PREPARE_AGAIN = "run the stage `prepare` again"
 
 
 def open_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return a .npy file memory-mapped. Raises UserError unless it has this shape and dtype."""
+    """Memory-map a .npy file; UserError unless it has this shape and dtype."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
@@ -165,8 +165,8 @@ def save_array(path: Path, values: np.ndarray) -> None:
         np.save(writer, values, allow_pickle=False)
 
 
-def new_array(path: Path, dtype: Any, shape: tuple[int, ...], begun: bool = False) -> np.memmap:
-    """Return a memory-mapped .npy file to fill; ``begun``: continue an existing one."""
+def new_memmap(path: Path, dtype: Any, shape: tuple[int, ...], begun: bool = False) -> np.memmap:
+    """Create a memory-mapped .npy file to fill; with ``begun``, continue an existing one."""
     array = np.lib.format.open_memmap(path, mode="r+" if begun else "w+", dtype=dtype, shape=shape)
     # Filling a sparse file on a full disk kills the process (SIGBUS): take the space now.
     if hasattr(os, "posix_fallocate"):  # not on macOS

@@ -1,4 +1,4 @@
-"""Fifteen seeded corruptions after common corruptions (Hendrycks & Dietterich, 2019, §4); noise.
+"""Fifteen seeded corruptions of images (after Hendrycks & Dietterich, 2019, §4), and noise.
 
 These are our own renderings for images of at least 8 × 8 pixels with any number of channels, not
 the benchmark's files: errors are not comparable with published ones. Noise, blur, contrast,
@@ -40,7 +40,7 @@ class Severity(NamedTuple):
     side: int  # the shorter of the image, pixels
 
     def parameter(self, small: PerSeverity, large: PerSeverity) -> float:
-        """Return a parameter at this severity and side, of values for 32 and for 224 pixels."""
+        """Return a parameter at this severity, interpolated between images of 32 and 224 pixels."""
         position = math.log(self.side / SMALL) / math.log(LARGE / SMALL)
         low = small[self.step - 1]
         high = large[self.step - 1]
@@ -51,7 +51,7 @@ class Severity(NamedTuple):
 
 
 def interpolate_at_rows_and_columns(image: ndarray, rows: ndarray, columns: ndarray) -> ndarray:
-    """Return (C, h, w): an image (C, H, W) bilinearly at rows (h,) × columns (w,), edge-clamped."""
+    """Interpolate an image (C, H, W) at rows (h,) and columns (w,); return (C, h, w)."""
     return _interpolate_along(_interpolate_along(image, rows, -2), columns, -1)
 
 
@@ -66,7 +66,7 @@ def _interpolate_along(image: np.ndarray, positions: np.ndarray, axis: int) -> n
 
 
 def cloud_field(size: tuple[int, int], roughness: float, rng: Generator, cells: int = 1) -> ndarray:
-    """Return a random cloud (H, W) from 0 to 1, a sum of smooth noises on finer and finer grids."""
+    """Return a random cloud (H, W) in [0, 1]: a sum of smooth noise on ever finer grids."""
     # cells: per side of the coarsest grid. roughness: amplitude of a grid / that of the next one.
     field = np.zeros(size)
     height = 1.0
@@ -85,7 +85,7 @@ def gaussian_noise(image: np.ndarray, severity: Severity, random: Generator) -> 
 
 
 def shot_noise(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
-    """Replace values by Poisson photon counts; the higher the severity, the fewer photons."""
+    """Add Poisson noise: pixel values become photon counts, fewer at higher severity."""
     photons = severity.parameter((500, 250, 100, 75, 50), (60, 25, 12, 5, 3))
     return random.poisson(image * photons) / photons
 
@@ -110,7 +110,7 @@ def glass_blur(image: np.ndarray, severity: Severity, random: Generator) -> np.n
     sigma = severity.length((0.25, 0.3, 0.32, 0.35, 0.4), (0.7, 0.9, 1.0, 1.1, 1.5))
     reach = round(severity.length((1, 1, 1, 1, 1), (1, 1, 2, 2, 3)))
     # One sweep per severity: in small images, with swaps of one pixel, only sweeps get stronger.
-    order = shuffled_order(image.shape[-2:], reach, severity.step, random)
+    order = swap_pixels(image.shape[-2:], reach, severity.step, random)
     mixed = gaussian_smooth(image, sigma).reshape(len(image), -1)[:, order].reshape(image.shape)
     return gaussian_smooth(mixed, sigma)
 
@@ -171,8 +171,8 @@ def trail_kernel(sigma: float, degrees: float) -> np.ndarray:
     return kernel / kernel.sum()
 
 
-def shuffled_order(size: tuple[int, int], reach: int, sweeps: int, random: Generator) -> list[int]:
-    """Return each pixel's flat source index after ``sweeps`` of swaps within ``reach`` pixels."""
+def swap_pixels(size: tuple[int, int], reach: int, sweeps: int, random: Generator) -> list[int]:
+    """Swap pixels within ``reach``, ``sweeps`` times; return each pixel's flat source index."""
     order = list(range(size[0] * size[1]))
     rows, columns = (axis.ravel() for axis in np.indices(size))
     for _ in range(sweeps):
@@ -267,7 +267,7 @@ def pixelate(image: np.ndarray, severity: Severity, random: Generator) -> np.nda
 
 
 def jpeg_compression(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
-    """Compress as JPEG, at lower quality for higher severity; each channel singly unless RGB."""
+    """Compress as JPEG, with lower quality at higher severity; channels separately unless RGB."""
     quality = round(severity.parameter((80, 65, 58, 50, 40), (25, 18, 15, 10, 7)))
     if len(image) == 3:
         colour = Image.fromarray(to_uint8(image).transpose(1, 2, 0))
@@ -307,7 +307,7 @@ MIN_SIDE = 8  # pixels; blurs and blocks mean nothing in smaller images
 def corrupt_images(
     images: np.ndarray, name: str, severity: int, seed: int, indices: np.ndarray
 ) -> np.ndarray:
-    """Apply one corruption to uint8 images (N, C, H, W); the result has the same shape and type."""
+    """Return uint8 images (N, C, H, W) after corruption ``name``; shape and dtype do not change."""
     # name: key of CORRUPTIONS; indices: (N,) positions in the split. A result depends on the
     # image's bytes and (seed, name, severity, index) alone, not on the batch.
     height, width = images.shape[-2:]
@@ -331,7 +331,7 @@ def image_rng(seed: int, name: str, severity: int, index: int) -> Generator:
 
 
 def standard_normal_noise(indices: np.ndarray, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return normal noise fp32 (N, *shape), SD 1, a function of the seed and the image's index."""
+    """Return N(0, 1) noise fp32 (N, *shape), a function of the seed and each image's index."""
     noise = torch.empty(len(indices), *shape)
     for row, index in zip(noise, indices, strict=True):
         row.normal_(generator=generator_for(seed, *b"noise", int(index)))

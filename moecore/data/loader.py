@@ -1,4 +1,4 @@
-"""The images or words of each step, a function of (seed, step), and where they are stored."""
+"""Select and load the images or words of each training step, a function of (seed, step)."""
 
 from functools import lru_cache
 from itertools import count
@@ -42,7 +42,7 @@ class Loaded(NamedTuple):
     labels: Tensor  # on the device
 
     def take(self, indices: Tensor) -> tuple[Tensor | MixedSizeImageList, Tensor]:
-        """Return images, as stored, and labels (B,) or (B, K) at ``indices`` (B,), on the CPU."""
+        """Return stored images and labels (B,) or (B, K) at CPU ``indices`` (B,)."""
         device = self.labels.device
         rows = to_device_async(indices, device)
         labels = self.labels.index_select(0, rows)
@@ -60,7 +60,7 @@ class Loaded(NamedTuple):
 
 
 def image_memory_budget(device: torch.device | str) -> int:
-    """Return the bytes that a split's images may take: on a GPU, a share of its free memory."""
+    """Return the memory in bytes for a split's images: fixed on CPU, a free share on a GPU."""
     if torch.device(device).type != "cuda":
         return CPU_MEMORY_BYTES
     free, _ = torch.cuda.mem_get_info(device)
@@ -70,7 +70,7 @@ def image_memory_budget(device: torch.device | str) -> int:
 def load_split_where_it_fits(
     split: Split, device: torch.device | str, limit_bytes: int | None = None
 ) -> Loaded:
-    """Load a split onto the device if its images fit ``limit_bytes``; else leave it on disk."""
+    """Copy a split to the device if its images fit ``limit_bytes``; else read it from disk."""
     labels = torch.from_numpy(np.array(split.labels)).to(device)
     limit_bytes = image_memory_budget(device) if limit_bytes is None else limit_bytes
     if isinstance(split.images, JpegImages) or split.images.nbytes > limit_bytes:
@@ -81,7 +81,7 @@ def load_split_where_it_fits(
 def few_shot_indices(
     task: Task, labels: np.ndarray | Tensor, shots_per_class: int, seed: int
 ) -> Tensor:
-    """Return sorted indices of ``shots_per_class`` drawn images per class; UserError if too few."""
+    """Draw ``shots_per_class`` images per class; return sorted indices, UserError if too few."""
     request = f"{shots_per_class} images per class asked for"
     if why := task.needs_classes("shots"):
         raise UserError(f"{request}, but {why}; allowed: null (all images)")
@@ -96,7 +96,7 @@ def few_shot_indices(
     return torch.from_numpy(np.sort(np.concatenate(chosen)))
 
 
-def drawn_training_images(data: Prepared, shots: int | None, seed: int) -> np.ndarray | None:
+def draw_few_shot_subset(data: Prepared, shots: int | None, seed: int) -> np.ndarray | None:
     if shots is None:
         return None
     return few_shot_indices(data.task, data.train.labels, shots, seed).numpy()
@@ -105,7 +105,7 @@ def drawn_training_images(data: Prepared, shots: int | None, seed: int) -> np.nd
 # The first pass begins at token 0, each later one at a random token of the first block, so that
 # block boundaries differ between passes.
 class TextStreams(NamedTuple):
-    """A text on a device as ``batch`` contiguous streams, read block after block."""
+    """A text on a device that training reads as ``batch`` contiguous streams, block by block."""
 
     tokens: Tensor  # (R, n) int32: words and, where known, their kinds
     block: int  # M
@@ -116,7 +116,7 @@ class TextStreams(NamedTuple):
         return self.tokens[0, 1:]
 
     def length(self, batch: int) -> int:
-        """Return the number of tokens per stream. Raises UserError for less than two blocks."""
+        """Return the number of tokens per stream; UserError for less than two blocks."""
         number = self.tokens.shape[1]
         length = number // batch
         if length <= 2 * self.block:
@@ -128,13 +128,13 @@ class TextStreams(NamedTuple):
         return length
 
     def steps(self, batch: int) -> int:
-        """Return the number of training steps that read all of the text once."""
+        """Return the number of training steps per pass over the text."""
         return _reading_pass(self.length(batch), self.block, 0, 0)[1]
 
     def take(
         self, batch: int, seed: int, step: int, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, bool]:
-        """Return tokens (b, R, M), next words (b, M) of ``rows``, and whether a pass begins."""
+        """Return a step's tokens (b, R, M), next words (b, M), and whether a pass begins."""
         length = self.length(batch)
         for number in count():
             first, blocks = _reading_pass(length, self.block, seed, number)

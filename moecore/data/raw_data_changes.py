@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moecore.core.files import candidate_folders
+from moecore.core.files import raw_data_folders
 
 
 class FolderFingerprint(NamedTuple):
@@ -19,7 +19,7 @@ class FolderFingerprint(NamedTuple):
 
 
 def fingerprint_folder(folder: Path) -> FolderFingerprint:
-    """Return number, bytes and hash of a folder's files; takes two seconds per million files."""
+    """Return number, bytes and a hash of names and sizes of a folder's files."""
     listing = sorted(_files_below(str(folder)))
     digest = hashlib.sha256()
     for name, size in listing:
@@ -34,12 +34,12 @@ def scan_raw_folders(source: Any) -> list[FolderFingerprint]:
     if root is None:
         return []
     # Unlike ``Path.resolve``, realpath accepts a loop of links.
-    folders = {os.path.realpath(folder): folder for folder in reversed(candidate_folders(root))}
+    folders = {os.path.realpath(folder): folder for folder in reversed(raw_data_folders(root))}
     return [fingerprint_folder(folder) for folder in folders.values() if folder.is_dir()]
 
 
 def describe_change(before: Mapping[str, Any]) -> str | None:
-    """Return how a folder differs from its fingerprint ``before``; None if equal, or if gone."""
+    """Describe how a folder differs from its fingerprint ``before``; None if equal or missing."""
     folder = Path(before["folder"])
     if not folder.is_dir():  # what was prepared from it may be all that is needed
         return None

@@ -27,7 +27,7 @@ from moecore.measure.routing_metrics.choice_patterns import chance_violation
 from moecore.measure.routing_metrics.expert_gallery import FavouritePatch, patch_crop
 from moecore.measure.routing_metrics.expert_information import MIN_IMAGES
 from moecore.measure.truth import permuted_truth_tables
-from moecore.nn.routing_traces import coarse_patch_indices
+from moecore.nn.encoded_routing import coarse_patch_indices
 from moecore.statistics.comparisons import crossed_difference, linearize_ratio
 from moecore.statistics.intervals import Interval
 
@@ -157,7 +157,7 @@ ROLES = expert_roles.ExpertRoles()
 Column = tuple[Mapping[str, Interval], Mapping[str, float]]
 
 
-class LayerNumbers(NamedTuple):
+class LayerQuantities(NamedTuple):
     quantities: dict[str, Interval]  # by name
     chances: dict[str, float]  # expectation under chance, by name of a quantity
     load: tuple[float, ...]  # share of the choices per expert, (E,)
@@ -165,11 +165,11 @@ class LayerNumbers(NamedTuple):
     partners: tuple[int, ...] = ()  # matched expert of the other trace, (E,); () without one
 
 
-class TraceNumbers(NamedTuple):
+class TraceQuantities(NamedTuple):
     items: int  # number of analysed items
     mean: dict[str, Interval]  # each quantity's mean over the layers that have it
     chances: dict[str, float]  # expectation under chance, the mean over layers
-    layers: list[LayerNumbers]
+    layers: list[LayerQuantities]
     remarks: list[str]  # omitted quantities, and why
 
     @property
@@ -185,7 +185,7 @@ def record_of_layer(routing: LayerRouting) -> RoutingRecord:
     return RoutingRecord(probs, probs, chosen.float(), chosen, combine)
 
 
-def use_metrics_by_item(record: RoutingRecord) -> dict[str, np.ndarray]:
+def expert_use_by_item(record: RoutingRecord) -> dict[str, np.ndarray]:
     """Return metric → values (N,), per item: ``measure_layer_use_by_image``'s and two shares."""
     k = int(record.chosen.sum(dim=-1).max())
     metrics = layer_metrics.measure_layer_use_by_image(record, None, k)
@@ -207,7 +207,7 @@ def analyse_trace(
     items: int | None = None,
     against: Trace | None = None,
     analyses: Sequence[Analysis] = (),
-) -> TraceNumbers:
+) -> TraceQuantities:
     """Return all quantities per layer and averaged, with 95 % intervals over items, and chance.
 
     Information about positions, words, labels and the previous layer's expert is compared with
@@ -229,7 +229,7 @@ def analyse_trace(
     if against is not None:
         check_same_items(trace, against, indices)
     labels = TokenLabels(trace, indices)
-    layers: list[LayerNumbers] = []
+    layers: list[LayerQuantities] = []
     values_by_layer: list[expert_roles.ByImage] = []
     previous_experts: Tensor | None = None
     context = expert_roles.RoleAnalysisInputs()
@@ -250,7 +250,7 @@ def analyse_trace(
         for name in dict.fromkeys(name for layer in layers for name in layer.chances)
     }
     mean = average_quantities(layers, values_by_layer)
-    return TraceNumbers(len(indices), mean, chances, layers, labels.remarks)
+    return TraceQuantities(len(indices), mean, chances, layers, labels.remarks)
 
 
 def analyse_layer(
@@ -260,12 +260,12 @@ def analyse_layer(
     theirs: LayerRouting | None,  # the same layer in the other trace
     analyses: Sequence[Analysis],
     context: expert_roles.RoleAnalysisInputs,  # choices of the previous layer
-) -> tuple[LayerNumbers, expert_roles.ByImage]:
+) -> tuple[LayerQuantities, expert_roles.ByImage]:
     """Return a layer's quantities, and name → (N,) for those that have one value per item."""
     record = record_of_layer(routing)
     counts = layer_metrics.expert_counts(routing.chosen)
     dead = layer_metrics.dead_expert_share(counts)  # refuses a layer in which nothing was chosen
-    by_item = use_metrics_by_item(record)
+    by_item = expert_use_by_item(record)
     for analyse in analyses:
         by_item |= {name: values.numpy() for name, values in analyse(*routing).items()}
     roles, values = expert_roles.measure_layer_roles(record, layout, labels, ROLES, context)
@@ -281,31 +281,31 @@ def analyse_layer(
         **{f"information_{name}": 0.0 for name in roles.labels},
     }
     if "label" in roles.labels:
-        purity = compare_with_labels(first_choices(record), labels["label"], experts)
+        purity = measure_label_purity(first_choices(record), labels["label"], experts)
         by_item["purity"], chances["purity"] = purity
     partners: tuple[int, ...] = ()
     if theirs is not None:
-        partners, matched, by_chance = compare_matched(routing, theirs)
+        partners, matched, by_chance = compare_matched_experts(routing, theirs)
         by_item |= matched
         chances |= by_chance
     names = [name for name in ("smallest_margin", "batch_violation") if name in roles.values]
     single = {"dead": dead} | {name: roles.values[name] for name in names}
     single |= {f"p_{name}": told.p for name, told in roles.labels.items()}
-    quantities = {name: item_mean(values) for name, values in by_item.items()}
+    quantities = {name: mean_over_items(values) for name, values in by_item.items()}
     quantities |= {name: Interval(value) for name, value in single.items()}
     load = tuple((counts / counts.sum()).tolist())
-    return LayerNumbers(quantities, chances, load, roles, partners), by_item
+    return LayerQuantities(quantities, chances, load, roles, partners), by_item
 
 
 def average_quantities(
-    layers: Sequence[LayerNumbers], values_by_layer: Sequence[expert_roles.ByImage]
+    layers: Sequence[LayerQuantities], values_by_layer: Sequence[expert_roles.ByImage]
 ) -> dict[str, Interval]:
     """Return name → mean over the layers that have it; p values, ``p_…``, are left out."""
     mean = {}
     for name in dict.fromkeys(name for layer in layers for name in layer.quantities):
         by_item = [values[name] for values in values_by_layer if name in values]
         if by_item:
-            mean[name] = item_mean(np.mean(by_item, axis=0))
+            mean[name] = mean_over_items(np.mean(by_item, axis=0))
         elif not name.startswith("p_"):
             having = [layer.quantities[name] for layer in layers if name in layer.quantities]
             mean[name] = Interval(fmean(quantity.value for quantity in having))
@@ -324,14 +324,14 @@ def check_same_items(trace: Trace, against: Trace, indices: np.ndarray) -> None:
     expert_information.check_exchangeable(len(indices))
 
 
-def item_mean(values: np.ndarray) -> Interval:
+def mean_over_items(values: np.ndarray) -> Interval:
     """Return the mean of values (N,) with its 95 % interval over items; one item has no limits."""
     if len(values) == 1:
         return Interval(float(values[0]))
     return crossed_difference(values[None]).interval()
 
 
-def compare_with_labels(first: Tensor, labels: Tensor, experts: int) -> tuple[np.ndarray, float]:
+def measure_label_purity(first: Tensor, labels: Tensor, experts: int) -> tuple[np.ndarray, float]:
     """Return the purity by item (N,), and its mean with permuted labels."""
     # Purity: share of tokens with the most common label of their expert. first: the tokens' first
     # experts (N, T), −1 for none; labels: (N, 1 or T), −1 if unknown.
@@ -343,7 +343,7 @@ def compare_with_labels(first: Tensor, labels: Tensor, experts: int) -> tuple[np
     return epochs.purity_by_image(tables), fmean(map(epochs.expert_purity, null))
 
 
-def compare_matched(
+def compare_matched_experts(
     ours: LayerRouting, theirs: LayerRouting
 ) -> tuple[tuple[int, ...], dict[str, np.ndarray], dict[str, float]]:
     """Match two traces' experts on a random half of the items, compare them on the other half."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.lens.analyses import item_mean
+from moecore.lens.analyses import mean_over_items
 from moecore.measure.routing_metrics.choice_patterns import chance_violation, pair_lift_by_image
 from moecore.measure.routing_metrics.layer_metrics import linearize_mean
 from moecore.statistics.comparisons import linearize_ratio
@@ -65,13 +65,13 @@ def read_engine_files(paths: Sequence[Path], form: EngineFormat) -> list[EngineR
                 allowed = f"recorded ids of (1 or more tokens, layers and k {shape})"
                 raise UserError.at(request.place, found=text, allowed=allowed)
             requests.append(request._replace(ids=ids))
-            check_ids(requests[-1], form)
+            check_expert_ids(requests[-1], form)
     if not requests:
         raise UserError.at(paths[0], found="no request", allowed="1 or more")
     return requests
 
 
-def check_ids(request: EngineRequest, form: EngineFormat) -> None:
+def check_expert_ids(request: EngineRequest, form: EngineFormat) -> None:
     ids = np.sort(request.ids, axis=-1)
     is_twice = np.diff(ids, axis=-1, append=2**31) == 0
     highest = (form.experts or 2**31) - 1
@@ -91,7 +91,7 @@ def read_engine_file(path: Path, form: EngineFormat) -> Iterator[EngineRequest]:
     except (OSError, UnicodeError) as error:
         raise UserError.at(path, found=error, allowed="a readable file in UTF-8") from None
     if path.suffix == ".csv":
-        yield read_csv(path, text, form)
+        yield read_llama_cpp_csv(path, text, form)
         return
     for line, part in enumerate([text] if path.suffix == ".json" else text.splitlines(), 1):
         try:
@@ -99,10 +99,10 @@ def read_engine_file(path: Path, form: EngineFormat) -> Iterator[EngineRequest]:
         except ValueError as error:
             raise UserError.at(f"{path}:{line}", found=error, allowed="JSON responses") from None
         for number, response in enumerate(value if isinstance(value, list) else [value]):
-            yield from read_response(response, f"{path}:{line}: response {number}", form)
+            yield from read_engine_response(response, f"{path}:{line}: response {number}", form)
 
 
-def read_response(response: Any, place: str, form: EngineFormat) -> Iterator[EngineRequest]:
+def read_engine_response(response: Any, place: str, form: EngineFormat) -> Iterator[EngineRequest]:
     response = response if isinstance(response, Mapping) else {}
     meta = response.get("meta_info")
     choices = [meta] if meta else response.get("choices") or []
@@ -113,11 +113,11 @@ def read_response(response: Any, place: str, form: EngineFormat) -> Iterator[Eng
     for number, choice in enumerate(choices):
         key = f"{place}, choice {number}: routed_experts"
         extra = choice.get("sgl_ext") or choice.get("sglext") or response.get("sglext") or {}
-        ids = decode_ids({**choice, **extra}, key, form)
+        ids = decode_expert_ids({**choice, **extra}, key, form)
         prompt, generated = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if response.get("prompt_routed_experts") is not None:
             values = {"routed_experts": response["prompt_routed_experts"]}
-            first = decode_ids(values, f"{place}: prompt_routed_experts", form)
+            first = decode_expert_ids(values, f"{place}: prompt_routed_experts", form)
             if first.shape[1:] != ids.shape[1:]:
                 raise UserError.at(key, found=ids.shape, allowed=f"(tokens, {first.shape[1:]})")
             prompt, ids = len(first), np.concatenate([first, ids])
@@ -131,7 +131,7 @@ def read_response(response: Any, place: str, form: EngineFormat) -> Iterator[Eng
         yield EngineRequest(key, ids, prompt)
 
 
-def decode_ids(choice: Mapping[str, Any], place: str, form: EngineFormat) -> np.ndarray:
+def decode_expert_ids(choice: Mapping[str, Any], place: str, form: EngineFormat) -> np.ndarray:
     """Return ids (T, L, k) of lists, a base64 npy file, or base64 of flat integers."""
     payload = choice.get("routed_experts")
     dtype = choice.get("routed_experts_dtype", DTYPES[0])
@@ -152,7 +152,7 @@ def decode_ids(choice: Mapping[str, Any], place: str, form: EngineFormat) -> np.
     return ids
 
 
-def read_csv(path: Path, content: str, form: EngineFormat) -> EngineRequest:
+def read_llama_cpp_csv(path: Path, content: str, form: EngineFormat) -> EngineRequest:
     """Return the request of llama.cpp's lines: in each pass, k per token for each layer."""
     # The prompt is what is evaluated before the last passes of one token each.
     lines = [line.split(",") for line in content.splitlines()]
@@ -213,7 +213,7 @@ def simulate_cache(requests: Sequence[np.ndarray], size: int, policy: str) -> np
 
 
 # quantity → values (R,), one per request, whose mean it is, and its chance level
-Measured = dict[str, tuple[np.ndarray, float]]
+Quantities = dict[str, tuple[np.ndarray, float]]
 
 
 def linearize_loads(function: Callable[[Tensor], Tensor], rows: np.ndarray) -> np.ndarray:
@@ -227,7 +227,7 @@ def phase_distance(row: Tensor) -> Tensor:
     return (prompt / prompt.sum() - generated / generated.sum()).abs().sum() / 2
 
 
-def measure_layer(chosen: np.ndarray, sizes: Sequence[int]) -> Measured:
+def measure_engine_layer(chosen: np.ndarray, sizes: Sequence[int]) -> Quantities:
     """Return the quantities of a layer that need no phases; chosen: (R, T, E) bool, padded."""
     experts = chosen.shape[2]
     loads = chosen.sum(axis=1, dtype=float)
@@ -261,7 +261,7 @@ def measure_layer(chosen: np.ndarray, sizes: Sequence[int]) -> Measured:
     return measured
 
 
-def measure_phases(chosen: np.ndarray, lengths: np.ndarray, prompts: np.ndarray) -> Measured:
+def compare_phases(chosen: np.ndarray, lengths: np.ndarray, prompts: np.ndarray) -> Quantities:
     """Return how far the loads of prompts and of generated tokens are apart in a layer."""
     # By chance: phases rotated by random numbers of tokens within each request. lengths, prompts:
     # tokens of each request and of its prompt, (R, 1).
@@ -275,7 +275,7 @@ def measure_phases(chosen: np.ndarray, lengths: np.ndarray, prompts: np.ndarray)
     return {"phase_distance": (values[0], float(np.mean(values[1:])))}
 
 
-def measure_agreement(ours: np.ndarray, theirs: np.ndarray) -> Measured:
+def measure_engine_agreement(ours: np.ndarray, theirs: np.ndarray) -> Quantities:
     """Return the share of choices that two engines share, by chance if tokens are independent."""
     both = ours.any(axis=2, keepdims=True) & theirs.any(axis=2, keepdims=True)
     first, second = (np.logical_and(part, both) for part in (ours, theirs))
@@ -293,7 +293,7 @@ def pad_choices(requests: Sequence[EngineRequest], layer: int, experts: int) -> 
     return chosen[..., :-1]  # −1 is the last column
 
 
-def analyse_engine(
+def analyse_engines(
     files: Sequence[Path], against: Sequence[Path], form: EngineFormat
 ) -> list[dict[str, Any]]:
     """Return rows per layer, and "mean" over layers: quantity, its 95 % interval, and chance."""
@@ -311,18 +311,18 @@ def analyse_engine(
     table: list[tuple[int | str, str, np.ndarray, float]] = []
     for layer in range(shapes[0][1]):
         chosen = pad_choices(requests, layer, experts)
-        values = measure_layer(chosen, sizes)
+        values = measure_engine_layer(chosen, sizes)
         if prompts.all() and (prompts < lengths).any():
-            values |= measure_phases(chosen, lengths, prompts)
+            values |= compare_phases(chosen, lengths, prompts)
         if theirs:
-            values |= measure_agreement(chosen, pad_choices(theirs, layer, experts))
+            values |= measure_engine_agreement(chosen, pad_choices(theirs, layer, experts))
         table += [(layer + form.first_layer, name, *part) for name, part in values.items()]
     for name in dict.fromkeys(row[1] for row in table):
         parts = [row for row in table if row[1] == name]
         values, chance = np.mean([row[2] for row in parts], axis=0), fmean(row[3] for row in parts)
         table.append(("mean", name, values, chance))
     return [
-        {"layer": layer, "quantity": name, **item_mean(values)._asdict(), "chance": chance}
+        {"layer": layer, "quantity": name, **mean_over_items(values)._asdict(), "chance": chance}
         for layer, name, values, chance in table
     ]
 

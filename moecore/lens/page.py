@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from moecore.core.files import write_whole
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens import analyses, trace_explorer
-from moecore.lens.analyses import ROLES, Column, TraceNumbers, analyse_trace
+from moecore.lens.analyses import ROLES, Column, TraceQuantities, analyse_trace
 from moecore.lens.traces import Trace
 from moecore.measure.routing import METRICS
 from moecore.measure.routing_metrics import expert_gallery
@@ -96,12 +96,12 @@ def write_lens_page(
         page.with_name(explorer).unlink(missing_ok=True)
         explorer = ""
         numbers.remarks.append(trace_explorer.NOT_EXPLORABLE)
-    print_numbers(numbers)
-    write_whole(page, render_lens(trace, numbers, explorer))
+    print_quantities(numbers)
+    write_whole(page, render_trace_page(trace, numbers, explorer))
 
 
 def write_engine_page(page: Path, rows: Sequence[Mapping[str, Any]], files: str) -> None:
-    """Write the page of the rows of ``analyse_engine``; files: names the requests in the title."""
+    """Write the page of the rows of ``analyse_engines``; files: names the requests in the title."""
     by_layer: dict[Any, tuple[dict[str, Interval], dict[str, float]]] = {"mean": ({}, {})}
     for row in rows:
         quantities, chances = by_layer.setdefault(row["layer"], ({}, {}))
@@ -152,7 +152,7 @@ def format_quantity(form: NumberFormat, value: Interval | None, chance: float | 
     return PageCell(form.value(value.value), form.limits(value) or "–", note, value=value.value)
 
 
-def print_numbers(numbers: TraceNumbers) -> None:
+def print_quantities(numbers: TraceQuantities) -> None:
     for name, metric in quantity_metrics(numbers.columns).items():
         if interval := numbers.mean.get(name):
             form = NumberFormat.of(metric.form, [interval])
@@ -164,11 +164,11 @@ def print_numbers(numbers: TraceNumbers) -> None:
         print(remark)
 
 
-def render_lens(trace: Trace, numbers: TraceNumbers, explorer: str = "") -> str:
+def render_trace_page(trace: Trace, numbers: TraceQuantities, explorer: str = "") -> str:
     """Return the HTML of a trace's page; explorer: relative address of its explorer, or empty."""
     routed_words = read_words_with_experts(trace)
     layers = trace.card.layers
-    loads = Picture(draw_loads(numbers), "Load of the experts")
+    loads = Picture(draw_layer_loads(numbers), "Load of the experts")
     block = Block("", numbers.remarks, [quantity_rows_table(numbers.columns)], [loads])
     sheets = [
         Picture(figure, name, getattr(figure, "caption", ""))
@@ -190,7 +190,7 @@ def render_lens(trace: Trace, numbers: TraceNumbers, explorer: str = "") -> str:
     )
 
 
-def draw_loads(numbers: TraceNumbers) -> Figure:
+def draw_layer_loads(numbers: TraceQuantities) -> Figure:
     experts = max(len(layer.load) for layer in numbers.layers)
     shares = np.full((len(numbers.layers), experts), np.nan)
     for row, layer in enumerate(numbers.layers):

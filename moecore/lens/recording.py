@@ -17,9 +17,9 @@ from moecore.data.text.words import read_vocabulary
 from moecore.lens.traces import TraceWriter, write_trace
 from moecore.measure.routing_metrics.expert_gallery import SIDE
 from moecore.nn.backbones.base_model import Model
+from moecore.nn.encoded_routing import finest_layout
 from moecore.nn.predict import eval_mode, image_batches, round_batch_to_groups
 from moecore.nn.router_hooks import routing_collector
-from moecore.nn.routing_traces import finest_layout
 from moecore.training.artifacts import load_model
 
 BATCH = 64  # items per forward pass
@@ -88,7 +88,7 @@ def record_python_file(path: Path, out: Path) -> int:
 
 def iterate_batches(batches: Iterable[Any], path: Path) -> Iterator[Batch]:
     """Yield (inputs, item tensors) per batch of a user's file; UserError for any error in it."""
-    with errors_in_file(path):
+    with explaining_errors(path):
         for batch in batches:
             pair = batch if isinstance(batch, tuple) else (batch, {})
             if len(pair) != 2 or not isinstance(pair[1], Mapping):
@@ -99,7 +99,7 @@ def iterate_batches(batches: Iterable[Any], path: Path) -> Iterator[Batch]:
 
 
 @contextmanager
-def errors_in_file(path: Path | None) -> Iterator[None]:
+def explaining_errors(path: Path | None) -> Iterator[None]:
     """Inside the ``with``, raise errors as UserError with the line of ``path``; None: unchanged."""
     try:
         yield
@@ -122,7 +122,7 @@ def record_batches(
     items = 0
     with eval_mode(model), torch.no_grad():
         for inputs, item_tensors in batches:
-            with routing_collector(model, adapters) as records, errors_in_file(file):
+            with routing_collector(model, adapters) as records, explaining_errors(file):
                 if isinstance(inputs, Mapping):
                     item_tensors = {**tokens_of_arguments(inputs), **item_tensors}
                     model(**inputs)
@@ -156,6 +156,6 @@ def run_python_file(path: Path) -> dict[str, Any]:
     except UnicodeError as error:
         raise UserError(f"{path}: {error}; allowed: a Python file") from None
     sys.path.append(str(path.parent.resolve()))
-    with errors_in_file(path):
+    with explaining_errors(path):
         exec(compile(text, str(path), "exec"), names)
     return names

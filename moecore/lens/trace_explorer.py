@@ -23,8 +23,8 @@ from moecore.measure.explorer import Result, ShownVariant
 from moecore.measure.routing_metrics import expert_gallery
 from moecore.measure.routing_metrics.epochs import spread_places
 from moecore.measure.routing_metrics.expert_gallery import CROP, encode_thumbnails
-from moecore.nn import routing_traces
-from moecore.nn.routing_traces import coarse_patch_indices, finest_layout
+from moecore.nn import encoded_routing
+from moecore.nn.encoded_routing import coarse_patch_indices, finest_layout
 from moecore.report.page import explorer_page
 
 MAX_BYTES = 3_000_000  # of the page
@@ -77,14 +77,14 @@ class TraceExplorer:
         layers = []
         for number, layout in enumerate(self.layouts):
             record = analyses.record_of_layer(trace.layer(number, places))
-            record = routing_traces.record_on_grid(record, layout, self.fine)
+            record = encoded_routing.record_on_grid(record, layout, self.fine)
             shown_record = record.map_tensors(lambda field: field[:, shown_tokens])
-            layers.append(routing_traces.encode_top_experts(shown_record))
+            layers.append(encoded_routing.encode_top_experts(shown_record))
         names = ("pictures", "labels", "tokens")
         pictures, labels, tokens = (trace.beside(name, places) for name in names)
         empty = [()] * len(places)
         image = None if pictures is None else encode_thumbnails(pictures / 255)
-        traces = routing_traces.ImageTraces(answers=empty, values=empty, layers=layers)
+        traces = encoded_routing.EncodedRouting(answers=empty, values=empty, layers=layers)
         clean = ShownVariant(kind="clean", label="clean", picture=image, origins=None, trace=traces)
         texts = kinds = None
         item_labels = empty
@@ -127,7 +127,7 @@ class TraceExplorer:
             load += record.chosen.sum(dim=(0, 1))
             at_place += record.chosen[:, layout.special :].sum(dim=0)
             for name, counts in uses.items():
-                add_uses(counts, trace.beside(name, places), record.chosen)
+                count_expert_uses(counts, trace.beside(name, places), record.chosen)
         at_place = at_place[coarse_patch_indices(layout, self.fine)] / sum(map(len, self.parts))
         places = None if self.is_text else at_place.T.unflatten(1, (1, *self.fine.grid))
         profiles = self._profiles(load, places, uses)
@@ -137,7 +137,7 @@ class TraceExplorer:
     def _profiles(
         self, load: Tensor, places: Tensor | None, uses: dict[str, Tensor]
     ) -> list[expert_gallery.ExpertProfile]:
-        """Return each expert's load, labels, words and peak; load: (E,); uses: see ``add_uses``."""
+        """Return each expert's profile for loads (E,) and the ``uses`` of ``count_expert_uses``."""
         counts = torch.from_numpy(self.numbers["tokens"])
         common = (counts >= expert_gallery.RARE).nonzero().flatten()
         shares_by_word = uses["tokens"][1:][common].double() / counts[common, None]
@@ -166,10 +166,10 @@ class TraceExplorer:
 
 class ExploredTrace(NamedTuple):
     explorer: TraceExplorer
-    numbers: analyses.TraceNumbers
+    numbers: analyses.TraceQuantities
 
 
-def page_data(
+def build_explorer_data(
     side: ExploredTrace, name: str, pool: dict[str, int], items: int, examples: int
 ) -> dict[str, Any]:
     """Return a trace's part of the page's data; texts become their indices in ``pool``."""
@@ -209,7 +209,7 @@ def render_traces(
     for divisor in DIVISORS:
         pool: dict[str, int] = {}
         phase["methods"] = [
-            page_data(side, name, pool, ITEMS // divisor, analyses.EXAMPLES // divisor)
+            build_explorer_data(side, name, pool, ITEMS // divisor, analyses.EXAMPLES // divisor)
             for name, side in zip(names, sides, strict=True)
         ]
         text = json.dumps([phase], ensure_ascii=False).encode()
@@ -239,7 +239,7 @@ def count_item_numbers(trace: Trace, name: str, parts: Sequence[np.ndarray]) -> 
     return counts
 
 
-def add_uses(uses: Tensor, numbers: Tensor | None, chosen: Tensor) -> None:
+def count_expert_uses(uses: Tensor, numbers: Tensor | None, chosen: Tensor) -> None:
     """Add to ``uses`` (1 + V, E), in place, how often tokens of each number chose each expert."""
     # Row 1 + n counts tokens whose word or label is n, row 0 unknown ones; chosen: (N, T, E).
     # Numbers (N,) or (N, T) are ignored if T is another than in ``chosen``.

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, file_checksum, whole_folder, write_json
+from moecore.core.files import UserError, atomic_folder, file_checksum, write_json
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.core.safetensors_files import check_header_size, write_tensors
 from moecore.nn.router_hooks import check_record
@@ -343,7 +343,7 @@ def write_trace(
         raise UserError.at("vocabulary", found=value, allowed="a list of words, as texts")
     if folder.exists() and not (folder / CARD).is_file():
         raise UserError(f"{folder}: holds no trace; allowed: a new folder, or an older trace")
-    with whole_folder(folder) as temporary:
+    with atomic_folder(folder) as temporary:
         writer = TraceWriter(temporary, len(vocabulary), layouts)
         yield writer
         writer.write_chunk()

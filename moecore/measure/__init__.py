@@ -1,5 +1,5 @@
 """Measurements of a trained model: a family of parts (see base.py), and what they share."""
 
-from moecore.core.config import offer_classes
+from moecore.core.config import lazy_classes
 
-__getattr__, __dir__ = offer_classes(__name__, "moecore.measure.base:Measurement")
+__getattr__, __dir__ = lazy_classes(__name__, "moecore.measure.base:Measurement")

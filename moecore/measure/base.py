@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, NamedTuple, TypeVar
 
 from pydantic import BeforeValidator, ValidationError
 
-from moecore.core.config import Config, find_class, list_own_names
+from moecore.core.config import Config, builtin_kinds, find_class
 from moecore.core.files import UserError, read_json
 from moecore.data.prepared import Prepared
 from moecore.data.sources.base import Source
@@ -154,7 +154,7 @@ class Measurement(MeasuredPart, ABC):
 
 @cache
 def builtin_measurements() -> dict[str, type[Measurement]]:
-    return {name: find_class(Measurement, name) for name in list_own_names(Measurement)}
+    return {name: find_class(Measurement, name) for name in builtin_kinds(Measurement)}
 
 
 def find_measurement(name: str) -> type[Measurement]:

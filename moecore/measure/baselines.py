@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import adaptive_avg_pool2d, cross_entropy
 
 from moecore.data.layouts.images import JpegImages
-from moecore.data.loader import drawn_training_images
+from moecore.data.loader import draw_few_shot_subset
 from moecore.data.prepared import Prepared, Split, evenly_spaced_indices
 from moecore.measure.base import MeasuredPart, Skipped
 from moecore.measure.values import SCORE, Found, Metric, PartStore, Values
@@ -69,7 +69,7 @@ def measure_baselines(
         return Skipped(skipped="the classifiers are of flat images, and these data are not")
     if reason := data.task.needs_classes("one_class"):
         return Skipped(skipped=f"the classifiers give an image one class, and {reason}")
-    learned = drawn_training_images(data, shots, seed)
+    learned = draw_few_shot_subset(data, shots, seed)
     if learned is None:
         learned = np.arange(len(data.train.labels))
     learned = learned[evenly_spaced_indices(len(learned), settings.images)]

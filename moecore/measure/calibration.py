@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moecore.core.config import Config, part_classes_by_kind
-from moecore.core.files import UserError, write_sealed
+from moecore.core.files import UserError, write_checksummed
 from moecore.data.prepared import Split, evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, Measurement
 from moecore.measure.calibrators import temperature
@@ -39,7 +39,7 @@ class FinalTokens(NamedTuple):
     def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield logits (n, V) fp32 and labels (n,) of some tokens at a time."""
         # the logits of a whole text would take gigabytes
-        rows = predict.words_at_once(self.model.image.task.outputs, self.final.device)
+        rows = predict.logits_chunk_size(self.model.image.task.outputs, self.final.device)
         final = self.final.flatten(0, 1).split(rows)
         labels = self.labels.flatten().split(rows)
         with torch.no_grad():
@@ -234,7 +234,7 @@ class ClassCalibration(ModelCalibration):
         out.facts["top5"] = None
 
     def _write_fit(self, fitted: FittedCalibrator, out: Values) -> None:
-        write_sealed(self.files.out / "calibrator.json", fitted.model_dump(mode="json"))
+        write_checksummed(self.files.out / "calibrator.json", fitted.model_dump(mode="json"))
         if isinstance(fitted, temperature.FittedTemperature):
             out.put("temperature", fitted.temperature)
             out.facts["at_limit"] = fitted.at_limit

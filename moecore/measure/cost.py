@@ -25,7 +25,7 @@ from moecore.nn.kernels.grouped import register_flop_formulas
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import eval_mode, image_batches, model_device
 from moecore.statistics.intervals import Interval
-from moecore.training.meter import measure_peak
+from moecore.training.meter import measure_peak_memory
 from moecore.training.method import Guide
 from moecore.training.runtime import device_name
 
@@ -139,7 +139,7 @@ def peak_memory_and_counting_method(model: nn.Module, images: Tensor) -> tuple[i
     """Return peak bytes of a pass without gradients, with weights, and how they were counted."""
     tensors = (*model.parameters(), *model.buffers(), images)
     device = model_device(model)
-    with eval_mode(model), torch.no_grad(), measure_peak(tensors, device) as peak:
+    with eval_mode(model), torch.no_grad(), measure_peak_memory(tensors, device) as peak:
         model(images)
     return peak.size, "CUDA allocator" if device.type == "cuda" else "live tensors"
 

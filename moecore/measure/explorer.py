@@ -23,8 +23,8 @@ from moecore.measure.routing_metrics.epochs import IMAGES, VOLUMES, explorer_ima
 from moecore.measure.routing_metrics.expert_gallery import EncodedImages, encode_thumbnails
 from moecore.measure.values import OnPage, Values
 from moecore.nn.backbones.base_model import Model, majority_token_kinds
+from moecore.nn.encoded_routing import EncodedRouting, encode_routing, finest_layout
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.routing_traces import ImageTraces, build_image_traces, finest_layout
 from moecore.tasks.base import Task
 
 BATCH = 64  # images per forward pass
@@ -123,7 +123,7 @@ class ShownVariant(Config):
     label: str
     picture: EncodedImages | None  # None for changed volumes
     origins: str | None  # packed uint16 (N, P): patch of the clean image, 65535 for none
-    trace: ImageTraces
+    trace: EncodedRouting
 
 
 # T tokens: ``special`` ones first, then a ``grid`` of patches with the last axis fastest: two axes
@@ -158,7 +158,7 @@ def explore_text(subject: MeasuredModel, settings: Explorer) -> Result:
     vocabulary = read_vocabulary(data.folder, model.image.task.outputs)
     numbers = expert_gallery.word_numbers(blocks, bool(model.image.truth))
     _, records = predict_in_batches(model, blocks, BATCH, prediction=False)
-    trace = build_image_traces(torch.zeros(len(blocks), 0), records, data.task, model.layouts)
+    trace = encode_routing(torch.zeros(len(blocks), 0), records, data.task, model.layouts)
     return Result(
         special=layout.special,
         grid=layout.grid,
@@ -184,7 +184,7 @@ def trace_variant(model: Model, task: Task, variant: changed_images.ChangedImage
         label=variant.label,
         picture=picture,
         origins=places,
-        trace=build_image_traces(prediction, records, task, model.layouts),
+        trace=encode_routing(prediction, records, task, model.layouts),
     )
 
 

@@ -161,8 +161,8 @@ def put_caption_routing(subject: MeasuredModel, labels: Tensor, out: Values) -> 
     tokenizer = load_tokenizer(subject.data.folder, model.text.task)
     by_name: dict[str, list[float]] = {}
     for record in concat_records(records):
-        numbers, words_from_count = summarize_caption_routing(record, tokens, tokenizer)
-        out.facts["layers"].append(words_from_count)
+        numbers, list_frequent_words = summarize_caption_routing(record, tokens, tokenizer)
+        out.facts["layers"].append(list_frequent_words)
         for name, number in numbers.items():
             by_name.setdefault(name, []).append(number)
     for name, numbers in by_name.items():

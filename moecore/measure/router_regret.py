@@ -25,8 +25,8 @@ from moecore.measure.routing_metrics.epochs import explorer_image_indices
 from moecore.measure.values import Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.backbones.language_model import LanguageTransformer
+from moecore.nn.encoded_routing import coarse_patch_indices, finest_layout
 from moecore.nn.predict import VOXELS, coupled_image_count, image_batches, model_device, read_block
-from moecore.nn.routing_traces import coarse_patch_indices, finest_layout
 from moecore.statistics.comparisons import linearize_ratio
 from moecore.statistics.intervals import People, first_half
 from moecore.tasks.base import Task

@@ -13,7 +13,7 @@ from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import describe_refusal
 from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.data.views.views import CropRanges, ViewSettings, falsifies_truth
+from moecore.data.views.views import CropRanges, ViewSettings, describe_truth_conflict
 from moecore.measure.base import SEED, MeasuredModel, Measurement, Skipped
 from moecore.measure.routing_metrics import alternative_choices, layer_metrics
 from moecore.measure.routing_metrics.alternative_choices import SweepSettings
@@ -36,8 +36,8 @@ from moecore.measure.routing_metrics.two_view_agreement import (
 from moecore.measure.values import SCORE, Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.correspondence import align_teacher_probs
+from moecore.nn.encoded_routing import finest_layout
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.routing_traces import finest_layout
 from moecore.statistics.intervals import Interval
 from moecore.training.method import teacher_probs
 
@@ -247,7 +247,7 @@ class Routing(Measurement):
                     yield (key,), describe_refusal(found=views, allowed="leave it out")
         yield from self.views.pixel_misfits(around)
         if around.has_truth and "augmentations" in self.model_fields_set and self.augmentations:
-            yield ("augmentations",), f"found changes of images, {falsifies_truth(around)}"
+            yield ("augmentations",), f"found changes of images, {describe_truth_conflict(around)}"
         yield from augmentation_misfits(self.augmentations, around)
 
     def places(self) -> dict[str, Iterable[Place]]:

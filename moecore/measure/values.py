@@ -17,7 +17,7 @@ import torch
 from pydantic import SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor
 
-from moecore.core.arrays_as_text import decode_float_array, encode_exact, pack_numbers
+from moecore.core.arrays_as_text import decode_float_array, encode_exact, encode_rounded
 from moecore.core.config import Config
 from moecore.core.files import to_jsonable
 from moecore.statistics.comparisons import linearize_by_person
@@ -204,7 +204,7 @@ class Values:
         if isinstance(value, np.ndarray | Tensor):
             items = np.asarray(value, np.float64)
             interval = interval or self._interval(self.metrics[metric], items)
-            pack = encode_exact if self.metrics[metric].items else pack_numbers
+            pack = encode_exact if self.metrics[metric].items else encode_rounded
             packed = pack(linearize_by_person(items, self.people))
         else:
             interval = value if isinstance(value, Interval) or value is None else Interval(value)

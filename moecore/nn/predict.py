@@ -87,10 +87,10 @@ def predict_in_batches(
 def text_block_scores(model: Model, images: ImageSequence, labels: Tensor) -> Tensor:
     """Return the mean loss in nats per word of the last of C blocks of M words, (N,) fp64."""
     # images: (N, C, M) word ids, as a LanguageTransformer reads them. labels: (N, M), next words.
-    return block_scores_with_routing(model, images, labels, routing=False)[0]
+    return text_block_scores_with_routing(model, images, labels, routing=False)[0]
 
 
-def block_scores_with_routing(
+def text_block_scores_with_routing(
     model: Model, images: ImageSequence, labels: Tensor, routing: bool = True
 ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
     """Return ``text_block_scores``, (N,) fp64, and a record (N, T, E) per MoE layer, on the CPU."""
@@ -164,12 +164,12 @@ def _word_nats(model: LanguageTransformer, tokens: Tensor, labels: Tensor) -> Te
     task = model.image.task
     assert isinstance(task, NextToken)
     # few logits at a time stay in the cache: five times as fast
-    rows = words_at_once(task.outputs, tokens.device)
+    rows = logits_chunk_size(task.outputs, tokens.device)
     parts = zip(tokens.split(rows), labels.split(rows), strict=True)
     return torch.cat([task.token_loss(model.predict(few), right) for few, right in parts])
 
 
-def words_at_once(outputs: int, device: torch.device) -> int:
+def logits_chunk_size(outputs: int, device: torch.device) -> int:
     """Return for how many tokens to compute logits at a time; outputs: logits per token."""
     logits = MAX_CPU_LOGITS if device.type == "cpu" else MAX_GPU_LOGITS
     return max(MIN_WORDS, logits // outputs)

@@ -56,7 +56,7 @@ def routing_collector(
     """
     check_adapters(adapters or {}, model)
     all_adapters = {**FOREIGN_ROUTERS, **(adapters or {})}
-    collection = Collection()
+    collection = RecordCollector()
     records = collection.records
     routers: dict[nn.Module, nn.Module | None] = {}
     candidates: dict[nn.Module, nn.Module | None] = {}
@@ -126,7 +126,7 @@ def _find_routers(
         _find_routers(child, module, adapters, routers, candidates)
 
 
-class Collection:
+class RecordCollector:
     """Records of one model, and what its hooks share."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class Collection:
         self, adapter: RouterAdapter | None, router: nn.Module, inputs: tuple[Any, ...], output: Any
     ) -> None:
         """Append the record of a router's call; adapter: None for a module that may be none."""
-        parts = find_routing(output) if adapter is None else ()
+        parts = find_routing_tensors(output) if adapter is None else ()
         if parts is None or is_in_backward_pass():
             return
         if parts and not self.seen.isdisjoint({*router.modules()} - {router}):
@@ -154,7 +154,7 @@ class Collection:
         with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             if adapter is None:
                 self.seen.add(router)
-                record = read_routing(type(router).__name__, *parts)
+                record = infer_record(type(router).__name__, *parts)
             else:
                 place = f"adapters.{type(router).__name__}"
                 record = check_record(adapter(router, inputs, output), place)
@@ -239,7 +239,7 @@ def check_record(record: Any, place: str) -> RoutingRecord:
     return record
 
 
-def find_routing(output: Any) -> tuple[Tensor, ...] | None:
+def find_routing_tensors(output: Any) -> tuple[Tensor, ...] | None:
     """Return logits (…, E), weights (…, k) and expert ids (…, k) of an output; None: none."""
     values = output if isinstance(output, tuple | list) else ()
     tensors = [value for value in values if isinstance(value, Tensor) and value.ndim > 1]
@@ -254,12 +254,12 @@ def find_routing(output: Any) -> tuple[Tensor, ...] | None:
         and logits.shape[-1] >= max(2, ids[0].shape[-1])
     ]
     if len(triples) > 1:  # k = E: one of two is a score of the other
-        triples.sort(key=lambda parts: find_score(*parts) is None)
+        triples.sort(key=lambda parts: identify_score(*parts) is None)
     return triples[0] if triples else None
 
 
 @torch.no_grad()
-def find_score(logits: Tensor, weights: Tensor, experts: Tensor) -> Score | None:
+def identify_score(logits: Tensor, weights: Tensor, experts: Tensor) -> Score | None:
     """Return the score of the logits that the weights are, up to a scale or sum; None: none is."""
     # A bias or groups may change the choice, not the weights: ids need not be the highest scores.
     # One weight per token that is always the same tells nothing: ids must be, and softmax is taken.
@@ -273,29 +273,29 @@ def find_score(logits: Tensor, weights: Tensor, experts: Tensor) -> Score | None
         chosen = scores_from_logits(logits.float(), score).gather(-1, experts.long())
         scaled = chosen * (weights.sum() / chosen.sum())
         errors[score] = float((weights - scaled).abs().max() / weights.abs().max())
-        if weights.shape[-1] > 1 or (is_same and are_highest(logits, experts)):
+        if weights.shape[-1] > 1 or (is_same and are_top_logits(logits, experts)):
             shares = [part / part.sum(-1, keepdim=True) for part in (weights.float(), chosen)]
             errors[score] = min(errors[score], float((shares[0] - shares[1]).abs().max()))
     best = min(errors, key=errors.__getitem__)
     return best if errors[best] < tolerance else None
 
 
-def are_highest(logits: Tensor, experts: Tensor) -> bool:
+def are_top_logits(logits: Tensor, experts: Tensor) -> bool:
     """Return whether all tokens' experts have their highest logits, up to ties after rounding."""
     lowest = logits.gather(-1, experts.long()).amin(-1)
     highest = logits.scatter(-1, experts.long(), -torch.inf).amax(-1)
     return bool((lowest >= highest - 2**-7 * logits.abs().amax(-1)).all())
 
 
-def read_routing(name: str, logits: Tensor, weights: Tensor, experts: Tensor) -> RoutingRecord:
+def infer_record(name: str, logits: Tensor, weights: Tensor, experts: Tensor) -> RoutingRecord:
     """Return the record of a router of the class ``name``; UserError for weights of no score."""
     # Probabilities in the place of logits become their logarithms; weights may then have a factor
     # per expert, if the experts are the most probable ones.
     sums = logits.detach().float().sum(-1)
     are_probs = torch.allclose(sums, torch.ones_like(sums), atol=HALF_TOLERANCE)
-    if are_probs and (logits >= 0).all() and are_highest(logits, experts):
+    if are_probs and (logits >= 0).all() and are_top_logits(logits, experts):
         return build_record(safe_log(logits), experts, weights)
-    score = find_score(logits, weights, experts)
+    score = identify_score(logits, weights, experts)
     if score is None:
         problem = f"{name} does not weigh experts by a score of its logits"
         raise UserError(f"trace: {problem}; allowed: {', '.join(get_args(Score))}, or an adapter")

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecore.core import source_layout
-from moecore.core.files import UserError, file_checksum, whole_folder, write_json, write_whole
+from moecore.core.files import UserError, atomic_folder, file_checksum, write_json, write_whole
 from moecore.core.source_layout import (
     CODE,
     FAMILIES,
@@ -82,7 +82,7 @@ def hash_code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str
 def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> None:
     document = load_yaml_document(str(params))
     hashed = hash_code_files(document, root)
-    with whole_folder(folder) as temporary:
+    with atomic_folder(folder) as temporary:
         for name, hashes in hashed.items():
             write_json(temporary / name, hashes)
         for key, digest in hash_settings(document).items():

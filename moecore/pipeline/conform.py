@@ -12,7 +12,7 @@ from moecore.conformance.laws import LAWS, Law, check_law
 from moecore.conformance.own_layers import describe_own_layer
 from moecore.conformance.reproductions import read_setup, shorten_script
 from moecore.conformance.targets import NotPromised, Target
-from moecore.core.config import find_class, list_own_names
+from moecore.core.config import builtin_kinds, find_class
 from moecore.core.files import UserError, read_json, write_json, write_whole
 from moecore.core.source_layout import (
     SHIPPED,
@@ -43,7 +43,7 @@ def find_targets(text: str) -> list[Target]:
                 return choose_targets(text, vars(import_module_of_package(module)), name)
             except ValueError as error:
                 raise UserError(f"{text}: {error}") from None
-    if text in list_own_names(Router):
+    if text in builtin_kinds(Router):
         router: Any = find_class(Router, text)
         return [describe_own_layer(router())]
     params = Path("params.yaml") if Path("params.yaml").is_file() else SHIPPED / "params.yaml"
@@ -51,7 +51,7 @@ def find_targets(text: str) -> list[Target]:
     method = methods.get(text)
     if method is None or method.router is None:
         sparse = [name for name in methods if methods[name].router is not None]
-        allowed = f"{', '.join([*list_own_names(Router), *sparse])}, PACKAGE.MODULE:NAME, FILE.py"
+        allowed = f"{', '.join([*builtin_kinds(Router), *sparse])}, PACKAGE.MODULE:NAME, FILE.py"
         raise UserError.at("TARGET", found=text, allowed=allowed)
     return [describe_own_layer(method.router, method.experts, text)]
 

@@ -56,10 +56,10 @@ def lens_engine(
     page: Annotated[Path, Option(help="the numbers as a page")] = Path("engine.html"),
 ) -> None:
     """Print load, caches and agreement of the experts that an engine chose, and write a page."""
-    from moecore.lens.engine_traces import EngineFormat, analyse_engine, print_engine_rows
+    from moecore.lens.engine_traces import EngineFormat, analyse_engines, print_engine_rows
     from moecore.lens.page import write_engine_page
 
-    rows = analyse_engine(files, against or [], EngineFormat(top_k, layers, first_layer, experts))
+    rows = analyse_engines(files, against or [], EngineFormat(top_k, layers, first_layer, experts))
     print_engine_rows(rows)
     if out.suffix == ".csv":
         write_csv(out, [rows[0], *(row.values() for row in rows)])

@@ -43,7 +43,7 @@ from moecore.training.method import Method
 from moecore.training.phase_trainings import build_pretraining
 from moecore.training.runtime import tune_runtime
 from moecore.training.settings import Training
-from moecore.training.surgery.expert_reduction import watch_layers
+from moecore.training.surgery.expert_reduction import watching_layers
 
 MIN_GAIN = 10.0  # points, or percent of dense's score, between dense and the oracle
 MIN_APART = 2.0  # points, or percent of dense's score, between the hash and V-MoE
@@ -223,7 +223,7 @@ def _oracle_choices(oracle: TrainingJob, settings: Training, seed: int) -> dict[
         chosen = record.chosen.int().argmax(dim=-1)
         pairs.setdefault(name, []).append((tokens.flatten(0, 1), chosen.flatten()))
 
-    with watch_layers(oracle.model, keep):
+    with watching_layers(oracle.model, keep):
         for step in range(oracle.updates(settings)):
             batch = training_batch(oracle, settings, seed, step)
             forward_and_embed_labels(oracle, batch, None, 0.0)

@@ -14,7 +14,7 @@ from urllib.request import urlretrieve
 import typer
 from typer import Argument, Option
 
-from moecore.core.files import UserError, file_checksum, whole_folder, write_whole
+from moecore.core.files import UserError, atomic_folder, file_checksum, write_whole
 from moecore.core.source_layout import run_git
 
 RELEASES = "MOECORE_RELEASES"  # the environment variable that names the place of the archives
@@ -45,7 +45,7 @@ def pull_command(
         folder = question_round.folder
     with chdir(folder):
         load_yaml_document("params.yaml")  # fails before anything is written, outside a project
-        with hold_project(), whole_folder(".state/pull") as scratch:
+        with hold_project(), atomic_folder(".state/pull") as scratch:
             pull_outputs(unpack_run(fetch_archive(url, scratch)), force)
         shutil.rmtree(".state/pull")
         number = len(list_stale_stages())

@@ -24,7 +24,7 @@ from moecore.core import files
 from moecore.core.files import UserError, find_raw_folder, read_json, write_whole
 from moecore.core.source_layout import ROOT, RUNS, SHIPPED, run_git
 from moecore.data.files import decode
-from moecore.data.files.image_files import class_names, list_labelled_images
+from moecore.data.files.image_files import list_class_folders, list_labelled_images
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.pipeline import dvc
 from moecore.pipeline.project import LOCK, hold_project
@@ -162,7 +162,7 @@ def keep_results(question_round: Round) -> Path:
     origin = read_json(question_round.folder / ASKED_FILE)
     files.write_json(question_round.results, {ASKED: origin} | numbers)
     if not numbers.keys().isdisjoint(SECTIONS.values()):  # without claims there are no items
-        with files.whole_file(question_round.results.with_suffix(ITEMS.suffix)) as temporary:
+        with files.atomic_file(question_round.results.with_suffix(ITEMS.suffix)) as temporary:
             shutil.copyfile(question_round.folder / ITEMS, temporary)
     return question_round.results
 
@@ -263,7 +263,7 @@ def derive_params_text(folder: Path) -> str:
     train = root / "train"
     if not train.is_dir():
         train = root
-    classes = class_names(train)
+    classes = list_class_folders(train)
     files = list_labelled_images(root, train, classes)
     sizes = np.bincount(files.labels)
     if sizes.min() < MIN_PER_CLASS:

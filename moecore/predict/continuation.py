@@ -14,7 +14,7 @@ from moecore.core.files import UserError, write_whole
 from moecore.core.routing_records import RoutingRecord
 from moecore.core.streams import generator_for
 from moecore.data.layouts.text import UNKNOWN
-from moecore.data.text.words import ReadingStyle, read_vocabulary, split_prompt_words
+from moecore.data.text.words import WordSplitting, read_vocabulary, split_prompt_words
 from moecore.measure.routing_metrics.expert_gallery import experts_by_weight
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.predict.model_quality import describe_model_quality
@@ -36,7 +36,7 @@ class Sampling(NamedTuple):
 class WordSplittingSettings(Config):
     """The file ``text.json`` of a model: how a text is split into words."""
 
-    reading: ReadingStyle
+    reading: WordSplitting
 
 
 class WordWithExperts(NamedTuple):

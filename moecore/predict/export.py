@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from moecore.core.files import UserError, whole_file
+from moecore.core.files import UserError, atomic_file
 from moecore.core.torch_internals import METADATA_ASSERTION, compile_error_class
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.kernels.grouped import plain_operations_context
@@ -85,7 +85,7 @@ def export_model(
     wrapped = TensorsOnly(model, records).eval()
     wrapped(draw_inputs(model, TRACED))  # a hash router draws its table at the first call
     try:
-        with warnings.catch_warnings(), whole_file(out) as path:
+        with warnings.catch_warnings(), atomic_file(out) as path:
             warnings.simplefilter("ignore", FutureWarning)  # of torch about torch
             write = _write_torch if to == "torch" else _write_onnx
             shapes = [{0: torch.export.Dim("batch")}]

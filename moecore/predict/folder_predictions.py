@@ -16,20 +16,20 @@ from typing import NamedTuple
 import numpy as np
 
 from moecore.brain import prediction_table
-from moecore.core.arrays_as_text import spreadsheet_cell
+from moecore.core.arrays_as_text import escape_spreadsheet_formula
 from moecore.core.config import read_json_settings
 from moecore.core.files import UserError, file_checksum, join_below_root, write_csv, write_whole
 from moecore.core.routing_records import RoutingRecord
 from moecore.data.files.decode import BACKGROUND
 from moecore.data.volumes.cohorts import SEX, read_text_table
-from moecore.data.volumes.volume_preparation import Grid, read_volume
+from moecore.data.volumes.volume_preparation import VoxelGrid, read_volume
 from moecore.measure.calibrators.base import FittedCalibrator, read_fitted
 from moecore.measure.routing_metrics.expert_gallery import find_two_towers
 from moecore.nn.predict import predict_in_batches
 from moecore.predict import pictures
 from moecore.predict.model_quality import calibrator_folder, describe_model_quality
 from moecore.tasks.image_text import ImageText
-from moecore.training.artifacts import ModelCard, load_card, load_model
+from moecore.training.artifacts import ModelCard, load_model, load_model_card
 from moecore.training.runtime import tune_runtime
 
 ENDINGS = (".nii.gz", ".nii", ".mgz")
@@ -70,7 +70,7 @@ def prepare_volumes(
     if other_edges:
         wrong = "found different voxel_mm per axis"
         raise UserError(f"reference.json: {wrong}; allowed: one edge for all axes")
-    grid = Grid(voxel_mm=edge, size=reference.data.size)
+    grid = VoxelGrid(voxel_mm=edge, size=reference.data.size)
     for volume in new_volumes:
         try:
             for path in filter(None, (volume.path, volume.mask)):
@@ -257,7 +257,7 @@ def _pictures(request: PredictionRequest, files: Sequence[Path]) -> pictures.Pre
     folder, batch = request.folder, request.batch
     rows, shown = pictures.predict_picture_files(folder, files, model, reader, batch)
     lines = pictures.tabulate_rows(reader.columns, rows)
-    write_csv(request.out, (map(spreadsheet_cell, line) for line in lines))
+    write_csv(request.out, (map(escape_spreadsheet_formula, line) for line in lines))
     height, width = model.image.shape
     remarks = [describe_model_quality(request.model), reader.remark]
     centre = f"pictures: the centre square at {height} × {width} pixels"
@@ -269,7 +269,7 @@ def _pictures(request: PredictionRequest, files: Sequence[Path]) -> pictures.Pre
         return content
     best, routed = pictures.describe_texts(towers, texts, rows)
     table = request.out.with_name(f"{request.out.stem}_texts{request.out.suffix}")
-    write_csv(table, (map(spreadsheet_cell, line) for line in best))
+    write_csv(table, (map(escape_spreadsheet_formula, line) for line in best))
     remarks.append(f"the best pictures of each text: {table}")
     moe = towers.config.text.moe
     return content._replace(texts=routed, text_experts=0 if moe is None else moe.experts.choices)
@@ -309,7 +309,7 @@ def load_trained_model_card(folder: Path) -> ModelCard:
         inner = next((path.parent for path in sorted(folder.rglob(NEEDED[0]))), None)
         hint = hint if inner is None else f"; {inner} is one"
         raise UserError(f"{folder}: not a trained model, lacks {' and '.join(missing)}{hint}")
-    return load_card(folder)
+    return load_model_card(folder)
 
 
 def list_files(folder: Path, without: Sequence[Path] = ()) -> list[Path]:

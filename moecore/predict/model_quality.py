@@ -6,7 +6,7 @@ from moecore.core.config import read_json_settings
 from moecore.measure.base import read_result
 from moecore.measure.values import Found
 from moecore.report.tables.cells import NumberFormat
-from moecore.training.artifacts import load_card
+from moecore.training.artifacts import load_model_card
 from moecore.training.outcome import SCORE_FILE, ModelScore
 
 
@@ -27,7 +27,7 @@ def describe_model_quality(model_folder: Path) -> str:
     if not path.is_file():
         return f"how good this model is was not measured: there is no {path}"
     stored = read_json_settings(path, ModelScore, "the score of a model")
-    score = load_card(model_folder).image.task.score
+    score = load_model_card(model_folder).image.task.score
     interval = stored.test_score.interval
     number_format = NumberFormat.of(score.form, [interval])
     value = f"{number_format.value_with_limits(interval, '()')} {score.unit}"

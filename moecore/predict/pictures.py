@@ -31,7 +31,7 @@ from moecore.report.figures.drawing import expert_colours
 from moecore.report.page.report_page import template_environment
 from moecore.run.run_record import report_progress
 from moecore.tasks.image_text import cosine_matrix, similarity_matrix
-from moecore.training.artifacts import load_card
+from moecore.training.artifacts import load_model_card
 
 SHOWN = 500  # files of the page, at most: more would make it tens of megabytes
 MAX_PNG_SIDE = 96  # pixels; larger pictures become JPEG
@@ -126,7 +126,7 @@ def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputRe
     """Return what turns an output (K,) into a table row: probabilities of classes, or a number."""
     # The output of G × G cells is (G² · K,), and its row has each cell's best class. calibrator:
     # the folder of calibrator.json; None: the model's, if it exists.
-    task = load_card(model_folder).image.task
+    task = load_model_card(model_folder).image.task
     if not task.classes:
         remark = "raw predictions: a number has no probability"
         read = lambda output: Row(prediction=f"{output[0]:.4f}", numbers=(float(output[0]),))

@@ -14,7 +14,7 @@ from moecore.data.prepared import Prepared
 from moecore.nn.backbones.base_model import Model
 from moecore.predict.export import refuse_unexportable
 from moecore.report.tables.cells import NumberFormat
-from moecore.training.artifacts import ModelCard, load_card, load_model
+from moecore.training.artifacts import ModelCard, load_model, load_model_card
 from moecore.training.runtime import tune_runtime
 
 NORMS = {"Linf": "linf", "L2": "l2"}  # RobustBench's name → ours
@@ -71,7 +71,7 @@ def write_robustbench_entry(
         percents[key] = f"{100 * interval.value:.2f}"
         shown = NumberFormat.of("share", [interval]).value_with_limits(interval, "[]")
         phrases.append(f"{title} {shown}")
-    card = load_card(folder)
+    card = load_model_card(folder)
     dataset = "".join(filter(str.isalnum, prepared.card["name"].lower()))  # cifar10
     write_json(out, describe_entry(card, dataset, eps) | percents)
     to_fill = ", ".join(AUTHORS_FIELDS)

@@ -1,5 +1,5 @@
 """The losses that a method may add to the task's: a family of parts."""
 
-from moecore.core.config import offer_classes
+from moecore.core.config import lazy_classes
 
-__getattr__, __dir__ = offer_classes(__name__, "moecore.training.regularizers.base:Regularizer")
+__getattr__, __dir__ = lazy_classes(__name__, "moecore.training.regularizers.base:Regularizer")

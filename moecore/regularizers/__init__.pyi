@@ -21,7 +21,7 @@ from moecore.training.regularizers.z_loss import ZLoss as _ZLoss
 from moecore.training.regularizers.zero_computation_balance import ZeroComputationBalance as _ZeroComputationBalance
 
 class AdaptiveL1(_AdaptiveL1):
-    """ReMoE's L1 penalty: λ Σ_layers ``weighted_use``. The router ``relu`` adapts its λ itself."""
+    """ReMoE's L1 penalty: λ Σ_layers ``gate_l1_penalty``. The router ``relu`` adapts λ."""
     weight: float = 1.0
     """factor in the objective, times the router's λ"""
 

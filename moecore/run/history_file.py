@@ -27,13 +27,13 @@ import psutil
 import yaml
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, to_jsonable, whole_lines
+from moecore.core.files import UserError, intact_lines, to_jsonable
 from moecore.core.source_layout import (
     allow_packages,
     allowed_packages,
+    find_project_folder,
     list_project_dvc_files,
     package_versions,
-    project_of,
     run_git,
 )
 from moecore.study.document import load_yaml_document
@@ -75,7 +75,7 @@ def execution_subpath(stage: str, phase: str | None, method: str | None, seed: i
 
 def _code_state() -> dict[str, Any]:
     """Return ``commit``, and ``dirty``: whether sources differ from it; both None without git."""
-    project = project_of(Path())  # a study's run folder is a git repository without code
+    project = find_project_folder(Path())  # a study's run folder is a git repository without code
     question = ("status", "--porcelain", "--untracked-files=no", "--", *SOURCE_PATTERNS)
     commit = run_git(project, "rev-parse", "HEAD", timeout=GIT_SECONDS)
     status = run_git(project, *question, timeout=GIT_SECONDS)
@@ -140,7 +140,7 @@ class GrowingHistory:
                 if handle.read(len(self._last)) != self._last:
                     self._forget()
                     handle.seek(0)
-                for line, value in whole_lines(handle.read(), is_history_line):
+                for line, value in intact_lines(handle.read(), is_history_line):
                     self.lines.append(value)
                     self._size += len(line)
                     self._last = line

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import create_model
 
 from moecore.core.config import Config
-from moecore.core.files import KeptParts, whole_folder
+from moecore.core.files import ResumableParts, atomic_folder
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Calculation, MeasuredModel, Measurement, Skipped, find_measurement
 from moecore.measure.robustness import TRANSFERS
@@ -17,7 +17,7 @@ from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import record_resumable, record_run, report_progress
 from moecore.study.sections import Phase
 from moecore.study.settings import ParamsKeyTemplate, read_params
-from moecore.training.artifacts import guide_folder, load_guide, load_model, save_model, save_words
+from moecore.training.artifacts import guide_folder, load_guide, load_model, save_model, save_vocab
 from moecore.training.method import Method
 from moecore.training.outcome import evaluate_outcome, save_model_score
 from moecore.training.runtime import tune_runtime
@@ -42,7 +42,7 @@ def measure_model(what: str, phase: Phase, method: str, seed: int) -> Any:
         inputs += transferred.values()
     item = {"phase": phase, "method": method, "seed": seed}
     with record_resumable(what, params, inputs, **item) as (run, work):
-        parts = KeptParts(work, run.inputs)  # survive a kill
+        parts = ResumableParts(work, run.inputs)  # survive a kill
         device = tune_runtime(work=work).device
         data = Prepared.open(inputs[0])
         model = load_model(inputs[1]).to(device)
@@ -82,7 +82,7 @@ def calculate_values(what: str) -> Found:
     params = read_params(create_model("Params", __base__=Config, **section))
     with record_resumable(what, params, ()) as (run, work):
         calculation: Calculation = getattr(params, what)
-        result = calculation.collect_values(KeptParts(work, run.inputs).part)
+        result = calculation.collect_values(ResumableParts(work, run.inputs).part)
         run.result(result)
     return result
 
@@ -98,9 +98,9 @@ def reduce_and_record(params: Config, reduction: ExpertReduction, method: str, s
         begun = time.monotonic()
         model = reduction.reduce_model(load_model(start).to(tune_runtime().device), data.train)
         seconds = time.monotonic() - begun
-        with whole_folder(target) as folder:
+        with atomic_folder(target) as folder:
             save_model(folder, model)
-            save_words(folder, data)
+            save_vocab(folder, data)
             outcome = evaluate_outcome(model, data, seconds)
             save_model_score(folder, outcome, data)
         run.dataset(data.card)

@@ -74,7 +74,7 @@ class Run:
         from moecore.measure.values import Found  # imports torch
 
         values = to_jsonable(result)
-        files.write_sealed(self.measured, values)
+        files.write_checksummed(self.measured, values)
         numbers = (
             result.numbers() if isinstance(result, Found) else history_file.keep_numbers(values)
         )
@@ -175,7 +175,7 @@ def read_earlier_lines(folder: Path, work: Path) -> list[dict]:
 
 
 def _publish_history(folder: Path, published: Path) -> None:
-    with files.whole_folder(published) as temporary:
+    with files.atomic_folder(published) as temporary:
         shutil.copytree(folder, temporary, dirs_exist_ok=True)
 
 

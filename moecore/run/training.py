@@ -20,7 +20,7 @@ from moecore.study.settings import read_params
 from moecore.training.artifacts import Checkpoint
 from moecore.training.job import TrainingJob
 from moecore.training.loop import iterate_training, total_steps
-from moecore.training.monitor import Monitor, build_routing_point, describe_point
+from moecore.training.monitor import Monitor, build_routing_point, format_routing_point
 from moecore.training.outcome import TrainingLog
 from moecore.training.runtime import CUDA_CONTEXT_GB, trace_file, tune_runtime
 from moecore.training.settings import Training
@@ -71,7 +71,7 @@ class TrainingRun:
                     state = (metrics.step, metrics.routing, self.run.last_routing)
                     point = build_routing_point(*state, self.monitor, agreement)
                     self.run.routing(point)
-                    bar.note = describe_point(point)
+                    bar.note = format_routing_point(point)
                     for line in point.warnings:
                         bar.print_warning(line)
                 shown = {

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moecore.core.arrays_as_text import pack_numbers
+from moecore.core.arrays_as_text import encode_rounded
 from moecore.statistics import intervals
 
 LEVEL = 0.95
@@ -122,7 +122,7 @@ def linearize_by_person(values: np.ndarray, people: intervals.People) -> np.ndar
 
 def encode_item_values(values: np.ndarray, people: intervals.People = None) -> str:
     """Encode the values (N,) of images as text, one value per person (``linearize_by_person``)."""
-    return pack_numbers(linearize_by_person(values, people))
+    return encode_rounded(linearize_by_person(values, people))
 
 
 def linearize_ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:

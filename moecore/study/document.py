@@ -22,7 +22,7 @@ from ruamel.yaml.events import AliasEvent
 from ruamel.yaml.scalarbool import ScalarBoolean
 
 from moecore.core.files import UserError
-from moecore.core.source_layout import question_folders
+from moecore.core.source_layout import find_question_and_project
 
 Mark = tuple[int, int]  # line and column, from 0
 
@@ -59,7 +59,7 @@ class Document:
     def folders(self) -> tuple[Path, ...]:
         """Return the file's folder, and for a run folder its question's and its project's."""
         folder = Path(self.path).parent
-        return (folder, *question_folders(folder))
+        return (folder, *find_question_and_project(folder))
 
     @property
     def packages(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any
 
-from moecore.core.config import Config, Surroundings, list_own_names, part_classes_by_kind
+from moecore.core.config import Config, Surroundings, builtin_kinds, part_classes_by_kind
 from moecore.core.files import UserError
 from moecore.data.card import Card
 from moecore.data.views.views import ViewSettings
@@ -175,7 +175,7 @@ def _needs_of_teacher(study: Study, name: str, method: Method) -> Misfits:
     if teacher is not None and teacher.kind != NO_TEACHER:
         return
     lack = "there is no section teacher" if teacher is None else f"teacher.kind is {NO_TEACHER}"
-    allowed = ", ".join(kind for kind in list_own_names(Teacher) if kind != NO_TEACHER)
+    allowed = ", ".join(kind for kind in builtin_kinds(Teacher) if kind != NO_TEACHER)
     asking: dict[tuple, Any] = {
         ("distillation",): method.distillation > 0 and "distillation",
         ("upcycle",): bool(method.upcycle) and "upcycling",

@@ -32,7 +32,7 @@ from moecore.study.settings import Keys
 from moecore.study.study import Misfits, Study
 from moecore.tasks.base import Task
 from moecore.testing import check_helpers
-from moecore.testing.data_checks import YEARS
+from moecore.testing.data_and_evaluation_checks import YEARS
 from moecore.training.job import Objective
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.teachers.base import Teacher

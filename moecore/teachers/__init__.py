@@ -1,5 +1,5 @@
 """The teachers of a section ``teacher``: a family of parts."""
 
-from moecore.core.config import offer_classes
+from moecore.core.config import lazy_classes
 
-__getattr__, __dir__ = offer_classes(__name__, "moecore.training.teachers.base:Teacher")
+__getattr__, __dir__ = lazy_classes(__name__, "moecore.training.teachers.base:Teacher")

@@ -1,4 +1,4 @@
-"""Helpers of all checks: failures in one line, and a small model and data for every part."""
+"""Shared by all checks: one-line failures, a small model, and small data."""
 
 import inspect
 from collections.abc import Callable
@@ -26,8 +26,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def names_the_part(check: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a check: errors in a part other than UserError become one-line AssertionErrors."""
+def name_part_in_errors(check: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a check so that a part's error becomes a one-line AssertionError with its name."""
 
     @wraps(check)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -43,8 +43,8 @@ def names_the_part(check: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-def settings_of(part: Any) -> Any:
-    """Return ``part`` if it is settings; for a class, its default settings.
+def instantiate_settings(part: Any) -> Any:
+    """Return the default settings of a class; return an instance of settings unchanged.
 
     Raises AssertionError if settings lack a default, or the class an attribute of its family.
     """
@@ -64,7 +64,7 @@ def settings_of(part: Any) -> Any:
 
 
 def check_build_on_meta(part: Any, build: Callable[[], Any]) -> None:
-    """Raise AssertionError if ``build`` fails where tensors have no values, as in moecore check."""
+    """Raise AssertionError if ``build`` fails on the meta device, which ``moecore check`` uses."""
     try:
         with meta_device_context():
             build()
@@ -97,7 +97,7 @@ IMAGE = ImageSpec(channels=1, size=SIDE, mean=(0.5,), std=(0.3,), task=CLASSES)
 
 
 def small_vit(image: ImageSpec = IMAGE, moe: MoESettings | None = None) -> PatchTransformer:
-    """Return a ViT of two MoE blocks in evaluation mode, with ``Eigen`` experts if moe is None."""
+    """Return a ViT with two MoE blocks, in evaluation mode; by default with ``Eigen`` experts."""
     if moe is None:
         router = NoisyTopK(start="orthonormal")
         moe = MoESettings(router=router, experts=Eigen(number=EXPERTS), blocks="all")
@@ -108,7 +108,7 @@ def small_vit(image: ImageSpec = IMAGE, moe: MoESettings | None = None) -> Patch
 
 
 def small_objective_inputs(model: PatchTransformer, progress: float = 0.0) -> ObjectiveInputs:
-    """Return the inputs of a training step: two views of three images, and a teacher's routing."""
+    """Return inputs of a loss: a batch of three images in two views, and a teacher's routing."""
     images = seeded_randn(6, model.image.stored_channels, SIDE, SIDE).sigmoid()
     labels = torch.arange(6) % len(CLASSES.classes)
     tokens = 1 + (SIDE // 4) ** 2

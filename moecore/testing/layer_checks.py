@@ -37,12 +37,12 @@ from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.testing.check_helpers import (
     assert_that,
     check_build_on_meta,
-    names_the_part,
-    settings_of,
+    instantiate_settings,
+    name_part_in_errors,
 )
 
 
-@names_the_part
+@name_part_in_errors
 def check_router(router: Router | type[Router], experts: Experts = EXPERTS) -> None:
     """Check that a router keeps the promises of routers.
 
@@ -59,7 +59,7 @@ def check_router(router: Router | type[Router], experts: Experts = EXPERTS) -> N
     Raises:
         AssertionError: a promise is broken; one line with the router's name.
     """
-    settings = settings_of(router)
+    settings = instantiate_settings(router)
     check_build_on_meta(settings, lambda: moe.build_moe_feed_forward(settings, experts, WIDTH))
     _check_record(settings, build_drawn_layer(settings, experts))
     target = describe_own_layer(settings, experts)
@@ -75,7 +75,7 @@ def check_router(router: Router | type[Router], experts: Experts = EXPERTS) -> N
                 raise AssertionError(f"{type(settings).__name__}: {error}") from error
 
 
-@names_the_part
+@name_part_in_errors
 def check_balance(balance: Balance | type[Balance]) -> None:
     """Check that a balance keeps the promises of balances.
 
@@ -87,7 +87,7 @@ def check_balance(balance: Balance | type[Balance]) -> None:
     Raises:
         AssertionError: a promise is broken; one line with the name of the balance or the router.
     """
-    settings = NoisyTopK(score="sigmoid", balance=settings_of(balance))
+    settings = NoisyTopK(score="sigmoid", balance=instantiate_settings(balance))
     check_router(settings)
     layer = build_drawn_layer(settings).eval()
     before = copy.deepcopy(layer.state_dict())
@@ -123,7 +123,7 @@ def _check_record(router: Any, layer: moe.MoEFeedForward) -> None:
 ROWS = 5  # per expert, except the last one, which has none
 
 
-@names_the_part
+@name_part_in_errors
 def check_experts(experts: Experts | type[Experts]) -> None:
     """Check that experts keep the promises of experts.
 
@@ -137,7 +137,7 @@ def check_experts(experts: Experts | type[Experts]) -> None:
     Raises:
         AssertionError: a promise is broken; one line with the experts' name.
     """
-    settings = settings_of(experts)
+    settings = instantiate_settings(experts)
     check_build_on_meta(settings, lambda: settings.build(WIDTH))
     module = settings.build(WIDTH)
     draw_weights(module)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from filelock import FileLock
 
 from moecore.core.files import UserError, outermost_dvc_project
-from moecore.core.source_layout import project_of
+from moecore.core.source_layout import find_project_folder
 
 SQLITE = "sqlite:///"
 BUSY_SECONDS = 10.0  # to wait for another program that writes to the sqlite file
@@ -35,7 +35,7 @@ def project_root() -> Path:
     current = Path().resolve()
     for folder in (current, *current.parents):
         is_project = (folder / ".dvc").is_dir() or (folder / ".git").exists()
-        if is_project and project_of(folder) == folder:  # no study's run folder
+        if is_project and find_project_folder(folder) == folder:  # no study's run folder
             return folder
     return current
 
@@ -129,7 +129,7 @@ def connect_store() -> Any:
 def experiment_name(folder: Path) -> str:
     """Return MLflow's experiment: a run folder's name, or the project's in pyproject.toml."""
     folder = folder.resolve()
-    if project_of(folder) != folder:
+    if find_project_folder(folder) != folder:
         return folder.name
     project = folder / "pyproject.toml"
     if not project.is_file():

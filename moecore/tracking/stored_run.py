@@ -252,14 +252,14 @@ def log_model(client: Any, run_id: str, name: str, experiment_id: str, folder: P
     """Copy a model's folder into MLflow, once, with a signature; return MLflow's id."""
     import mlflow
 
-    from moecore.training.artifacts import load_card
+    from moecore.training.artifacts import load_model_card
 
     query = f"source_run_id = '{run_id}' AND name = '{name}'"
     for model in client.search_logged_models([experiment_id], query):
         if model.status == "READY":
             return str(model.model_id)
         client.delete_logged_model(model.model_id)  # incomplete: its import was killed
-    card = load_card(folder)
+    card = load_model_card(folder)
     outside = [name for name in allowed_packages() if name in card.versions]
     try:
         folders = [str(package_folder(name)) for name in outside]

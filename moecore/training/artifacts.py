@@ -73,10 +73,10 @@ def save_model(folder: str | Path, model: Model) -> None:
     if isinstance(model, BackboneModel):
         model.remember(0)  # the state of the training's streams is not part of the model
     write_tensors(folder / "model.safetensors", model.state_dict())
-    files.write_sealed(folder / "model.json", settings)
+    files.write_checksummed(folder / "model.json", settings)
 
 
-def save_words(folder: Path, data: Prepared) -> None:
+def save_vocab(folder: Path, data: Prepared) -> None:
     """Write a text model's vocabulary.txt and text.json, or the captions' tokenizer, if any."""
     if isinstance(data.task, ImageText):
         load_tokenizer(data.folder, data.task).write(folder)
@@ -87,7 +87,7 @@ def save_words(folder: Path, data: Prepared) -> None:
         files.write_json(folder / "text.json", {"reading": data.card["reading"]})
 
 
-def load_card(folder: str | Path) -> ModelCard:
+def load_model_card(folder: str | Path) -> ModelCard:
     """Return the model's settings; UserError, naming the file, if it is missing or invalid."""
     if str(folder).startswith("models:"):
         raise files.UserError(
@@ -131,16 +131,16 @@ def load_model(folder: str | Path, packages: Sequence[str] = ()) -> Model:
         UserError: for a missing or invalid file, or parts of other packages.
     """
     with source_layout.more_packages(packages):
-        model = load_unguided(folder)
-        guide = load_guide(Path(folder) / GUIDE) if load_card(folder).guided else None
+        model = load_without_teacher(folder)
+        guide = load_guide(Path(folder) / GUIDE) if load_model_card(folder).guided else None
         if guide is None:
             return model
         return GuidedModel(model, guide).eval()
 
 
-def load_unguided(folder: str | Path) -> BackboneModel:
+def load_without_teacher(folder: str | Path) -> BackboneModel:
     """Return the model of ``folder`` without the teacher that its router may need."""
-    card = load_card(folder)
+    card = load_model_card(folder)
     path = Path(folder) / "model.safetensors"
     weights, _ = read_tensors(path)
     # First weights are drawn and then replaced; the fork leaves the caller's draws unchanged.
@@ -158,7 +158,7 @@ def load_adapted_model(
     """Return the model of ``folder`` for other images, with new positions and a fitting head."""
     # The new images are normalised by their own statistics. A head for other classes is new. moe:
     # settings of its MoE layers; None: dense.
-    card = load_card(folder)
+    card = load_model_card(folder)
     weights, _ = read_tensors(Path(folder) / "model.safetensors")
     if card.image.channels != image.channels:
         raise files.UserError(
@@ -223,7 +223,7 @@ def save_guide(folder: Path, guide: Guide) -> None:
         features=guide.features,
         learns=guide.learns,
     )
-    files.write_sealed(folder / "guide.json", settings.model_dump(mode="json"))
+    files.write_checksummed(folder / "guide.json", settings.model_dump(mode="json"))
 
 
 def save_no_guide(folder: Path) -> None:
@@ -248,7 +248,7 @@ def load_guide(folder: str | Path, image: ImageSpec | None = None) -> Guide | No
 
 def load_teacher(folder: Path, image: ImageSpec | None = None) -> BackboneModel:
     # Positions are interpolated; a channel of true kinds of patches is skipped as in ``image``.
-    teacher = load_unguided(folder)
+    teacher = load_without_teacher(folder)
     if image is None:
         return teacher
     adapted = teacher.image.model_copy(update={"size": image.size, "truth": image.truth})
@@ -287,7 +287,7 @@ UNTOUCHED = "what was there before is untouched. Free some space and start again
 Tensors = dict[str, Tensor]
 
 
-class Inputs(Protocol):
+class TrainingInputs(Protocol):
     """The inputs of a training; an edit during the run is a UserError."""
 
     def refuse_edited_code(self) -> None: ...
@@ -298,7 +298,7 @@ class Inputs(Protocol):
 class Checkpoint:
     """The checkpoint of one run, in a folder that outlives the process."""
 
-    def __init__(self, folder: Path, inputs: Inputs | None = None) -> None:
+    def __init__(self, folder: Path, inputs: TrainingInputs | None = None) -> None:
         """Set the folder. inputs: checked at every ``save``, on the first rank; None: never."""
         self.folder = folder
         self.inputs = inputs
@@ -420,7 +420,7 @@ class Checkpoint:
                 return
             about = {"folder": target.name, "step": str(step), "note": json.dumps(note)}
             about |= {"files": {file.name: files.file_checksum(file) for file in target.iterdir()}}
-            files.write_sealed(self.pointer, about)
+            files.write_checksummed(self.pointer, about)
             for old in self.folder.glob("sharded-*"):
                 if old != target:
                     shutil.rmtree(old)

@@ -64,7 +64,7 @@ class Meter:
         if not is_measured:
             yield
             return
-        with measure_peak(tensors, self.device) as peak:
+        with measure_peak_memory(tensors, self.device) as peak:
             yield
         self.memory_bytes = peak.size
 
@@ -186,16 +186,16 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-class Peak:
-    """``size``: the largest number of bytes held at one time, set when ``measure_peak`` ends."""
+class PeakMemory:
+    """Peak memory in bytes: ``size`` is set when the context ``measure_peak_memory`` ends."""
 
     size: int
 
 
 @contextmanager
-def measure_peak(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Peak]:
-    """Yield a ``Peak`` that gets its size at the end."""
-    peak = Peak()
+def measure_peak_memory(tensors: Iterable[Tensor], device: torch.device) -> Iterator[PeakMemory]:
+    """Yield a ``PeakMemory`` that gets its size at the end."""
+    peak = PeakMemory()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

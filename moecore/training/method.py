@@ -111,7 +111,7 @@ def list_loss_misfits(
         yield (key,), f"{text}; allowed: {router.own_loss} with a weight above 0"
 
 
-class TeacherRouter(config.Config):
+class TeacherRouterSettings(config.Config):
     """Settings of the router on the frozen teacher's features (TGR-MoE, §3.2)."""
 
     features: Feature = Field("mlp_input", description="where the teacher's features are read")
@@ -130,7 +130,7 @@ class Method(TowerRouting):
     unguided_regularizers: tuple[Regularizer, ...] = Field(
         (), description="in fine-tuning without the teacher, instead of those that need it"
     )
-    teacher_router: TeacherRouter = TeacherRouter()
+    teacher_router: TeacherRouterSettings = TeacherRouterSettings()
     distillation: float = Field(0.0, ge=0, lt=1, description="share of the loss, hard as in DeiT")
     guided_finetuning: bool | None = Field(
         None, description="fine-tune with the teacher; null: as `guided` of that phase says"
@@ -215,7 +215,7 @@ class Method(TowerRouting):
         if self.upcycle:
             why = "the experts begin as the teacher's MLPs"
             names = self.experts.start_settings
-            for keys, text in config.changed_settings(self.experts, names, why, "upcycle: false"):
+            for keys, text in config.list_idle_settings(self.experts, names, why, "upcycle: false"):
                 yield ("experts", *keys), text
 
     @property

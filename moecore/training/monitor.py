@@ -26,7 +26,7 @@ class LayerTotals(NamedTuple):
     counts: tuple[float, ...]  # per expert, tokens that chose it
     tokens: float
     entropies: float  # of the tokens' probs, in nats
-    margins: float  # see ``LayerRouting.margin``
+    margins: float  # see ``LayerStatistics.margin``
     with_margin: float  # number of tokens with a margin: they chose some experts but not all
 
     @classmethod
@@ -35,7 +35,7 @@ class LayerTotals(NamedTuple):
         return cls(tuple(numbers[:-4]), *numbers[-4:])
 
 
-class LayerRouting(Config):
+class LayerStatistics(Config):
     """Statistics of one MoE layer's routing between two logged points."""
 
     load: tuple[float, ...]  # share of the choices per expert; zeros if no token chose
@@ -52,7 +52,7 @@ class RoutingPoint(Config):
     """Statistics of the routing between two logged points, by name of the MoE layer."""
 
     step: int
-    layers: dict[str, LayerRouting]
+    layers: dict[str, LayerStatistics]
     agreement: float | None = None  # share of tokens with the same first expert one epoch ago
     warnings: tuple[str, ...] = ()
 
@@ -79,14 +79,14 @@ def build_routing_point(
     for name, layer in totals.items():
         last = None if before is None else before.layers[name]
         layers[name] = _layer_routing(layer, last, steps, settings.dead_after)
-        lines = _describe_changes(layers[name], last, settings.dead_after)
+        lines = _warnings(layers[name], last, settings.dead_after)
         warnings += [f"step {step}: {name}: {line}" for line in lines]
     return RoutingPoint(step=step, layers=layers, agreement=agreement, warnings=warnings)
 
 
 def _layer_routing(
-    totals: LayerTotals, last: LayerRouting | None, steps: int, dead_after: int
-) -> LayerRouting:
+    totals: LayerTotals, last: LayerStatistics | None, steps: int, dead_after: int
+) -> LayerStatistics:
     counts = totals.counts
     choices = sum(totals.counts)
     idle_before = [0] * len(counts) if last is None else last.idle
@@ -94,7 +94,7 @@ def _layer_routing(
     load = [count / choices if choices else 0.0 for count in counts]
     margin = totals.margins / totals.with_margin if totals.with_margin else None
     less_busy = sorted(load)[: -max(1, round(choices / totals.tokens))]
-    return LayerRouting(
+    return LayerStatistics(
         load=load,
         max_violation=max(load) * len(load) - 1 if choices else None,
         token_entropy=totals.entropies / totals.tokens,
@@ -105,7 +105,7 @@ def _layer_routing(
     )
 
 
-def _describe_changes(layer: LayerRouting, last: LayerRouting | None, dead_after: int) -> list[str]:
+def _warnings(layer: LayerStatistics, last: LayerStatistics | None, dead_after: int) -> list[str]:
     """Return a warning for experts that died since the last point, and one for a collapse."""
     idle_before = [0] * len(layer.idle) if last is None else last.idle
     died = [str(e) for e, steps in enumerate(layer.idle) if idle_before[e] < dead_after <= steps]
@@ -119,11 +119,11 @@ def _describe_changes(layer: LayerRouting, last: LayerRouting | None, dead_after
     return lines
 
 
-def _is_collapsed(layer: LayerRouting | None) -> bool:
+def _is_collapsed(layer: LayerStatistics | None) -> bool:
     return layer is not None and layer.rest is not None and layer.rest < COLLAPSED
 
 
-def describe_point(point: RoutingPoint) -> str:
+def format_routing_point(point: RoutingPoint) -> str:
     """Return a line: numbers of the most uneven layer, and a bar per expert; half: an even load."""
     name = max(point.layers, key=lambda name: point.layers[name].max_violation or 0)
     uneven = point.layers[name]

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from moecore.core.config import Config
-from moecore.core.files import write_sealed
+from moecore.core.files import write_checksummed
 from moecore.data.prepared import Prepared, Split
 from moecore.nn.backbones.base_model import Model, parameter_counts
 from moecore.nn.backbones.language_model import LanguageTransformer
+from moecore.nn.encoded_routing import EncodedRouting
 from moecore.nn.predict import predict_in_batches, text_block_scores, text_perplexity
-from moecore.nn.routing_traces import ImageTraces
 from moecore.statistics.comparisons import encode_item_values
 from moecore.statistics.intervals import Estimate
 from moecore.tasks.base import ExtraTestMetrics, Task
@@ -22,7 +22,7 @@ from moecore.training.settings import Training
 
 SCORE_FILE = "score.json"  # in a model's folder
 Agreement = tuple[float | None, ...]  # one share per point in time; None where undefined
-Map = tuple[float | None, ...]  # mean probability per expert; None for a class without images
+ClassMap = tuple[float | None, ...]  # mean probability per expert; None for a class without images
 
 
 class TissueRoutingRow(Config):
@@ -45,7 +45,7 @@ class WatchedEpoch(Config):
 
     epoch: int
     images: tuple[int, ...]  # indices in the split
-    trace: ImageTraces
+    trace: EncodedRouting
 
 
 class RoutingOverTraining(Config):
@@ -56,7 +56,7 @@ class RoutingOverTraining(Config):
     saturation: Agreement = ()  # after each epoch: share of a token's final experts
     # after each epoch, if the truth is known; mean over layers, None where no token was routed
     purity: tuple[float | None, ...] = ()
-    class_maps: dict[str, tuple[tuple[Map, ...], ...]] = {}  # epoch → class, layer, expert
+    class_maps: dict[str, tuple[tuple[ClassMap, ...], ...]] = {}  # epoch → class, layer, expert
     region_routing: tuple[EpochTissueRouting, ...] = ()  # for data with tissue maps
     watched: tuple[WatchedEpoch, ...] = ()  # after some of the epochs
     routing_agreement_before_after: Agreement = ()  # fine-tuning, per layer, on test images
@@ -108,7 +108,7 @@ class ModelScore(Config):
 def save_model_score(folder: Path, outcome: Outcome, data: Prepared) -> None:
     """Write score.json into a model's ``folder``, from which a copy of the model has it, too."""
     score = outcome.model_dump(mode="json", include={"test_score", "test_count"})
-    write_sealed(folder / SCORE_FILE, {"data": data.card["name"], **score})
+    write_checksummed(folder / SCORE_FILE, {"data": data.card["name"], **score})
 
 
 class TrainingLog(NamedTuple):

@@ -10,13 +10,13 @@ import torch
 
 from moecore.core.files import UserError
 from moecore.core.streams import derived_seed
-from moecore.data.loader import Loaded, batch_indices, drawn_training_images
+from moecore.data.loader import Loaded, batch_indices, draw_few_shot_subset
 from moecore.data.prepared import Prepared
 from moecore.data.views.views import evaluation_images
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec
 from moecore.training.artifacts import load_adapted_model, load_guide
 from moecore.training.job import Objective, TrainingJob, build_training_job
-from moecore.training.method import Guide, Method, TeacherRouter, build_guide
+from moecore.training.method import Guide, Method, TeacherRouterSettings, build_guide
 from moecore.training.regularizers.teacher_router import teacher_router_terms
 from moecore.training.settings import Finetuning, TeacherRouterFit, Training
 from moecore.training.single_tissue_volumes import build_tissue_isolation
@@ -35,7 +35,11 @@ def build_unfitted_guide(
 
 
 def iterate_router_fit(
-    guide: Guide, train: Loaded, weights: TeacherRouter, settings: TeacherRouterFit, seed: int
+    guide: Guide,
+    train: Loaded,
+    weights: TeacherRouterSettings,
+    settings: TeacherRouterFit,
+    seed: int,
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """Train the guide's routers in place (TGR-MoE, eq. 8); yield (step, name of a loss → value)."""
     # Batches are drawn independently of the student's.
@@ -87,7 +91,7 @@ def build_pretraining(
         sized = inherit_learned_windows(sized, image, teacher.teacher)
     torch.manual_seed(seed)  # only now: loading a teacher draws numbers
     model = sized.build(image, method.moe)
-    subset = drawn_training_images(data, settings.shots, seed)
+    subset = draw_few_shot_subset(data, settings.shots, seed)
     model.remember(settings.batch, text_stream_length(data, settings.batch))
     if method.upcycle and teacher is not None:
         upcycle_model(model, teacher.teacher, method.upcycle)
@@ -131,6 +135,6 @@ def build_finetuning(
         objective,
         device,
         guide=teacher if learned.guided else None,
-        subset=drawn_training_images(data, settings.shots, seed),
+        subset=draw_few_shot_subset(data, settings.shots, seed),
         views=learned.views,
     )

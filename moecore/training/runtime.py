@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from moecore.core.files import UserError, available_cores, read_json, write_json, write_sealed
+from moecore.core.files import UserError, available_cores, read_json, write_checksummed, write_json
 from moecore.core.ranks import current_ranks
 from moecore.core.torch_internals import allow_recompilations, compile_error_class
 from moecore.data.thread_map import requested_threads
@@ -107,7 +107,7 @@ def resumed_threads(work: Path, threads: int) -> int:
     if path.exists():
         return read_json(path, sealed=True)["threads"]
     if current_ranks().first:
-        write_sealed(path, {"threads": threads})
+        write_checksummed(path, {"threads": threads})
     return threads
 
 

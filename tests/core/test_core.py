@@ -19,14 +19,14 @@ from torch.distributed import FileStore
 
 from moecore import UserError, parts
 from moecore.core import ranks
-from moecore.core.config import find_class, list_own_names, part_classes_by_kind
+from moecore.core.config import builtin_kinds, find_class, part_classes_by_kind
 from moecore.core.files import (
     UnusableFile,
+    atomic_file,
     available_cores,
     explain_file_errors,
     read_json,
     set_parent_death_signal,
-    whole_file,
 )
 from moecore.core.safetensors_files import read_tensors
 from moecore.core.source_layout import FAMILIES, ROOT, allow_packages, more_packages
@@ -68,7 +68,7 @@ def test_the_file_is_named_as_it_is_called_at_last(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "unlink", refuse)
     name = f"{tmp_path / 'out'}: read-only file system"
-    with pytest.raises(UnusableFile, match=f"^{name}"), whole_file(tmp_path / "out") as temporary:
+    with pytest.raises(UnusableFile, match=f"^{name}"), atomic_file(tmp_path / "out") as temporary:
         refuse(temporary)
 
 
@@ -89,7 +89,7 @@ def test_a_system_without_affinities_and_prctl_uses_all_cores(monkeypatch, tmp_p
     assert available_cores() == thread_count() == os.cpu_count()
     assert list(map_in_threads(str, range(5))) == ["0", "1", "2", "3", "4"]
     set_parent_death_signal()
-    with pytest.raises(UnusableFile, match="file too large"), whole_file(tmp_path / "large"):
+    with pytest.raises(UnusableFile, match="file too large"), atomic_file(tmp_path / "large"):
         raise OSError(errno.EFBIG, "File too large")
 
 
@@ -241,8 +241,8 @@ def refusal(text: str = PARAMS) -> str:
 def test_every_family_is_a_folder_whose_parts_are_files():
     folders = {Path(inspect.getfile(base)).parent for base in BASES}
     assert folders == {ROOT / "moecore" / family for family in FAMILIES}
-    assert "noisy_top_k" in list_own_names(parts.Router)
-    assert "capacity" not in list_own_names(parts.Router)
+    assert "noisy_top_k" in builtin_kinds(parts.Router)
+    assert "capacity" not in builtin_kinds(parts.Router)
     for base in BASES:
         classes = part_classes_by_kind(base).values()
         assert not any(inspect.isabstract(part) for part in classes), base

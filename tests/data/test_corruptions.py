@@ -258,12 +258,12 @@ def test_zoom_blur_flattens_a_slope_about_the_centre():
 
 
 def test_glass_swaps_near_pixels_and_loses_none():
-    order = corruptions.shuffled_order((9, 14), 2, 1, np.random.default_rng(0))
+    order = corruptions.swap_pixels((9, 14), 2, 1, np.random.default_rng(0))
     assert sorted(order) == list(range(126)) and order != list(range(126))
-    back = corruptions.shuffled_order((9, 14), 2, 0, np.random.default_rng(0))
+    back = corruptions.swap_pixels((9, 14), 2, 0, np.random.default_rng(0))
     assert back == list(range(126))
     # each image is blurred by its own draws: a single swap moves at most 2 rows and 2 columns
-    one = corruptions.shuffled_order((1, 40), 2, 1, np.random.default_rng(1))
+    one = corruptions.swap_pixels((1, 40), 2, 1, np.random.default_rng(1))
     assert np.mean(np.abs(np.array(one) - np.arange(40)) <= 4) > 0.8
 
 

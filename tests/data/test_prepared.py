@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from moecore.core import streams
-from moecore.core.files import UnusableFile, UserError, read_json, whole_folder, write_json
+from moecore.core.files import UnusableFile, UserError, atomic_folder, read_json, write_json
 from moecore.core.streams import derived_seed, generator_for
 from moecore.data import loader, prepared, stratified_splits
-from moecore.data.card import new_array
+from moecore.data.card import new_memmap
 from moecore.data.loader import batch_indices, few_shot_indices, image_memory_budget
 from moecore.data.prepared import Prepared, Split
 from moecore.data.sources.fashion_mnist import FashionMnist
@@ -217,7 +217,7 @@ def test_on_a_full_disk_prepared_data_stay_and_are_written_later(tmp_path, limit
         return {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
     def write() -> dict[str, bytes]:
-        with whole_folder(folder) as target:
+        with atomic_folder(folder) as target:
             write_images(target, Made(), CARD, parts())
         return content()
 
@@ -232,13 +232,13 @@ def test_on_a_full_disk_prepared_data_stay_and_are_written_later(tmp_path, limit
 def test_the_space_of_an_array_is_taken_before_it_is_filled(tmp_path):
     # of a sparse file, a full disk is met where it is filled: by SIGBUS, past all words
     path = tmp_path / "images.npy"
-    new_array(path, np.uint8, (1000, 1000))
+    new_memmap(path, np.uint8, (1000, 1000))
     assert path.stat().st_blocks * 512 >= path.stat().st_size
     path.unlink()
     with open(path, "wb") as file:
         file.truncate(1_000_128)
     np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=(1000, 1000))[0] = 7
-    assert new_array(path, np.uint8, (1000, 1000), begun=True)[0, 0] == 7, "what was begun stays"
+    assert new_memmap(path, np.uint8, (1000, 1000), begun=True)[0, 0] == 7, "what was begun stays"
     assert path.stat().st_blocks * 512 >= path.stat().st_size
 
 
@@ -345,7 +345,7 @@ def test_limits_do_not_touch_validation():
 
 
 SEEDS = range(3)
-WHO = get_args(streams.Who)
+WHO = get_args(streams.StreamOwner)
 PURPOSES = (streams.VIEWS, streams.NOISE, streams.ATTACK)
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from moecore.core.files import UserError
 from moecore.lens.engine_traces import (
     EngineFormat,
-    analyse_engine,
+    analyse_engines,
     read_engine_files,
     simulate_cache,
 )
@@ -165,7 +165,7 @@ def test_caches_against_slow_references():
 
 
 def test_quantities_against_slow_references(files):
-    rows = analyse_engine(files["old_vllm"], files["llama"], FLAT._replace(experts=EXPERTS))
+    rows = analyse_engines(files["old_vllm"], files["llama"], FLAT._replace(experts=EXPERTS))
     found = {(row["layer"], row["quantity"]): row for row in rows}
     requests = [np.concatenate(request) for request in draw_requests()]
     for layer in range(LAYERS):
@@ -200,7 +200,7 @@ def test_of_random_routing_nothing_is_beyond_chance(tmp_path):
         ids = generator.random((40, 30, 1, EXPERTS)).argsort(axis=-1)[..., :K]
         requests = [old_vllm(one[:10], one[10:]) for one in ids]
         (tmp_path / f"{name}.json").write_text(json.dumps(requests))
-    for row in analyse_engine([tmp_path / "a.json"], [tmp_path / "b.json"], EngineFormat()):
+    for row in analyse_engines([tmp_path / "a.json"], [tmp_path / "b.json"], EngineFormat()):
         name, chance = row["quantity"], row["chance"]
         if "belady" in name or "hits_lfu" in name or "lru" in name:
             continue  # a token has two different experts: fewer hits than independent uses
@@ -299,4 +299,4 @@ def test_what_files_do_not_say_and_other_requests_are_refused(files, tmp_path):
         with pytest.raises(UserError, match="with (--layers and )?--top-k"):
             read_engine_files(files[name], EngineFormat())
     with pytest.raises(UserError, match=r"0.csv: \(tokens, layers, k\) of requests: found \[\("):
-        analyse_engine(files["old_vllm"], files["llama"][:2], FLAT)
+        analyse_engines(files["old_vllm"], files["llama"][:2], FLAT)

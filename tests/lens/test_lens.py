@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from moecore.core.files import UserError
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens import Trace, analyse_trace, build_record, traces, write_trace
-from moecore.lens.page import render_lens, write_lens_page
+from moecore.lens.page import render_trace_page, write_lens_page
 from moecore.lens.recording import record_python_file, record_trained_model
 from moecore.measure.routing_metrics import layer_metrics
 from moecore.measure.routing_metrics.choice_patterns import choice_margin, pair_lift_by_image
@@ -19,7 +19,7 @@ from moecore.measure.routing_metrics.layer_metrics import expert_counts, load_sh
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import concat_records, predict_in_batches
 from moecore.pipeline.cli import app
-from moecore.training.artifacts import save_model, save_words
+from moecore.training.artifacts import save_model, save_vocab
 from tests.browser import opened
 from tests.measure.subjects import built, digits
 from tests.measure.test_words import MOE, subject
@@ -57,7 +57,7 @@ def trained(subject, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     save_model(folder, subject.model)
-    save_words(folder, subject.data)
+    save_vocab(folder, subject.data)
     return folder
 
 
@@ -118,7 +118,7 @@ def test_images_come_with_their_classes(tmp_path):
     trace, places = Trace(out), evenly_spaced_indices(60, 20)
     assert torch.equal(trace.beside("labels"), torch.from_numpy(data.test.labels[places]))
     assert trace.beside("tokens") is None
-    assert "Words" not in render_lens(trace, analyse_trace(trace))
+    assert "Words" not in render_trace_page(trace, analyse_trace(trace))
     _, (record, _) = predict_in_batches(model, data.test.images[places])
     torch.testing.assert_close(trace.layer(0).probs, record.probs)
     with pytest.raises(UserError, match="^trace: PatchTransformer has no known router"):

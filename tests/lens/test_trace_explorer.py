@@ -9,14 +9,14 @@ import torch
 from moecore.core.files import UserError
 from moecore.lens import Trace, build_record, trace_explorer, traces, write_trace
 from moecore.lens.analyses import TopTokens, analyse_trace, update_top_tokens
-from moecore.lens.page import draw_trace_pictures, render_lens, write_lens_page
+from moecore.lens.page import draw_trace_pictures, render_trace_page, write_lens_page
 from moecore.lens.recording import record_trained_model, shrink_to_pictures
 from moecore.lens.trace_explorer import ExploredTrace, TraceExplorer, render_traces
 from moecore.measure.explorer import Explorer
 from moecore.nn.backbones.vit import Vit
 from moecore.parts import MeasuredModel, TokenLayout
 from moecore.report.page.explorer_page import HEAD
-from moecore.training.artifacts import save_model, save_words
+from moecore.training.artifacts import save_model, save_vocab
 from tests.browser import LOOKS, clipped, opened
 from tests.measure.subjects import built, compute_without_cache, digits
 from tests.measure.test_words import MOE, subject
@@ -48,7 +48,7 @@ def test_our_images_come_with_pictures_and_their_layout(tmp_path):
     assert pictures.dtype == torch.uint8 and pictures.shape[-1] % layer.grid[-1] == 0
     names = [name for name, _ in draw_trace_pictures(trace)]
     assert names == ["Experts of patches", *(f"Patches of experts, layer {n}" for n in (1, 2))]
-    assert render_lens(trace, analyse_trace(trace)).count('<section id="patches">') == 1
+    assert render_trace_page(trace, analyse_trace(trace)).count('<section id="patches">') == 1
 
 
 def test_special_tokens_have_no_neighbours(tmp_path):
@@ -125,7 +125,7 @@ def explored(model: MeasuredModel, folder) -> TraceExplorer:
     (folder / "model").mkdir()
     save_model(folder / "model", model.model)
     if model.model.image.task.long:
-        save_words(folder / "model", model.data)
+        save_vocab(folder / "model", model.data)
     record_trained_model(folder / "model", model.data.folder, folder / "trace")
     return TraceExplorer(Trace(folder / "trace"))
 

@@ -129,7 +129,7 @@ def test_rows_are_those_of_a_text_with_unknown_words(subject):
 
 
 def test_tokens_are_worth_what_their_logits_are(subject, monkeypatch):
-    monkeypatch.setattr(predict, "words_at_once", lambda *_: 17)
+    monkeypatch.setattr(predict, "logits_chunk_size", lambda *_: 17)
     known = final_tokens(subject.model, subject.data.test, 5)
     logits, _ = predict_in_batches(subject.model, subject.data.test.images, 5, routing=False)
     logits, labels = logits.flatten(0, 1), known.labels.flatten()

@@ -13,7 +13,7 @@ from threading import Event
 
 import pytest
 
-from moecore.core.files import UserError, whole_folder, write_json
+from moecore.core.files import UserError, atomic_folder, write_json
 from moecore.pipeline import parallel, stage_client
 from moecore.pipeline.parallel import next_job_stages, run_job_stages, run_stages
 from moecore.pipeline.plan import query_pipeline_status
@@ -346,7 +346,7 @@ def test_what_killed_processes_left_is_removed_by_the_next(tmp_path):
     for path in (left, *kept):
         path.write_text("half")
     write_json(tmp_path / "out.json", {})
-    with whole_folder(tmp_path / "out"):
+    with atomic_folder(tmp_path / "out"):
         pass
     assert set(os.listdir(tmp_path)) == {"out.json", "out", *(path.name for path in kept)}
 

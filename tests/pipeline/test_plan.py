@@ -19,7 +19,7 @@ import yaml
 from dvc.repo import Repo
 from typer.testing import CliRunner
 
-from moecore.core.files import UserError, file_checksum, read_json, write_json, write_sealed
+from moecore.core.files import UserError, file_checksum, read_json, write_checksummed, write_json
 from moecore.core.source_layout import CODE, FAMILIES, ROOT
 from moecore.data.prepared import Prepared
 from moecore.data.sources.dialects import Dialects
@@ -263,7 +263,7 @@ def test_a_small_study_and_its_test_images_that_nobody_reads(study, monkeypatch)
         np.save(folder / name, np.zeros_like(np.load(folder / name)))
     card = read_json(folder / "card.json")
     card["files"] |= {name: file_checksum(folder / name) for name in card["files"]}
-    write_sealed(folder / "card.json", card)
+    write_checksummed(folder / "card.json", card)
     assert not Prepared.open(folder).test.images.any()
     monkeypatch.setattr(Dialects, "write", None)
     second = run_pilot_command(study / "params.yaml", "--seeds", 2)

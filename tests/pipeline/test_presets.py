@@ -17,7 +17,7 @@ from paper_models.sizes import PaperModel, count_sized_model
 from pydantic import TypeAdapter
 
 from moecore.brain import prediction_table as brain_out_of_fold
-from moecore.core.config import list_own_names
+from moecore.core.config import builtin_kinds
 from moecore.core.source_layout import ROOT
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.values import Found
@@ -252,9 +252,9 @@ def test_every_part_is_drawn(raw):
             for key in ("router", "experts"):
                 drawn[key] |= {method[key]["kind"]} if key in method else set()
             drawn["regularizers"] |= {loss["kind"] for loss in method.get("regularizers", ())}
-    assert worlds == set(WORLDS) and models == set(list_own_names(Backbone))
+    assert worlds == set(WORLDS) and models == set(builtin_kinds(Backbone))
     for key, family in (("router", Router), ("experts", Experts), ("regularizers", Regularizer)):
-        assert drawn[key] == set(list_own_names(family)) - NOT_DRAWN
+        assert drawn[key] == set(builtin_kinds(family)) - NOT_DRAWN
 
 
 RESULTS = dict.fromkeys(("calibrate", "robustness", "routing", "cohort_checks"), Found)

@@ -22,7 +22,7 @@ from moecore.predict.continuation import Sampling, continue_file, continue_words
 from moecore.predict.export import TensorsOnly, compare_outputs, draw_inputs, export_model
 from moecore.routers import ExpertChoice, Hash, NoisyTopK, Router, SoftSlots
 from moecore.tasks.next_token import NextToken
-from moecore.training.artifacts import load_model, save_model, save_words
+from moecore.training.artifacts import load_model, save_model, save_vocab
 from moecore.training.method import Guide, GuidedModel
 from tests.browser import opened
 from tests.measure.subjects import built, digits
@@ -194,7 +194,7 @@ def trained(subject, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     save_model(folder, subject.model)
-    save_words(folder, subject.data)
+    save_vocab(folder, subject.data)
     return folder
 
 

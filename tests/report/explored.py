@@ -10,8 +10,8 @@ from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Explorer, Result
 from moecore.measure.routing_metrics.epochs import explorer_image_indices
 from moecore.measure.trained import Trained, collect_outcome_values
+from moecore.nn.encoded_routing import encode_routing
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.routing_traces import build_image_traces
 from moecore.report.page.explorer_page import explorer
 from moecore.report.study_results import Measured, Phase, Results
 from moecore.training.outcome import WatchedEpoch
@@ -59,7 +59,7 @@ def watched(model: MeasuredModel, epoch: int) -> WatchedEpoch:
     places = explorer_image_indices(model.data, 32)
     pixels = np.array(model.data.test.images[places])
     prediction, records = predict_in_batches(model.model, pixels, 32)
-    trace = build_image_traces(prediction, records, model.data.task)
+    trace = encode_routing(prediction, records, model.data.task)
     return WatchedEpoch(epoch=epoch, images=places, trace=trace)
 
 

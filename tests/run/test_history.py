@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moecore.core.config import Config
-from moecore.core.files import KeptParts, UnusableFile, UserError, append_line, read_json
+from moecore.core.files import ResumableParts, UnusableFile, UserError, append_line, read_json
 from moecore.core.source_layout import ROOT
 from moecore.run import history_file, run_record
 from moecore.run.history_file import HISTORY_FILE, GrowingHistory, encode_line, read_lines
@@ -250,23 +250,23 @@ def never():
 
 
 def test_a_part_is_made_once_and_the_first_time_gives_what_later_times_give(tmp_path):
-    first = KeptParts(tmp_path).part("a", lambda: {"pair": (1, 2), 3: None})
-    assert first == {"pair": [1, 2], "3": None} == KeptParts(tmp_path).part("a", never)
+    first = ResumableParts(tmp_path).part("a", lambda: {"pair": (1, 2), 3: None})
+    assert first == {"pair": [1, 2], "3": None} == ResumableParts(tmp_path).part("a", never)
 
 
 @given(value=st.floats(allow_nan=False))
 def test_floats_keep_their_bits(tmp_path_factory, value):
     folder = tmp_path_factory.mktemp("kept")
-    parts = [KeptParts(folder).part("a", make) for make in (lambda: value, never)]
+    parts = [ResumableParts(folder).part("a", make) for make in (lambda: value, never)]
     assert [repr(value)] * 2 == list(map(repr, parts))
 
 
 def test_a_line_cut_off_by_a_kill_is_made_again(tmp_path):
-    kept = KeptParts(tmp_path)
+    kept = ResumableParts(tmp_path)
     kept.part("a", lambda: [1.5])
     kept.part("b", lambda: [2.5])
     kept.path.write_bytes(kept.path.read_bytes()[:-5])
-    again = KeptParts(tmp_path)
+    again = ResumableParts(tmp_path)
     assert again.part("a", never) == [1.5] and again.part("b", lambda: [3.5]) == [3.5]
     assert [json.loads(line)["key"] for line in kept.path.read_text().splitlines()] == ["a", "b"]
 

@@ -16,7 +16,7 @@ from moecore.backbones import Vit, Vit3d
 from moecore.brain.age_calibration import write_calibration_folder
 from moecore.brain.age_measurement import Ages, fit_age_line, summarize_age_errors
 from moecore.brain.prediction_table import read_predictions
-from moecore.core.arrays_as_text import spreadsheet_cell
+from moecore.core.arrays_as_text import escape_spreadsheet_formula
 from moecore.core.config import read_json_settings
 from moecore.core.files import UserError, to_jsonable, write_json
 from moecore.data.files.decode import decode_image
@@ -421,6 +421,6 @@ def test_the_page_shows_pictures_and_experts(browser, model, pictures, tmp_path)
 
 def test_what_a_spreadsheet_would_run_is_text_and_numbers_stay_as_they_are():
     for text in ("-1.5", "+3e-4", "-inf", "plain", "", "a=b", -2.5, None):
-        assert spreadsheet_cell(text) == text
+        assert escape_spreadsheet_formula(text) == text
     for text in ("=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "-"):
-        assert spreadsheet_cell(text) == f"'{text}"
+        assert escape_spreadsheet_formula(text) == f"'{text}"

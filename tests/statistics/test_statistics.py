@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import ttest_1samp
 
 from benchmarks.looks import hold_until
-from moecore.core.arrays_as_text import decode_float_array, pack_numbers
+from moecore.core.arrays_as_text import decode_float_array, encode_rounded
 from moecore.statistics import comparisons as compare
 from moecore.statistics import intervals
 from moecore.statistics.comparisons import BOTH, Difference, VarianceSource, paired_seed_difference
@@ -259,7 +259,7 @@ def test_items_are_kept_to_three_digits_and_their_mean_exactly(scale):
     assert np.abs(found - values).max() < 1e-3 * np.abs(values - values.mean()).max()
     assert decode_float_array(compare.encode_item_values(np.full(5, 0.25))).tolist() == [0.25] * 5
     with pytest.raises(ValueError):
-        pack_numbers(np.array([1.0, np.inf]))
+        encode_rounded(np.array([1.0, np.inf]))
 
 
 def test_headroom_recovered_by_hand():

@@ -8,7 +8,7 @@ import torch
 from moecore import backbones, experts, regularizers, routers, testing
 from moecore.attacks import Apgd, Autoattack, Fab, Fgsm, Pgd, Square, Surrogate
 from moecore.backbones import TextTowerSettings, Vit
-from moecore.core.config import list_own_names, part_classes_by_kind
+from moecore.core.config import builtin_kinds, part_classes_by_kind
 from moecore.core.routing_records import RoutingContext
 from moecore.data.card import parse_card_task
 from moecore.measure.base import Measurement, builtin_measurements
@@ -187,7 +187,7 @@ def test_our_part_keeps_its_promises(case):
     ],
 )
 def test_no_part_is_left_out(family, parts):
-    assert sorted({part.kind for part in parts}) == list_own_names(family)
+    assert sorted({part.kind for part in parts}) == builtin_kinds(family)
 
 
 class Sound(NoisyTopKRouter):

@@ -27,11 +27,11 @@ from moecore.training.meter import Meter, sum_layer_routing
 from moecore.training.method import (
     GuidedModel,
     Method,
-    TeacherRouter,
+    TeacherRouterSettings,
     aligned_teacher_blocks,
     build_guide,
 )
-from moecore.training.monitor import LayerTotals, Monitor, build_routing_point, describe_point
+from moecore.training.monitor import LayerTotals, Monitor, build_routing_point, format_routing_point
 from moecore.training.phase_trainings import build_pretraining, iterate_router_fit
 from moecore.training.settings import TeacherRouterFit, Training
 from tests.data.making import VOLUMES, ball
@@ -41,11 +41,11 @@ from tests.training.small import CPU, IMAGE, SETTINGS, VMOE, assert_resumes, log
 
 NOISY = {"router": {"kind": "noisy_top_k", "k": 2}, "experts": {"kind": "mlp", "number": 4}}
 TGR = Method(**NOISY, regularizers=[{"kind": "router_kl"}])
-FITTED = TeacherRouter(fit="joint", load=0.1, entropy=0.01)
+FITTED = TeacherRouterSettings(fit="joint", load=0.1, entropy=0.01)
 JOINT = TGR.model_copy(update={"teacher_router": FITTED})
 MLPS, KL = {"kind": "mlp", "number": 4}, [{"kind": "router_kl"}]
 JOINTLY = Method(router={"kind": "teacher_routed", "k": 2}, experts=MLPS, regularizers=KL)
-ORACLE = JOINTLY.model_copy(update={"teacher_router": TeacherRouter(fit="joint")})
+ORACLE = JOINTLY.model_copy(update={"teacher_router": TeacherRouterSettings(fit="joint")})
 
 
 def guide(depth: int = 4, method: Method = TGR):
@@ -64,7 +64,7 @@ def test_fitting_makes_it_confident_and_balanced_and_leaves_the_teacher_alone():
     made = guide()
     before = {name: value.clone() for name, value in made.teacher.state_dict().items()}
     settings = TeacherRouterFit(steps=60, batch=16, learning_rate=0.05)
-    weights = TeacherRouter(load=1.0, entropy=0.1)
+    weights = TeacherRouterSettings(load=1.0, entropy=0.1)
     (_, first), *_, (last_step, last) = iterate_router_fit(made, task().train, weights, settings, 0)
     assert last_step == 60 and last["entropy"] < first["entropy"] and last["balance"] < 0.2
     assert all(torch.equal(one, before[name]) for name, one in made.teacher.state_dict().items())
@@ -299,12 +299,12 @@ def test_load_death_and_collapse_by_hand():
     layer = first.layers["MoE 1"]
     assert layer.max_violation == pytest.approx(1) and layer.load[0] == 0.5  # 60 of 120 over 30
     assert (layer.token_entropy, layer.margin, layer.idle) == (1.0, 0.1, (0, 0, 0, 0))
-    assert "MoE 1: MaxVio 1, entropy 1, margin 0.1; dead 0  █▄▄▁" == describe_point(first)
+    assert "MoE 1: MaxVio 1, entropy 1, margin 0.1; dead 0  █▄▄▁" == format_routing_point(first)
     once = build_routing_point(20, totals(60, 30, 30, 0), first, settings)
     assert once.layers["MoE 1"].idle == (0, 0, 0, 10) and not once.warnings
     twice = build_routing_point(30, totals(60, 30, 30, 0), once, settings)
     assert twice.warnings == ("step 30: MoE 1: expert 3 had no token for 20 steps",)
-    assert twice.layers["MoE 1"].dead == 1 and describe_point(twice).endswith("█▄▄·")
+    assert twice.layers["MoE 1"].dead == 1 and format_routing_point(twice).endswith("█▄▄·")
     # two experts a token: the others have 7 of 120 choices, where 60 were even; then 5
     still = build_routing_point(40, totals(60, 53, 7, 0), twice, settings)
     assert not still.warnings  # told once

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moecore.core.files import SEAL, UnusableFile, UserError, read_json, write_sealed
+from moecore.core.files import SEAL, UnusableFile, UserError, read_json, write_checksummed
 from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.core.source_layout import allow_packages, more_packages
 from moecore.nn.backbones.vit import Vit
@@ -256,7 +256,7 @@ def test_fine_tuning_keeps_the_drop_path_and_an_older_card_has_none(tmp_path, mo
     card = read_json(tmp_path / "model.json")
     del card["backbone"]["drop_path"]
     (tmp_path / "model.json").write_text(json.dumps(card))
-    assert artifacts.load_card(tmp_path).backbone.drop_path == 0
+    assert artifacts.load_model_card(tmp_path).backbone.drop_path == 0
     images = torch.rand(3, 1, 8, 8)
     assert torch.equal(load_model(tmp_path)(images).prediction, dropping.eval()(images).prediction)
 
@@ -270,7 +270,7 @@ def test_what_does_not_fit_or_is_absurdly_large_is_refused(tmp_path, model):
         load_adapted_model(tmp_path, IMAGE, None)
     card = json.loads((tmp_path / "model.json").read_text())
     card["backbone"] |= {"width": 2**16, "mlp_ratio": 1000}  # 17 GB in each matrix of an MLP
-    write_sealed(tmp_path / "model.json", {key: card[key] for key in card if key != SEAL})
+    write_checksummed(tmp_path / "model.json", {key: card[key] for key in card if key != SEAL})
     with pytest.raises(UserError, match=r"model\.safetensors: not the weights of this model"):
         load_model(tmp_path)
 
@@ -287,7 +287,7 @@ def test_a_model_whose_outputs_are_no_numbers_does_not_pass():
 
 def test_damaged_files_are_named(tmp_path, model):
     with pytest.raises(UserError, match="model.json"):
-        artifacts.load_card(tmp_path)
+        artifacts.load_model_card(tmp_path)
     save_model(tmp_path, model)
     os.truncate(tmp_path / "model.safetensors", 100)
     with pytest.raises(UserError, match="model.safetensors"):
@@ -295,7 +295,7 @@ def test_damaged_files_are_named(tmp_path, model):
     card = read_json(tmp_path / "model.json")
     (tmp_path / "model.json").write_text(json.dumps(card | {"unknown": 1}))
     with pytest.raises(UserError, match=r"(?s)model\.json.*unknown"):
-        artifacts.load_card(tmp_path)
+        artifacts.load_model_card(tmp_path)
 
 
 def flip(path, bit: int) -> None:
@@ -408,7 +408,7 @@ def test_what_is_missing_is_said_with_the_version_that_wrote_it(folder):
 def test_models_from_before_there_were_versions_load(folder):
     card = read_json(folder / "model.json")
     del card["versions"]
-    write_sealed(folder / "model.json", card)
+    write_checksummed(folder / "model.json", card)
     assert load_model(folder, packages=["my_lab"]).moe.router.k == 1
     with pytest.raises(UserError, match="written with my_lab, version: unknown"):
         load_model(folder)

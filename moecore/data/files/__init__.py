@@ -1,1 +1,1 @@
-"""Files that sources read: class folders, captions, IDX, CIFAR; decoding and downloads."""
+"""Reading, decoding and downloading the files of data sources: images, captions and fonts."""

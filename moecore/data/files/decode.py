@@ -1,4 +1,4 @@
-"""Decode one image file to a square of uint8, or recompress it to a smaller JPEG file."""
+"""Decode an image file to a square uint8 array, or recompress it as a smaller JPEG."""
 
 import io
 import struct
@@ -18,7 +18,7 @@ QUALITY = 95  # of stored JPEG files
 
 
 def resize_images_in_chunks(images: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Yield the images (N, C, H, W) resized, in chunks uint8 (n, C, size, size): bilinear."""
+    """Resize images (N, C, H, W) bilinearly; yield chunks uint8 (n, C, size, size)."""
     for start in range(0, len(images), CHUNK):
         chunk = images[start : start + CHUNK]
         if chunk.shape[-2:] == (size, size):
@@ -45,7 +45,7 @@ class UnreadableImage(Exception):
 
 
 def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
-    """Return the image in a file as uint8 (channels, size, size): resized, centre square."""
+    """Decode an image file; return its centre square, resized, uint8 (channels, size, size)."""
     # Large JPEG files are decoded at reduced size, at least twice ``size``. Only the first picture
     # of a file is read.
     with _raise_unreadable():
@@ -77,7 +77,7 @@ def decode_jpeg_to_pil(content: bytes, channels: int) -> Image.Image:
         image = Image.open(io.BytesIO(content), formats=["JPEG"])
         image.load()
     if image.mode != MODES[channels]:
-        raise UnreadableImage(mode_refusal_text(image.mode))
+        raise UnreadableImage(describe_refused_mode(image.mode))
     return image
 
 
@@ -94,7 +94,7 @@ def _open_image(path: str | Path, size: int, channels: int) -> Image.Image:
 
 @contextmanager
 def _raise_unreadable() -> Iterator[None]:
-    """Raise UnreadableImage instead of any error inside the context that bad content causes."""
+    """Turn errors that bad file content causes in the ``with`` block into UnreadableImage."""
     try:
         yield
     except UnidentifiedImageError as error:
@@ -116,7 +116,7 @@ def _raise_unreadable() -> Iterator[None]:
         raise UnreadableImage(f"its header or its EXIF is damaged ({why})") from error
 
 
-def mode_refusal_text(mode: str) -> str:
+def describe_refused_mode(mode: str) -> str:
     return f"has mode {mode}; allowed: 8 or 16 bits a channel"
 
 
@@ -127,7 +127,7 @@ def _to_plain_mode(image: Image.Image) -> Image.Image:
         return Image.fromarray(np.rint(values * (255 / DEEPEST)).astype(np.uint8))
     if image.mode.startswith(DEEP):
         # PIL would clip them to 0 … 255 silently.
-        raise UnreadableImage(mode_refusal_text(image.mode))
+        raise UnreadableImage(describe_refused_mode(image.mode))
     if not image.has_transparency_data:
         return image
     transparent = image.convert("RGBA")

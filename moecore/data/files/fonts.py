@@ -1,4 +1,4 @@
-"""Font files (TrueType and OpenType): their letters, and how Pillow draws them.
+"""Read font files (TrueType, OpenType), list their letters, and draw distorted characters.
 
 A code is a character's Unicode number, S the height and width of an image.
 """
@@ -50,7 +50,7 @@ def read_fonts(folder: Path) -> tuple[str, list[Font]]:
 
 @lru_cache(maxsize=2048)
 def _read_font(path: Path, checksum: str) -> Font:
-    """Read a font; checksum: that of the file, so that a changed one is read again."""
+    """Read a font; the file's checksum is a key of the cache, so that a changed file is read."""
     from fontTools import ttLib  # takes 0.1 s to import
     from fontTools import unicodedata as scripts
 
@@ -81,7 +81,7 @@ def _open_font(path: Path, pixels: int) -> Any:  # PIL's FreeTypeFont
 
 
 def draw_glyph(font: Font, code: int, size: int) -> Any:  # PIL's Image
-    """Draw a character upright, for an image with S = ``size``, and crop it to what is drawn."""
+    """Draw a character upright for an image of ``size`` pixels, and crop it to its ink."""
     from PIL import Image
 
     mask = _open_font(font.path, round(EM * OVERSAMPLING * size)).getmask(chr(code))
@@ -90,7 +90,7 @@ def draw_glyph(font: Font, code: int, size: int) -> Any:  # PIL's Image
 
 
 def fingerprint_drawings(fonts: list[Font], code: int, size: int) -> set[Drawing] | None:
-    """Return what each font draws for a character; None if one of them leaves it blank."""
+    """Return a checksum per font of the drawn character; None if a font leaves it blank."""
     glyphs = [(font.path, draw_glyph(font, code, size)) for font in fonts]
     if not all(glyph.width for _, glyph in glyphs):
         return None

@@ -1,4 +1,4 @@
-"""Many image files: class folders, and parallel decoding that resumes after a kill."""
+"""List image files in class folders, and decode them in parallel, resuming after a kill."""
 
 import hashlib
 import os
@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from moecore.core.files import KeptParts, UserError, find_raw_folder, join_below_root
-from moecore.data.card import Card, count_classes, new_array, open_array
+from moecore.core.files import ResumableParts, UserError, find_raw_folder, join_below_root
+from moecore.data.card import Card, count_classes, new_memmap, open_array
 from moecore.data.files import decode
 from moecore.data.layouts.images import PackedJpegFile, SplitToWrite, write_images
 from moecore.data.sources.base import Source
@@ -41,18 +41,18 @@ class DecodeCache(NamedTuple):
     channels: int
 
     def decode(self, split: str, paths: list[Path]) -> tuple[Path, dict[int, str]]:
-        """Return the path of the decoded array (N, C, size, size), and row → why unreadable."""
+        """Decode files to an array (N, C, size, size); return its path, and row → error."""
         work_folder = self._work_folder(split, f"{self.size}", paths)
         array = work_folder / "images.npy"
         shape = (len(paths), self.channels, self.size, self.size)
-        finished = KeptParts(work_folder)
+        finished = ResumableParts(work_folder)
         try:
             if finished.parts:
                 open_array(array, shape, np.uint8)
         except UserError:  # damaged
             finished.path.unlink()
-            finished = KeptParts(work_folder)
-        out = new_array(array, np.uint8, shape, begun=bool(finished.parts))
+            finished = ResumableParts(work_folder)
+        out = new_memmap(array, np.uint8, shape, begun=bool(finished.parts))
 
         def decode_row(row: int) -> str | None:
             try:
@@ -74,14 +74,14 @@ class DecodeCache(NamedTuple):
     def pack(
         self, split: str, paths: list[Path], short_side: int
     ) -> tuple[PackedJpegFile, dict[int, str]]:
-        """Return one file with all images as uncropped JPEG, and row → why unreadable."""
+        """Recompress files, uncropped, into one file of JPEGs; return it, and row → error."""
         work_folder = self._work_folder(split, f"whole {short_side}", paths)
         file = work_folder / "images.bin"
-        finished = KeptParts(work_folder)
+        finished = ResumableParts(work_folder)
         written = sum(sum(part["lengths"]) for part in finished.parts.values())
         if finished.parts and (not file.is_file() or file.stat().st_size < written):
             finished.path.unlink()
-            finished = KeptParts(work_folder)
+            finished = ResumableParts(work_folder)
 
         def pack_row(row: int) -> decode.JpegWithHistogram | str:
             try:
@@ -143,7 +143,7 @@ def decode_splits(
     on_error: Literal["stop", "skip"],
     short_side: int | None = None,  # pixels of uncropped JPEG training images; None: square
 ) -> dict[str, SplitToWrite]:
-    """Return split → labels and decoded images, which ``write_images`` moves out of the cache."""
+    """Decode all splits; return the labels and images of each split, for ``write_images``."""
     decoded = {
         split: cache.pack(split, files.paths, short_side)
         if short_side is not None and split == "train"
@@ -178,7 +178,7 @@ MIN_SHORT_SIDE = 32  # pixels: JPEG works on blocks of 8 × 8, or 16 × 16
 
 
 class ImageFilesSource(SplitSettings, Source):
-    """Base of the sources whose images are files of different shapes: settings and decoding."""
+    """Base class of data sources whose images are files of different shapes."""
 
     root: str
     size: int = Field(32, ge=4, le=1024, description="Height and width in pixels")
@@ -202,11 +202,11 @@ class ImageFilesSource(SplitSettings, Source):
     @property
     @abstractmethod
     def about(self) -> tuple[str, str, str]:
-        """Name of the data, licence, and where they are from, for the card."""
+        """Return name, licence and origin of the data, for the card."""
 
     @abstractmethod
     def list_splits(self) -> tuple[tuple[str, ...], dict[str, LabelledFiles]]:
-        """Return class names, and split → files and labels. Raises UserError on wrong folders."""
+        """Return class names, and each split's files and labels; UserError for wrong folders."""
 
     def scratch_folder(self, folder: Path) -> Path:
         return folder / ".decoded"
@@ -238,8 +238,8 @@ class ImageFilesSource(SplitSettings, Source):
         return find_raw_folder(self.root, "the folder with the class folders")
 
 
-def class_names(folder: Path) -> tuple[str, ...]:
-    """Return the sorted names of the folders in ``folder``; UserError for fewer than two."""
+def list_class_folders(folder: Path) -> tuple[str, ...]:
+    """Return the sorted names of the class folders in ``folder``; UserError for fewer than two."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     names = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
@@ -255,7 +255,7 @@ def class_names(folder: Path) -> tuple[str, ...]:
 
 def list_labelled_images(root: Path, folder: Path, classes: tuple[str, ...]) -> LabelledFiles:
     """Return the image files below ``folder/<class>/``, at any depth, and their class numbers."""
-    if (names := class_names(folder)) != classes:
+    if (names := list_class_folders(folder)) != classes:
         missing = _join_names(set(classes) - set(names))
         unknown = _join_names(set(names) - set(classes))
         raise UserError(f"{folder}: class folders differ; lacking: {missing}; unknown: {unknown}")
@@ -269,7 +269,7 @@ def list_labelled_images(root: Path, folder: Path, classes: tuple[str, ...]) -> 
 
 
 def _images_below(root: Path, folder: Path) -> Iterator[Path]:
-    """Yield image files at any depth, broken links included; links to folders are not followed."""
+    """Yield image files at any depth, including broken links; do not follow links to folders."""
     try:
         with os.scandir(folder) as listed:
             entries = list(listed)

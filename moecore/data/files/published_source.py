@@ -1,4 +1,4 @@
-"""Image sets, also with captions, split by their authors: their source, and downloads.
+"""Base classes of sources of published images, with class labels or captions; downloads.
 
 A source of captions reads annotations; this module finds, splits and writes. ``…_labels.npy`` are
 then int32 (N, C, M), the tokens of C captions per image (see moecore/tasks/image_text.py), and the
@@ -34,7 +34,7 @@ LabelledImages = tuple[np.ndarray, np.ndarray]  # images uint8 (N, C, H, W) and 
 
 
 class PublishedSetFacts(NamedTuple):
-    """Facts of a set that need none of its files; every class has equally many images."""
+    """Facts of a data set that are known without its files; classes have equally many images."""
 
     name: str
     classes: tuple[str, ...]
@@ -46,7 +46,7 @@ class PublishedSetFacts(NamedTuple):
 
 
 class PublishedSource(SplitSettings, Source):
-    """Base of the sources of published image sets: finds, downloads, splits and writes them."""
+    """Base class of sources of published labelled images: find, download, split and write them."""
 
     root: str | tuple[str, ...]
     size: int
@@ -71,23 +71,23 @@ class PublishedSource(SplitSettings, Source):
 
     @abstractmethod
     def facts(self) -> PublishedSetFacts:
-        """Return name, classes and sizes of the set, which are known without its files."""
+        """Return name, classes and sizes of the data set, which are known without its files."""
 
     @abstractmethod
     def find_files(self, roots: list[Path]) -> Path | None:
-        """Return the first folder or archive in ``roots`` with all files of the set, or None."""
+        """Return the first folder or archive in ``roots`` that has all files, or None."""
 
     @abstractmethod
     def describe_absence(self, roots: list[Path]) -> str:
-        """Return the error text for missing files: which ones, and how to get them."""
+        """Return an error text that names missing files and how to get them."""
 
     @abstractmethod
     def fetch_files(self, root: Path) -> Path:
-        """Download the set into ``root``, check it, and return its folder or archive."""
+        """Download the files into ``root``, check them, and return their folder or archive."""
 
     @abstractmethod
     def read_sets(self, place: Path) -> tuple[LabelledImages, LabelledImages]:
-        """Return the training and the test set of the authors; place: the folder or archive."""
+        """Read the authors' training and test set from the folder or archive ``place``."""
 
     def describe(self) -> Card:
         facts = self.facts()
@@ -120,7 +120,7 @@ class PublishedSource(SplitSettings, Source):
         return write_images(folder, self, self.describe(), parts)
 
     def _number_kept_classes(self, labels: np.ndarray) -> np.ndarray:
-        """Return the labels (N,) as numbers among ``kept_classes``; −1 for all other classes."""
+        """Renumber labels (N,) by their position in ``kept_classes``; −1 for other classes."""
         if not self.only_classes:
             return labels
         classes = self.kept_classes
@@ -129,14 +129,14 @@ class PublishedSource(SplitSettings, Source):
 
     def _place_and_root(self) -> tuple[Path | None, Path]:
         """Return the folder or archive with all files, None before a download, and its target."""
-        roots = files.candidate_folders(self.root)
+        roots = files.raw_data_folders(self.root)
         place = self.find_files(roots)
         if place is None and not self.download:
             raise files.UserError(self.describe_absence(roots))
         return place, roots[0]
 
     def _split_rows(self, labels: np.ndarray, test_labels: np.ndarray) -> dict[str, np.ndarray]:
-        """Return split → rows; the test set's rows follow the training set's."""
+        """Return split → row numbers; rows of the test set are counted after the training set."""
         train, validation = split_train(labels, self)
         all_labels = np.concatenate([labels, test_labels])
         test = np.arange(len(labels), len(all_labels))
@@ -156,8 +156,8 @@ def check_digest(path: Path, algorithm: str, expected: str, source: str) -> None
 
 
 def download_file(url: str, path: Path, check: Callable[[Path], object]) -> None:
-    """Download ``url`` to ``path``, which appears only once ``check`` accepts the content."""
-    with files.whole_file(path) as temporary:
+    """Download ``url`` to ``path``; the file appears only if ``check`` accepts it."""
+    with files.atomic_file(path) as temporary:
         try:
             torch.hub.download_url_to_file(url, str(temporary), progress=False)
         except (
@@ -184,7 +184,7 @@ class ImageCaptions(NamedTuple):
 
 
 class CaptionedSource(Source):
-    """Base of the sources of image files with captions: settings, splits and written files."""
+    """Base class of sources of image files with captions: read, split and write them."""
 
     task: ClassVar[type[ImageText]] = ImageText
     sided: ClassVar[bool] = True  # captions may say left and right
@@ -213,10 +213,10 @@ class CaptionedSource(Source):
 
     @abstractmethod
     def read(self) -> dict[str, list[ImageCaptions]]:
-        """Return split → images with captions, from the annotation files in the settings."""
+        """Read the annotation files; return split → images with captions."""
 
     def describe(self) -> Card:
-        """Return the card without writing data; annotations are read, but no word is counted."""
+        """Return the card from annotations alone, without counting words or writing data."""
         # The vocabulary is not known before the captions are tokenized.
         card = self._card(tokenizers.WordTokenizer([]))
         return card.complete_with(
@@ -280,7 +280,7 @@ def split_by_seed(
 
 
 def read_text_file(path: Path, what: str) -> str:
-    """Return the text of a UTF-8 file. Raises UserError if unreadable; what: for its message."""
+    """Return the text of a UTF-8 file; ``what`` names the file in the UserError if unreadable."""
     try:
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError:
@@ -299,7 +299,7 @@ def read_annotation_json(path: Path) -> Any:
 
 
 def read_karpathy_split(path: Path) -> dict[str, list[ImageCaptions]]:
-    """Return split → images of a JSON file by Karpathy & Fei-Fei. Raises UserError for others."""
+    """Read a JSON file by Karpathy & Fei-Fei; return split → images with captions."""
     content = read_annotation_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("images"), list):
         raise UserError(f"{path}: found no list `images`; allowed: dataset_coco.json of Karpathy's")
@@ -333,7 +333,7 @@ def check_captions(path: Path, images: list[ImageCaptions]) -> None:
 def group_captions(
     path: Path, files: Mapping[Any, str], pairs: Iterable[tuple[Any, str]]
 ) -> list[ImageCaptions]:
-    """Return each image with its captions; files: image id → file, pairs: (image id, caption)."""
+    """Group (image id, caption) pairs by image; ``files`` maps image ids to file names."""
     captions: dict[Any, list[str]] = {image: [] for image in files}
     for image, text in pairs:
         if image not in captions:
@@ -345,7 +345,7 @@ def group_captions(
 
 
 def caption_task(settings: Any, tokenizer: tokenizers.Tokenizer) -> ImageText:
-    """Return the image-text task; settings: anything with ``context``, ``captions``, ``sided``."""
+    """Return the image-text task for settings with ``context``, ``captions`` and ``sided``."""
     return ImageText(
         words=tokenizer.words,
         context=settings.context,

@@ -1,1 +1,1 @@
-"""Files of a prepared folder: one module each writes and opens images, text and volumes."""
+"""File formats of prepared data: one module each to write and open images, text and volumes."""

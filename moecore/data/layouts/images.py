@@ -20,7 +20,7 @@ from moecore.data.card import (
     SPLITS,
     Card,
     count_classes,
-    new_array,
+    new_memmap,
     open_array,
     open_labels,
     save_array,
@@ -104,7 +104,7 @@ def write_images(
 
 
 def _describe_training_images(folder: Path, card: Card, train: SplitToWrite) -> dict[str, Any]:
-    """Return the card's entries ``mean`` and ``std`` per channel, and ``jpeg`` if uncropped."""
+    """Return card entries: ``mean`` and ``std`` per channel, and ``jpeg`` for uncropped images."""
     if isinstance(train.images, PackedJpegFile):
         mean, std = _moments_of(train.images.histogram)
         return {"mean": mean, "std": std, "jpeg": {"side": train.images.short_side}}
@@ -144,7 +144,7 @@ def _jpeg_file_names(split: str) -> list[str]:
 
 
 def _write_jpegs(folder: Path, split: str, labels: int, images: PackedJpegFile) -> list[str]:
-    """Move the JPEG file, write its offsets and return both names; labels: number of labels."""
+    """Move the JPEG file to the folder and write its offsets; return the two file names."""
     if len(images.lengths) != labels:
         raise UserError(f"{split}: {len(images.lengths)} images for {labels} labels")
     content, offsets = names = _jpeg_file_names(split)
@@ -159,7 +159,7 @@ def _write_array(path: Path, card: Card, labels: int, images: Iterable[np.ndarra
         shutil.move(images, path)
         open_array(path, shape, np.uint8)
         return
-    array = new_array(path, np.uint8, shape)
+    array = new_memmap(path, np.uint8, shape)
     row = 0
     for chunk in images:
         if chunk.dtype != np.uint8 or chunk.shape[1:] != shape[1:] or row + len(chunk) > shape[0]:
@@ -177,7 +177,7 @@ def _write_array(path: Path, card: Card, labels: int, images: Iterable[np.ndarra
 def open_images(
     folder: Path, card: Mapping[str, Any], task: Task, split: str
 ) -> "tuple[np.ndarray | JpegImages, np.ndarray]":
-    """Return images (N, C, H, W) and labels of a split. Raises UserError if unlike card.json."""
+    """Open a split's images (N, C, H, W) and labels; UserError if they do not fit card.json."""
     number = card["images"][split]
     shape = (number, card["channels"] + bool(card.get("truth")), card["size"], card["size"])
     if split == "train" and "jpeg" in card:
@@ -204,7 +204,7 @@ class JpegImages:
 
     @classmethod
     def open(cls, folder: Path, split: str, number: int, card: Mapping[str, Any]) -> "JpegImages":
-        """Return a split of ``number`` images; UserError if the length of its file is wrong."""
+        """Open a split of ``number`` images; UserError if its file has a wrong length."""
         path, offsets = (folder / name for name in _jpeg_file_names(split))
         starts = np.array(open_array(offsets, (number + 1,), np.int64))
         size = path.stat().st_size if path.is_file() else 0

@@ -22,15 +22,15 @@ UNKNOWN = "<unk>"
 NONE = -1  # the token before a text's first
 
 
-class NumberedText(NamedTuple):
+class TokenizedText(NamedTuple):
     tokens: Mapping[str, np.ndarray]  # split → int32 (n,)
     vocabulary: Sequence[str]
     more: Mapping[str, Any]  # additional entries of card.json, such as checksums of what was read
     truth: Mapping[str, np.ndarray] = {}  # split → uint8 (n,), each token's kind; 0: unknown
 
 
-def write_text(folder: Path, settings: Config, card: Card, text: NumberedText) -> dict[str, Any]:
-    """Write arrays and card.json; return its content. UserError for a split below one block."""
+def write_text(folder: Path, settings: Config, card: Card, text: TokenizedText) -> dict[str, Any]:
+    """Write a text and card.json, return the card; UserError for a split shorter than one block."""
     card = card.without_problem()
     tokens, vocabulary, more, truth = text
     (block,) = card.shape
@@ -68,7 +68,7 @@ def write_text(folder: Path, settings: Config, card: Card, text: NumberedText) -
 def open_text(
     folder: Path, card: Mapping[str, Any], task: Task, split: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return blocks (N, C, M), or (N, 2C, M) with kinds, of a split, and next words (N, M)."""
+    """Open a split's blocks (N, C, M), or (N, 2C, M) with token kinds, and next words (N, M)."""
     rows = open_tokens_with_kinds(folder, card, split)
     block = card["size"][0]
     context = card["channels"] - 1
@@ -80,7 +80,7 @@ def open_text(
 
 
 def open_tokens_with_kinds(folder: Path, card: Mapping[str, Any], split: str) -> np.ndarray:
-    """Return the tokens of a split, int32 (1, n), or (2, n) with their kinds in the second row."""
+    """Open a split's tokens, int32 (1, n), or (2, n) with token kinds in the second row."""
     shape = (card["tokens"][split],)
     tokens = open_array(folder / f"{split}_tokens.npy", shape, np.int32)
     if "truth" not in card:
@@ -90,7 +90,7 @@ def open_tokens_with_kinds(folder: Path, card: Mapping[str, Any], split: str) ->
 
 
 def block_windows(tokens: np.ndarray, block: int, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return blocks with the context before them, (N, C, M), and next words, (N, M)."""
+    """Cut tokens into N blocks with earlier context, (N, C, M); also return next words (N, M)."""
     # C = context + 1, the block is last, −1 before the text's start; N = (n − 1) // M drops an
     # incomplete last block. The windows are views of one array.
     number = (len(tokens) - 1) // block

@@ -1,4 +1,4 @@
-"""Volumes with one number each: ``{train,validation,test}_images.npy``, float16 (N, 1, D, H, W).
+"""Volumes labelled by a number: ``{train,validation,test}_images.npy``, float16 (N, 1, D, H, W).
 
 Values lie in [0, 1] with a background of exactly 0; ``…_regions.npy`` are tissue shares × 255,
 uint8 (N, R, D, H, W), where the card lists ``regions``; ``…_subjects.csv`` has one row per volume;
@@ -16,7 +16,7 @@ from moecore.core.files import UserError, write_csv
 from moecore.data.card import (
     SPLITS,
     Card,
-    new_array,
+    new_memmap,
     open_array,
     open_labels,
     save_array,
@@ -43,7 +43,7 @@ class VolumeSplitToWrite(NamedTuple):
 def write_volumes(
     folder: Path, settings: Config, card: Card, parts: Mapping[str, VolumeSplitToWrite]
 ) -> dict[str, Any]:
-    """Write arrays, tables and card.json; return its content. UserError for equal training ages."""
+    """Write arrays, tables and card.json, return the card; UserError if all training ages agree."""
     folder.mkdir(parents=True, exist_ok=True)
     ages = _ages(parts["train"].subjects).astype(np.float64)
     if np.ptp(ages) == 0:
@@ -81,13 +81,13 @@ def _ages(subjects: Sequence[VolumeSubject]) -> np.ndarray:
 
 
 def _write_split(folder: Path, split: str, card: Card, part: VolumeSplitToWrite) -> np.ndarray:
-    """Write one split; return number, sum and sum of squares of values in the brain, fp64 (3,)."""
+    """Write one split; return count, sum and sum of squares of the brain's voxels, fp64 (3,)."""
     shape = (len(part.subjects), 1, *card.shape)
-    images = new_array(folder / f"{split}_images.npy", np.float16, shape)
+    images = new_memmap(folder / f"{split}_images.npy", np.float16, shape)
     regions = None
     if card.regions:
         shape = (len(part.subjects), len(card.regions), *card.shape)
-        regions = new_array(folder / f"{split}_regions.npy", np.uint8, shape)
+        regions = new_memmap(folder / f"{split}_regions.npy", np.uint8, shape)
     sums = np.zeros(3)
     subjects = []
     for row, (subject, (volume, parts)) in enumerate(zip(part.subjects, part.volumes, strict=True)):
@@ -120,14 +120,14 @@ def open_volumes(
 
 
 def unusual_volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[str]:
-    """Return a text per unusual property of an image (1, D, H, W) with tissue maps (3, D, H, W)."""
+    """Describe unusual brightness or tissue shares of a volume (1, D, H, W), one text each."""
     texts = []
     mean = image[image > 0].astype(np.float32).mean()
     if not BRIGHTNESS[0] <= mean <= BRIGHTNESS[1]:
         texts.append(f"mean intensity unusual ({mean:.2f})")
     if regions is None:
         return texts
-    if unusual := tissue_shares_outside(regions, USUAL):
+    if unusual := describe_unusual_shares(regions, USUAL):
         texts.append(f"tissue fractions unusual ({unusual})")
     masks = [part > 255 * BRAIN for part in regions[:2]]
     white, grey = (image[0][mask].sum(dtype=np.float64) / max(mask.sum(), 1) for mask in masks)
@@ -136,8 +136,8 @@ def unusual_volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[
     return texts
 
 
-def tissue_shares_outside(regions: np.ndarray, limits: Mapping[str, tuple[float, float]]) -> str:
-    """Return names and shares of tissues outside their limits as one text, "" if all are inside."""
+def describe_unusual_shares(regions: np.ndarray, limits: Mapping[str, tuple[float, float]]) -> str:
+    """Name the tissues whose shares lie outside ``limits``, as one text; "" if none does."""
     sums = regions.sum(axis=(1, 2, 3), dtype=np.float64)
     shares = zip(limits.items(), sums / max(sums.sum(), 1e-12), strict=True)
     return ", ".join(

@@ -1,1 +1,1 @@
-"""Simulated ageing heads: anatomy, its changes with age, scanners, and a second generator."""
+"""Simulation of MRI scans of ageing heads, by two generators with different anatomy."""

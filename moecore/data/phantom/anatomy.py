@@ -1,4 +1,4 @@
-"""The anatomy of simulated people: numbers with sources (mL, mm, years), random fields, MNI152.
+"""The anatomy of simulated heads: volumes by age (mL), random fields and the MNI152 template.
 
 tools/build_template.py makes the maps at 64³ (mni152/NOTICE.md); new maps change their digest.
 """
@@ -88,17 +88,17 @@ PRESETS: dict[str, PopulationSpread] = {
 
 
 def tissue_relative_to_25(medians: np.ndarray, age: float) -> float:
-    """Return the volume at ``age`` / at 25; medians: GREY_ML or WHITE_ML, linear in between."""
+    """Return a tissue's volume at ``age`` relative to 25 years; medians: GREY_ML or WHITE_ML."""
     return float(np.interp(age, AGES, medians / medians[REFERENCE]))
 
 
 def ventricles_relative_to_25(age: float) -> float:
-    """Return the lateral ventricles' volume at ``age`` / at 25, log-linear between medians."""
+    """Return the lateral ventricles' median volume at ``age`` relative to 25 years."""
     return float(np.exp(np.interp(age, AGES, np.log(VENTRICLES_ML / VENTRICLES_ML[REFERENCE]))))
 
 
 def lesions_ml(age: float) -> float:
-    """Return the volume of white-matter lesions, mL (our choice): 1 when young, then growing."""
+    """Return the volume of white-matter lesions at ``age`` in mL (our choice), 1 when young."""
     return float(1.1 + 0.35 * np.exp((age - 50) / 14))  # the exponential doubles in 10 years
 
 
@@ -111,7 +111,7 @@ SPLINE_SD = 0.315
 
 
 def spline_basis() -> np.ndarray:
-    """Return KNOTS uniform cubic B-splines at SIDE points: float32 (SIDE, KNOTS), row sums 1."""
+    """Return KNOTS cubic B-splines at SIDE points, float32 (SIDE, KNOTS); rows sum to 1."""
     position = np.linspace(0, KNOTS - 3 - 1e-6, SIDE)
     first = np.floor(position).astype(int)
     t = position - first
@@ -139,16 +139,16 @@ def grid_points() -> np.ndarray:
 
 
 def interpolate_volume(volume: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """Return float32 (n,): a volume (64, 64, 64), linear between voxels, at points (3, n)."""
+    """Interpolate a volume (64, 64, 64) linearly at points (3, n); return float32 (n,)."""
     return scipy.ndimage.map_coordinates(
         volume, points, order=1, mode="nearest", prefilter=False, output=np.float32
     )
 
 
-def scan_brain(
+def simulate_scanner(
     brightness: np.ndarray, mask: np.ndarray, seed: int, scan: int, site: int
 ) -> np.ndarray:
-    """Return a simulated scan float32 (D, H, W), 0 outside ``mask``; seed: of the person."""
+    """Apply a site's contrast, bias field and noise to a brain; return float32 (D, H, W)."""
     # streams of the person's scan and of the site, independent of the anatomy's
     random = np.random.default_rng([seed, 2, scan])
     scanner = np.random.default_rng([site, 77])
@@ -230,7 +230,7 @@ def template_from_maps(
     distance: np.ndarray,
     origin: np.ndarray,
 ) -> Template:
-    """Return the template of maps (64, 64, 64); origin: of voxel 0 in MNI space, (3,) mm."""
+    """Build the template from maps (64, 64, 64); ``origin`` (3,) is voxel 0 in MNI space, mm."""
     head = grey + white + fluid
     slope = np.stack(np.gradient(distance, VOXEL_MM))
     # the skull does not move
@@ -250,7 +250,7 @@ def template_from_maps(
 
 
 def ventricle_voxel_shares(offset: float, distance: np.ndarray) -> np.ndarray:
-    """Return each voxel's share in ventricles grown by ``offset`` mm; distance: to the old wall."""
+    """Return each voxel's share in ventricles whose wall moved ``offset`` mm outwards."""
     return np.clip(0.5 + (offset - distance) / VOXEL_MM, 0, 1)
 
 
@@ -280,7 +280,7 @@ def draw_pose(random: Generator, warp_mm: float) -> Pose:
 def place_template(
     base: Template, pose: Pose, scale: float, ventricle_voxels: float
 ) -> PlacedTemplate:
-    """Return the template's maps in a head: scaled, posed, ventricles of ``ventricle_voxels``."""
+    """Transform the template to a head of this pose, scale and size of ventricles, in voxels."""
     region = base.region
     centre = (SIDE - 1) / 2
     back = (pose.rotation @ np.diag(1 / (pose.shape * scale))).astype(np.float32)
@@ -306,7 +306,7 @@ def place_template(
 
 
 def ventricle_wall_offset(distance: np.ndarray, voxels: float) -> float:
-    """Return how far, in mm, the ventricles' wall moves to hold ``voxels``; distance: to it, mm."""
+    """Return how far (mm) the wall must move outwards for ventricles of ``voxels`` voxels."""
     low, high = WALL
     for _ in range(BISECTIONS):
         middle = (low + high) / 2

@@ -73,7 +73,7 @@ class LifelongTraits(NamedTuple):
         return cls(*scores, pose, thinning, spots, preset)
 
     def at(self, age: float, sex: str, base: anatomy.Template | None = None) -> BrainMaps:
-        """Return this person's brain at an age in years; sex: F or M; base: None for MNI152's."""
+        """Return this person's brain at an age in years; ``base`` None uses the MNI152 template."""
         base = base or anatomy.load_template()
         head_ml = anatomy.HEAD_ML[sex] * float(np.exp(anatomy.HEAD_LOG_SD * self.head))
         scale = (head_ml / base.head_ml) ** (1 / 3)
@@ -108,7 +108,7 @@ def shift_tissue_boundaries(
     thinning: np.ndarray,  # relative speed of grey matter loss
     spots: np.ndarray,  # high where lesions lie
 ) -> BrainMaps:
-    """Return the brain after voxels at tissue boundaries changed until ``targets`` are reached."""
+    """Exchange tissue at boundaries until the volumes equal ``targets``; return the brain."""
     _, grey, white, fluid, ventricles, caps = placement
     head = _total(grey + white + fluid + ventricles)
     surplus = _total(white) - targets.white * head
@@ -130,7 +130,7 @@ def shift_tissue_boundaries(
 def tissue_exchange_map(
     source: np.ndarray, sink: np.ndarray, amount: float, weight: np.ndarray, back_weight: np.ndarray
 ) -> np.ndarray:
-    """Return what moves from ``source`` to ``sink`` per voxel, ``amount`` voxels in sum."""
+    """Return the tissue share that each voxel moves from ``source`` to ``sink``."""
     # Negative values move back. weight, back_weight: relative amount per voxel, for each direction.
     if amount > 0:
         return tissue_removal_map(source, weight, amount)
@@ -138,7 +138,7 @@ def tissue_exchange_map(
 
 
 def tissue_removal_map(source: np.ndarray, weight: np.ndarray, amount: float) -> np.ndarray:
-    """Return what to take from ``source`` per voxel, ≤ 90 % of it: ``amount`` in sum, ∝ weight."""
+    """Return the share to remove from each voxel of ``source``, ∝ weight, ``amount`` in sum."""
     weighted = weight * source
     limit = MAX_REMOVED * source
     result = np.zeros_like(source)
@@ -183,13 +183,13 @@ _STREAM = 5  # random stream of the site; the first generator's streams are 1 to
 
 
 def simulate_ellipsoid_scan(age: float, sex: str, seed: int) -> VolumeWithTissueShares:
-    """Return a simulated scan, as stored, of person ``seed`` at an age in years; sex: F or M."""
+    """Simulate the scan of person ``seed`` (sex F or M) at an age in years, as data store it."""
     site = FIRST_SITE + int(np.random.default_rng([seed, _STREAM]).integers(SITES))
     with one_blas_thread():
         brain = LifelongTraits.draw(seed, "realistic").at(age, sex, base=folded_brain_template())
         mask = brain.regions.sum(axis=0) > BRAIN
         brightness = np.clip(brain.brightness, 0, None) ** CONTRAST
-        volume = anatomy.scan_brain(brightness, mask, seed, 0, site)
+        volume = anatomy.simulate_scanner(brightness, mask, seed, 0, site)
         return pack_stored_volume(volume, brain.regions, mask)
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from moecore.data.sources.file_cohort import PATTERN_WORDS, FileCohort, TissueMapPatterns
-from moecore.data.volumes.cohorts import CohortTable, read_participant_sessions
+from moecore.data.volumes.cohorts import CohortTable, read_participants_table
 
 
 class Bids(FileCohort):
@@ -25,4 +25,4 @@ class Bids(FileCohort):
     )
 
     def read_rows(self, root: Path) -> CohortTable:
-        return read_participant_sessions(root, self.diagnoses)
+        return read_participants_table(root, self.diagnoses)

@@ -11,7 +11,7 @@ from moecore.data.card import SPLITS, Card
 from moecore.data.files.published_source import caption_task, tokenize_captions
 from moecore.data.layouts.images import SplitToWrite, write_images
 from moecore.data.prepared import Prepared, Split
-from moecore.data.sources.mosaic import CellSourceUser, compose_mosaics
+from moecore.data.sources.mosaic import CombinedImageSource, compose_mosaics
 from moecore.data.text.tokenizers import WordTokenizer
 from moecore.data.text.words import lower_words
 from moecore.tasks.image_text import ImageText
@@ -31,7 +31,7 @@ WORDINGS = (
 TEMPLATES = ("a photo of a {0}",)  # adds the words of zero-shot prompts to the vocabulary
 
 
-class CaptionedMosaic(CellSourceUser):
+class CaptionedMosaic(CombinedImageSource):
     """Captioned mosaics; the layouts (classes of the cells) of the test are in no other split."""
 
     task: ClassVar[type[ImageText]] = ImageText

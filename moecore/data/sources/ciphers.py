@@ -6,7 +6,7 @@ import numpy as np
 from pydantic import Field
 
 from moecore.data.card import SPLITS, Card
-from moecore.data.layouts.text import END, UNKNOWN, NumberedText
+from moecore.data.layouts.text import END, UNKNOWN, TokenizedText
 from moecore.data.sources.dialects import NAMES, STREAM, check_rarest_dialect, zipf_shares
 from moecore.data.sources.docstrings import DocstringSource
 from moecore.data.text.words import lower_words
@@ -29,14 +29,14 @@ class Ciphers(DocstringSource):
         card = super().describe()
         return card._replace(name=f"{card.name} in {self.dialects} ciphers", truth=self.dialects)
 
-    def read(self) -> NumberedText:
+    def read(self) -> TokenizedText:
         return self.encrypt(super().read())
 
     def identify_paragraph(self, paragraph: str) -> str:
         """Return the lower-case words, so that no paragraph occurs twice, in whatever cipher."""
         return " ".join(lower_words(paragraph))
 
-    def encrypt(self, plain: NumberedText) -> NumberedText:
+    def encrypt(self, plain: TokenizedText) -> TokenizedText:
         """Return the text with each paragraph encrypted by a drawn cipher."""
         # ``truth``: each word's cipher, from 1.
         vocabulary = plain.vocabulary[: self.words]
@@ -55,7 +55,7 @@ class Ciphers(DocstringSource):
             cipher_of_word = choices[paragraphs]
             tokens[split] = ciphers[cipher_of_word, plain_words]
             truth[split] = np.where(ends, 0, cipher_of_word + 1).astype(np.uint8)
-        return NumberedText(tokens, vocabulary, plain.more, truth)
+        return TokenizedText(tokens, vocabulary, plain.more, truth)
 
 
 def draw_word_ciphers(dialects: int, words: int, special: list[int], seed: int) -> np.ndarray:

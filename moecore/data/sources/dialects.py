@@ -198,7 +198,7 @@ NAMES = 11  # random stream of the permutations of names
 MIN_ITEMS = 50  # expected training images, or paragraphs, of every dialect
 
 
-class Dialects(mosaic.CellSourceUser):
+class Dialects(mosaic.CombinedImageSource):
     """Images of ``source``, each in one of D dialects, which has its own permutation of labels.
 
     ``mosaic``: ``grid`` × ``grid`` cells in separate dialects; a channel marks one cell, whose

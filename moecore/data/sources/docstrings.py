@@ -11,7 +11,7 @@ from pydantic import Field
 
 from moecore.core.files import UserError
 from moecore.data.card import SPLITS, Card
-from moecore.data.layouts.text import NumberedText
+from moecore.data.layouts.text import TokenizedText
 from moecore.data.text import words
 
 PACKAGES = ("matplotlib", "networkx", "numpy", "pandas", "scikit-learn", "scipy", "sympy", "timm")
@@ -24,7 +24,7 @@ MIN_LETTERS = 0.7  # share of letters among a paragraph's characters
 class DocstringSource(words.TextSource):
     """Base of the sources that read docstrings of installed packages."""
 
-    reading: ClassVar[words.ReadingStyle] = "prose"
+    reading: ClassVar[words.WordSplitting] = "prose"
 
     packages: tuple[str, ...] = Field(
         PACKAGES, min_length=1, description="installed distributions whose docstrings are read"
@@ -32,7 +32,7 @@ class DocstringSource(words.TextSource):
     validation: float = Field(0.05, gt=0, lt=0.5, description="share of the files")
     test: float = Field(0.05, gt=0, lt=0.5, description="share of the files")
 
-    def read(self) -> NumberedText:
+    def read(self) -> TokenizedText:
         lines: dict[str, list[list[str]]] = {split: [] for split in SPLITS}
         identities: set[str] = set()
         versions = self._versions()
@@ -44,9 +44,9 @@ class DocstringSource(words.TextSource):
                         lines[self._split(path)].append(words.lower_words(paragraph))
         vocabulary = words.build_vocabulary(lines["train"], MIN_COUNT)
         numbers = {word: number for number, word in enumerate(vocabulary)}
-        tokens = {split: words.number_tokens(part, numbers) for split, part in lines.items()}
+        tokens = {split: words.tokenize_lines(part, numbers) for split, part in lines.items()}
         more = {"packages": versions, "lines": {split: len(part) for split, part in lines.items()}}
-        return NumberedText(tokens, vocabulary, more)
+        return TokenizedText(tokens, vocabulary, more)
 
     def describe(self) -> Card:
         licence = "BSD and MIT; matplotlib: its own, Apache-2.0: timm"

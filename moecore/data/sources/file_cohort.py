@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, candidate_folders, find_raw_folder, whole_file
+from moecore.core.files import UserError, atomic_file, find_raw_folder, raw_data_folders
 from moecore.data.card import Card
 from moecore.data.layouts.volumes import VolumeSplitToWrite, write_volumes
 from moecore.data.sources.base import Source
@@ -48,7 +48,7 @@ def read_cached_volume(path: Path) -> VolumeWithTissueShares:
 
 def save_cached_volume(path: Path, volume: VolumeWithTissueShares) -> None:
     arrays = {name: values for name, values in volume._asdict().items() if values is not None}
-    with whole_file(path) as temporary, open(temporary, "wb") as file:
+    with atomic_file(path) as temporary, open(temporary, "wb") as file:
         np.savez(file, **arrays)
 
 
@@ -82,7 +82,7 @@ class CachedSubject(NamedTuple):
     digest: str  # of the stored T1
 
 
-class FileCohort(cohorts.CohortSettings, volume_preparation.Grid, Source):
+class FileCohort(cohorts.CohortSettings, volume_preparation.VoxelGrid, Source):
     """Base of the cohorts with one T1-weighted volume per row of a table: NIfTI or .mgz files."""
 
     root: str = Field(description="Folder of the cohort; derivatives may lie below it")
@@ -149,7 +149,7 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.Grid, Source):
         problems = table.problems
         labels = self.dseg and self.dseg.model_dump(exclude={"pattern"})
         settings = {"voxel_mm": self.voxel_mm, "size": list(self.size), "dseg": labels}
-        folders = (path for path in candidate_folders(self.cache) if path.is_dir())
+        folders = (path for path in raw_data_folders(self.cache) if path.is_dir())
         cache = VolumeCache(next(folders, Path(self.cache)), settings)
         read_subject = partial(self._read, root, cache)
         usable = []

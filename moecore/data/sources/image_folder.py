@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from moecore.core.files import candidate_folders
+from moecore.core.files import raw_data_folders
 from moecore.data.files import image_files
 from moecore.data.stratified_splits import split_train, stratified_limit, stratified_split
 
@@ -25,7 +25,7 @@ class ImageFolder(image_files.ImageFilesSource):
 
     @property
     def about(self) -> tuple[str, str, str]:
-        name = self.name or os.path.basename(os.path.realpath(candidate_folders(self.root)[0]))
+        name = self.name or os.path.basename(os.path.realpath(raw_data_folders(self.root)[0]))
         return name, self.licence, self.root
 
     def list_splits(self) -> tuple[tuple[str, ...], dict[str, image_files.LabelledFiles]]:
@@ -38,7 +38,7 @@ class ImageFolder(image_files.ImageFilesSource):
             fixed = {"validation": root / validation, "test": root / "test"}
         else:
             train = root
-        classes = image_files.class_names(train)
+        classes = image_files.list_class_folders(train)
         rest = image_files.list_labelled_images(root, train, classes)
         splits = {
             split: image_files.list_labelled_images(root, folder, classes)

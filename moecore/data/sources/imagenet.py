@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from moecore.core.files import UserError, candidate_folders
+from moecore.core.files import UserError, raw_data_folders
 from moecore.data.files import image_files
 from moecore.data.stratified_splits import split_train, stratified_limit
 
@@ -32,12 +32,12 @@ class Imagenet(image_files.ImageFilesSource):
         return "ImageNet", licence, "https://image-net.org"
 
     def scratch_folder(self, folder: Path) -> Path:
-        caches = candidate_folders(self.cache)
+        caches = raw_data_folders(self.cache)
         return next((path for path in caches if path.is_dir()), Path(self.cache))
 
     def list_splits(self) -> tuple[tuple[str, ...], dict[str, image_files.LabelledFiles]]:
         root = self.root_folder()
-        classes = image_files.class_names(root / "train")
+        classes = image_files.list_class_folders(root / "train")
         train = image_files.list_labelled_images(root, root / "train", classes)
         test = image_files.list_labelled_images(root, root / "val", classes)
         train_rows, validation_rows = split_train(train.labels, self)
@@ -48,7 +48,7 @@ class Imagenet(image_files.ImageFilesSource):
         }
 
     def root_folder(self) -> Path:
-        roots = candidate_folders(self.root)
+        roots = raw_data_folders(self.root)
         halves = ("train", "val")
         root = next((path for path in roots if all((path / h).is_dir() for h in halves)), None)
         if root is None:

@@ -25,7 +25,7 @@ CellSource = Annotated[
 ]
 
 
-class CellSourceUser(Source):
+class CombinedImageSource(Source):
     """Base of the sources that combine images of another source, whose splits stay separate."""
 
     source: CellSource
@@ -42,7 +42,7 @@ class CellSourceUser(Source):
         return card
 
 
-class Mosaic(CellSourceUser):
+class Mosaic(CombinedImageSource):
     """Mosaics of ``grid`` × ``grid`` images of ``source``; labels are all classes that occur."""
 
     task: ClassVar[type[MultiLabel]] = MultiLabel

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from moecore.data.card import SPLITS, Card
 from moecore.data.layouts.volumes import BRAIN, VolumeSplitToWrite, write_volumes
-from moecore.data.phantom.anatomy import SIDE, VOXEL_MM, Preset, scan_brain
+from moecore.data.phantom.anatomy import SIDE, VOXEL_MM, Preset, simulate_scanner
 from moecore.data.phantom.simulated_person import LifelongTraits
 from moecore.data.sources.base import Source
 from moecore.data.thread_map import map_in_threads, one_blas_thread
@@ -61,7 +61,7 @@ def simulate_scan(
     with one_blas_thread():
         brain = LifelongTraits.draw(seed, preset).at(age, sex)
         mask = brain.regions.sum(axis=0) > BRAIN
-        volume = scan_brain(brain.brightness, mask, seed, scan, site)
+        volume = simulate_scanner(brain.brightness, mask, seed, scan, site)
         return SimulatedScan(volume, brain.regions, mask)
 
 

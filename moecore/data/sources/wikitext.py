@@ -11,10 +11,10 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from moecore.core.files import UserError, candidate_folders, file_checksum
+from moecore.core.files import UserError, file_checksum, raw_data_folders
 from moecore.data.card import SPLITS, Card
-from moecore.data.layouts.text import END, UNKNOWN, NumberedText
-from moecore.data.text.words import ReadingStyle, TextSource
+from moecore.data.layouts.text import END, UNKNOWN, TokenizedText
+from moecore.data.text.words import TextSource, WordSplitting
 
 SPLIT_FILES = {
     "train": ("wiki.train.tokens", "train.txt"),
@@ -28,7 +28,7 @@ PRINTED_COUNTS = {"wikitext-103": (267_735, 103_227_021)}
 class Wikitext(TextSource):
     """Text in ``root/wiki.{train,valid,test}.tokens`` or ``.txt``, words separated by blanks."""
 
-    reading: ClassVar[ReadingStyle] = "blanks"
+    reading: ClassVar[WordSplitting] = "blanks"
 
     kind: Literal["wikitext"] = "wikitext"
     root: str = Field(description="folder with the three files")
@@ -40,10 +40,10 @@ class Wikitext(TextSource):
         card = self.text_card(self.name, self.licence, self.root, vocabulary_size)
         return card.check_with(self._files)
 
-    def read(self) -> NumberedText:
+    def read(self) -> TokenizedText:
         files = self._files()
         numbers: dict[str, int] = {}
-        tokens = {split: read_and_number_words(files[split], numbers) for split in SPLITS}
+        tokens = {split: read_and_tokenize(files[split], numbers) for split in SPLITS}
         counts = (len(numbers), len(tokens["train"]))
         if (expected := PRINTED_COUNTS.get(self.name, counts)) != counts:
             raise UserError(
@@ -54,10 +54,10 @@ class Wikitext(TextSource):
         if UNKNOWN not in numbers:
             vocabulary.append(UNKNOWN)
         checksums = {path.name: file_checksum(path) for path in files.values()}
-        return NumberedText(tokens, vocabulary, {"read": checksums})
+        return TokenizedText(tokens, vocabulary, {"read": checksums})
 
     def _files(self) -> dict[str, Path]:
-        for root in candidate_folders(self.root):
+        for root in raw_data_folders(self.root):
             paths = {
                 split: next((root / name for name in names if (root / name).is_file()), None)
                 for split, names in SPLIT_FILES.items()
@@ -65,7 +65,7 @@ class Wikitext(TextSource):
             files = {split: path for split, path in paths.items() if path is not None}
             if len(files) == len(SPLITS):
                 return files
-        folders = ", ".join(map(str, candidate_folders(self.root)))
+        folders = ", ".join(map(str, raw_data_folders(self.root)))
         raise UserError.at(
             "root",
             found=f"{folders}, where a file is missing",
@@ -73,7 +73,7 @@ class Wikitext(TextSource):
         )
 
 
-def read_and_number_words(path: Path, numbers: dict[str, int]) -> np.ndarray:
+def read_and_tokenize(path: Path, numbers: dict[str, int]) -> np.ndarray:
     """Return a file's tokens int32 (n,); numbers: word → token, to which new words are added."""
     tokens = array("i")
     lines = 0

@@ -11,8 +11,8 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, file_checksum, find_raw_file, write_whole
-from moecore.core.source_layout import import_extra
-from moecore.data.text.words import lower_words, read_words, words_from_count
+from moecore.core.source_layout import import_optional_library
+from moecore.data.text.words import list_frequent_words, lower_words, read_words
 from moecore.tasks.image_text import ImageText
 
 PAD, START, END, UNKNOWN = "<pad>", "<start>", "<end>", "<unk>"
@@ -44,7 +44,7 @@ class WordTokenizer:
     def encode(self, text: str, context: int) -> EncodedCaption:
         """Return ``context`` tokens: START, words, END, PAD; too many words are cut before END."""
         numbers = [self.numbers.get(word, SPECIAL.index(UNKNOWN)) for word in lower_words(text)]
-        tokens, cut = fit_tokens(numbers, context, SPECIAL.index(START), self.end)
+        tokens, cut = pad_or_cut(numbers, context, SPECIAL.index(START), self.end)
         return EncodedCaption(tokens, cut, numbers.count(SPECIAL.index(UNKNOWN)))
 
     def word(self, token: int) -> str:
@@ -63,7 +63,7 @@ class BpeTokenizer:
 
     def __init__(self, path: Path, size: int) -> None:
         """Load a tokenizer.json. UserError if missing, invalid, or not of ``size`` words."""
-        tokenizers = import_extra("tokenizers", "text")  # slow to import
+        tokenizers = import_optional_library("tokenizers", "text")  # slow to import
         self.path = path
         if not path.is_file():
             raise UserError(f"{path}: no such file; allowed: a tokenizer.json, such as CLIP's")
@@ -88,7 +88,7 @@ class BpeTokenizer:
 
     def encode(self, text: str, context: int) -> EncodedCaption:
         numbers = self.loaded.encode(text, add_special_tokens=False).ids
-        tokens, cut = fit_tokens(numbers, context, self.start, self.end)
+        tokens, cut = pad_or_cut(numbers, context, self.start, self.end)
         return EncodedCaption(tokens, cut, 0)
 
     def word(self, token: int) -> str:
@@ -102,7 +102,7 @@ class BpeTokenizer:
 Tokenizer = WordTokenizer | BpeTokenizer
 
 
-def fit_tokens(numbers: list[int], context: int, start: int, end: int) -> tuple[list[int], bool]:
+def pad_or_cut(numbers: list[int], context: int, start: int, end: int) -> tuple[list[int], bool]:
     """Return ``context`` tokens (start, numbers, end, zeros), and whether numbers were cut."""
     fitting = numbers[: context - 2]
     tokens = [start, *fitting, end]
@@ -116,7 +116,7 @@ class WordSettings(Config):
 
     def build(self, training: Iterable[str]) -> WordTokenizer:
         """Return a tokenizer of all words of the captions, the most frequent first."""
-        frequent = words_from_count(map(lower_words, training), minimum=1)
+        frequent = list_frequent_words(map(lower_words, training), minimum=1)
         return WordTokenizer([word for word in frequent if word not in SPECIAL])
 
 

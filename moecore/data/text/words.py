@@ -12,20 +12,20 @@ from pydantic import Field
 
 from moecore.core.files import UserError
 from moecore.data.card import Card
-from moecore.data.layouts.text import END, UNKNOWN, NumberedText, write_text
+from moecore.data.layouts.text import END, UNKNOWN, TokenizedText, write_text
 from moecore.data.sources.base import Source
 from moecore.tasks.next_token import NextToken
 
 WORD = re.compile(r"[^\W_]+(?:['\-_][^\W_]+)*|[^\w\s]|_")
 # How text becomes words: "prose" lower-cases and separates punctuation, "blanks" splits at blanks.
-ReadingStyle = Literal["prose", "blanks"]
+WordSplitting = Literal["prose", "blanks"]
 
 
 class TextSource(Source):
     """Base of the text sources: settings, card and writing."""
 
     task: ClassVar[type[NextToken]] = NextToken
-    reading: ClassVar[ReadingStyle]
+    reading: ClassVar[WordSplitting]
 
     block: int = Field(64, ge=1, description="Tokens per block, M; a block is one item")
     context: int = Field(
@@ -47,7 +47,7 @@ class TextSource(Source):
         return Card(name, self.context + 1, self.size, task, licence, source, more=more)
 
     @abstractmethod
-    def read(self) -> NumberedText:
+    def read(self) -> TokenizedText:
         """Return the text of all splits. Raises UserError where it is missing or invalid."""
 
     def write(self, folder: Path) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def lower_words(text: str) -> list[str]:
     return WORD.findall(text.lower())
 
 
-def split_prompt_words(text: str, reading: ReadingStyle) -> list[str]:
+def split_prompt_words(text: str, reading: WordSplitting) -> list[str]:
     """Return a prompt's words, ``<eos>`` before every paragraph (prose) or line (blanks)."""
     if reading == "prose":
         parts = [lower_words(part) for part in re.split(r"\n\s*\n", text.strip())]
@@ -70,18 +70,18 @@ def split_prompt_words(text: str, reading: ReadingStyle) -> list[str]:
 
 def build_vocabulary(train: Iterable[Sequence[str]], minimum: int) -> list[str]:
     """Return ``<eos>``, ``<unk>`` and words that occur ``minimum`` times or more in ``train``."""
-    frequent = words_from_count(train, minimum)
+    frequent = list_frequent_words(train, minimum)
     return [END, UNKNOWN, *(word for word in frequent if word not in (END, UNKNOWN))]
 
 
-def words_from_count(lines: Iterable[Sequence[str]], minimum: int) -> list[str]:
+def list_frequent_words(lines: Iterable[Sequence[str]], minimum: int) -> list[str]:
     """Return words that occur ``minimum`` times or more, most frequent first, ties alphabetical."""
     counts = Counter(word for line in lines for word in line)
     frequent = [word for word, number in counts.items() if number >= minimum]
     return sorted(frequent, key=lambda word: (-counts[word], word))
 
 
-def number_tokens(lines: Iterable[Sequence[str]], numbers: Mapping[str, int]) -> np.ndarray:
+def tokenize_lines(lines: Iterable[Sequence[str]], numbers: Mapping[str, int]) -> np.ndarray:
     """Return tokens int32 (n,) of all lines, each closed by ``<eos>``; numbers: word → token."""
     unknown = numbers[UNKNOWN]
     tokens = (numbers.get(word, unknown) for line in lines for word in (*line, END))

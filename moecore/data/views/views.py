@@ -58,7 +58,7 @@ class AffineRanges(Config):
         return not (self.degrees or self.translate or self.shear) and self.scale == (1, 1)
 
 
-def falsifies_truth(around: Surroundings) -> str:
+def describe_truth_conflict(around: Surroundings) -> str:
     return f"which would falsify the truth of {around.data}; allowed: leave it out"
 
 
@@ -117,7 +117,7 @@ class ViewSettings(Config):
         """Yield key and message of each change of colours if images have a channel of kinds."""
         for key in ("randaugment", "jitter", "erasing"):
             if around.has_truth and getattr(self, key):
-                yield ("views", key), f"found a change of pixels, {falsifies_truth(around)}"
+                yield ("views", key), f"found a change of pixels, {describe_truth_conflict(around)}"
 
     @property
     def leaves_image(self) -> bool:
@@ -238,7 +238,7 @@ class Mix(Config):
         if not self.active:
             yield (), "found one that mixes nothing; allowed: null, or mixup or cutmix above 0"
         if around.has_truth:
-            yield (), f"found a change of pixels, {falsifies_truth(around)}"
+            yield (), f"found a change of pixels, {describe_truth_conflict(around)}"
 
 
 def mix_images(

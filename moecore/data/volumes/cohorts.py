@@ -39,7 +39,7 @@ def read_subject_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(handle))
 
 
-def id_problem(name: str, value: str) -> str | None:
+def describe_invalid_id(name: str, value: str) -> str | None:
     if ID.fullmatch(value):
         return None
     shown = repr(value[:60]) + ("…" if len(value) > 60 else "")
@@ -85,7 +85,7 @@ class CohortTable(NamedTuple):
     places: dict[str, str]  # participant → file:line of the first row
 
 
-def read_participant_sessions(root: Path, diagnoses: tuple[str, ...] | None = None) -> CohortTable:
+def read_participants_table(root: Path, diagnoses: tuple[str, ...] | None = None) -> CohortTable:
     """Return the table from root/participants.tsv and each participant's sessions.tsv, if any."""
     # A sessions table gives session_id and, if it has the columns, age and diagnosis; otherwise
     # participants.tsv does. Rows of a diagnosis outside ``diagnoses`` are skipped.
@@ -99,7 +99,7 @@ def read_participant_sessions(root: Path, diagnoses: tuple[str, ...] | None = No
     subjects = []
     diagnosis_counts: Counter[str] = Counter()
     for participant, rows in people.items():
-        if reason := id_problem("participant_id", participant):  # before it becomes a path
+        if reason := describe_invalid_id("participant_id", participant):  # before it becomes a path
             problems.append(SubjectProblem(participant, "*", f"{path}: {reason}"))
             continue
         visits = [(path, row) for row in rows]
@@ -207,7 +207,7 @@ def parse_subject_with_problems(row: dict[str, str]) -> tuple[VolumeSubject, lis
     """Return the subject of a table's row, and the reasons why it cannot be used, [] if none."""
     reasons = []
     session = row.get("session_id", "")
-    if session and (reason := id_problem("session_id", session)):
+    if session and (reason := describe_invalid_id("session_id", session)):
         reasons.append(reason)
     try:
         age = float(row["age"])

@@ -13,8 +13,8 @@ from pydantic import Field, model_validator
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.source_layout import import_extra
-from moecore.data.layouts.volumes import BRAIN, tissue_shares_outside
+from moecore.core.source_layout import import_optional_library
+from moecore.data.layouts.volumes import BRAIN, describe_unusual_shares
 
 AFFINE_TOLERANCE_MM = 0.1  # largest distance of a corner of the volume between equal affines
 MAX_VOXELS = 512**3  # a head at 0.5 mm, half a gigabyte of values
@@ -38,7 +38,7 @@ class Volume(NamedTuple):
 
 def load_volume(path: Path) -> Volume:
     """Return the volume in a NIfTI or .mgz file, on RAS axes. Raises UnusableVolume if damaged."""
-    nibabel = import_extra("nibabel", "brain")  # takes a third of a second to import
+    nibabel = import_optional_library("nibabel", "brain")  # takes a third of a second to import
 
     if not path.is_file():  # reading a pipe would never end
         raise UnusableVolume(f"{path}: {'no file' if path.exists() else 'no such file'}")
@@ -66,7 +66,7 @@ def load_volume(path: Path) -> Volume:
         raise UnusableVolume(f"{path}: cannot be read, damaged or truncated ({why})") from error
 
 
-def place_mismatch(t1: Volume, other: Volume) -> str | None:
+def describe_grid_mismatch(t1: Volume, other: Volume) -> str | None:
     if t1.values.shape != other.values.shape:
         return f"has the shape {other.values.shape}, the T1 {t1.values.shape}"
     ends = [(0, length - 1) for length in t1.values.shape]
@@ -131,7 +131,7 @@ FWHM_TO_SD = 2 * np.sqrt(2 * np.log(2))
 VOXEL_TOLERANCE_MM = 1e-3  # voxel sizes that differ less count as equal
 
 
-class Grid(Config):
+class VoxelGrid(Config):
     """The voxel grid of every volume; axes run right, anterior, superior (RAS)."""
 
     voxel_mm: float = Field(3.0, gt=0, le=20, description="Voxel side, mm; volumes are resampled")
@@ -202,7 +202,7 @@ MAX_FILLED = 0.7  # share of voxels that a stripped brain may fill
 MAX_LOST = 0.01  # share of the brain that a crop may lose
 
 
-def tissue_problem(regions: np.ndarray, voxel_ml: float) -> str | None:
+def describe_impossible_tissue(regions: np.ndarray, voxel_ml: float) -> str | None:
     """Return why tissue shares fp32 (3, D, H, W) are impossible for a head, or None."""
     total = regions.sum(axis=0)
     if (over := float((total > 1 + SUM_TOLERANCE).mean())) > MAX_OVERFULL:
@@ -210,13 +210,13 @@ def tissue_problem(regions: np.ndarray, voxel_ml: float) -> str | None:
     head = float(total.sum(dtype=np.float64)) * voxel_ml
     if not HEAD_ML[0] <= head <= HEAD_ML[1]:
         return f"the tissue maps hold {head:.0f} mL; possible: {HEAD_ML[0]} to {HEAD_ML[1]} mL"
-    if wrong := tissue_shares_outside(regions, POSSIBLE):
+    if wrong := describe_unusual_shares(regions, POSSIBLE):
         limits = ", ".join(f"{name} {low:g} to {high:g}" for name, (low, high) in POSSIBLE.items())
         return f"tissue fractions are impossible: {wrong}; possible: {limits}"
     return None
 
 
-def skull_problem(volume: np.ndarray, mask: np.ndarray, from_maps: bool) -> str | None:
+def describe_visible_skull(volume: np.ndarray, mask: np.ndarray, from_maps: bool) -> str | None:
     """Return why a volume seems to show a skull, or None; from_maps: mask is of tissue maps."""
     remedy = "strip the skull, or give a brain mask (`mask`)"
     if not mask.any():
@@ -243,7 +243,7 @@ class VolumeWithTissueShares(NamedTuple):
 
 
 def read_subject_volumes(
-    files: Mapping[str, Path], grid: Grid, labels: Mapping[str, tuple[int, ...]] | None = None
+    files: Mapping[str, Path], grid: VoxelGrid, labels: Mapping[str, tuple[int, ...]] | None = None
 ) -> VolumeWithTissueShares:
     """Return one subject's volume and tissue shares, on the grid and normalised, as stored."""
     # files: "t1", perhaps "mask", and tissue either as maps ("wm", "gm", "csf"), or as one label
@@ -260,16 +260,16 @@ def read_subject_volumes(
     if regions is not None:
         first, *rest = [path for name, path in files.items() if name not in ("t1", "mask")]
         place = ", ".join([str(first), *(path.name for path in rest)])
-        _refuse(place, tissue_problem(regions, float(np.prod(t1.zooms)) / 1000))
+        _refuse(place, describe_impossible_tissue(regions, float(np.prod(t1.zooms)) / 1000))
     if "mask" in volumes:
         mask = volumes["mask"].values > BRAIN
     else:
         mask = t1.values > 0 if regions is None else regions.sum(axis=0) > BRAIN
-        _refuse(files["t1"], skull_problem(t1.values, mask, regions is not None))
+        _refuse(files["t1"], describe_visible_skull(t1.values, mask, regions is not None))
     return _store_on_grid(files["t1"], t1, regions, mask, grid)
 
 
-def read_volume(path: str | Path, grid: Grid, mask: str | Path | None = None) -> np.ndarray:
+def read_volume(path: str | Path, grid: VoxelGrid, mask: str | Path | None = None) -> np.ndarray:
     """Return one T1-weighted volume as models take it: float16 (1, D, H, W) in [0, 1]."""
     files = {"t1": Path(path)} | ({"mask": Path(mask)} if mask else {})
     return read_subject_volumes(files, grid).image
@@ -313,7 +313,7 @@ def _load_volumes(files: Mapping[str, Path]) -> dict[str, Volume]:
             problems.append(str(error))
     if not problems:
         for name, volume in volumes.items():
-            why = place_mismatch(volumes["t1"], volume)
+            why = describe_grid_mismatch(volumes["t1"], volume)
             if why is None and name in REGIONS:
                 low, high = float(volume.values.min()), float(volume.values.max())
                 if low < -SHARE_TOLERANCE or high > 1 + SHARE_TOLERANCE:
@@ -326,7 +326,7 @@ def _load_volumes(files: Mapping[str, Path]) -> dict[str, Volume]:
 
 
 def _store_on_grid(
-    path: Path, t1: Volume, regions: np.ndarray | None, mask: np.ndarray, grid: Grid
+    path: Path, t1: Volume, regions: np.ndarray | None, mask: np.ndarray, grid: VoxelGrid
 ) -> VolumeWithTissueShares:
     sides = np.multiply(t1.values.shape, t1.zooms)
     if (number := np.maximum(sides / grid.voxel_mm, 1).prod()) > MAX_VOXELS:

@@ -21,7 +21,7 @@ from moecore.measure.routing_metrics.alternative_choices import find_own_model
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.statistics.comparisons import linearize_ratio
-from moecore.training.surgery.expert_reduction import watch_layers
+from moecore.training.surgery.expert_reduction import watching_layers
 
 
 def count_coactivation(chosen: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ def choose_one_layer_early(model: Model) -> Iterator[dict[str, list[Tensor]]]:
             _, early_record = layer.router.forward(earlier, RoutingContext(basis=basis))
             choices.append(early_record.chosen.cpu())
 
-    with watch_layers(find_own_model(model), choose_early):
+    with watching_layers(find_own_model(model), choose_early):
         yield early
 
 

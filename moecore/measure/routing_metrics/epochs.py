@@ -22,7 +22,7 @@ from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.core.streams import derived_seed
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.measure.routing_metrics import layer_metrics
-from moecore.nn import routing_traces
+from moecore.nn import encoded_routing
 from moecore.nn.backbones.base_model import Model, majority_token_kinds
 from moecore.nn.predict import image_batches, predict_in_batches
 from moecore.statistics.comparisons import encode_item_values, linearize_ratio
@@ -142,7 +142,7 @@ class EpochWatch(NamedTuple):
         images = self.data.validation.images[:VALIDATION_IMAGES]
         labels = torch.from_numpy(np.array(self.data.validation.labels[:VALIDATION_IMAGES]))
         _, records = predict_in_batches(self.model, images, batch=250, prediction=False)
-        on_one_grid = routing_traces.spread_to_one_grid(records, self.model.layouts)
+        on_one_grid = encoded_routing.spread_to_one_grid(records, self.model.layouts)
         first = torch.stack([first_choices(record) for record in on_one_grid], dim=1)
         chosen = np.stack([record.chosen.numpy() for record in on_one_grid], axis=1)
         tensors = {
@@ -183,7 +183,7 @@ class EpochWatch(NamedTuple):
         purity = []
         if kind_count := self.model.image.truth:
             images = torch.from_numpy(np.array(self.data.validation.images[:VALIDATION_IMAGES]))
-            kinds = token_kinds(images, routing_traces.finest_layout(self.model.layouts)).numpy()
+            kinds = token_kinds(images, encoded_routing.finest_layout(self.model.layouts)).numpy()
             number = self.model.experts_and_router.experts.choices
             purity = purity_by_epoch(first, kinds, number, kind_count)
         maps = {}
@@ -227,7 +227,7 @@ class EpochWatch(NamedTuple):
         images = np.array(self.data.test.images[explorer_image_indices(self.data, IMAGES)])
         prediction, records = predict_in_batches(self.model, images, batch=IMAGES)
         task, layouts = self.data.task, self.model.layouts
-        traces = routing_traces.build_image_traces(prediction, records, task, layouts)
+        traces = encoded_routing.encode_routing(prediction, records, task, layouts)
         write_json(self.folder / f"traces/{epoch:04d}.json", traces.model_dump(mode="json"))
 
     def read_traces(self) -> tuple[outcome.WatchedEpoch, ...]:
@@ -236,7 +236,7 @@ class EpochWatch(NamedTuple):
         watched = []
         for epoch in watched_epochs(self.epochs):
             content = read_json(self.folder / f"traces/{epoch:04d}.json")
-            trace = routing_traces.ImageTraces.model_validate(content)
+            trace = encoded_routing.EncodedRouting.model_validate(content)
             watched.append(outcome.WatchedEpoch(epoch=epoch, images=places, trace=trace))
         return tuple(watched)
 

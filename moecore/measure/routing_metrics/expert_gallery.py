@@ -25,8 +25,8 @@ from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentati
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.backbones.two_towers import TEXTS, TwoTowerModel
 from moecore.nn.correspondence import match_patches
+from moecore.nn.encoded_routing import coarse_patch_indices, finest_layout
 from moecore.nn.predict import eval_mode, image_batches, predict_in_batches
-from moecore.nn.routing_traces import coarse_patch_indices, finest_layout
 from moecore.tasks.base import Task
 
 SIDE = 96  # pixels; larger images are shrunk

@@ -19,8 +19,8 @@ from moecore.measure.routing_metrics.expert_similarity import EncodedChoices
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.measure.values import Found, Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model
+from moecore.nn.encoded_routing import record_on_grid
 from moecore.nn.predict import model_device
-from moecore.nn.routing_traces import record_on_grid
 from moecore.statistics.intervals import People, indices_by_person
 
 LABELS = {  # name → label in columns and figures

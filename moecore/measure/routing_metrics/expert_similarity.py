@@ -26,7 +26,7 @@ from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import BATCH, ImageSequence
 from moecore.statistics.comparisons import linearize_ratio
 from moecore.statistics.intervals import People, first_half, permuted_orders
-from moecore.training.surgery.expert_reduction import compute_all_outputs, watch_layers
+from moecore.training.surgery.expert_reduction import compute_all_outputs, watching_layers
 
 DRAWS = 20  # permutations of chance_agreement
 MIN_TOKENS_PER_DIMENSION = 10  # with few tokens, CKA is near 1 for any two experts
@@ -89,7 +89,7 @@ def keep_layer_tokens(model: Model, images: CountedImages) -> Iterator[dict[str,
         layer_tokens = stored.setdefault(name, KeptTokens(layer, []))
         layer_tokens.parts.append(tokens[rows, (first + spread) % length])
 
-    with watch_layers(find_own_model(model), keep):
+    with watching_layers(find_own_model(model), keep):
         yield stored
 
 

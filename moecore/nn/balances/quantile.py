@@ -62,12 +62,12 @@ class QuantileBias(BalanceModule):
     @torch.no_grad()
     def after_step(self, scores: Tensor, chosen: Tensor, progress: float) -> None:
         self.config.check_k(self.k, len(self.bias))
-        needed = needed_biases(all_gather_rows(scores).flatten(0, 1), self.bias, self.k)
+        needed = quantile_biases(all_gather_rows(scores).flatten(0, 1), self.bias, self.k)
         decay = self.config.decay
         self.bias.mul_(decay).add_((needed - needed.mean()) * (1 - decay))
 
 
-def needed_biases(scores: Tensor, bias: Tensor, k: int) -> Tensor:
+def quantile_biases(scores: Tensor, bias: Tensor, k: int) -> Tensor:
     """Return the biases (E,) at which each expert has N·k/E tokens, with the tokens' cuts fixed."""
     # scores: (N tokens, E). bias: (E,), of the choice.
     tokens, experts = scores.shape

@@ -52,13 +52,13 @@ class SinkhornPlanner(BalanceModule):
             return logits
         settings = self.config
         shifted = [
-            groups + expert_factors(groups, settings.tolerance, settings.rounds).log().unsqueeze(1)
+            groups + plan_factors(groups, settings.tolerance, settings.rounds).log().unsqueeze(1)
             for groups in group_images(logits, settings.group_size)
         ]
         return torch.cat([groups.reshape(-1, *logits.shape[1:]) for groups in shifted])
 
 
-def expert_factors(logits: Tensor, tolerance: float, rounds: int) -> Tensor:
+def plan_factors(logits: Tensor, tolerance: float, rounds: int) -> Tensor:
     """Return the experts' factors (G, E) in each group's plan of exp(logits), (G, S tokens, E)."""
     # plan = tokens' factors · exp(logits) · experts' factors sums to 1/S per token, 1/E per expert.
     # a token's largest logit only scales its own factor

@@ -110,7 +110,7 @@ class CompetitionRouter(NoisyTopKRouter):
                 alike = mean_cosine_among_chosen(outputs, chosen)
                 penalty = penalty + settings.diversity_weight / 2 * alike
             if settings.bal_comp:
-                uneven = uneven_strength(shares, chosen[..., 0], context.padding)
+                uneven = compute_strength_imbalance(shares, chosen[..., 0], context.padding)
                 penalty = penalty + settings.bal_comp * uneven
             return plan, record.with_penalty(penalty)
 
@@ -123,7 +123,7 @@ def mean_cosine_among_chosen(outputs: Tensor, chosen: Tensor) -> Tensor:
     return (cosines - torch.diag_embed(cosines.diagonal(dim1=-2, dim2=-1))).mean(dim=(-2, -1))
 
 
-def uneven_strength(shares: Tensor, strongest: Tensor, padding: Tensor | None) -> Tensor:
+def compute_strength_imbalance(shares: Tensor, strongest: Tensor, padding: Tensor | None) -> Tensor:
     """Return E Σ_e f_e P_te, (B, T), whose mean over tokens is Switch's balance loss."""
     # shares: P (B, T, E), softmax of strengths, which alone has a gradient. strongest: (B, T)
     # int64; f is each expert's share of these. padding: (B, T) bool, tokens that do not count.

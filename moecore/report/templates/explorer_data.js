@@ -39,7 +39,7 @@ async function unpackModel({ layers, shown, kinds }) {
   await Promise.all([...new Set(places)].filter((place) => place !== null).map(unpack));
 }
 
-// The arrays of a layer: see packed_record in moecore/nn/routing_traces.py.
+// The arrays of a layer: see packed_record in moecore/nn/encoded_routing.py.
 function record(model, shown, layer) {
   const bytes = arrays.get(shown.trace.layers[layer]);
   const all = shown.trace.answers.length * tokens(model);

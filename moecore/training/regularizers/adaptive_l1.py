@@ -13,7 +13,7 @@ from moecore.training.regularizers.base import Regularizer, check_has_experts, s
 
 
 class AdaptiveL1(Regularizer):
-    """ReMoE's L1 penalty: λ Σ_layers ``weighted_use``. The router ``relu`` adapts its λ itself."""
+    """ReMoE's L1 penalty: λ Σ_layers ``gate_l1_penalty``. The router ``relu`` adapts λ."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "sparsity"})
     allowed_with: ClassVar[str] = "the router relu"
@@ -29,10 +29,10 @@ class AdaptiveL1(Regularizer):
         if not weights:
             raise UserError("adaptive_l1: no router learns its weight; allowed: the router relu")
         k = step.model.moe.scaled_router.k
-        return weights[0] * sum_over_layers(step, lambda record: weighted_use(record, k))
+        return weights[0] * sum_over_layers(step, lambda record: gate_l1_penalty(record, k))
 
 
-def weighted_use(record: RoutingRecord, k: int) -> Tensor:
+def gate_l1_penalty(record: RoutingRecord, k: int) -> Tensor:
     """Return (E/k) Σ_e (n_e/N) mean_i g_ie of a layer with gates g (ReMoE, §3.3)."""
     # n_e: how many of the N tokens of all ranks use expert e, without gradient.
     counts = total_over_ranks(record.chosen.sum(dim=(0, 1)))

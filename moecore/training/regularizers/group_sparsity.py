@@ -8,7 +8,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from moecore.core.config import Misfits, Surroundings, changed_settings
+from moecore.core.config import Misfits, Surroundings, list_idle_settings
 from moecore.core.ranks import mean_over_ranks, total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs
 from moecore.nn.experts.base import map_shape
@@ -61,9 +61,9 @@ class GroupSparsity(Regularizer):
         yield from super().misfits(around)
         if self.filter == "average":
             names = ("sigma_start", "sigma_end", "exponent")
-            yield from changed_settings(self, names, "the filter is average", "filter: gaussian")
+            yield from list_idle_settings(self, names, "the filter is average", "filter: gaussian")
         elif self.sigma_start == self.sigma_end:
-            yield from changed_settings(self, ["exponent"], "σ is constant", "another sigma_end")
+            yield from list_idle_settings(self, ["exponent"], "σ is constant", "another sigma_end")
 
     def __call__(self, step: ObjectiveInputs) -> Tensor:
         sigma = self.sigma(step.progress) if self.filter == "gaussian" else math.inf

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Misfits, Surroundings, changed_settings
+from moecore.core.config import Misfits, Surroundings, list_idle_settings
 from moecore.core.files import UserError
 from moecore.core.ranks import total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
@@ -45,7 +45,7 @@ class SwitchBalance(Regularizer):
             yield (), f"{text} experts equally; allowed: {allowed}"
         if self.level != "group":
             reason = f"the level is {self.level}"
-            yield from changed_settings(self, ["group_size"], reason, "level: group")
+            yield from list_idle_settings(self, ["group_size"], reason, "level: group")
             return
         for phase, images in around.images.items():
             if images % self.group_size:

@@ -35,10 +35,10 @@ class ZeroComputationBalance(Regularizer):
         if experts.networks == experts.choices:
             raise UserError(f"{self.kind}: all experts are networks; allowed: {self.allowed_with}")
         networks, share = experts.networks, self.share
-        return sum_over_layers(step, lambda record: uneven_use(record, networks, share))
+        return sum_over_layers(step, lambda record: zero_computation_loss(record, networks, share))
 
 
-def uneven_use(record: RoutingRecord, networks: int, share: float) -> Tensor:
+def zero_computation_loss(record: RoutingRecord, networks: int, share: float) -> Tensor:
     """Return Σ_e η_e f_e P_e over the tokens of all ranks (MoE++, §3.3)."""
     # f: share of tokens that chose e, without gradient; P: its mean prob; η: 1 for the first
     # ``networks`` experts, ``share`` for the others.

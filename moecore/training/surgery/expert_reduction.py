@@ -64,13 +64,13 @@ def measure_expert_use(model: Model, split: Split, images: int) -> dict[str, Exp
         for expert, outputs in enumerate(compute_all_outputs(layer, tokens.flatten(0, 1))):
             layer_sums.add_outputs(expert, outputs, weights[:, expert], chosen[:, expert])
 
-    with watch_layers(model, add_batch):
+    with watching_layers(model, add_batch):
         predict_in_batches(model, pixels, BATCH, routing=False, prediction=False)
     return {name: layer_sums.average() for name, layer_sums in sums.items()}
 
 
 @contextmanager
-def watch_layers(
+def watching_layers(
     model: nn.Module, watch: Callable[[str, MoEFeedForward, Tensor, RoutingRecord], None]
 ) -> Iterator[None]:
     """Call ``watch(name, layer, tokens, record)`` inside, after each routing; tokens: (B, T, d)."""

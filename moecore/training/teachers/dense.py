@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from moecore.core.files import whole_folder
+from moecore.core.files import atomic_folder
 from moecore.core.ranks import broadcast_text, current_ranks
 from moecore.data.prepared import Prepared
 from moecore.data.sources.base import Source
@@ -31,7 +31,7 @@ class Dense(Teacher):
             return pretraining
         path = work / "data"
         if current_ranks().first and not path.is_dir():
-            with whole_folder(path) as folder:
+            with atomic_folder(path) as folder:
                 self.data.write(folder)
         broadcast_text("prepared")  # the other ranks wait here
         return Prepared.open(path)

@@ -6,7 +6,7 @@ import torch
 from scipy.linalg import hadamard
 
 from moecore.core.files import UserError
-from moecore.data.layouts.text import END, UNKNOWN, NumberedText, write_text
+from moecore.data.layouts.text import END, UNKNOWN, TokenizedText, write_text
 from moecore.data.loader import TextStreams
 from moecore.data.prepared import SPLITS, Prepared, Split
 from moecore.data.sources import ciphers
@@ -183,9 +183,9 @@ LINES = [[2, 3, 1, 0], [4, 0], [5, 5, 2, 0]]  # three paragraphs
 SMALL_TEXT = {"block": 4, "context": 1}
 
 
-def numbered(lines: list[list[int]] = LINES, times: int = 60) -> NumberedText:
+def numbered(lines: list[list[int]] = LINES, times: int = 60) -> TokenizedText:
     words = np.array([word for line in lines for word in line] * times, dtype=np.int32)
-    return NumberedText(dict.fromkeys(SPLITS, words), VOCABULARY, {})
+    return TokenizedText(dict.fromkeys(SPLITS, words), VOCABULARY, {})
 
 
 def test_a_cipher_exchanges_all_words_but_the_special_ones():

@@ -28,7 +28,7 @@ from moecore.data.sources.fashion_mnist import FashionMnist, read_idx
 from moecore.data.sources.wikitext import Wikitext
 from moecore.data.text import tokenizers
 from moecore.data.text.tokenizers import BpeTokenizer, load_tokenizer
-from moecore.data.text.words import build_vocabulary, lower_words, number_tokens, read_vocabulary
+from moecore.data.text.words import build_vocabulary, lower_words, read_vocabulary, tokenize_lines
 from moecore.tasks.image_text import NONE, ImageText
 from moecore.training.phase_trainings import text_stream_length
 from tests.data.making import fashion_folder, idx_bytes
@@ -60,7 +60,7 @@ def test_words_are_lower_case_apart_from_punctuation_and_unknown_where_rare():
     words = build_vocabulary([["b", "a", "b"], ["c", "a", "b"]], 2)
     assert words == ["<eos>", "<unk>", "b", "a"]
     numbers = {word: number for number, word in enumerate(words)}
-    assert number_tokens([["a", "c"], []], numbers).tolist() == [3, 1, 0, 0]
+    assert tokenize_lines([["a", "c"], []], numbers).tolist() == [3, 1, 0, 0]
 
 
 def test_only_prose_is_taken_and_nothing_is_imported():

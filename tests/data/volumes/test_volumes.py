@@ -25,7 +25,7 @@ from moecore.report.figures.overview import draw_dataset_samples, middle_slices
 from moecore.tasks.regression import Regression
 from tests.data.making import head, save
 
-GRID = volume_preparation.Grid(voxel_mm=6, size=(32, 32, 32))
+GRID = volume_preparation.VoxelGrid(voxel_mm=6, size=(32, 32, 32))
 RAS = np.diag([6.0, 6, 6, 1])
 
 
@@ -70,7 +70,7 @@ def test_read_volume_says_what_is_wrong(tmp_path, values, size, said):
         save(tmp_path / "v.nii", values)
     with pytest.raises(UserError, match=said):
         volume_preparation.read_volume(
-            tmp_path / "v.nii", volume_preparation.Grid(voxel_mm=6, size=(size,) * 3)
+            tmp_path / "v.nii", volume_preparation.VoxelGrid(voxel_mm=6, size=(size,) * 3)
         )
 
 
@@ -352,8 +352,8 @@ def test_a_volume_that_would_not_fit_on_the_grid(tmp_path):
     nibabel.save(nibabel.Nifti1Image(values, np.diag([90.0, 90.0, 90.0, 1.0])), tmp_path / "v.nii")
     with pytest.raises(UserError, match="v.nii: is 5,760 × 5,760 × 5,760 mm large, 191,102,97"):
         volume_preparation.read_volume(
-            tmp_path / "v.nii", volume_preparation.Grid(voxel_mm=1.0, size=(32, 32, 32))
+            tmp_path / "v.nii", volume_preparation.VoxelGrid(voxel_mm=1.0, size=(32, 32, 32))
         )
     os.mkfifo(tmp_path / "pipe.nii")
     with pytest.raises(UserError, match="pipe.nii: no file"):
-        volume_preparation.read_volume(tmp_path / "pipe.nii", volume_preparation.Grid())
+        volume_preparation.read_volume(tmp_path / "pipe.nii", volume_preparation.VoxelGrid())

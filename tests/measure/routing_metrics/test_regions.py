@@ -16,7 +16,7 @@ from moecore.measure.routing_metrics import alternative_choices, epochs, two_vie
 from moecore.measure.routing_metrics.alternative_choices import SweepImages, sweep_k
 from moecore.measure.routing_metrics.layer_metrics import class_expert_probs
 from moecore.measure.routing_metrics.two_view_agreement import PRESETS, Preset, TwoViewAugmentation
-from moecore.nn.routing_traces import build_image_traces
+from moecore.nn.encoded_routing import encode_routing
 from moecore.tasks.classification import Classification
 from moecore.training.single_tissue_volumes import keep_only_tissue
 from tests.data.making import ball
@@ -167,7 +167,7 @@ def test_what_was_kept_is_what_the_model_did(tmp_path):
     for one in found:
         assert one.images == tuple(where)
         seen = predict_in_batches(models[one.epoch].model, data.test.images[where], 32)
-        assert one.trace == build_image_traces(*seen, data.task)
+        assert one.trace == encode_routing(*seen, data.task)
     assert found[0].trace != found[1].trace
 
 

@@ -11,8 +11,8 @@ from moecore import Prepared, UserError
 from moecore.core.routing_records import RoutingContext, TokenLayout
 from moecore.nn.backbones.swin import Swin, SwinSettings
 from moecore.nn.backbones.vit import Vit
+from moecore.nn.encoded_routing import coarse_patch_indices
 from moecore.nn.layers import window_attention
-from moecore.nn.routing_traces import coarse_patch_indices
 from moecore.parts import Classification, EncodeOptions, ImageSpec, MoESettings
 from moecore.training.artifacts import load_adapted_model, load_model, save_guide, save_model
 from moecore.training.method import Method, aligned_teacher_blocks, build_guide

@@ -18,7 +18,7 @@ from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.parts import Classification, EncodeOptions, ImageSpec
 from moecore.tasks.regression import Regression
 from moecore.testing.check_helpers import IMAGE as FLAT
-from moecore.testing.model_checks import MOE as SPARSE
+from moecore.testing.model_and_loss_checks import MOE as SPARSE
 from moecore.training.artifacts import load_adapted_model, load_model, save_model
 from moecore.training.teachers.timm import define_missing_operators, vit_settings
 from moecore.training.upcycle import upcycle_model

@@ -340,7 +340,7 @@ def test_balance_by_hand():
     chosen = torch.zeros_like(probs, dtype=torch.bool).scatter(-1, probs.topk(2).indices, True)
     leaf = probs.clone().requires_grad_()
     record = RoutingRecord(leaf, leaf, leaf, chosen, leaf)
-    loss = zero_computation_balance.uneven_use(record, 2, 0.75)
+    loss = zero_computation_balance.zero_computation_loss(record, 2, 0.75)
     assert loss.item() == pytest.approx(0.403125)
     (gradient,) = torch.autograd.grad(loss, leaf)  # η f / N
     expected = torch.tensor([0.25, 0.25, 0.1875, 0, 0.1875])

@@ -15,7 +15,7 @@ from moecore.nn.layers.moe import MoESettings, build_moe_feed_forward
 from moecore.nn.routers import hash as hash_router
 from moecore.nn.routers.hash import PRIME, Hash, experts_by_position, hash_directions
 from moecore.routers import Cosine, Dynamic, Relu, TopP
-from moecore.training.regularizers.adaptive_l1 import AdaptiveL1, weighted_use
+from moecore.training.regularizers.adaptive_l1 import AdaptiveL1, gate_l1_penalty
 from moecore.training.regularizers.diversity_simplicity import DiversitySimplicity, embedding_loss
 from moecore.training.regularizers.entropy import entropy
 from tests.measure.test_truth import IMAGE
@@ -103,7 +103,7 @@ def test_relu_by_hand():
     torch.testing.assert_close(record.combine, torch.tensor(combine))
     probs = [[0.714286, 0, 0.285714, 0], [0.25] * 4, [0.714286, 0.285714, 0, 0]]
     torch.testing.assert_close(record.probs[0], torch.tensor(probs), atol=1e-6, rtol=0)
-    term = weighted_use(record, 1)
+    term = gate_l1_penalty(record, 1)
     assert term.item() == pytest.approx(1.6)
     (gradient,) = torch.autograd.grad(term, router.weight)  # (E/k) n_e/N² x, where a gate is open
     tokens = torch.tensor(LOGITS)[0]

@@ -27,8 +27,8 @@ from moecore.testing.check_helpers import (
     assert_refused,
     assert_that,
     check_build_on_meta,
-    names_the_part,
-    settings_of,
+    instantiate_settings,
+    name_part_in_errors,
     small_objective_inputs,
     small_vit,
 )
@@ -38,7 +38,7 @@ from moecore.training.teachers.base import Teacher
 MOE = MoESettings(router=NoisyTopK(), experts=Mlp(number=EXPERTS, hidden_ratio=1.0), blocks="all")
 
 
-@names_the_part
+@name_part_in_errors
 def check_backbone(backbone: Backbone | type[Backbone], image: ImageSpec = IMAGE) -> None:
     """Check that a backbone keeps the promises of backbones, dense and with four experts.
 
@@ -55,7 +55,7 @@ def check_backbone(backbone: Backbone | type[Backbone], image: ImageSpec = IMAGE
     Raises:
         AssertionError: a promise is broken; one line with the backbone's name.
     """
-    settings = settings_of(backbone)
+    settings = instantiate_settings(backbone)
     check_build_on_meta(settings, lambda: settings.build(image, MOE))
     assert_that(settings, sum(settings.stages) == settings.depth, "depth is the sum of stages")
     for moe in (None, MOE):
@@ -72,7 +72,7 @@ def check_backbone(backbone: Backbone | type[Backbone], image: ImageSpec = IMAGE
         assert_that(settings, same, "a model with the same state_dict computes the same")
 
 
-@names_the_part
+@name_part_in_errors
 def check_teacher(teacher: Teacher | type[Teacher], image: ImageSpec = IMAGE) -> None:
     """Check that a teacher keeps the promises of teachers.
 
@@ -87,7 +87,7 @@ def check_teacher(teacher: Teacher | type[Teacher], image: ImageSpec = IMAGE) ->
         AssertionError: a promise is broken; one line with the teacher's name.
         UserError: the teacher's ``check_name`` refuses its name.
     """
-    settings = settings_of(teacher)
+    settings = instantiate_settings(teacher)
     settings.check_name(image)
     model, other = (_build(settings, image, seed=seed) for seed in (0, 1))
     fits = (model.image.shape, model.image.channels) == (image.shape, image.channels)
@@ -98,7 +98,7 @@ def check_teacher(teacher: Teacher | type[Teacher], image: ImageSpec = IMAGE) ->
 
 
 def make_images(image: ImageSpec) -> Tensor:
-    """Return three inputs (3, C, *shape): images or volumes in [0, 1], or int64 words."""
+    """Return three random inputs (3, C, *shape): images or volumes in [0, 1], or int64 words."""
     shape = (3, image.stored_channels, *image.shape)
     if len(image.shape) == 1:
         return torch.arange(prod(shape)).view(shape) * 7 % image.outputs
@@ -169,8 +169,8 @@ PROVIDED = frozenset({"routing", "load", "basis", "orthonormal", "guidance", "tr
 ZERO_COMPUTATION = Mlp(number=EXPERTS, zero_computation=ZeroComputation())
 
 
-def find_providing_layers(needs: frozenset[str]) -> MoESettings | None:
-    """Return MoE settings that provide the ``needs`` beyond ``PROVIDED``; None if not needed."""
+def find_needed_moe_settings(needs: frozenset[str]) -> MoESettings | None:
+    """Return MoE settings that meet a regularizer's ``needs``; None if the small ViT meets them."""
     for part in part_classes_by_kind(Router).values() if needs - PROVIDED else ():
         with suppress(ValidationError):  # a router with a required setting
             router = part.model_validate({"kind": part.class_kind()})
@@ -180,7 +180,7 @@ def find_providing_layers(needs: frozenset[str]) -> MoESettings | None:
     return None
 
 
-@names_the_part
+@name_part_in_errors
 def check_regularizer(regularizer: Regularizer | type[Regularizer]) -> None:
     """Check that a regularizer keeps the promises of regularizers.
 
@@ -194,8 +194,8 @@ def check_regularizer(regularizer: Regularizer | type[Regularizer]) -> None:
     Raises:
         AssertionError: a promise is broken; one line with the regularizer's name.
     """
-    settings = settings_of(regularizer)
-    moe = find_providing_layers(settings.needs)
+    settings = instantiate_settings(regularizer)
+    moe = find_needed_moe_settings(settings.needs)
     provided = moe is not None or settings.needs <= PROVIDED
     allowed = f"{', '.join(sorted(PROVIDED))}, and what a router or experts provide"
     assert_that(settings, provided, f"needs has words among {allowed}")

@@ -19,7 +19,7 @@ CHOSEN_BIT = 128  # the highest bit of a mark
 MAX_PROBABILITY = 127  # a probability of 1, in the other bits of a mark
 
 
-class ImageTraces(Config):
+class EncodedRouting(Config):
     """Predictions and routing of N images by a model, on the finest grid of its layers' tokens."""
 
     # Indices into task.answers, best first per image; for a mosaic the best per cell
@@ -28,17 +28,17 @@ class ImageTraces(Config):
     layers: tuple[str, ...]  # per MoE layer the text of ``encode_top_experts``
 
 
-def build_image_traces(
+def encode_routing(
     prediction: Tensor,
     records: tuple[RoutingRecord, ...],
     task: Task,
     layouts: Sequence[TokenLayout] = (),
-) -> ImageTraces:
+) -> EncodedRouting:
     """Encode predictions (N, K) and CPU records (N, T, E); layouts: of each record, () if equal."""
-    answers, values = best_answers(prediction, task)
+    answers, values = select_top_answers(prediction, task)
     if layouts:
         records = spread_to_one_grid(records, layouts)
-    return ImageTraces(
+    return EncodedRouting(
         answers=answers.tolist(),
         values=[[round(value, 4) for value in row] for row in values.tolist()],
         layers=[encode_top_experts(record) for record in records],
@@ -79,7 +79,7 @@ def coarse_patch_indices(layout: TokenLayout, fine: TokenLayout) -> Tensor:
     return index
 
 
-def best_answers(prediction: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+def select_top_answers(prediction: Tensor, task: Task) -> tuple[Tensor, Tensor]:
     """Return the A best answers per image, as indices into ``task.answers``, and values: (N, A)."""
     # Values are probabilities by softmax, or by the sigmoid if an image can have several classes;
     # for a real target the prediction in its unit; for a mosaic the best answer per cell.

@@ -32,14 +32,14 @@ from moecore.testing.check_helpers import (
     SIDE,
     assert_refused,
     assert_that,
-    names_the_part,
-    settings_of,
+    instantiate_settings,
+    name_part_in_errors,
     small_data,
     small_vit,
 )
 
 
-@names_the_part
+@name_part_in_errors
 def check_source(source: Source | type[Source], folder: Path) -> Prepared:
     """Check that a data source keeps its promises, and return the data that it wrote.
 
@@ -57,7 +57,7 @@ def check_source(source: Source | type[Source], folder: Path) -> Prepared:
     Raises:
         AssertionError: a promise is broken; one line with the source's name.
     """
-    settings = settings_of(source)
+    settings = instantiate_settings(source)
     planned = check_source_preview(settings)
     card, repeated = settings.write(folder / "first"), settings.write(folder / "second")
     assert_that(settings, repeated == card, "the same settings write the same bytes")
@@ -87,7 +87,7 @@ def check_source(source: Source | type[Source], folder: Path) -> Prepared:
     return data
 
 
-@names_the_part
+@name_part_in_errors
 def check_source_preview(source: Source | type[Source]) -> Card:
     """Check that a source's ``describe`` keeps its promises, without preparing data.
 
@@ -103,7 +103,7 @@ def check_source_preview(source: Source | type[Source]) -> Card:
     Raises:
         AssertionError: a promise is broken; one line with the source's name.
     """
-    settings = settings_of(source)
+    settings = instantiate_settings(source)
     before = torch.get_rng_state()
     planned, repeated = settings.describe(), settings.describe()
     assert_that(settings, planned == repeated, "describe says the same twice")
@@ -119,7 +119,7 @@ def check_source_preview(source: Source | type[Source]) -> Card:
     return planned
 
 
-@names_the_part
+@name_part_in_errors
 def check_task(task: Task, prediction: Tensor, labels: np.ndarray, wrong: np.ndarray) -> None:
     """Check that a task keeps the promises of tasks.
 
@@ -183,12 +183,12 @@ def _check_scores(task: Task, prediction: Tensor, labels: Tensor) -> None:
     assert_that(task, torch.equal(decoded, scores), "decode_scores inverts encode_scores")
 
 
-class Killed(Exception):
-    """Simulates the kill of a process after it has stored a result."""
+class SimulatedKill(Exception):
+    """Raised by ``KillablePartStore`` to simulate a killed process."""
 
 
-class Pieces:
-    """A ``PartStore`` (name → result) in memory that is killed after ``until_kill`` results."""
+class KillablePartStore:
+    """A ``PartStore`` in memory that raises SimulatedKill after ``until_kill`` results."""
 
     def __init__(self) -> None:
         self.stored: dict[str, str] = {}
@@ -200,11 +200,11 @@ class Pieces:
             if self.until_kill is not None:
                 self.until_kill -= 1
             if self.until_kill == 0:
-                raise Killed
+                raise SimulatedKill
         return json.loads(self.stored[name])
 
 
-@names_the_part
+@name_part_in_errors
 def check_measurement(
     measurement: Measurement | type[Measurement], subject: MeasuredModel | None = None
 ) -> Found:
@@ -224,7 +224,7 @@ def check_measurement(
     Raises:
         AssertionError: a promise is broken; one line with the measurement's name.
     """
-    settings = settings_of(measurement)
+    settings = instantiate_settings(measurement)
     subject = subject or MeasuredModel(small_vit(), small_data())
     reason = settings.applies(subject)
     assert_that(settings, reason is None, f"it applies to what it is checked with ({reason})")
@@ -235,7 +235,7 @@ def check_measurement(
     return result
 
 
-@names_the_part
+@name_part_in_errors
 def check_calculation(calculation: Calculation | type[Calculation]) -> Found:
     """Check that a measurement without a model keeps its promises, and return its values.
 
@@ -251,23 +251,23 @@ def check_calculation(calculation: Calculation | type[Calculation]) -> Found:
     Raises:
         AssertionError: a promise is broken; one line with the calculation's name.
     """
-    settings = settings_of(calculation)
+    settings = instantiate_settings(calculation)
     return _check_result(settings, settings.collect_values)
 
 
 def _check_result(settings: Measurement, collect: Callable[[PartStore], Found]) -> Found:
-    """Return what ``collect`` computes; AssertionError if a promise about the result is broken."""
+    """Return the result of ``collect``; AssertionError unless it survives a kill and JSON."""
     before = torch.get_rng_state()
-    result = collect(Pieces())
+    result = collect(KillablePartStore())
     _check_declarations(settings, result)
     decoded = Found.model_validate_json(result.model_dump_json())
     assert_that(settings, decoded == result, "its result is the same behind JSON")
     assert_that(settings, torch.equal(before, torch.get_rng_state()), "it draws no global number")
-    pieces = Pieces()
+    pieces = KillablePartStore()
     resumed = None
     while resumed is None:  # killed after each stored piece
         pieces.until_kill = 1
-        with suppress(Killed):
+        with suppress(SimulatedKill):
             resumed = collect(pieces)
     promise = "killed after any piece and resumed it has the same result"
     assert_that(settings, resumed == result, promise)
@@ -275,7 +275,7 @@ def _check_result(settings: Measurement, collect: Callable[[PartStore], Found]) 
 
 
 def _check_declarations(settings: Measurement, found: Found) -> None:
-    """Raise AssertionError for values and charts that the page would leave out or misread."""
+    """Raise AssertionError for results that do not fit the measurement's declared metrics."""
     names = settings.all_metrics()
     for name, metric in names.items():
         for key, allowed in (("better", BETTER), ("form", FORMS)):
@@ -289,7 +289,7 @@ def _check_declarations(settings: Measurement, found: Found) -> None:
 
 
 def _check_places(settings: Measurement, result: Found) -> None:
-    """Raise AssertionError for values at places, and charts over places, that no column has."""
+    """Raise AssertionError for results and charts at places that ``places`` does not declare."""
     metrics = settings.all_metrics()
     used: dict[str, list[set[str]]] = {}  # metric → places of its values
     for value in result.values:
@@ -309,7 +309,7 @@ def _check_places(settings: Measurement, result: Found) -> None:
         assert_that(settings, has_place, promise)
 
 
-@names_the_part
+@name_part_in_errors
 def check_calibrator(calibrator: Calibrator | type[Calibrator]) -> None:
     """Check that a calibrator keeps the promises of calibrators.
 
@@ -324,7 +324,7 @@ def check_calibrator(calibrator: Calibrator | type[Calibrator]) -> None:
     Raises:
         AssertionError: a promise is broken; one line with the calibrator's name.
     """
-    settings = settings_of(calibrator)
+    settings = instantiate_settings(calibrator)
     predictions: Any
     labels: Any
     if settings.predicts == "classes":
@@ -363,7 +363,7 @@ EPSILON = 0.1
 YEARS = Regression(target="age", unit="years")
 
 
-@names_the_part
+@name_part_in_errors
 def check_attack(attack: Attack | type[Attack]) -> None:
     """Check that an attack keeps the promises of attacks.
 
@@ -377,11 +377,11 @@ def check_attack(attack: Attack | type[Attack]) -> None:
     Raises:
         AssertionError: a promise is broken; one line with the attack's name.
     """
-    settings = settings_of(attack)
+    settings = instantiate_settings(attack)
     task = CLASSES if settings.refuses(CLASSES) is None else YEARS
     accepts = settings.refuses(task) is None
     assert_that(settings, accepts, "it attacks a classification or a regression")
-    target = small_target(task)
+    target = small_attack_target(task)
     target.model.head.requires_grad_(False)
     random_state = torch.get_rng_state()
     clean = target.clean_images()
@@ -408,8 +408,8 @@ def check_attack(attack: Attack | type[Attack]) -> None:
         assert_that(settings, losses[1] > losses[0], "it raises the mean loss of the task")
 
 
-def small_target(task: Task) -> Target:
-    """Return an attack's target: a small model with eight images, one of them black, one white."""
+def small_attack_target(task: Task) -> Target:
+    """Return a small model with eight images to attack, of which one is black and one is white."""
     images = seeded_randn(8, 1, SIDE, SIDE).sigmoid()
     images[0] = 0.0
     images[1] = 1.0
