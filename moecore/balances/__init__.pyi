@@ -7,7 +7,7 @@ from moecore.nn.balances.quantile import Quantile as _Quantile
 from moecore.nn.balances.sinkhorn import Sinkhorn as _Sinkhorn
 
 class LossFree(_LossFree):
-    """Lower the bias of experts that were chosen too often, and raise that of the others.
+    """Lower the bias of experts that were chosen too often, and raise the bias of other experts.
 
     The bias shifts the choice in evaluation too, but never the weights."""
     rate: float = 0.001

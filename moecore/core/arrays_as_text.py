@@ -9,7 +9,7 @@ import numpy as np
 
 
 def escape_spreadsheet_formula(value: Any) -> Any:
-    """Return the value for a cell of a CSV; a text that would run as a formula gets a leading '."""
+    """Return a CSV cell's value; texts that a spreadsheet would run get a leading apostrophe."""
     if not isinstance(value, str) or value[:1] not in ("=", "+", "-", "@", "\t", "\r"):
         return value
     is_number = re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|-inf", value, re.IGNORECASE)

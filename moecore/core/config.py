@@ -152,7 +152,7 @@ def replace_and_validate(
 
 
 def validate_again(settings: AnySettings, key: str) -> AnySettings:
-    """Return changed settings, validated by their class; UserError, for ``key``, if invalid."""
+    """Validate changed settings by their class, and return them; UserError for ``key`` if not."""
     try:
         return settings.__class__.model_validate(settings.model_dump())
     except ValidationError as error:

@@ -192,7 +192,7 @@ def _content_seal(value: Any) -> str:
 
 
 def read_json(path: str | Path, sealed: bool = False) -> Any:
-    """Return a file's JSON after verifying its checksum, which must exist if ``sealed``."""
+    """Read a JSON file and verify its checksum, if it has one; ``sealed`` requires a checksum."""
     again = "delete it and run `dvc repro` again"
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -327,7 +327,7 @@ def raw_data_folders(root: str | tuple[str, ...]) -> list[Path]:
 
 
 def find_raw_folder(root: str | tuple[str, ...], what: str) -> Path:
-    """Return the first existing candidate for ``root``; if none, a UserError asks for ``what``."""
+    """Return the first existing folder of raw data; without one, a UserError asks for ``what``."""
     folders = raw_data_folders(root)
     if folder := next((path for path in folders if path.is_dir()), None):
         return folder

@@ -207,7 +207,7 @@ def all_gather_rows(rows: Tensor) -> Tensor:
 
 
 def total_over_shards(part: Tensor, of: Tensor) -> Tensor:
-    """Sum ``part`` over ranks if ``of`` is sharded; each rank computed ``part`` from its shard."""
+    """Sum ``part``, computed from each rank's shard of ``of``, over ranks, if ``of`` is sharded."""
     # The gradient flows to this rank's part only: no other rank has the shard.
     mesh = getattr(of, "device_mesh", None)
     if mesh is None:
@@ -262,7 +262,7 @@ class RankWatch(Thread):
         self.ended = Event()
 
     def run(self) -> None:
-        """Answer requests for this rank's count; after a long wait, ask and print late ranks."""
+        """Send this rank's count to others on request; name late ranks after a long wait."""
         with suppress(RuntimeError):  # the store or the group has ended, with the training
             begun = count_begun_collectives()
             since = time.monotonic()

@@ -184,7 +184,7 @@ def import_module_of_package(name: str) -> ModuleType:
     if spec is not None:
         both = f"{folder} has a file and a folder of this name"
         raise ValueError(f"found {name}, but {both}; allowed: one")
-    # The packages' names, which are alike, do not count.
+    # The packages' names are equal and do not count.
     modules = {module.rpartition(".")[2]: module for module in list_allowed_modules(lambda _: True)}
     close = get_close_matches(name.rpartition(".")[2].lower(), modules, 1)
     hint = f", did you mean {modules[close[0]]!r}?" if close else ""

@@ -55,14 +55,14 @@ class Card(NamedTuple):
         return self.channels + bool(self.truth)
 
     def complete_with(self, read_fields: Callable[[], Mapping[str, Any]]) -> Self:
-        """Return a copy with ``read_fields()``'s fields, or its UserError as ``problem``."""
+        """Return a copy with the fields of ``read_fields()``; its UserError becomes ``problem``."""
         try:
             return self._replace(**read_fields())
         except UserError as error:
             return self._replace(problem=str(error))
 
     def check_with(self, check: Callable[[], object]) -> Self:
-        """Return the card; if ``check()`` raises UserError, a copy with this ``problem``."""
+        """Return the card; a UserError of ``check()`` becomes the ``problem`` of a copy."""
         try:
             check()
         except UserError as error:
@@ -103,7 +103,7 @@ def parse_card_task(settings: Any) -> Task:
 def count_classes(
     name: str, task: Task, labels: Mapping[str, np.ndarray]
 ) -> dict[str, tuple[int, ...]]:
-    """Return split → images per class; labels: split → labels. UserError for an empty class."""
+    """Count each split's images per class from split → labels; UserError for an empty class."""
     counts = {split: tuple(task.counts(part)) for split, part in labels.items()}
     for split, numbers in counts.items():
         named_counts = zip(task.classes, numbers, strict=True)
@@ -118,7 +118,7 @@ def count_classes(
 def write_card(
     folder: Path, settings: Config, card: Card, files: list[str], **measured: Any
 ) -> dict[str, Any]:
-    """Write card.json, return its content; files: names in ``folder``; measured: more entries."""
+    """Write card.json with checksums of ``files`` and ``measured`` entries; return its content."""
     values = settings.model_dump(mode="json")
     truth = {"truth": card.truth} if card.truth else {}
     content = {

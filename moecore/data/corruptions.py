@@ -118,7 +118,7 @@ def glass_blur(image: np.ndarray, severity: Severity, random: Generator) -> np.n
 def motion_blur(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
     """Blur in a random direction, −45° to 45°; the trail's length grows with the severity."""
     sigma = severity.length((1, 1.5, 2, 2.5, 3.2), (3, 5, 8, 12, 15))
-    return apply_kernel(image, trail_kernel(sigma, random.uniform(-45, 45)))
+    return apply_kernel(image, motion_kernel(sigma, random.uniform(-45, 45)))
 
 
 def zoom_blur(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
@@ -152,7 +152,7 @@ def disk_kernel(radius: float) -> np.ndarray:
     return weights / weights.sum()
 
 
-def trail_kernel(sigma: float, degrees: float) -> np.ndarray:
+def motion_kernel(sigma: float, degrees: float) -> np.ndarray:
     """Return the kernel (h, h), sum 1, of a trail from the centre (0 degrees: right, 90: down)."""
     # Weights exp(−t² / 2σ²) up to 3σ, in half pixels, each spread over its four nearest pixels.
     reach = math.ceil(3 * sigma) + 1
@@ -196,7 +196,7 @@ def snow(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray
     field = interpolate_at_rows_and_columns(coarse, *(np.arange(number) / flake for number in size))
     peaks = np.where(field < 0.5, 0.0, np.clip(field, 0, 1))
     sigma = severity.length((1, 1.2, 1.4, 1.6, 1.8), (4, 5, 6, 8, 10))
-    layer = apply_kernel(peaks, trail_kernel(sigma, random.uniform(45, 135)))
+    layer = apply_kernel(peaks, motion_kernel(sigma, random.uniform(45, 135)))
     if len(image) == 3:
         grey = np.tensordot(np.array(LUMA), image, 1)[None]
     else:

@@ -26,7 +26,7 @@ def _epoch_order(n: int, seed: int, epoch: int) -> Tensor:
 
 
 def batch_indices(n: int, batch: int, seed: int, step: int) -> Tensor:
-    """Return a step's image indices, int64 (batch,); the incomplete end of an epoch is dropped."""
+    """Return a step's image indices, int64 (batch,); an epoch's incomplete batch is dropped."""
     epoch, position = divmod(step, steps_per_epoch(n, batch))
     return _epoch_order(n, seed, epoch)[position * batch : (position + 1) * batch].clone()
 
@@ -70,7 +70,7 @@ def image_memory_budget(device: torch.device | str) -> int:
 def load_split_where_it_fits(
     split: Split, device: torch.device | str, limit_bytes: int | None = None
 ) -> Loaded:
-    """Copy a split to the device if its images fit ``limit_bytes``; else read it from disk."""
+    """Copy a split to the device if its images fit ``limit_bytes``; otherwise leave it on disk."""
     labels = torch.from_numpy(np.array(split.labels)).to(device)
     limit_bytes = image_memory_budget(device) if limit_bytes is None else limit_bytes
     if isinstance(split.images, JpegImages) or split.images.nbytes > limit_bytes:

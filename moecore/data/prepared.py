@@ -1,4 +1,4 @@
-"""Prepared data on disk: the files of a layout (moecore/data/layouts), and ``card.json``.
+"""Open a prepared folder: the arrays of a layout (moecore/data/layouts), and ``card.json``.
 
 The card's ``task`` says what the labels are; they have the shape and dtype that the task stores
 (see moecore/tasks). The card also has name, kind, channels, size, images and counts of each split,
@@ -57,11 +57,11 @@ class Prepared(NamedTuple):
 
     @property
     def task(self) -> Task:
-        """The task that the labels belong to, from the card's entry ``task``."""
+        """The task of the labels, from the card's entry ``task``."""
         return parse_card_task(self.card["task"])
 
     def regions(self, split: str) -> np.ndarray:
-        """Return tissue shares × 255 of a split, uint8 (N, R, D, H, W). UserError if not stored."""
+        """Return a split's tissue shares × 255, uint8 (N, R, D, H, W); UserError if not stored."""
         if not self.card.get("regions"):
             raise UserError(
                 f"{self.folder}: this data has no tissue maps; allowed: a cohort with maps "
@@ -70,15 +70,15 @@ class Prepared(NamedTuple):
         return np.load(self.folder / f"{split}_regions.npy", mmap_mode="r", allow_pickle=False)
 
     def subjects(self, split: str) -> list[dict[str, str]]:
-        """Return the rows of a split's subjects.csv, column → text. UserError without it."""
+        """Return the rows (column → text) of a split's subjects.csv; UserError if it is missing."""
         return read_subject_rows(self.folder / f"{split}_subjects.csv")
 
     def tokens(self, split: str) -> np.ndarray:
-        """Return all tokens of a split of text, int32 (n,), memory-mapped."""
+        """Return a text split's tokens, int32 (n,), memory-mapped."""
         return np.load(self.folder / f"{split}_tokens.npy", mmap_mode="r", allow_pickle=False)
 
     def text_rows(self, split: str) -> np.ndarray:
-        """Return all tokens of a split of text, int32 (1, n), or (2, n) with their kinds below."""
+        """Return a text split's tokens, int32 (1, n), or (2, n) with token kinds in row 2."""
         return open_tokens_with_kinds(self.folder, self.card, split)
 
     @staticmethod

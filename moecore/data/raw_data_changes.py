@@ -38,7 +38,7 @@ def scan_raw_folders(source: Any) -> list[FolderFingerprint]:
     return [fingerprint_folder(folder) for folder in folders.values() if folder.is_dir()]
 
 
-def describe_change(before: Mapping[str, Any]) -> str | None:
+def describe_folder_change(before: Mapping[str, Any]) -> str | None:
     """Describe how a folder differs from its fingerprint ``before``; None if equal or missing."""
     folder = Path(before["folder"])
     if not folder.is_dir():  # what was prepared from it may be all that is needed

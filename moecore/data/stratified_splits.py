@@ -32,7 +32,7 @@ class SplitSettings(Config):
 def stratified_split(
     labels: np.ndarray, amount: float, seed: int, purpose: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices in two parts, stratified by class: (remaining, drawn), each sorted."""
+    """Draw ``amount`` indices, stratified by class; return (remaining, drawn), each sorted."""
     # amount: share of N (below 1) or number of images. purpose: makes draws of one seed
     # independent. Every class gives its proportion, at least one image if the amount allows.
     if labels.ndim != 1:
@@ -54,7 +54,7 @@ def stratified_split(
 
 
 def class_quotas(counts: np.ndarray, number: int) -> np.ndarray:
-    """Return int64 (classes,) of sum ``number``, in proportion to ``counts``: largest remainder."""
+    """Distribute ``number`` over classes in proportion to ``counts``, by largest remainder."""
     exact = counts * (number / counts.sum())
     minimum = 1 if number >= len(counts) else 0
     quotas = np.minimum(np.maximum(np.floor(exact).astype(np.int64), minimum), counts)
@@ -73,6 +73,6 @@ def stratified_limit(labels: np.ndarray, limit: int | None, seed: int) -> np.nda
 
 
 def split_train(labels: np.ndarray, settings: SplitSettings) -> tuple[np.ndarray, np.ndarray]:
-    """Return sorted indices of training, after ``train_limit``, and validation; labels: (N,)."""
+    """Split labels (N,) into training, cut to ``train_limit``, and validation: sorted indices."""
     train, validation = stratified_split(labels, settings.validation, settings.seed)
     return train[stratified_limit(labels[train], settings.train_limit, settings.seed)], validation

@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 def requested_threads() -> int:
-    """Return $MOECORE_THREADS, or 0 if unset. Raises UserError for anything but a number."""
+    """Return $MOECORE_THREADS, or 0 if unset; UserError if it is not a number."""
     text = os.environ.get("MOECORE_THREADS") or "0"
     if not text.isdecimal():
         raise UserError.at("MOECORE_THREADS", found=repr(text), allowed="1 or more threads")
@@ -23,12 +23,12 @@ def requested_threads() -> int:
 
 
 def thread_count() -> int:
-    """Return the number of threads to use: $MOECORE_THREADS, else this process's cores."""
+    """Return the number of threads: $MOECORE_THREADS, else the cores of this process."""
     return requested_threads() or available_cores()
 
 
 class _BlasLimit:
-    """BLAS's limit of one thread, held from the first user's entry to the last one's exit."""
+    """The limit of BLAS to one thread, shared by nested and concurrent ``one_blas_thread``."""
 
     lock = Lock()
     users = 0
@@ -37,7 +37,7 @@ class _BlasLimit:
 
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """Limit BLAS to one thread inside the context, for all threads of the process."""
+    """Limit BLAS to one thread in the ``with`` block, for all threads of the process."""
     # With several, sums are split differently, so that the last bits of a product depend on the
     # number of cores; and small products take several times as long, since its threads wait for
     # each other. Nested and overlapping uses are counted.
@@ -57,7 +57,7 @@ def one_blas_thread() -> Iterator[None]:
 
 
 def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Yield ``function(item)`` for every item in order; at most two results per thread wait."""
+    """Yield ``function(item)`` for all items, in order; compute them in threads."""
     number = thread_count()  # changes no result, see one_blas_thread
     with one_blas_thread(), ThreadPoolExecutor(number) as pool:
         waiting: deque = deque()

@@ -1,4 +1,4 @@
-"""Traces: files with routing records of any model, and their analysis (``moecore lens``)."""
+"""Record the routing of any model as a trace (files), and analyse it (``moecore lens``)."""
 
 from moecore.lens.analyses import analyse_trace as analyse_trace
 from moecore.lens.traces import LayerRouting as LayerRouting

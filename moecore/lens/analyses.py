@@ -1,4 +1,4 @@
-"""Analyse a trace: all metrics that need only routing records, per layer, and example tokens.
+"""Analyse a trace: metrics of routing per layer, and example tokens of each expert.
 
 N items, T tokens per item, E experts; chosen, probs and combine are (N, T, E).
 """
@@ -33,7 +33,7 @@ from moecore.statistics.intervals import Interval
 
 
 class TokenLabels:
-    """Labels of the tokens of a trace's items; ``remarks`` explain what is omitted."""
+    """Labels of tokens (position, word, label, …) in a trace; ``remarks`` say what is omitted."""
 
     def __init__(self, trace: Trace, items: np.ndarray) -> None:
         self.layers = trace.card.layers
@@ -55,7 +55,7 @@ class TokenLabels:
             self.remarks.append("purity: found one label; allowed: two or more")
 
     def by_kind(self, number: int, previous_experts: Tensor | None) -> dict[str, Tensor]:
-        """Return labelling → labels of a layer's tokens, (N or 1, T or 1), −1 if unknown."""
+        """Return kind of label → a layer's token labels, (N or 1, T or 1), −1 if unknown."""
         # previous_experts: the first experts of the previous layer's tokens, (N, T').
         tokens = self.layers[number].tokens
         labels = {"position": torch.arange(tokens)[None]}
@@ -78,7 +78,7 @@ CONTEXT = 4  # words before and after an example
 
 
 class TopTokens(NamedTuple):
-    """The K tokens with the highest keys of each expert, one per item, best first; (K, E) each."""
+    """Each expert's K tokens with the highest keys, at most one per item, best first; (K, E)."""
 
     keys: Tensor  # −1: no token
     items: Tensor
@@ -99,7 +99,7 @@ class Example(NamedTuple):
 def update_top_tokens(
     top: TopTokens, record: RoutingRecord, keys: Tensor, layout: TokenLayout, items: np.ndarray
 ) -> TopTokens:
-    """Return per expert the ``EXAMPLES`` tokens of ``top`` and new items with the highest keys."""
+    """Merge new items into ``top``; keep each expert's ``EXAMPLES`` tokens with highest keys."""
     # An item offers each expert the token with the highest key among those that chose it; the
     # earlier one wins ties. keys: (N, T, E or 1), ≥ 0; items: (N,), higher than in ``top``.
     chosen_keys = torch.where(record.chosen, keys, -1)[:, layout.special :]
@@ -115,7 +115,7 @@ def update_top_tokens(
 def read_examples(
     trace: Trace, top: TopTokens, layout: TokenLayout, fine: TokenLayout
 ) -> list[list[Example]]:
-    """Return each expert's examples in a layer, best first; fine: layout of the finest layer."""
+    """Read each expert's example tokens in a layer, with pictures or words, best first."""
     experts: list[list[Example]] = [[] for _ in range(top.keys.shape[1])]
     items = top.items[top.keys >= 0].unique().numpy()
     if not len(items):
@@ -174,19 +174,19 @@ class TraceQuantities(NamedTuple):
 
     @property
     def columns(self) -> list[Column]:
-        """Return the columns of a table of quantities: the mean over layers, then each layer."""
+        """Return the columns of the table: the mean over layers, then each layer."""
         layers = [(layer.quantities, layer.chances) for layer in self.layers]
         return [(self.mean, self.chances), *layers]
 
 
 def record_of_layer(routing: LayerRouting) -> RoutingRecord:
-    """Return a record whose logits are the probabilities, for metrics that read no logits."""
+    """Build a record for metrics that read no logits; its logits are the probabilities."""
     chosen, probs, combine = routing
     return RoutingRecord(probs, probs, chosen.float(), chosen, combine)
 
 
 def expert_use_by_item(record: RoutingRecord) -> dict[str, np.ndarray]:
-    """Return metric → values (N,), per item: ``measure_layer_use_by_image``'s and two shares."""
+    """Return metric → value per item (N,), for all metrics of the use of experts in a layer."""
     k = int(record.chosen.sum(dim=-1).max())
     metrics = layer_metrics.measure_layer_use_by_image(record, None, k)
     counts = record.chosen.sum(dim=1).double()
@@ -261,7 +261,7 @@ def analyse_layer(
     analyses: Sequence[Analysis],
     context: expert_roles.RoleAnalysisInputs,  # choices of the previous layer
 ) -> tuple[LayerQuantities, expert_roles.ByImage]:
-    """Return a layer's quantities, and name → (N,) for those that have one value per item."""
+    """Analyse a layer; return its quantities, and, by name, the values (N,) of those per item."""
     record = record_of_layer(routing)
     counts = layer_metrics.expert_counts(routing.chosen)
     dead = layer_metrics.dead_expert_share(counts)  # refuses a layer in which nothing was chosen
@@ -300,7 +300,7 @@ def analyse_layer(
 def average_quantities(
     layers: Sequence[LayerQuantities], values_by_layer: Sequence[expert_roles.ByImage]
 ) -> dict[str, Interval]:
-    """Return name → mean over the layers that have it; p values, ``p_…``, are left out."""
+    """Average each quantity, except p values (``p_…``), over the layers that have it."""
     mean = {}
     for name in dict.fromkeys(name for layer in layers for name in layer.quantities):
         by_item = [values[name] for values in values_by_layer if name in values]
@@ -325,14 +325,14 @@ def check_same_items(trace: Trace, against: Trace, indices: np.ndarray) -> None:
 
 
 def mean_over_items(values: np.ndarray) -> Interval:
-    """Return the mean of values (N,) with its 95 % interval over items; one item has no limits."""
+    """Return the mean of values (N,) with its 95 % interval; without limits for one item."""
     if len(values) == 1:
         return Interval(float(values[0]))
     return crossed_difference(values[None]).interval()
 
 
 def measure_label_purity(first: Tensor, labels: Tensor, experts: int) -> tuple[np.ndarray, float]:
-    """Return the purity by item (N,), and its mean with permuted labels."""
+    """Return each item's purity (N,): experts' agreement with labels; and its mean by chance."""
     # Purity: share of tokens with the most common label of their expert. first: the tokens' first
     # experts (N, T), −1 for none; labels: (N, 1 or T), −1 if unknown.
     chosen = first.numpy()
@@ -346,7 +346,7 @@ def measure_label_purity(first: Tensor, labels: Tensor, experts: int) -> tuple[n
 def compare_matched_experts(
     ours: LayerRouting, theirs: LayerRouting
 ) -> tuple[tuple[int, ...], dict[str, np.ndarray], dict[str, float]]:
-    """Match two traces' experts on a random half of the items, compare them on the other half."""
+    """Match the experts of two traces on half of the items, and compare them on the other half."""
     # Returns each expert's partner (E,), and name → the other half's agreement by item, by chance.
     pair = ours.chosen.numpy(), theirs.chosen.numpy()
     items = len(pair[0])

@@ -1,4 +1,4 @@
-"""Traces of inference engines: expert ids without probabilities, of requests of unequal length.
+"""Read and analyse the expert ids that inference engines record (vLLM, SGLang, llama.cpp).
 
 - vLLM (--enable-return-routed-experts), JSON responses: in 0.21 (its page "Routed Experts Replay")
   prompt_routed_experts and choices[].routed_experts, lists (tokens, layers, k), −1 for cached
@@ -38,7 +38,7 @@ ROTATIONS = 50  # of the phases of a request, for the chance level
 
 
 class EngineFormat(NamedTuple):
-    """What files do not say: the shape of flat ids, dense layers, which are left out, and E."""
+    """Facts that engine files lack: k, number of layers, first MoE layer, number of experts."""
 
     top_k: int | None = None
     layers: int | None = None
@@ -47,7 +47,7 @@ class EngineFormat(NamedTuple):
 
 
 class EngineRequest(NamedTuple):
-    """One request: where it is, and ids (T, L, k), −1 where an engine recorded none."""
+    """One request: its place in a file, and expert ids (T, L, k), −1 if not recorded."""
 
     place: str
     ids: np.ndarray
@@ -132,7 +132,7 @@ def read_engine_response(response: Any, place: str, form: EngineFormat) -> Itera
 
 
 def decode_expert_ids(choice: Mapping[str, Any], place: str, form: EngineFormat) -> np.ndarray:
-    """Return ids (T, L, k) of lists, a base64 npy file, or base64 of flat integers."""
+    """Decode expert ids (T, L, k) from lists, a base64 .npy file, or base64 integers."""
     payload = choice.get("routed_experts")
     dtype = choice.get("routed_experts_dtype", DTYPES[0])
     try:
@@ -153,7 +153,7 @@ def decode_expert_ids(choice: Mapping[str, Any], place: str, form: EngineFormat)
 
 
 def read_llama_cpp_csv(path: Path, content: str, form: EngineFormat) -> EngineRequest:
-    """Return the request of llama.cpp's lines: in each pass, k per token for each layer."""
+    """Read a request from llama.cpp's lines, which have k ids per token and layer of each pass."""
     # The prompt is what is evaluated before the last passes of one token each.
     lines = [line.split(",") for line in content.splitlines()]
     for line, cells in enumerate(lines, 1):
@@ -181,7 +181,7 @@ def read_llama_cpp_csv(path: Path, content: str, form: EngineFormat) -> EngineRe
 
 
 def simulate_cache(requests: Sequence[np.ndarray], size: int, policy: str) -> np.ndarray:
-    """Return each request's hits (R,) in a cache of ``size`` experts, kept between requests."""
+    """Simulate a cache of ``size`` experts shared by requests; return hits per request (R,)."""
     # requests: experts (n,) in the order of use. A missing one replaces the least recently used
     # (lru), the least often used, of equals the older (lfu), or the one whose next use is farthest
     # (belady, the best that stores each). static: the experts most used in other requests stay.
@@ -217,18 +217,18 @@ Quantities = dict[str, tuple[np.ndarray, float]]
 
 
 def linearize_loads(function: Callable[[Tensor], Tensor], rows: np.ndarray) -> np.ndarray:
-    """Return f(mean of rows (R, D)) as one value per request: ``linearize_mean`` of all columns."""
+    """Linearise f(mean of rows (R, D)) to one value per request, for intervals."""
     return linearize_mean(function, torch.from_numpy(rows + 1e-12)).numpy()
 
 
 def phase_distance(row: Tensor) -> Tensor:
-    """Return half the summed differences of two phases' load shares; row: their loads (2 E,)."""
+    """Return the total variation distance of two phases' loads, which are joined in ``row``."""
     prompt, generated = row.chunk(2)
     return (prompt / prompt.sum() - generated / generated.sum()).abs().sum() / 2
 
 
 def measure_engine_layer(chosen: np.ndarray, sizes: Sequence[int]) -> Quantities:
-    """Return the quantities of a layer that need no phases; chosen: (R, T, E) bool, padded."""
+    """Measure load and cache hits of a layer from choices (R, T, E) bool, padded."""
     experts = chosen.shape[2]
     loads = chosen.sum(axis=1, dtype=float)
     k = int(chosen.sum(axis=2).max())
@@ -262,7 +262,7 @@ def measure_engine_layer(chosen: np.ndarray, sizes: Sequence[int]) -> Quantities
 
 
 def compare_phases(chosen: np.ndarray, lengths: np.ndarray, prompts: np.ndarray) -> Quantities:
-    """Return how far the loads of prompts and of generated tokens are apart in a layer."""
+    """Measure how much a layer's loads differ between prompts and generated tokens."""
     # By chance: phases rotated by random numbers of tokens within each request. lengths, prompts:
     # tokens of each request and of its prompt, (R, 1).
     generator = np.random.default_rng(0)
@@ -276,7 +276,7 @@ def compare_phases(chosen: np.ndarray, lengths: np.ndarray, prompts: np.ndarray)
 
 
 def measure_engine_agreement(ours: np.ndarray, theirs: np.ndarray) -> Quantities:
-    """Return the share of choices that two engines share, by chance if tokens are independent."""
+    """Measure the share of equal choices of two engines, and its value by chance."""
     both = ours.any(axis=2, keepdims=True) & theirs.any(axis=2, keepdims=True)
     first, second = (np.logical_and(part, both) for part in (ours, theirs))
     choices = first.sum(axis=(1, 2))
@@ -285,7 +285,7 @@ def measure_engine_agreement(ours: np.ndarray, theirs: np.ndarray) -> Quantities
 
 
 def pad_choices(requests: Sequence[EngineRequest], layer: int, experts: int) -> np.ndarray:
-    """Return the choices (R, T, E) of a layer, bool; none for tokens without and for padding."""
+    """Convert a layer's expert ids to choices (R, T, E) bool; padding chooses no expert."""
     longest = max(len(request.ids) for request in requests)
     chosen = np.zeros((len(requests), longest, experts + 1), bool)
     for row, request in zip(chosen, requests, strict=True):
@@ -296,7 +296,7 @@ def pad_choices(requests: Sequence[EngineRequest], layer: int, experts: int) -> 
 def analyse_engines(
     files: Sequence[Path], against: Sequence[Path], form: EngineFormat
 ) -> list[dict[str, Any]]:
-    """Return rows per layer, and "mean" over layers: quantity, its 95 % interval, and chance."""
+    """Analyse engine files; return table rows per layer and for the mean over layers."""
     # files: of one engine, requests in their order; against: the same requests in another, or ().
     requests = read_engine_files(files, form)
     theirs = read_engine_files(against, form) if against else []

@@ -1,4 +1,4 @@
-"""Show a trace: a table in the terminal, and one self-contained HTML file with pictures."""
+"""Show the analysis of a trace as a table in the terminal and as one HTML file."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
@@ -101,7 +101,7 @@ def write_lens_page(
 
 
 def write_engine_page(page: Path, rows: Sequence[Mapping[str, Any]], files: str) -> None:
-    """Write the page of the rows of ``analyse_engines``; files: names the requests in the title."""
+    """Write a page with the ``rows`` of ``analyse_engines``; ``files`` is part of its title."""
     by_layer: dict[Any, tuple[dict[str, Interval], dict[str, float]]] = {"mean": ({}, {})}
     for row in rows:
         quantities, chances = by_layer.setdefault(row["layer"], ({}, {}))
@@ -116,7 +116,7 @@ def write_engine_page(page: Path, rows: Sequence[Mapping[str, Any]], files: str)
 
 
 def quantity_metrics(columns: Sequence[Column]) -> dict[str, Metric]:
-    """Return name → label, format and note of the quantities of any layer, in the page's order."""
+    """Return name → Metric for the quantities of all layers, in the order of the page."""
     by_name = METRICS | dict(ExpertRoles.metrics) | LENS_METRICS
     names = dict.fromkeys(name for quantities, _ in columns[1:] for name in quantities)
     without_p = [name for name in names if not name.startswith("p_")]
@@ -131,7 +131,7 @@ def quantity_metrics(columns: Sequence[Column]) -> dict[str, Metric]:
 
 
 def quantity_rows_table(columns: Sequence[Column], first: int = 1) -> PageTable:
-    """Return a table with a row per quantity; first: number of the first layer."""
+    """Return a table with one row per quantity; layers are numbered from ``first``."""
     lines = []
     for name, metric in quantity_metrics(columns).items():
         intervals = [quantities[name] for quantities, _ in columns if name in quantities]
@@ -165,7 +165,7 @@ def print_quantities(numbers: TraceQuantities) -> None:
 
 
 def render_trace_page(trace: Trace, numbers: TraceQuantities, explorer: str = "") -> str:
-    """Return the HTML of a trace's page; explorer: relative address of its explorer, or empty."""
+    """Return the HTML of a trace's page, with a link to ``explorer`` unless it is empty."""
     routed_words = read_words_with_experts(trace)
     layers = trace.card.layers
     loads = Picture(draw_layer_loads(numbers), "Load of the experts")
@@ -205,7 +205,7 @@ def draw_layer_loads(numbers: TraceQuantities) -> Figure:
 
 
 def read_words_with_experts(trace: Trace) -> list[WordWithExperts]:
-    """Return the trace's first words, each with its experts per layer; [] without words."""
+    """Read the trace's first words, each with its experts per layer; [] without words."""
     first = np.arange(min(trace.items, ceil(MAX_WORDS / trace.card.layers[0].tokens)))
     tokens = trace.beside("tokens", first)
     if tokens is None or not trace.card.vocabulary:
@@ -232,7 +232,7 @@ CAPTION = (
 
 
 def draw_trace_pictures(trace: Trace) -> Iterator[tuple[str, Figure]]:
-    """Yield (name, figure): one of all layers, then one per layer; nothing without pictures."""
+    """Draw patches of each expert; yield (name, figure) for all layers, then for each layer."""
     items = evenly_spaced_indices(trace.items, EXAMINED)
     pictures = trace.beside("pictures", evenly_spaced_indices(trace.items, IMAGES))
     if pictures is None:

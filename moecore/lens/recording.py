@@ -1,4 +1,4 @@
-"""Record the trace of a trained model in its folder, or of a model that a Python file defines."""
+"""Record the trace of a trained model, or of a model that a user's Python file defines."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -58,7 +58,7 @@ def prepared_batches(model: Model, data: Prepared, items: int | None) -> Iterato
 
 
 def shrink_to_pictures(pixels: Tensor, grid: Sequence[int]) -> Tensor:
-    """Return images (N, C, H, W) in [0, 1] as uint8 with 1 or 3 channels and sides ≤ ``SIDE``."""
+    """Shrink images (N, C, H, W) in [0, 1] to uint8 pictures with 1 or 3 channels for the page."""
     # Sides become multiples of the ``grid`` of patches (rows, columns).
     pixels = pixels[:, :3] if pixels.shape[1] >= 3 else pixels[:, :1]
     pairs = zip(pixels.shape[2:], grid, strict=True)
@@ -100,7 +100,7 @@ def iterate_batches(batches: Iterable[Any], path: Path) -> Iterator[Batch]:
 
 @contextmanager
 def explaining_errors(path: Path | None) -> Iterator[None]:
-    """Inside the ``with``, raise errors as UserError with the line of ``path``; None: unchanged."""
+    """Turn errors in the ``with`` block into a UserError with the line of ``path``, if given."""
     try:
         yield
     except UserError:
@@ -134,7 +134,7 @@ def record_batches(
 
 
 def tokens_of_arguments(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return {"tokens": input_ids} of a model's arguments, or {}; UserError for padding."""
+    """Return {"tokens": input_ids} from a model's arguments, or {}; UserError for padding."""
     mask = inputs.get("attention_mask")
     if mask is not None and not mask.all():
         allowed = "1; cut texts to parts of one length, without padding"

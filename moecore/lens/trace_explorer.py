@@ -1,4 +1,4 @@
-"""The explorer of a trace, an interactive page, computed file by file from records alone.
+"""Build the explorer of a trace, an interactive page about each layer's experts.
 
 Memory holds one layer of one file, counts, and each expert's examples. N items, T tokens per item,
 E experts, V different words or labels.
@@ -45,7 +45,7 @@ class ExploredLayer(NamedTuple):
 
 
 class TraceExplorer:
-    """Counts and examples of a trace that passes ``can_explore``, for the explorer page."""
+    """Collects counts and examples of a trace that ``can_explore`` for the explorer page."""
 
     def __init__(self, trace: Trace, items: int | None = None) -> None:
         """Read up to ``items`` items, evenly spread (None: all), and explore every layer."""
@@ -68,7 +68,7 @@ class TraceExplorer:
         self.layers = [self._explore_layer(number) for number in range(len(shapes))]
 
     def result(self, items: int = ITEMS, examples: int = analyses.EXAMPLES) -> Result:
-        """Return the page's data: up to ``items`` items, ``examples`` of each kind per expert."""
+        """Return the page's data, limited to ``items`` and ``examples`` of each kind per expert."""
         trace, fine = self.trace, self.fine
         places = np.sort(spread_places(trace.items, items))
         if self.is_text:
@@ -109,7 +109,7 @@ class TraceExplorer:
         )
 
     def _explore_layer(self, number: int) -> ExploredLayer:
-        """Count the choices of one layer over all items, and collect each expert's examples."""
+        """Count one layer's choices over all items, and collect each expert's examples."""
         trace = self.trace
         layout = self.layouts[number]
         experts = trace.card.layers[number].experts
@@ -172,7 +172,7 @@ class ExploredTrace(NamedTuple):
 def build_explorer_data(
     side: ExploredTrace, name: str, pool: dict[str, int], items: int, examples: int
 ) -> dict[str, Any]:
-    """Return a trace's part of the page's data; texts become their indices in ``pool``."""
+    """Return a trace's part of the page's data, with texts replaced by indices in ``pool``."""
     explorer = side.explorer
     roles = [layer.roles for layer in side.numbers.layers]
     answers = explorer_page.roles_answers(roles, min(examples, explorer_page.PARTNERS))
@@ -191,7 +191,7 @@ def build_explorer_data(
 def render_traces(
     ours: ExploredTrace, head: explorer_page.PageHead, theirs: ExploredTrace | None = None
 ) -> str:
-    """Return the HTML of one trace, or of two compared ones; a large page shows fewer items."""
+    """Return the explorer's HTML for one or two traces; too large pages get fewer items."""
     names = [ours.explorer.trace.card.model]
     sides = [ours]
     matches = []
@@ -228,7 +228,7 @@ def can_explore(layers: Sequence[LayerShape]) -> bool:
 
 
 def count_item_numbers(trace: Trace, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return how often each number ≥ 0 occurs in item tensor ``name``, (V,); empty if missing."""
+    """Count each number ≥ 0 in item tensor ``name``, (V,); empty if the tensor is missing."""
     counts = np.zeros(0, int)
     for places in parts:
         values = trace.beside(name, places)
@@ -240,7 +240,7 @@ def count_item_numbers(trace: Trace, name: str, parts: Sequence[np.ndarray]) -> 
 
 
 def count_expert_uses(uses: Tensor, numbers: Tensor | None, chosen: Tensor) -> None:
-    """Add to ``uses`` (1 + V, E), in place, how often tokens of each number chose each expert."""
+    """Add to ``uses`` (1 + V, E) how often tokens with each of V numbers chose each expert."""
     # Row 1 + n counts tokens whose word or label is n, row 0 unknown ones; chosen: (N, T, E).
     # Numbers (N,) or (N, T) are ignored if T is another than in ``chosen``.
     if numbers is not None and numbers.shape[1:] in ((), chosen.shape[1:2]):

@@ -1,4 +1,4 @@
-"""Traces: the routing of a stream of texts or images, in a folder that any program can write.
+"""Read and write traces: folders with the routing of many texts or images.
 
 A trace has ``trace.json``, a ``TraceCard``, and safetensors files. Of B items per file, T tokens
 per item, E experts and S, the largest number of experts that a token chose, a file has for each MoE
@@ -60,7 +60,7 @@ class LayerShape(Config):
         return self
 
     def layout(self, size: Sequence[int] = ()) -> TokenLayout:
-        """Return how tokens lie in pictures of ``size`` (height, width) pixels; (): no pictures."""
+        """Return the layout of tokens in pictures of ``size`` (height, width) pixels, if any."""
         return TokenLayout(self.special, self.grid or (self.tokens - self.special,), tuple(size))
 
 
@@ -89,7 +89,7 @@ class TraceCard(Config):
 
 
 def check_tokens_in_vocabulary(tokens: Tensor, size: int, place: str) -> None:
-    """Raise UserError, starting with ``place``, for tokens outside 0 … size − 1; 0: no check."""
+    """Raise UserError, starting with ``place``, for tokens not below ``size``, unless it is 0."""
     wrong = tokens[(tokens < 0) | (tokens >= size)]
     if size and wrong.numel():
         allowed = f"0 to {size - 1}, the words of the vocabulary: is it of another tokenizer?"
@@ -130,7 +130,7 @@ def check_item_tensor(
 
 
 def check_pictures(values: Tensor, items: int, layers: Sequence[LayerShape], place: str) -> None:
-    """Raise UserError unless pictures are uint8 (items, 1 or 3, H, W), H and W grid multiples."""
+    """Raise UserError unless pictures are uint8 (items, 1 or 3, H, W) that grids divide."""
     size = values.shape[2:]
     fits = values.ndim == 4 and len(values) == items and values.shape[1] in (1, 3)
     if not fits or values.dtype != torch.uint8 or max(size) > MAX_SIDE:
@@ -303,7 +303,7 @@ def read_trace_card(path: Path) -> TraceCard:
 
 
 def decode_layer_routing(experts: Tensor, weights: Tensor, probs: Tensor) -> LayerRouting:
-    """Return dense routing (N, T, E) from experts (−1: none) and their weights, (N, T, S)."""
+    """Convert expert ids (−1: none) and weights, (N, T, S), to dense routing (N, T, E)."""
     number = probs.shape[-1]
     # Empty slots, −1, are written into one additional column, which is cut off.
     columns = experts.long().where(experts >= 0, number)
@@ -360,7 +360,7 @@ class TraceWriter:
     """Writer of a trace, yielded by ``write_trace``: ``add(records, tokens=…, labels=…)``."""
 
     def __init__(self, folder: Path, vocabulary_size: int = 0, layouts: Layouts = ()) -> None:
-        """Write to ``folder``; vocabulary_size: 0 without words; layouts: see ``write_trace``."""
+        """Write to ``folder``; ``vocabulary_size`` is 0 without words (see ``write_trace``)."""
         self.folder = folder
         self.vocabulary_size = vocabulary_size
         self.layouts = layouts
@@ -419,7 +419,7 @@ class TraceWriter:
     def _check_batch(
         self, item_tensors: Mapping[str, Any], records: Sequence[RoutingRecord]
     ) -> list[LayerShape]:
-        """Return the layers' shapes; UserError if the batch does not fit itself or earlier ones."""
+        """Return the layers' shapes; UserError if tensors do not fit each other or earlier ones."""
         for number, record in enumerate(records):
             check_record(record, f"trace: {number}")
         sizes = [tuple(record.probs.shape[1:]) for record in records]
@@ -435,7 +435,7 @@ class TraceWriter:
             numbers = f"{items} and {different.pop()} items"
             allowed = "the same number in all; is a router called twice in a pass?"
             raise UserError(f"trace: found layers of {numbers}; allowed: {allowed}")
-        layers = list(self.layers) or arrange_layers(sizes, self.layouts)
+        layers = list(self.layers) or build_layer_shapes(sizes, self.layouts)
         for name, value in item_tensors.items():
             check_item_tensor(name, value, items, layers, "trace")
         if "tokens" in item_tensors:
@@ -443,8 +443,8 @@ class TraceWriter:
         return layers
 
 
-def arrange_layers(sizes: Sequence[tuple[int, ...]], layouts: Layouts) -> list[LayerShape]:
-    """Return a LayerShape per (tokens, experts) of ``sizes``; layouts: see ``write_trace``."""
+def build_layer_shapes(sizes: Sequence[tuple[int, ...]], layouts: Layouts) -> list[LayerShape]:
+    """Build a LayerShape per (tokens, experts) and layout; ``layouts`` as in ``write_trace``."""
     layouts = list(layouts) or [(0, ())]
     if len(layouts) == 1:
         layouts = layouts * len(sizes)
@@ -467,7 +467,7 @@ def arrange_layers(sizes: Sequence[tuple[int, ...]], layouts: Layouts) -> list[L
 
 
 def encode_experts_and_weights(record: RoutingRecord) -> tuple[Tensor, Tensor]:
-    """Return each token's experts, int16 (B, T, S), by decreasing weight, then −1, and weights."""
+    """Return each token's experts by decreasing weight, int16 (B, T, S), −1 at the end; weights."""
     chosen = record.chosen
     combine = record.combine.detach()
     if ((combine != 0) & ~chosen).any():

@@ -1,4 +1,4 @@
-"""Match tokens that show the same thing in two views (PRC, §III-C) or in teacher and student."""
+"""Match tokens of two views of an image (PRC, §III-C), and of teacher and student."""
 
 from collections.abc import Sequence
 from math import prod
@@ -17,7 +17,7 @@ MIN_DETERMINANT = 1e-6  # of an invertible affine: |det| relative to ‖linear p
 
 
 class PatchPartners(NamedTuple):
-    """The nearest patch in image 2 of each patch of image 1, the view of higher resolution."""
+    """For each patch of image 1, the view with higher resolution, the nearest patch of image 2."""
 
     index: Tensor  # (B, P) int64, a patch of image 2; 0 if not found
     mask: Tensor  # (B, P) bool: whether it was found
@@ -33,7 +33,7 @@ class TokenPairs(NamedTuple):
 
 
 def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> PatchPartners:
-    """Return the patch of image 2 nearest to each patch centre of image 1, mapped by R₂ · R₁⁻¹."""
+    """Map patch centres of image 1 by R₂ · R₁⁻¹; return the nearest patch of image 2 for each."""
     # affines_1, affines_2: R (B, D+1, D+1), original to view, of both views. Source: PRC, §III-C.
     first = affines_1.double()
     second = affines_2.double()
@@ -51,7 +51,7 @@ def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> 
 
 
 def original_patches_of_views(affines: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
-    """Return the original's patch at each patch centre of a view (0: none), and if it has one."""
+    """Return the original image's patch at each patch centre of a view, and whether it exists."""
     # Both (B, P), int64 and bool. affines: (B, D+1, D+1), original to view.
     views = affines.double()
     _check_axes(views, views, layout)
@@ -91,7 +91,7 @@ def token_pairs_by_layer(
 def values_of_pairs(
     values: Tensor, pairs: TokenPairs, layout: TokenLayout
 ) -> tuple[Tensor, Tensor]:
-    """Return values (2B, T, E) at the first and at the second token of each pair, (B, T', E)."""
+    """Select values (2B, T, E) at the first and second token of each pair: two (B, T', E)."""
     tokens = layout.special + prod(layout.grid)
     if values.shape[:2] != (2 * len(pairs.first), tokens):
         raise UserError.at(
@@ -105,7 +105,7 @@ def values_of_pairs(
 
 
 def align_teacher_probs(teacher: Tensor, student: torch.Size) -> Tensor:
-    """Return the teacher's probs (B, T, E) for the student's tokens; ``student`` is their shape."""
+    """Rearrange a teacher's probs to the student's tokens, whose shape is ``student``."""
     batch, tokens, experts = student
     if teacher.shape == student:
         return teacher
@@ -131,7 +131,7 @@ def _check_axes(first: Tensor, second: Tensor, layout: TokenLayout) -> None:
 
 
 def _expansion(affines: Tensor, view: int) -> Tensor:
-    """Return |det| of the linear parts, (B,): view pixels per original pixel; UserError if 0."""
+    """Return view pixels per original pixel, |det| of each affine (B,); UserError if 0."""
     linear = affines[:, :-1, :-1]
     expansion = torch.linalg.det(linear).abs()
     finite = affines.flatten(1).isfinite().all(dim=1)
@@ -150,7 +150,7 @@ def _expansion(affines: Tensor, view: int) -> Tensor:
 
 
 def _patches_at_centres(affines: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
-    """Return the patch (B, P) at each patch centre, mapped by affines, and whether it is inside."""
+    """Map patch centres by affines; return the patch (B, P) there, and whether it exists."""
     sides = [size / patches for size, patches in zip(layout.size, layout.grid, strict=True)]
     axes = [
         (torch.arange(patches, device=affines.device, dtype=torch.float64) + 0.5) * side

@@ -126,7 +126,7 @@ class SparsePlan(NamedTuple):
 
 
 def round_row_counts(sizes: Tensor) -> Tensor:
-    """Round row counts (int64) up on a CPU, so that few distinct counts occur."""
+    """Round row counts (int64) up on a CPU, so that kernels see few different shapes."""
     # oneDNN compiles a kernel for every new number of rows (0.6 to 0.9 ms; the product itself takes
     # 0.03 to 0.1 ms in a small model), and routing brings new numbers in every step: with 32
     # experts a training step took 2.6 times as long without rounding. There are four counts per
@@ -182,7 +182,7 @@ class _WeightedSum(Function):
 def weighted_sum_gradients(
     grad: Tensor, rows: Tensor, weights: Tensor, sources: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of rows (R, d) and of their weights, (R,), in a weighted sum of rows."""
+    """Return the gradients of rows (R, d) and of their weights (R,), given the sum's gradient."""
     # grad: (N, d), of the sums. weights: (R, 1). sources: (R,), the token whose sum has the row.
     chunk = rows_at_once(rows)
     to_rows = []

@@ -1,4 +1,4 @@
-"""Encode a model's predictions for a few images, and each token's routing, as text."""
+"""Encode predictions for a few images, and each token's routing, as short texts for JSON."""
 
 from collections.abc import Sequence
 from math import prod
@@ -20,7 +20,7 @@ MAX_PROBABILITY = 127  # a probability of 1, in the other bits of a mark
 
 
 class EncodedRouting(Config):
-    """Predictions and routing of N images by a model, on the finest grid of its layers' tokens."""
+    """A model's encoded predictions and routing of N images, on its finest grid of tokens."""
 
     # Indices into task.answers, best first per image; for a mosaic the best per cell
     answers: tuple[tuple[int, ...], ...]
@@ -34,7 +34,7 @@ def encode_routing(
     task: Task,
     layouts: Sequence[TokenLayout] = (),
 ) -> EncodedRouting:
-    """Encode predictions (N, K) and CPU records (N, T, E); layouts: of each record, () if equal."""
+    """Encode predictions (N, K) and CPU records (N, T, E), which may have different layouts."""
     answers, values = select_top_answers(prediction, task)
     if layouts:
         records = spread_to_one_grid(records, layouts)
@@ -61,7 +61,7 @@ def finest_layout(layouts: Sequence[TokenLayout]) -> TokenLayout:
 
 
 def record_on_grid(record: RoutingRecord, layout: TokenLayout, fine: TokenLayout) -> RoutingRecord:
-    """Return the record with one token per patch of ``fine``: that which covers its centre."""
+    """Convert a record to grid ``fine``: each patch gets the token that covers its centre."""
     if layout == fine:
         return record
     special = torch.arange(layout.special)
@@ -80,7 +80,7 @@ def coarse_patch_indices(layout: TokenLayout, fine: TokenLayout) -> Tensor:
 
 
 def select_top_answers(prediction: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-    """Return the A best answers per image, as indices into ``task.answers``, and values: (N, A)."""
+    """Return each image's A best answers, indices of ``task.answers``, and their values, (N, A)."""
     # Values are probabilities by softmax, or by the sigmoid if an image can have several classes;
     # for a real target the prediction in its unit; for a mosaic the best answer per cell.
     if task.cells > 1:
@@ -98,7 +98,7 @@ def select_top_answers(prediction: Tensor, task: Task) -> tuple[Tensor, Tensor]:
 
 
 def encode_top_experts(record: RoutingRecord) -> str:
-    """Return each token's MAX_EXPERTS best experts as a text (``encode_concatenated_arrays``)."""
+    """Encode each token's best experts, at most MAX_EXPERTS, and probabilities as a text."""
     # Three arrays: (N, T) the expert with the largest combine weight, or the highest number of the
     # dtype if no expert processed the token; (N, T, n) experts by combine weight, then chosen but
     # unprocessed ones, then by probability; (N, T, n) uint8 marks, probability · MAX_PROBABILITY,

@@ -1,4 +1,4 @@
-"""Run a model over data in batches, or on the meta device, without values, for its shapes."""
+"""Run a model over data in batches in evaluation mode; build models on the meta device."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -85,7 +85,7 @@ def predict_in_batches(
 
 
 def text_block_scores(model: Model, images: ImageSequence, labels: Tensor) -> Tensor:
-    """Return the mean loss in nats per word of the last of C blocks of M words, (N,) fp64."""
+    """Return each item's mean loss, nats per word of its last block of M words, (N,) fp64."""
     # images: (N, C, M) word ids, as a LanguageTransformer reads them. labels: (N, M), next words.
     return text_block_scores_with_routing(model, images, labels, routing=False)[0]
 
@@ -93,7 +93,7 @@ def text_block_scores(model: Model, images: ImageSequence, labels: Tensor) -> Te
 def text_block_scores_with_routing(
     model: Model, images: ImageSequence, labels: Tensor, routing: bool = True
 ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
-    """Return ``text_block_scores``, (N,) fp64, and a record (N, T, E) per MoE layer, on the CPU."""
+    """Return ``text_block_scores`` (N,), and a CPU routing record (N, T, E) per MoE layer."""
     assert isinstance(model, LanguageTransformer)
     size = max(1, MAX_TOKENS // math.prod(images.shape[1:]))
     scores = []
@@ -114,7 +114,7 @@ def text_block_scores_with_routing(
 def text_perplexity(
     model: LanguageTransformer, tokens: Tensor, streams: int, full_blocks: bool = True
 ) -> float:
-    """Return a text's perplexity, exp of the mean nats per word, in evaluation mode, in fp32."""
+    """Return the perplexity of a text that is read in ``streams`` parts, in evaluation mode."""
     # tokens: (1, n) words, or (2, n) words and true kinds. The text is cut into ``streams`` streams
     # of equal length, which are read block by block from an empty cache. ``full_blocks``: drop a
     # last incomplete block, as papers do. A few streams are cut into parts, which are read in
@@ -170,7 +170,7 @@ def _word_nats(model: LanguageTransformer, tokens: Tensor, labels: Tensor) -> Te
 
 
 def logits_chunk_size(outputs: int, device: torch.device) -> int:
-    """Return for how many tokens to compute logits at a time; outputs: logits per token."""
+    """Return for how many tokens to compute logits at once, given ``outputs`` logits per token."""
     logits = MAX_CPU_LOGITS if device.type == "cpu" else MAX_GPU_LOGITS
     return max(MIN_WORDS, logits // outputs)
 
@@ -178,7 +178,7 @@ def logits_chunk_size(outputs: int, device: torch.device) -> int:
 def read_block(
     model: LanguageTransformer, images: Tensor, labels: Tensor
 ) -> Callable[[int], Tensor]:
-    """Return a function: read the last block in ``times`` copies → nats per word, (times,) fp64."""
+    """Read all blocks but the last; return a function (copies of the last) → nats per word."""
     # images: (1, C, M); all blocks but the last are read once, here. labels: (1, M), next words.
     word_ids, kinds = model.split_kinds(images)
     states = model.read_earlier(word_ids, kinds)
@@ -196,7 +196,7 @@ def read_block(
 def image_batches(
     images: ImageSequence, size: int, device: torch.device | str = "cpu"
 ) -> Iterator[Tensor]:
-    """Yield batches of at most ``size`` images or VOXELS voxels, fp32 in [0, 1], or of word ids."""
+    """Yield batches of at most ``size`` images (fp32 in [0, 1]) or texts (word ids)."""
     if len(images.shape) == 5:
         size = min(size, max(1, VOXELS // math.prod(images.shape[1:])))
     for start in range(0, len(images), size):
@@ -217,7 +217,7 @@ def round_batch_to_groups(model: nn.Module, batch: int) -> int:
 
 
 def coupled_image_count(model: nn.Module) -> int:
-    """Return how many consecutive images share a capacity in evaluation; 1: none, independent."""
+    """Return how many consecutive images share expert capacity in evaluation; 1 if none do."""
     return math.lcm(*(getattr(module, "coupled", 1) for module in model.modules()))
 
 
@@ -234,7 +234,7 @@ def model_device(model: nn.Module) -> torch.device:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode inside the context; restore modes and random state afterwards."""
+    """Set evaluation mode in the ``with`` block; restore modes and random state afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     device = model_device(model)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -253,13 +253,13 @@ NEW_DRAWS = (torch.randn, torch.rand)
 
 @contextmanager
 def meta_device_context() -> Iterator[None]:
-    """Build modules inside with shapes but without values; nothing is drawn."""
+    """Build modules in the ``with`` block on the meta device: shapes without values."""
     with torch.device("meta"), _NoDraws():
         yield
 
 
 class _NoDraws(TorchFunctionMode):
-    """Skip draws: on meta, ``normal_`` takes 2 seconds to import torch's compiler, for nothing."""
+    """Skips random draws, as ``normal_`` on meta takes 2 s to import torch's compiler."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})

@@ -1,4 +1,4 @@
-"""Collect the routing records of a running model: ours, with MoELayers, or of another library.
+"""Collect routing records of a running model, of moecore or of another library, by hooks.
 
 No other library is imported: a module that returns logits, weights and expert ids is a router,
 whatever its name; a few more are read by class name.
@@ -88,7 +88,7 @@ def routing_collector(
 def _see_model(
     records: list[RoutingRecord], model: nn.Module, inputs: tuple[Any, ...], output: ModelOutput
 ) -> None:
-    """Append the routing of one of moecore's models to ``records``: a forward hook."""
+    """Append a moecore model's routing to ``records``; used as a forward hook."""
     if not is_in_backward_pass():
         records.extend(output.routing)
 
@@ -114,7 +114,7 @@ def _find_routers(
     routers: dict[nn.Module, nn.Module | None],
     candidates: dict[nn.Module, nn.Module | None],
 ) -> None:
-    """Put each outermost known router → its parent into ``routers``; block: the first parent."""
+    """Fill ``routers`` and ``candidates`` with router → parent module of all outermost routers."""
     is_ours = isinstance(module, Model) and module.moe is not None
     if is_ours or isinstance(module, MoELayer) or type(module).__name__ in adapters:
         routers.setdefault(module, block)
@@ -127,7 +127,7 @@ def _find_routers(
 
 
 class RecordCollector:
-    """Records of one model, and what its hooks share."""
+    """The hooks of one model, and the routing records that they collect."""
 
     def __init__(self) -> None:
         self.records: list[RoutingRecord] = []
@@ -135,7 +135,7 @@ class RecordCollector:
         self.shape: tuple[int, ...] = ()  # (B, T) of the last block that was called
 
     def see_block(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Store the shape of a block's tokens, its first tensor argument, without the width."""
+        """Store the (batch, tokens) shape of a block's first tensor argument; a forward hook."""
         tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
         if tensors and tensors[0].ndim > 2:
             self.shape = tuple(tensors[0].shape[:-1])
@@ -143,7 +143,7 @@ class RecordCollector:
     def see_router(
         self, adapter: RouterAdapter | None, router: nn.Module, inputs: tuple[Any, ...], output: Any
     ) -> None:
-        """Append the record of a router's call; adapter: None for a module that may be none."""
+        """Append the record of a router's call; without an adapter, only if outputs are routing."""
         parts = find_routing_tensors(output) if adapter is None else ()
         if parts is None or is_in_backward_pass():
             return
@@ -161,7 +161,7 @@ class RecordCollector:
             self.records.append(RoutingRecord(*map(self.split_batch, record[:5])))
 
     def split_batch(self, field: Tensor) -> Tensor:
-        """Return a field (B · T, E) as (B, T, E), or (1, B · T, E) if the block's shape differs."""
+        """Reshape a field (B · T, E) to (B, T, E), or (1, B · T, E) for other block shapes."""
         if field.ndim > 2:
             return field.flatten(1, -2)
         if len(self.shape) == 2 and prod(self.shape) == len(field):
@@ -218,7 +218,7 @@ def build_record(
 
 
 def check_record(record: Any, place: str) -> RoutingRecord:
-    """Return ``record`` if its fields are (..., E), chosen of bool; place: starts the UserError."""
+    """Return ``record`` if its fields are valid; otherwise UserError starting with ``place``."""
     if not isinstance(record, RoutingRecord):
         allowed = "a RoutingRecord, as lens.build_record returns"
         raise UserError.at(place, found=type(record).__name__, allowed=allowed)
@@ -240,7 +240,7 @@ def check_record(record: Any, place: str) -> RoutingRecord:
 
 
 def find_routing_tensors(output: Any) -> tuple[Tensor, ...] | None:
-    """Return logits (…, E), weights (…, k) and expert ids (…, k) of an output; None: none."""
+    """Find logits (…, E), weights (…, k) and expert ids (…, k) in a module's output, or None."""
     values = output if isinstance(output, tuple | list) else ()
     tensors = [value for value in values if isinstance(value, Tensor) and value.ndim > 1]
     ids = [value for value in tensors if value.dtype in (torch.int64, torch.int32)]
@@ -260,7 +260,7 @@ def find_routing_tensors(output: Any) -> tuple[Tensor, ...] | None:
 
 @torch.no_grad()
 def identify_score(logits: Tensor, weights: Tensor, experts: Tensor) -> Score | None:
-    """Return the score of the logits that the weights are, up to a scale or sum; None: none is."""
+    """Return the score function by which logits give these weights, up to a factor, or None."""
     # A bias or groups may change the choice, not the weights: ids need not be the highest scores.
     # One weight per token that is always the same tells nothing: ids must be, and softmax is taken.
     bits = min(torch.finfo(part.dtype).bits for part in (logits, weights))
@@ -281,14 +281,14 @@ def identify_score(logits: Tensor, weights: Tensor, experts: Tensor) -> Score | 
 
 
 def are_top_logits(logits: Tensor, experts: Tensor) -> bool:
-    """Return whether all tokens' experts have their highest logits, up to ties after rounding."""
+    """Return whether every token chose the experts with its highest logits, up to rounding."""
     lowest = logits.gather(-1, experts.long()).amin(-1)
     highest = logits.scatter(-1, experts.long(), -torch.inf).amax(-1)
     return bool((lowest >= highest - 2**-7 * logits.abs().amax(-1)).all())
 
 
 def infer_record(name: str, logits: Tensor, weights: Tensor, experts: Tensor) -> RoutingRecord:
-    """Return the record of a router of the class ``name``; UserError for weights of no score."""
+    """Build the record from a router's outputs; UserError if no score explains the weights."""
     # Probabilities in the place of logits become their logarithms; weights may then have a factor
     # per expert, if the experts are the most probable ones.
     sums = logits.detach().float().sum(-1)
@@ -321,7 +321,7 @@ def read_jetmoe_router(router: nn.Module, inputs: tuple[Any, ...], output: Any) 
 
 
 def read_capacity_router(router: nn.Module, inputs: tuple, output: Any, k: int) -> RoutingRecord:
-    """Return the record of a router with output (first, weights, logits), k experts per token."""
+    """Return the record of a router with capacity, whose output is (first, weights, logits)."""
     # Weights are (…, E), or (…, 1) for ``first``, (…, E): 0 for experts over capacity.
     first, weights, logits = output
     if weights.shape[-1] == 1:
@@ -340,13 +340,13 @@ def read_dbrx_block(block: Any, inputs: tuple[Any, ...], output: Any) -> Routing
 
 
 def read_phimoe_router(router: nn.Module, inputs: tuple[Any, ...], output: Any) -> RoutingRecord:
-    """Return the record of PhiMoE's router, whose weights are of a softmax over near maxima."""
+    """Return the record of PhiMoE's router, whose softmax is over logits near the maximum."""
     logits, weights, experts = output
     return build_record(logits, experts, weights)
 
 
 def read_zaya_router(router: nn.Module, inputs: tuple[Any, ...], output: Any) -> RoutingRecord:
-    """Return the record of Zaya's router; the last expert skips, written as expert 0, weight 0."""
+    """Return the record of Zaya's router; a skipped token is stored as expert 0 with weight 0."""
     logits, weights, experts = output[:3]
     return build_record(logits, experts.where(weights > 0, logits.shape[-1] - 1), weights)
 

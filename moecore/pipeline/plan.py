@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from moecore.core.files import UserError, explain_file_errors, read_json
 from moecore.core.source_layout import CODE, ROOT
-from moecore.data.raw_data_changes import describe_change
+from moecore.data.raw_data_changes import describe_folder_change
 from moecore.pipeline.code_hashes import code_inputs, hash_code_files, is_code_written
 from moecore.run.history_file import HISTORY_FILE, read_dvc_locks, read_lines
 from moecore.run.run_record import format_duration
@@ -231,6 +231,6 @@ def describe_changed_raw_data(params: Path) -> Iterator[str]:
         for name in as_mapping(sections):
             record = HISTORY / name / RECORD
             for before in read_json(record) if record.is_file() else []:
-                if change := describe_change(before):
+                if change := describe_folder_change(before):
                     mend = f"to prepare it again: `dvc repro -f -s prepare@{name}`"
                     yield f"{params.name}: data.{name}: {change}; {mend}, then `moecore run`"

@@ -19,7 +19,7 @@ from moecore.study.sections import Phase
 from moecore.study.settings import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import guide_folder, load_guide, load_model, save_model, save_vocab
 from moecore.training.method import Method
-from moecore.training.outcome import evaluate_outcome, save_model_score
+from moecore.training.outcome import evaluate_model, save_model_score
 from moecore.training.runtime import tune_runtime
 from moecore.training.surgery.expert_reduction import ExpertReduction
 
@@ -101,7 +101,7 @@ def reduce_and_record(params: Config, reduction: ExpertReduction, method: str, s
         with atomic_folder(target) as folder:
             save_model(folder, model)
             save_vocab(folder, data)
-            outcome = evaluate_outcome(model, data, seconds)
+            outcome = evaluate_model(model, data, seconds)
             save_model_score(folder, outcome, data)
         run.dataset(data.card)
         run.result(outcome)

@@ -168,7 +168,7 @@ class Clusters(_Clusters):
     """Mean norm of patch noise; centres: 1 to 2"""
 
 class CocoCaptions(_CocoCaptions):
-    """COCO's images with captions; Karpathy's split by its file, or one drawn by the seed."""
+    """Images of COCO with captions; splits are Karpathy's (from his file) or drawn by the seed."""
     root: str | tuple[str, ...]
     """Folder, or folders in order, of the images"""
     size: int = 224
@@ -201,7 +201,7 @@ class CocoCaptions(_CocoCaptions):
     """per annotation file"""
 
 class ColumnNames(_ColumnNames):
-    """Names, in the table, of the columns that a cohort uses; null: no such column."""
+    """The table's names for the columns that a cohort uses; null for a missing column."""
     participant_id: str = 'participant_id'
     age: str = 'age'
     """At the scan, years"""
@@ -275,7 +275,7 @@ class Docstrings(_Docstrings):
     """share of the files"""
 
 class Dseg(_Dseg):
-    """Pattern of one label map, and its numbers for each tissue."""
+    """File name pattern of a label map (BIDS: dseg), and its numbers for each tissue."""
     pattern: str = '{folder}/anat/{prefix}*_dseg.nii*'
     """Map: a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for sub-01 or
     sub-01_ses-1, * for anything"""
@@ -308,7 +308,7 @@ class FashionMnist(_FashionMnist):
     """Also test on training images beyond train_limit"""
 
 class Flickr30k(_Flickr30k):
-    """Images (31,783) with five captions each; Karpathy's split by its file, or a drawn one."""
+    """Flickr30k: 31,783 images with five captions; splits are Karpathy's or drawn by the seed."""
     root: str | tuple[str, ...]
     """Folder, or folders in order, of the images"""
     size: int = 224
@@ -542,7 +542,7 @@ class Subspaces(_Subspaces):
     """Expected norm of noise / norm of signal"""
 
 class TissueMapPatterns(_TissueMapPatterns):
-    """Patterns of the probability maps of the three tissues."""
+    """File name patterns of the probability maps of the three tissues."""
     wm: str = '{folder}/anat/{prefix}*_label-WM_probseg.nii*'
     """White matter: a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for
     sub-01 or sub-01_ses-1, * for anything"""

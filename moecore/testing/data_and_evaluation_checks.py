@@ -409,7 +409,7 @@ def check_attack(attack: Attack | type[Attack]) -> None:
 
 
 def small_attack_target(task: Task) -> Target:
-    """Return a small model with eight images to attack, of which one is black and one is white."""
+    """Return a small model with eight images to attack, one black and one white among them."""
     images = seeded_randn(8, 1, SIDE, SIDE).sigmoid()
     images[0] = 0.0
     images[1] = 1.0

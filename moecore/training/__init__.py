@@ -1,4 +1,4 @@
-"""How a model learns.
+"""Training: settings, methods, the loop, losses, teachers, and saved models.
 
 ``method`` ``settings``: what params.yaml configures · ``phase_trainings`` ``job``: model, images
 and loss of a training · ``loop`` ``meter`` ``monitor``: the steps, and what is logged ·

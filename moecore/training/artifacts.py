@@ -1,4 +1,4 @@
-"""Saved models (weights as safetensors, with the settings that rebuild them), and checkpoints.
+"""Save and load models (safetensors and their settings), and checkpoints of a training.
 
 A checkpoint has weights, optimizer and step, which is enough: views, order and noise are functions
 of (seed, step). A thread writes the files, atomically and with a checksum; none is a pickle. The
@@ -49,7 +49,7 @@ class ModelCard(Config):
 
 
 class GuideSettings(Config):
-    """Whether a method needs a guide, and the settings that rebuild it from its teacher."""
+    """Whether a method needs a guide, and the settings to rebuild the guide from its teacher."""
 
     needed: bool
     blocks: tuple[int, ...] = ()
@@ -59,7 +59,7 @@ class GuideSettings(Config):
 
 
 def save_model(folder: str | Path, model: Model) -> None:
-    """Write ``model.json``, ``model.safetensors`` and a needed teacher into ``folder``."""
+    """Write ``model.json``, ``model.safetensors`` and, if needed, the teacher into ``folder``."""
     folder = Path(folder)
     guided = isinstance(model, GuidedModel)
     card = ModelCard(backbone=model.config, image=model.image, moe=model.moe, guided=guided)
@@ -77,7 +77,7 @@ def save_model(folder: str | Path, model: Model) -> None:
 
 
 def save_vocab(folder: Path, data: Prepared) -> None:
-    """Write a text model's vocabulary.txt and text.json, or the captions' tokenizer, if any."""
+    """Write the vocabulary and reading style of text data, or the tokenizer of captions, if any."""
     if isinstance(data.task, ImageText):
         load_tokenizer(data.folder, data.task).write(folder)
     if data.task.long:
@@ -88,7 +88,7 @@ def save_vocab(folder: Path, data: Prepared) -> None:
 
 
 def load_model_card(folder: str | Path) -> ModelCard:
-    """Return the model's settings; UserError, naming the file, if it is missing or invalid."""
+    """Read a saved model's settings; UserError, naming the file, if it is missing or invalid."""
     if str(folder).startswith("models:"):
         raise files.UserError(
             f"{folder}: an address in MLflow's registry; call "
@@ -139,7 +139,7 @@ def load_model(folder: str | Path, packages: Sequence[str] = ()) -> Model:
 
 
 def load_without_teacher(folder: str | Path) -> BackboneModel:
-    """Return the model of ``folder`` without the teacher that its router may need."""
+    """Load the model in ``folder`` without the teacher that its router may need."""
     card = load_model_card(folder)
     path = Path(folder) / "model.safetensors"
     weights, _ = read_tensors(path)
@@ -155,7 +155,7 @@ def load_without_teacher(folder: str | Path) -> BackboneModel:
 def load_adapted_model(
     folder: str | Path, image: ImageSpec, moe: MoESettings | None
 ) -> BackboneModel:
-    """Return the model of ``folder`` for other images, with new positions and a fitting head."""
+    """Load the model in ``folder`` for other images: adapt position embeddings and head."""
     # The new images are normalised by their own statistics. A head for other classes is new. moe:
     # settings of its MoE layers; None: dense.
     card = load_model_card(folder)
@@ -193,7 +193,7 @@ def load_adapted_model(
 
 
 def adapt_head(weights: dict[str, Tensor], old: ImageSpec, new: ImageSpec) -> dict[str, Tensor]:
-    """Return weights for images like ``new``: no head if answers differ, else a rescaled one."""
+    """Rescale the head's weights to the unit of ``new``; drop them if the task's outputs differ."""
     # A rescaled head predicts the same numbers from the new labels' mean and deviation. Bins (two
     # or more outputs, of an SFCN) have edges in the label's unit and do not change.
     if old.answers != new.answers:
@@ -227,12 +227,12 @@ def save_guide(folder: Path, guide: Guide) -> None:
 
 
 def save_no_guide(folder: Path) -> None:
-    """Mark ``folder`` as without a teacher, so that a new teacher does not rerun the method."""
+    """Record in ``folder`` that the method needs no teacher, so a new one does not rerun it."""
     files.write_json(folder / "guide.json", {"needed": False})
 
 
 def load_guide(folder: str | Path, image: ImageSpec | None = None) -> Guide | None:
-    """Return the guide of ``folder``, adapted to ``image``; None if the method needs none."""
+    """Load the guide in ``folder``, adapted to ``image``; None if the method needs none."""
     folder = Path(folder)
     path = folder / "guide.json"
     settings = read_json_settings(path, GuideSettings, "the settings of a guide")
@@ -264,7 +264,7 @@ def check_and_load_state_dict(
     assign: bool = False,
     mend: str = "run the stage that writes it again",
 ) -> None:
-    """Load weights into a module; UserError, with ``path`` and ``mend``, if they do not fit."""
+    """Load weights into a module; UserError, naming ``path`` and ``mend``, if they do not fit."""
     try:
         module.load_state_dict(dict(weights), assign=assign)
     except RuntimeError as error:
@@ -275,7 +275,7 @@ def check_and_load_state_dict(
 
 
 def guide_folder(method: str, seed: int) -> Path:
-    """Return the folder of a method's guide: in the model's, or where the guide was fitted."""
+    """Return the folder of a method's guide: the model's, or that of the stage teacher_router."""
     with_model = Path("artifacts/pretrain", method, str(seed), GUIDE)
     if with_model.exists():
         return with_model
@@ -288,7 +288,7 @@ Tensors = dict[str, Tensor]
 
 
 class TrainingInputs(Protocol):
-    """The inputs of a training; an edit during the run is a UserError."""
+    """Raises UserError if the code or settings of a training were edited since it began."""
 
     def refuse_edited_code(self) -> None: ...
 
@@ -296,10 +296,10 @@ class TrainingInputs(Protocol):
 
 
 class Checkpoint:
-    """The checkpoint of one run, in a folder that outlives the process."""
+    """Saves and restores the checkpoint of a training in a folder."""
 
     def __init__(self, folder: Path, inputs: TrainingInputs | None = None) -> None:
-        """Set the folder. inputs: checked at every ``save``, on the first rank; None: never."""
+        """Use ``folder``; each ``save`` raises UserError if ``inputs`` were edited."""
         self.folder = folder
         self.inputs = inputs
         self.path = folder / "checkpoint.safetensors"
@@ -309,7 +309,7 @@ class Checkpoint:
         self._group: Any = None  # process group of the saving thread
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, note: dict) -> None:
-        """Copy the state after ``step`` steps, with a ``note``; a thread replaces the file."""
+        """Copy the state after ``step`` steps, and a ``note``; a thread writes it to the file."""
         self.wait()
         if self.inputs is not None:  # first: the new code may have computed the state
             self.inputs.refuse_edited_code()
@@ -331,14 +331,14 @@ class Checkpoint:
                 raise
 
     def wait(self) -> None:
-        """Wait until the last ``save`` is written. Raises UserError if it could not be."""
+        """Wait until the last ``save`` is written; UserError if that failed."""
         writing = self._writing
         self._writing = None
         if writing is not None:
             writing.result()
 
     def load(self, model: nn.Module, optimizer: Optimizer) -> tuple[int, dict]:
-        """Restore model and optimizer; return (steps done, note), (0, {}) without a checkpoint."""
+        """Restore model and optimizer; return (steps done, note); (0, {}) without a checkpoint."""
         path = next((path for path in (self.pointer, self.path) if path.exists()), None)
         check_equal_across_ranks("checkpoints", str(path and path.name))
         if path is None:
@@ -381,7 +381,7 @@ class Checkpoint:
         return distributed_training.read_sharded_checkpoint(folder, target_of), about
 
     def _shard_writer(self, step: int, tensors: Tensors, note: dict) -> Callable[[], None]:
-        """Return a function that writes the shards of all ranks, and then the pointer to them."""
+        """Return a function that writes the shards of all ranks, then the file that names them."""
         from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
         from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions

@@ -1,4 +1,4 @@
-"""One training over several ranks: a replica of the model with sharded parameters.
+"""Train over several ranks, with replicated or sharded parameters (data, expert parallelism).
 
 The ranks form a mesh (replicate, shard). Shard 1: every rank holds all parameters, gradients are
 averaged (data parallelism). Replicate 1: parameters are sharded over all ranks (FSDP2). With
@@ -39,12 +39,12 @@ def local_shard(values: Tensor) -> Tensor:
 
 
 def to_full_tensor(values: Tensor) -> Tensor:
-    """Return a sharded tensor's full value, on every rank, or the tensor itself."""
+    """Gather a sharded tensor's full value on every rank; return other tensors unchanged."""
     return getattr(values, "full_tensor", lambda: values)()
 
 
 def shard_like(value: Tensor, target: Tensor) -> Tensor:
-    """Return a full tensor sharded as ``target`` is, with the first rank's values, or unchanged."""
+    """Shard the first rank's full tensor like ``target``; unchanged if ``target`` is not."""
     mesh = getattr(target, "device_mesh", None)
     if mesh is None or hasattr(value, "device_mesh"):
         return value
@@ -54,7 +54,7 @@ def shard_like(value: Tensor, target: Tensor) -> Tensor:
 
 
 def collect_rank_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return weights as ``model.<name>``, optimizer state as ``optimizer.<number>.<field>``."""
+    """Return weights as ``model.<name>`` and optimizer state as ``optimizer.<number>.<field>``."""
     state = optimizer.state_dict()["state"]
     return {f"model.{name}": value for name, value in model.state_dict().items()} | {
         f"optimizer.{index}.{name}": value
@@ -83,7 +83,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
 
 
 def read_sharded_checkpoint(folder: Path, target_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """Return name → tensor of a sharded checkpoint's folder, sharded as ``target_of(name)`` is."""
+    """Read a sharded checkpoint; return name → tensor, sharded like ``target_of(name)``."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -101,7 +101,7 @@ def read_sharded_checkpoint(folder: Path, target_of: Callable[[str], Tensor]) ->
 
 
 def at_least_1d(value: Tensor) -> Tensor:
-    """Return the tensor with at least one axis, as slices of a file need."""
+    """Return the tensor with at least one axis, which reading slices of a file requires."""
     return value if value.ndim else value.reshape(1)
 
 
@@ -112,7 +112,7 @@ class ShardedReplica:
     """One rank's copy of the job's model, with parameters sharded over ranks."""
 
     def __init__(self, job: TrainingJob, settings: Training, device: str) -> None:
-        """Shard a copy of ``job.model``, which must be equal on all ranks."""
+        """Shard a copy of ``job.model``, which is equal on all ranks."""
         self.full_model = job.model
         check_rank_batches(job.model, settings.batch)
         check_expert_parallel(job.model, settings)
@@ -154,7 +154,7 @@ class ShardedReplica:
             value.copy_(shard_like(state[name], value))
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
-        """Average unsharded gradients over ranks; clip all to the norm ``clip`` (None: do not)."""
+        """Average unsharded gradients over ranks, and clip the norm of all to ``clip``, if any."""
         sharded: dict[Tensor, Tensor] = {}
         unsharded: dict[Tensor, Tensor] = {}
         for parameter in optimizer_parameters(optimizer):
@@ -174,7 +174,7 @@ class ShardedReplica:
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
-    """Spread whole experts of all layers over the ranks of ``mesh``; return their parameters."""
+    """Distribute complete experts over the ranks of ``mesh``; return their parameters."""
     sharded = set()
     for layer in model.modules():
         if not isinstance(layer, MoEFeedForward):

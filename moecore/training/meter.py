@@ -1,4 +1,4 @@
-"""Sums between two logged points, checks for non-finite values, and the peak memory of a step."""
+"""Average logged values over steps, check for non-finite values, and measure peak memory."""
 
 import time
 import weakref
@@ -22,12 +22,12 @@ NEVER = 2**53  # a step that no training reaches
 
 
 class Meter:
-    """Sums of losses, scores and routing between two logged points, kept on the device."""
+    """Sums losses, scores and routing between two logged points, on the device."""
 
     def __init__(
         self, device: torch.device, measure: str = "train_accuracy", monitor: Monitor | None = None
     ) -> None:
-        """Set the mean score's name, and how often routing is counted; None: never."""
+        """Name the mean score ``measure``; count routing as often as ``monitor`` says."""
         self.device = device
         self.measure = measure
         self.monitor = monitor
@@ -60,7 +60,7 @@ class Meter:
 
     @contextmanager
     def memory(self, tensors: Iterable[Tensor], is_measured: bool) -> Iterator[None]:
-        """Measure the peak memory of the ``with`` block, if asked; the next ``take`` returns it."""
+        """Measure the ``with`` block's peak memory, if ``is_measured``, for the next ``take``."""
         if not is_measured:
             yield
             return
@@ -69,7 +69,7 @@ class Meter:
         self.memory_bytes = peak.size
 
     def take(self, last_good: str) -> tuple[dict[str, float], dict[str, LayerTotals]]:
-        """Return metric → mean and MoE layer → totals since ``start``; UserError if not finite."""
+        """Return means and each MoE layer's totals since ``start``; UserError if not finite."""
         size = current_ranks().size
         summed = torch.cat([torch.stack(list(self.sums.values())), *self.routing.values()])
         bad = self.first_bad.double()
@@ -102,7 +102,7 @@ class Meter:
 
 @torch.no_grad()
 def sum_layer_routing(record: RoutingRecord) -> Tensor:
-    """Return a record's tokens per expert, then the other sums of LayerTotals, (E + 4,) fp64."""
+    """Sum a record's routing to the numbers of LayerTotals, (E + 4,) fp64."""
     chosen, probs = record.chosen.flatten(0, -2), record.probs.flatten(0, -2)
     experts = probs.shape[-1]
     number = chosen.sum(dim=-1, keepdim=True)
@@ -123,7 +123,7 @@ def sum_layer_routing(record: RoutingRecord) -> Tensor:
 def take_and_check_metrics(
     meter: Meter, model: nn.Module, step: int, rate: float, last_good: str
 ) -> tuple[dict[str, float], dict[str, LayerTotals]]:
-    """Return what ``meter.take`` does, with learning_rate; UserError if weights are not finite."""
+    """Return ``meter.take()`` and the learning rate; UserError if weights are not finite."""
     values, routing = meter.take(last_good)
     values["learning_rate"] = rate
     # A checkpoint must not hold weights that are not finite.
@@ -137,7 +137,7 @@ def take_and_check_metrics(
 
 
 def check_finite_predictions(prediction: Tensor, split: str) -> None:
-    """Raise UserError if any of the predictions (N, …) is not finite, which scores may hide."""
+    """Raise UserError if a prediction (N, …) is not finite; a score may hide this."""
     bad = int((~prediction.isfinite()).flatten(1).any(dim=1).sum())
     if bad:
         raise UserError(
@@ -154,7 +154,7 @@ def _format_means(means: dict[str, float]) -> str:
 # Every storage in ``tensors`` or from an operation counts, once, until it is freed. Overhead and
 # workspaces of kernels do not, so the peak is the same on every machine.
 class LiveBytes(TorchDispatchMode):
-    """``peak``: the largest number of bytes that tensors held at one time inside."""
+    """Counts bytes of live tensors in the ``with`` block; ``peak`` is the maximum."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class PeakMemory:
 
 @contextmanager
 def measure_peak_memory(tensors: Iterable[Tensor], device: torch.device) -> Iterator[PeakMemory]:
-    """Yield a ``PeakMemory`` that gets its size at the end."""
+    """Measure the peak memory of the ``with`` block; the yielded object gets it at the end."""
     peak = PeakMemory()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -212,7 +212,7 @@ def measure_peak_memory(tensors: Iterable[Tensor], device: torch.device) -> Iter
 def live_training_tensors(
     modules: Iterable[nn.Module | None], optimizer: torch.optim.Optimizer, batch: Any
 ) -> Iterator[Tensor]:
-    """Yield weights, gradients, optimizer state and batch one by one: no gradient is kept alive."""
+    """Yield weights, gradients, optimizer state and batch, one by one, to keep none alive."""
     for module in modules:
         if module is not None:
             yield from module.buffers()

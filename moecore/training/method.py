@@ -1,4 +1,4 @@
-"""One entry under ``methods:``: routers, experts and losses of each tower, and what guides them.
+"""Settings of a method (an entry of ``methods:``): routers, experts, losses and the teacher.
 
 A guide is the frozen teacher and its routers, from which a student learns (TGR-MoE, §3.2).
 """
@@ -28,7 +28,7 @@ from moecore.training.upcycling_kinds import Granular, Upcycling
 
 
 class TowerRouting(config.Config):
-    """Router and experts of one tower; neither in a dense one."""
+    """Router and experts of one tower; both None for a dense tower."""
 
     router: Router | None = None
     experts: Experts | None = None
@@ -36,21 +36,21 @@ class TowerRouting(config.Config):
 
     @property
     def moe(self) -> MoESettings | None:
-        """Router and experts of each MoE layer; None for a dense tower."""
+        """Settings of the tower's MoE layers; None for a dense tower."""
         if self.router is None or self.experts is None:
             return None
         return MoESettings(router=self.router, experts=self.experts, blocks=self.blocks)
 
     @property
     def provided(self) -> frozenset[str]:
-        """Names of what router and experts provide, which regularizers may need."""
+        """Names of the quantities that router and experts provide for regularizers."""
         if self.router is None or self.experts is None:
             return frozenset()
         return self.router.provides | self.experts.provides | {"routing"}
 
 
 class TextTowerMethod(TowerRouting):
-    """Experts and regularizers of the text tower, and when its weights are frozen."""
+    """Settings of a text tower: router, experts, regularizers, and when it is frozen."""
 
     blocks: Blocks = Field("last_2", description="blocks of the text tower that hold experts")
     regularizers: tuple[Regularizer, ...] = Field(
@@ -98,7 +98,7 @@ class TextTowerMethod(TowerRouting):
 def list_loss_misfits(
     router: Router | None, key: str, losses: Sequence[Regularizer], before: Sequence[str] = ()
 ) -> config.Misfits:
-    """Yield (keys, message) of losses given twice or in ``before``, or missing for the router."""
+    """Yield (keys, message) for duplicate losses, and if the router's own loss is missing."""
     kinds = list(before)
     for index, loss in enumerate(losses):
         if loss.kind in kinds:
@@ -204,7 +204,7 @@ class Method(TowerRouting):
             yield ("permuted",), f"{text}; allowed: false"
 
     def _idle_upcycling(self) -> config.Misfits:
-        """Yield (keys, message) of upcycling that is impossible, or makes settings ineffective."""
+        """Yield (keys, message) if upcycling is impossible or makes other settings ineffective."""
         if self.experts is None or self.router is None:
             if isinstance(self.upcycle, config.Config):
                 text = f"found {self.upcycle.kind}, but a dense method has no experts"
@@ -226,7 +226,7 @@ class Method(TowerRouting):
 
     @property
     def expert_names(self) -> tuple[str, ...]:
-        """The experts' names: tissues, then free_<index>; without regions expert_<index>."""
+        """Names of the experts: tissues, then free_<index>; without ``regions``, expert_<index>."""
         number = 0 if self.experts is None else self.experts.choices
         if self.regions is None:
             return tuple(f"expert_{index}" for index in range(number))
@@ -267,7 +267,7 @@ class Method(TowerRouting):
 
     @property
     def losses(self) -> tuple[Regularizer, ...]:
-        """The regularizers, and the losses of jointly learned routers and of region experts."""
+        """All regularizers, including those that ``teacher_router`` and ``regions`` add."""
         losses: list[Regularizer] = list(self.regularizers)
         if self.joint:
             router = self.teacher_router
@@ -285,7 +285,7 @@ class Method(TowerRouting):
         return 1 + any("two_views" in regularizer.needs for regularizer in self.regularizers)
 
     def for_finetuning(self, k: int | None, guided: bool, same_classes: bool = False) -> "Method":
-        """Return the method for fine-tuning, with another k and without upcycling and regions."""
+        """Return the method for fine-tuning: with this ``k``, without upcycling and regions."""
         # ``guided_finetuning`` or ``guided``: whether losses that need a teacher are kept, not
         # replaced by ``unguided_regularizers``; hard distillation also needs the ``same_classes``.
         if self.guided_finetuning is not None:
@@ -350,7 +350,7 @@ class Guide(nn.Module):
             return torch.softmax(linear(features.float(), self.routers[layer].float()), dim=-1)
 
     def train(self, mode: bool = True) -> "Guide":
-        """Set the mode of the routers; the teacher stays in evaluation mode."""
+        """Set the routers' mode; the teacher stays in evaluation mode."""
         super().train(mode)
         self.teacher.eval()
         return self
@@ -384,7 +384,7 @@ class GuidedModel(Model):
 
 
 def attach_required_guide(model: BackboneModel, guide: Guide | None) -> Model:
-    """Return the model as it is used: alone, or with its teacher if its router needs one."""
+    """Return the model, combined with its teacher if its router needs the teacher."""
     if model.moe is None or "teacher" not in model.moe.router.wants:
         return model
     if guide is None:
@@ -398,7 +398,7 @@ def attach_required_guide(model: BackboneModel, guide: Guide | None) -> Model:
 def aligned_teacher_blocks(
     student: tuple[int, ...], ours: tuple[int, ...], theirs: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the teacher's blocks at the same relative depth of a stage as the student's."""
+    """Return, per MoE block of the student, the teacher's block at the same relative depth."""
     # ours, theirs: blocks per stage of student and teacher. −1 without a counterpart: the teacher
     # is too shallow, or has other stages.
     if len(ours) != len(theirs):
@@ -412,7 +412,7 @@ def aligned_teacher_blocks(
 
 
 def build_guide(teacher: BackboneModel, method: Method, stages: tuple[int, ...]) -> Guide:
-    """Return ``teacher`` with random routers for ``method``; stages: student's blocks per stage."""
+    """Combine ``teacher`` with random routers for a student with ``stages`` blocks per stage."""
     moe = method.moe
     if moe is None or not method.guided_routing:  # no routers: the tokens may differ
         return Guide(teacher, (), 0, method.teacher_router.features)
@@ -421,7 +421,7 @@ def build_guide(teacher: BackboneModel, method: Method, stages: tuple[int, ...])
 
 
 def teacher_probs(guide: Guide | None, images: np.ndarray, batch: int, device: str) -> list[Tensor]:
-    """Return the teacher routers' probabilities (N, T, E) per MoE layer; [] without a teacher."""
+    """Return the teacher's routing probabilities (N, T, E) per MoE layer; [] without a teacher."""
     if guide is None or not guide.blocks:
         return []
     chunks = [

@@ -1,4 +1,4 @@
-"""A training's routing statistics at its logged points; without torch, as histories need them."""
+"""Routing statistics at the logged points of a training, and warnings; imports no torch."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class LayerTotals(NamedTuple):
 
     @classmethod
     def of(cls, numbers: list[float]) -> "LayerTotals":
-        """Return the totals from the numbers (E + 4,) of ``sum_layer_routing``."""
+        """Build the totals from the numbers (E + 4,) that ``sum_layer_routing`` returns."""
         return cls(tuple(numbers[:-4]), *numbers[-4:])
 
 
@@ -57,7 +57,7 @@ class RoutingPoint(Config):
     warnings: tuple[str, ...] = ()
 
     def curve_values(self) -> dict[str, float | None]:
-        """Return name of a curve → value: four per MoE layer, and ``agreement with last epoch``."""
+        """Return curve → value: four curves per MoE layer, and ``agreement with last epoch``."""
         values: dict[str, float | None] = {"agreement with last epoch": self.agreement}
         for name, layer in self.layers.items():
             for quantity in ("max_violation", "dead", "token_entropy", "margin"):
@@ -72,7 +72,7 @@ def build_routing_point(
     settings: Monitor,
     agreement: float | None = None,
 ) -> RoutingPoint:
-    """Return routing statistics since ``before``, the previous point (None: since the start)."""
+    """Compute the statistics and warnings since ``before``, the previous point, if any."""
     layers = {}
     warnings = []
     steps = step if before is None else step - before.step
@@ -106,7 +106,7 @@ def _layer_routing(
 
 
 def _warnings(layer: LayerStatistics, last: LayerStatistics | None, dead_after: int) -> list[str]:
-    """Return a warning for experts that died since the last point, and one for a collapse."""
+    """Warn of experts that died, and of a layer that collapsed, since the last point."""
     idle_before = [0] * len(layer.idle) if last is None else last.idle
     died = [str(e) for e, steps in enumerate(layer.idle) if idle_before[e] < dead_after <= steps]
     lines = []
@@ -124,7 +124,7 @@ def _is_collapsed(layer: LayerStatistics | None) -> bool:
 
 
 def format_routing_point(point: RoutingPoint) -> str:
-    """Return a line: numbers of the most uneven layer, and a bar per expert; half: an even load."""
+    """Format the most uneven layer as one line, with a bar per expert (half height: even load)."""
     name = max(point.layers, key=lambda name: point.layers[name].max_violation or 0)
     uneven = point.layers[name]
     values = {

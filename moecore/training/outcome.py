@@ -1,4 +1,4 @@
-"""Results of the stages that train a model, and of prune and merge."""
+"""Results of stages that train, prune or merge a model: scores, costs and routing."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +49,7 @@ class WatchedEpoch(Config):
 
 
 class RoutingOverTraining(Config):
-    """How routing changes in training; agreements: shares of tokens with the same top-1 expert."""
+    """How routing changes in training; agreement: share of tokens with the same top-1 expert."""
 
     agreement_with_final: Agreement = ()  # after each epoch, on validation images
     agreement_consecutive: Agreement = ()  # between epochs
@@ -106,13 +106,13 @@ class ModelScore(Config):
 
 
 def save_model_score(folder: Path, outcome: Outcome, data: Prepared) -> None:
-    """Write score.json into a model's ``folder``, from which a copy of the model has it, too."""
+    """Write a model's test score to score.json in its ``folder``."""
     score = outcome.model_dump(mode="json", include={"test_score", "test_count"})
     write_checksummed(folder / SCORE_FILE, {"data": data.card["name"], **score})
 
 
 class TrainingLog(NamedTuple):
-    """The logged points of a training, over all its resumptions."""
+    """The logged points of a training, including those before a resumption."""
 
     points: Sequence[tuple[int, dict[str, float]]]  # step, values
     seconds: float
@@ -130,11 +130,11 @@ def evaluate_trained(model: Model, data: Prepared, settings: Training, log: Trai
         "curve": tuple({"step": at, "train_loss": row["task"], **row} for at, row in log.points),
         "routing_warnings": tuple(log.warnings),
     }
-    outcome = evaluate_outcome(model, data, log.seconds, settings.batch)
+    outcome = evaluate_model(model, data, log.seconds, settings.batch)
     return outcome.model_copy(update=training)
 
 
-def evaluate_outcome(model: Model, data: Prepared, seconds: float, streams: int = 1) -> Outcome:
+def evaluate_model(model: Model, data: Prepared, seconds: float, streams: int = 1) -> Outcome:
     # seconds: spent on training. streams: parts of a text that are read side by side.
     task = model.image.task
     if isinstance(model, LanguageTransformer):  # scores per block, perplexity over whole streams

@@ -1,4 +1,4 @@
-"""The trainings of the stages: teacher routers, pretrain and finetune.
+"""Build the trainings of the stages teacher_router, pretrain and finetune.
 
 First weights come from the global generator, teacher routers from their own stream.
 """
@@ -29,38 +29,34 @@ FIT_LOG_EVERY = 20  # steps
 def build_unfitted_guide(
     method: Method, backbone: Backbone, teacher: BackboneModel, seed: int, device: str
 ) -> Guide:
-    """Return ``teacher`` with random routers, drawn by ``seed``, for the layers of ``method``."""
+    """Combine ``teacher`` with random routers, drawn by ``seed``, for the layers of ``method``."""
     torch.manual_seed(derived_seed("teacher_router", seed))
     return build_guide(teacher, method, method.merge_model_settings(backbone).stages).to(device)
 
 
 def iterate_router_fit(
-    guide: Guide,
-    train: Loaded,
-    weights: TeacherRouterSettings,
-    settings: TeacherRouterFit,
-    seed: int,
+    guide: Guide, train: Loaded, weights: TeacherRouterSettings, fit: TeacherRouterFit, seed: int
 ) -> Iterator[tuple[int, dict[str, float]]]:
-    """Train the guide's routers in place (TGR-MoE, eq. 8); yield (step, name of a loss → value)."""
+    """Train the guide's routers in place (TGR-MoE, eq. 8); yield (step, loss values by name)."""
     # Batches are drawn independently of the student's.
     fit_seed = derived_seed("teacher_router", seed)
     guide.routers.requires_grad_(True)
     parameters = guide.routers.parameters()
-    optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0)
-    for step in range(1, settings.steps + 1):
-        images, _ = train.take(batch_indices(len(train.labels), settings.batch, fit_seed, step - 1))
+    optimizer = torch.optim.AdamW(parameters, lr=fit.learning_rate, weight_decay=0.0)
+    for step in range(1, fit.steps + 1):
+        images, _ = train.take(batch_indices(len(train.labels), fit.batch, fit_seed, step - 1))
         terms = teacher_router_terms(probs=guide(evaluation_images(images)).probs)
         loss = weights.load * terms["balance"] + weights.entropy * terms["entropy"]
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
-        if step % FIT_LOG_EVERY == 0 or step == settings.steps:
+        if step % FIT_LOG_EVERY == 0 or step == fit.steps:
             yield step, {"loss": loss.item()} | {name: term.item() for name, term in terms.items()}
     guide.routers.requires_grad_(guide.learns)
 
 
 def text_stream_length(data: Prepared, batch: int) -> int | None:
-    """Return the words of each stream if a text is read in ``batch`` streams; None without text."""
+    """Return the words per stream of a text in ``batch`` streams; None for other data."""
     if not data.task.long:
         return None
     test_words = len(data.tokens("test"))
@@ -119,7 +115,7 @@ def build_finetuning(
     seed: int,
     device: str,
 ) -> TrainingJob:
-    """Return the job that fine-tunes the model in ``start``; UserError if the data do not fit."""
+    """Build the job that fine-tunes the model in ``start``; UserError if the data do not fit."""
     torch.manual_seed(seed)
     image = ImageSpec.from_card(data.card)
     teacher = load_guide(guide, image)

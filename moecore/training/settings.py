@@ -1,4 +1,4 @@
-"""Settings of a training run, its optimizer and its adversarial steps."""
+"""Settings of a training: optimizer, schedule, batches, views and adversarial steps."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ class Adamw(config.Config):
     decays: ClassVar[bool] = True
 
     def build(self, groups: Groups, rate: float) -> torch.optim.Optimizer:
-        """Return the optimizer of parameter groups with a ``weight_decay`` each."""
+        """Return the optimizer for parameter groups, each with its ``weight_decay``."""
         return torch.optim.AdamW(groups, lr=rate, fused=True)
 
 
@@ -94,7 +94,7 @@ def _default_decay(fields: Mapping[str, Any]) -> float:
 
 
 def batch_misfits(settings: Any, images: int, why: str) -> config.Misfits:
-    """Yield (keys, message) if the batch exceeds ``images``, their number; why: what they are."""
+    """Yield (keys, message) if the batch exceeds the number of ``images``, named by ``why``."""
     if settings.batch > images:
         text = f"found {settings.batch}, but there are {images} training images ({why})"
         yield ("batch",), f"{text}; allowed: 1 to {images}"
@@ -161,7 +161,7 @@ class Training(config.Config):
             yield from self._unfit_for_number(around)
 
     def _unfit_for_number(self, around: config.Surroundings) -> config.Misfits:
-        """Yield (keys, message) if the batch, or shots per class, exceed the number of images."""
+        """Yield (keys, message) if the batch or the shots per class exceed the number of images."""
         preview = around.preview
         if not preview.counts:
             return
@@ -229,7 +229,7 @@ class TeacherRouterFit(config.Config):
 
 
 def local_image_generators(generator: Generator, batch: Batch) -> Generator | list[Generator]:
-    """Return generators for this rank's images that draw as one for the whole batch would."""
+    """Return this rank's generators, which draw the same numbers as one for the whole batch."""
     ranks = current_ranks()
     if ranks.size == 1:
         return generator
@@ -248,7 +248,7 @@ def local_image_generators(generator: Generator, batch: Batch) -> Generator | li
 def build_optimizer(
     model: nn.Module, settings: Training, routers: Sequence[nn.Parameter] = ()
 ) -> torch.optim.Optimizer:
-    """Return the fused optimizer, with decay on matrices only; routers: a teacher's, no decay."""
+    """Build the fused optimizer; weight decay is on matrices, except a teacher's ``routers``."""
     # No decay on biases, norms, tokens, positions, nor on experts' bases and routers' orthonormal
     # rows: their own losses hold the lengths.
     bases = {id(row) for part in model.modules() for row in getattr(part, "orthonormal_rows", ())}
@@ -270,7 +270,7 @@ def build_optimizer(
 
 
 def learning_rate(step: int, steps: int, warmup: float, settings: Training) -> float:
-    """Return the rate of a step from 0: linear over ``warmup`` steps, then a half cosine."""
+    """Return the learning rate at a step: linear over ``warmup`` steps, then a half cosine."""
     if step < warmup:
         return settings.learning_rate * (step + 1) / (warmup + 1)
     share = (step - warmup) / max(1.0, steps - warmup)

@@ -1,4 +1,4 @@
-"""Training on volumes of one tissue (ERMoE-ba, algorithm 2, line 1); R tissues of the data."""
+"""Train on volumes reduced to one tissue (ERMoE-ba, algorithm 2, line 1); R tissues."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ WHOLE = -1  # the region of an unchanged volume, and of a token that belongs to 
 
 
 class TissueIsolationSchedule(NamedTuple):
-    """Which volumes of a step keep only one tissue, and the expert to which it belongs."""
+    """Which volumes of a step are reduced to one tissue, and the expert of each tissue."""
 
     masks: np.ndarray  # uint8 (N, R, D, H, W), tissue share × 255, memory-mapped
     channels: tuple[int, ...]  # of ``masks``, per region expert
@@ -29,7 +29,7 @@ class TissueIsolationSchedule(NamedTuple):
     def isolated(
         self, volumes: Tensor, indices: Tensor, step: int, epoch: int, draws: BatchDraws
     ) -> tuple[Tensor, Tensor]:
-        """Return the volumes (B, C, D, H, W), some reduced to one tissue, and their regions."""
+        """Reduce some volumes (B, C, D, H, W) to one tissue; return volumes and regions (B,)."""
         # indices: (B,), of the volumes in the split. The regions, (B,) int64, are tissues or WHOLE.
         # Regions take turns, so that every expert learns at every step.
         region = (torch.arange(draws.batch_size) + step) % len(self.channels)
@@ -50,7 +50,7 @@ class TissueIsolationSchedule(NamedTuple):
         return changed, region
 
     def marked(self, batch: Batch, region: Tensor, epoch: int, layout: TokenLayout) -> Batch:
-        """Return ``batch`` with each token's expert, and with the volumes that teach age."""
+        """Add each token's expert, and which volumes teach age, to ``batch``."""
         # All ranks must compute the same terms, also a rank without reduced volumes.
         if not has_process_group() and bool((region == WHOLE).all()):
             return batch
@@ -62,7 +62,7 @@ class TissueIsolationSchedule(NamedTuple):
         return batch._replace(learned=to_device_async(unchanged, batch.images.device))
 
     def belongs(self, views: Tensor, region: Tensor, layout: TokenLayout) -> Tensor:
-        """Return the expert of each token of views (B, C, D, H, W), int64 (B, T): -1 for none."""
+        """Return each token's expert in views (B, C, D, H, W), int64 (B, T); −1 for none."""
         # Cubes that contain some of a volume's tissue, by ``isolated``, belong to its expert.
         brightest = adaptive_max_pool3d(views.amax(dim=1, keepdim=True), layout.grid)
         has_tissue = brightest.flatten(1) > 0
@@ -74,7 +74,7 @@ class TissueIsolationSchedule(NamedTuple):
 def build_tissue_isolation(
     method: Method, data: Prepared, subset: np.ndarray | None = None
 ) -> TissueIsolationSchedule | None:
-    """Return which volumes ``method`` reduces to a tissue, and when; None if it reduces none."""
+    """Build the schedule by which ``method`` reduces volumes to one tissue, or None."""
     regions = method.regions
     if regions is None or not method.isolates:
         return None
@@ -96,5 +96,5 @@ def region_channels(names: tuple[str, ...], card: dict) -> tuple[int, ...]:
 
 
 def keep_only_tissue(volumes: Tensor, share: Tensor) -> Tensor:
-    """Return volumes (B, C, D, H, W) times a tissue's share / 255; share: uint8 (B, D, H, W)."""
+    """Multiply volumes (B, C, D, H, W) by a tissue's ``share`` / 255, uint8 (B, D, H, W)."""
     return volumes * (share.unsqueeze(1).to(volumes.dtype) / 255)

@@ -29,7 +29,7 @@ ALLOWED = "timm's ViT, DeiT and Swin, whose blocks have an mlp of fc1, activatio
 
 
 def inherit_learned_windows(config: Settings, image: ImageSpec, dense: BackboneModel) -> Settings:
-    """Return ``config``; a Swin without ``pretrained_windows`` gets the windows of ``dense``."""
+    """Return ``config``; a Swin without ``pretrained_windows`` takes the windows of ``dense``."""
     theirs = dense.config
     if not isinstance(config, SwinSettings) or not isinstance(theirs, SwinSettings):
         return config
@@ -80,7 +80,7 @@ def _difference_error(name: str, ours: object, theirs: object, allowed: str) -> 
 
 
 def _check_settings(model: BackboneModel, dense: BackboneModel) -> None:
-    """Raise UserError if the teacher's weights would compute something else in the model."""
+    """Raise UserError if the teacher's weights would have another effect in the model."""
     if dense.config.kind != model.config.kind:
         raise UserError(
             f"upcycle: the teacher is a {dense.config.kind}, the model a {model.config.kind}; "
@@ -101,7 +101,7 @@ def _check_settings(model: BackboneModel, dense: BackboneModel) -> None:
 
 
 def differing_settings(ours: Config, theirs: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, our value, theirs) of each unequal setting that affects what weights compute."""
+    """Yield (name, our value, their value) per different setting that changes the computation."""
     free = getattr(ours, "free_settings", frozenset())
     for name in type(ours).model_fields:
         mine, other = getattr(ours, name), getattr(theirs, name)
@@ -115,7 +115,7 @@ def differing_settings(ours: Config, theirs: Config) -> Iterator[tuple[str, Any,
 
 
 def _adapted_weights(model: BackboneModel, dense: BackboneModel) -> dict[str, torch.Tensor]:
-    """Return the teacher's weights for the model's images and task; no head if answers differ."""
+    """Adapt the teacher's weights to the model's images and task; drop the head if tasks differ."""
     ours, theirs = model.image, dense.image
     try:
         weights = adapt_head(dict(dense.state_dict()), theirs, ours)
@@ -156,7 +156,7 @@ def _check_activation(layer: FeedForward, mlp: nn.Module | None, name: str) -> N
 def cut_mlp(
     module: nn.Module, router: Router, experts: Experts, kind: upcycling_kinds.Upcycling
 ) -> upcycling_kinds.MlpPieceScales:
-    """Return how an MLP is cut into pieces; make rows of the router ``module`` equal per MLP."""
+    """Return how ``kind`` cuts an MLP into pieces, whose router rows in ``module`` become equal."""
     if not isinstance(kind, upcycling_kinds.Granular):
         return upcycling_kinds.WHOLE_MLP
     for key, refusal in kind.list_parting_settings(router, experts):
@@ -171,7 +171,7 @@ def fill_experts(
     prefix: str,
     pieces: upcycling_kinds.MlpPieceScales = upcycling_kinds.WHOLE_MLP,
 ) -> None:
-    """Move the dense MLP under ``prefix`` out of ``weights`` into every expert, or its pieces."""
+    """Move the dense MLP ``prefix`` from ``weights`` into every expert, or pieces of it."""
     if not experts.can_copy_mlp:
         raise UserError(
             "upcycle: an MLP fits experts of kind mlp or eigen, W2 in one; allowed: "

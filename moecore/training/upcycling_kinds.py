@@ -1,4 +1,4 @@
-"""Ways in which experts of an upcycled model differ from plain copies; h hidden units each."""
+"""Variants of upcycling: cut MLPs into pieces (granular), or redraw hidden units (drop)."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from moecore.nn.routers.base import Router, exact_fraction
 
 
 class MlpPieceScales(NamedTuple):
-    """The number of experts a dense MLP is cut into, with factors of its second map and bias."""
+    """The number of pieces of a dense MLP, and factors of its output weights and bias."""
 
     number: int = 1
     output_scale: float = 1.0
@@ -38,7 +38,7 @@ class Granular(config.Config):
     def list_parting_settings(
         self, router: Router, experts: Experts
     ) -> Iterator[tuple[tuple[str, str], str]]:
-        """Yield (key, message) of each setting by which pieces might be chosen separately."""
+        """Yield (key, message) per setting that could let a token choose only some pieces."""
         allowed = "allowed with granular upcycling"
         if not router.has_equal_rows:
             parts = config.part_classes_by_kind(Router).items()
@@ -67,7 +67,7 @@ class Granular(config.Config):
             yield ("router", "score"), f"{text}; allowed: softmax, or renormalise: true"
 
     def cut_mlp(self, router: Router, experts: int) -> MlpPieceScales:
-        """Return number and scales of pieces; the layer starts as the MLP if weights sum to 1."""
+        """Return pieces whose scales make the layer equal the MLP, if weights sum to 1."""
         if _is_renormalised(router):  # the layer starts as the dense MLP
             return MlpPieceScales(self.pieces, self.pieces)
         share = experts / router.active(experts)  # it would, if all weights were 1/E
@@ -113,7 +113,7 @@ def redraw_units(values: Tensor, units: Tensor, normals: Tensor) -> None:
 
 
 def repeat_router_rows(router: nn.Module, pieces: int) -> None:
-    """Copy the first row of every ``pieces`` experts to all of them, in each parameter (E, …)."""
+    """Give every ``pieces`` consecutive experts the first one's row in each parameter (E, …)."""
     for values in router.parameters():
         values.copy_(values[::pieces].repeat_interleave(pieces, dim=0))
 

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from moecore.data import corruptions
-from moecore.data.corruptions import CORRUPTIONS, Severity, corrupt_images, trail_kernel
+from moecore.data.corruptions import CORRUPTIONS, Severity, corrupt_images, motion_kernel
 from moecore.data.prepared import Prepared
 from moecore.data.sources.digits import Digits
 
@@ -241,12 +241,12 @@ def test_trail():
     # steps 0 and 0.5 with weights 1 and w = exp(−1.5² / 2); the second is shared by the centre and
     # its neighbour
     w = math.exp(-1.125)
-    kernel = trail_kernel(1 / 3, 0)
+    kernel = motion_kernel(1 / 3, 0)
     assert kernel.shape == (5, 5) and kernel.sum() == pytest.approx(1)
     assert kernel[2, 2] == pytest.approx((1 + w / 2) / (1 + w))
     assert kernel[2, 3] == pytest.approx(w / 2 / (1 + w))
-    np.testing.assert_allclose(trail_kernel(2, 90), trail_kernel(2, 0).T, atol=1e-12)  # down
-    np.testing.assert_allclose(trail_kernel(2, -45), trail_kernel(2, 45)[::-1], atol=1e-12)
+    np.testing.assert_allclose(motion_kernel(2, 90), motion_kernel(2, 0).T, atol=1e-12)  # down
+    np.testing.assert_allclose(motion_kernel(2, -45), motion_kernel(2, 45)[::-1], atol=1e-12)
 
 
 def test_zoom_blur_flattens_a_slope_about_the_centre():

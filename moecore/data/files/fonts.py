@@ -37,7 +37,7 @@ class Font(NamedTuple):
 
 
 def read_fonts(folder: Path) -> tuple[str, list[Font]]:
-    """Return the checksum of all fonts below ``folder``, and the fonts; UserError for others."""
+    """Return a checksum of all fonts below ``folder``, and the fonts; UserError for other files."""
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
     if not paths:
         allowed = f"one or more files that end with {' or '.join(ENDINGS)}"

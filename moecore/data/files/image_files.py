@@ -118,7 +118,7 @@ class DecodeCache(NamedTuple):
         return images, {int(row): reason for row, reason in bad.items()}
 
     def _work_folder(self, split: str, form: str, paths: list[Path]) -> Path:
-        """Return the split's folder, named by a hash of form, channels and files; remove others."""
+        """Return the split's folder, named by a hash of settings and files; remove all others."""
         # Decoding will report broken links.
         lengths = [path.stat().st_size if path.exists() else -1 for path in paths]
         listing = "\n".join(f"{path} {size}" for path, size in zip(paths, lengths, strict=True))

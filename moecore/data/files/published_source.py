@@ -128,7 +128,7 @@ class PublishedSource(SplitSettings, Source):
         return np.array(numbers)[labels]
 
     def _place_and_root(self) -> tuple[Path | None, Path]:
-        """Return the folder or archive with all files, None before a download, and its target."""
+        """Return the folder or archive with all files (or None), and the folder for a download."""
         roots = files.raw_data_folders(self.root)
         place = self.find_files(roots)
         if place is None and not self.download:
@@ -244,7 +244,7 @@ class CaptionedSource(Source):
         return Card(name, self.channels, self.size, caption_task(self, tokenizer), licence, source)
 
     def _image_files(self) -> dict[str, list[tuple[Path, ImageCaptions]]]:
-        """Return split → (path, image with captions), within ``train_limit``, ``test_limit``."""
+        """Return split → (path, image with captions), cut to ``train_limit`` and ``test_limit``."""
         root = find_raw_folder(self.root, "the folder of the images")
         images_of_split = self.read()
         limits = {"train": self.train_limit, "test": self.test_limit}
@@ -359,7 +359,7 @@ def caption_task(settings: Any, tokenizer: tokenizers.Tokenizer) -> ImageText:
 def tokenize_captions(
     captions: Sequence[Sequence[str]], tokenizer: tokenizers.Tokenizer, task: Any
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Return tokens int32 (N, C, M), and counts: ``captions``, ``cut`` ones, ``unknown`` words."""
+    """Return tokens int32 (N, C, M), and counts of captions, cut captions and unknown words."""
     tokens = np.full((len(captions), task.captions, task.context), NONE, np.int32)
     counts = {"captions": 0, "cut": 0, "unknown": 0}
     encoded_texts: dict[str, tokenizers.EncodedCaption] = {}

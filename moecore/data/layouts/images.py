@@ -40,7 +40,7 @@ class PackedJpegFile(NamedTuple):
 
 
 class SplitToWrite(NamedTuple):
-    """Labels as the task stores them, and images: chunks uint8 (n, C, H, W) or a file to move."""
+    """A split to write: labels as the task stores them, images as uint8 chunks or as a file."""
 
     labels: np.ndarray
     images: Iterable[np.ndarray] | Path | PackedJpegFile
@@ -114,7 +114,7 @@ def _describe_training_images(folder: Path, card: Card, train: SplitToWrite) -> 
 
 
 def channel_moments(images: np.ndarray, chunk: int = 512) -> tuple[list[float], list[float]]:
-    """Return mean and SD of each channel, in [0, 1], of uint8 images (N, C, H, W), exactly."""
+    """Return each channel's exact mean and SD of uint8 images (N, C, H, W) scaled to [0, 1]."""
     from PIL import Image
 
     channels = images.shape[1]

@@ -106,7 +106,7 @@ def _write_split(folder: Path, split: str, card: Card, part: VolumeSplitToWrite)
 def open_volumes(
     folder: Path, card: Mapping[str, Any], task: Task, split: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return volumes, labels (N,), a number per participant (N,); UserError if unlike card.json."""
+    """Open a split: volumes, labels (N,) and participant numbers (N,); UserError if damaged."""
     number = card["images"][split]
     shape = (number, card["channels"], *card["size"])
     images = open_array(folder / f"{split}_images.npy", shape, np.float16)

@@ -88,7 +88,7 @@ PRESETS: dict[str, PopulationSpread] = {
 
 
 def tissue_relative_to_25(medians: np.ndarray, age: float) -> float:
-    """Return a tissue's volume at ``age`` relative to 25 years; medians: GREY_ML or WHITE_ML."""
+    """Return a tissue's volume at ``age`` relative to 25 years, from ``medians`` at AGES (mL)."""
     return float(np.interp(age, AGES, medians / medians[REFERENCE]))
 
 

@@ -1,1 +1,1 @@
-"""Data sources, a family of parts that write prepared folders (see base.py)."""
+"""Data sources: a family of parts that write prepared folders (see base.py)."""

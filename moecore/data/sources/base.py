@@ -1,4 +1,4 @@
-"""Base classes of data sources: of all, and of vectors that are drawn by a theoretical rule."""
+"""Base classes of data sources: of all sources, and of random vectors with a known rule."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -25,7 +25,7 @@ class Source(Part, ABC):
     sided: ClassVar[bool] = False  # labels or captions depend on left and right: no flips
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Raise UserError for a class with the methods of earlier versions, OLD_METHODS."""
+        """Raise UserError for a class that defines a method of earlier versions, OLD_METHODS."""
         super().__init_subclass__(**options)
         if old := [name for name in OLD_METHODS if name in vars(cls)]:
             raise UserError.at(
@@ -58,7 +58,7 @@ DrawnImages = tuple[np.ndarray, np.ndarray, np.ndarray]  # values (n, S, S), lab
 
 
 class DrawnSource(Source, ABC):
-    """Source of random grey images, and of a hidden channel with each image's group (kind)."""
+    """Base class of sources of random grey images whose group (kind) is known but hidden."""
 
     task: ClassVar[type[Classification]] = Classification
     sided: ClassVar[bool] = True  # a mirrored vector is a different vector
@@ -71,7 +71,7 @@ class DrawnSource(Source, ABC):
     @property
     @abstractmethod
     def uncounted_card(self) -> Card:
-        """The card with empty ``counts``; ``truth`` is the number of groups (kinds) of images."""
+        """The card without counts; ``truth`` is the number of groups (kinds) of images."""
 
     @abstractmethod
     def draw_rule(self, random: np.random.Generator) -> Any:
@@ -79,7 +79,7 @@ class DrawnSource(Source, ABC):
 
     @abstractmethod
     def draw_images(self, rule: Any, number: int, random: np.random.Generator) -> DrawnImages:
-        """Draw values (number, S, S), labels and kinds (number,) by what ``draw_rule`` returned."""
+        """Draw values (number, S, S), labels and kinds (number,) by ``rule`` of ``draw_rule``."""
 
     def describe(self) -> Card:
         counts = {split: (getattr(self, split),) for split in SPLITS}

@@ -1,4 +1,4 @@
-"""A cohort of T1-weighted MRI as BIDS: participants.tsv, volumes and tissue maps as NIfTI."""
+"""A cohort of T1-weighted MRI in BIDS format: participants.tsv and NIfTI files."""
 
 from pathlib import Path
 from typing import Literal

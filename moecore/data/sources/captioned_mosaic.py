@@ -77,7 +77,7 @@ class CaptionedMosaic(CombinedImageSource):
         return write_images(folder, self, card, parts, counts, [tokenizer.write(folder)])
 
     def _images(self, split: Split, layouts: np.ndarray, number: int) -> Iterator[np.ndarray]:
-        """Yield chunks of mosaics, uint8; layouts: classes of cells (n, 4), each a random image."""
+        """Yield uint8 chunks of mosaics; ``layouts`` (n, 4) has the class of each cell's image."""
         random = np.random.default_rng([self.seed, STREAM + number])
         members = [np.flatnonzero(split.labels == c) for c in range(int(layouts.max()) + 1)]
         images = np.asarray(split.images)
@@ -91,18 +91,18 @@ class CaptionedMosaic(CombinedImageSource):
 
 
 def layout_captions(names: Sequence[str]) -> list[str]:
-    """Return a mosaic's captions; names: top left, top right, bottom left, bottom right class."""
+    """Return the captions of a mosaic with four class names, row by row from the top left."""
     return [wording.format(*names) for wording in WORDINGS]
 
 
 def build_tokenizer(names: Sequence[str]) -> WordTokenizer:
-    """Return a tokenizer of all words of captions, prompts and the class names, alphabetical."""
+    """Return a tokenizer of all words in captions, prompts and class names."""
     texts = [text.format(*[""] * 4) for text in (*WORDINGS, *TEMPLATES)]
     return WordTokenizer(sorted({word for text in (*texts, *names) for word in lower_words(text)}))
 
 
 def draw_layouts(classes: int, settings: CaptionedMosaic) -> dict[str, np.ndarray]:
-    """Return split → drawn classes of cells (n, 4); in test and validation each occurs once."""
+    """Draw each split's layouts, classes of cells (n, 4); test layouts are in no other split."""
     random = np.random.default_rng([settings.seed, STREAM + len(SPLITS)])
     order = random.permutation(classes**4)
     test, validation, rest = np.split(order, [settings.test, settings.test + settings.validation])

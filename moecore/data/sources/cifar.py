@@ -33,7 +33,7 @@ class CifarArchiveSpec(NamedTuple):
 
 
 def read_binary(place: Path, spec: CifarArchiveSpec, files: dict[str, int]) -> LabelledImages:
-    """Return images uint8 (N, 3, 32, 32) and labels (N,); place: folder, or archive to check."""
+    """Read images uint8 (N, 3, 32, 32) and labels (N,) from a folder, or a verified archive."""
     contents = {}
     if place.is_file():
         check_digest(place, "md5", spec.md5, str(place))

@@ -33,7 +33,7 @@ class Ciphers(DocstringSource):
         return self.encrypt(super().read())
 
     def identify_paragraph(self, paragraph: str) -> str:
-        """Return the lower-case words, so that no paragraph occurs twice, in whatever cipher."""
+        """Return a paragraph's lower-case words, by which duplicate paragraphs are found."""
         return " ".join(lower_words(paragraph))
 
     def encrypt(self, plain: TokenizedText) -> TokenizedText:
@@ -59,7 +59,7 @@ class Ciphers(DocstringSource):
 
 
 def draw_word_ciphers(dialects: int, words: int, special: list[int], seed: int) -> np.ndarray:
-    """Return the word that replaces each word in each cipher, int32 (D, V); special words stay."""
+    """Draw D permutations of V words, int32 (D, V), that do not move the ``special`` words."""
     random = np.random.default_rng([seed, NAMES])
     ordinary = np.setdiff1d(np.arange(words), special)
     ciphers = np.tile(np.arange(words, dtype=np.int32), (dialects, 1))

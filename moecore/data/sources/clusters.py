@@ -1,4 +1,4 @@
-"""Clusters whose centre says which feature matters (Chen et al. 2022, definition 3.1)."""
+"""Generated clusters of images for theory of mixtures (Chen et al. 2022, definition 3.1)."""
 
 from typing import Literal
 

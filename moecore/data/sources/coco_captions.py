@@ -11,7 +11,7 @@ from moecore.data.files import published_source
 
 
 class CocoCaptions(published_source.CaptionedSource):
-    """COCO's images with captions; Karpathy's split by its file, or one drawn by the seed."""
+    """Images of COCO with captions; splits are Karpathy's (from his file) or drawn by the seed."""
 
     kind: Literal["coco_captions"] = "coco_captions"
     annotations: tuple[str, ...] = Field(
@@ -42,7 +42,7 @@ class CocoCaptions(published_source.CaptionedSource):
 
 
 def read_coco_annotation_file(path: Path, folder: str) -> list[published_source.ImageCaptions]:
-    """Return images with captions of one annotation file; folder: of the images, below root."""
+    """Read an annotation file; return images in ``folder``, below the root, with captions."""
     content = published_source.read_annotation_json(path)
     try:
         images, entries = content["images"], content["annotations"]

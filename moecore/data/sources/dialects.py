@@ -30,7 +30,7 @@ DIRECTIONS = 8
 
 
 class Permutation(NamedTuple):
-    """A change: each dialect permutes the pixels in its own order."""
+    """A change: each dialect applies a different permutation to the pixels."""
 
     orders: np.ndarray  # int64 (D, S·S)
 
@@ -46,7 +46,7 @@ class Permutation(NamedTuple):
 
 
 class Texture(NamedTuple):
-    """A change: each dialect adds its waves to the faded image."""
+    """A change: each dialect blends the image with a different wave pattern."""
 
     waves: np.ndarray  # uint8 (D, S, S), already scaled
 
@@ -79,7 +79,7 @@ class Colour(NamedTuple):
 
 
 class ShiftedColour(Colour):
-    """Like Colour, with hues halfway between the hues of ``colour``."""
+    """A change: each dialect tints grey images with hues halfway between those of ``Colour``."""
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "ShiftedColour":
@@ -87,7 +87,7 @@ class ShiftedColour(Colour):
 
 
 def colours_of_hues(shares: np.ndarray) -> np.ndarray:
-    """Return colours (D, 3) of hues (D,), shares of a turn from red; each has a maximum of 1."""
+    """Convert hues (D,), as shares of a turn from red, to RGB colours (D, 3) with maximum 1."""
     hues = 0.5 + 0.5 * np.cos((shares * 2 * np.pi)[:, None] - np.arange(3) * 2 * np.pi / 3)
     return hues / hues.max(axis=1, keepdims=True)
 
@@ -97,7 +97,7 @@ class Rotation(NamedTuple):
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "Rotation":
-        """Return the change, which has no parameters; at most 8 dialects differ."""
+        """Return the change, which has no parameters; it has 8 variants."""
         return cls()
 
     def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
@@ -109,7 +109,7 @@ class Rotation(NamedTuple):
 
 
 class WalshProduct(NamedTuple):
-    """A change: each dialect multiplies the image by its Walsh function, with 127.5 as zero."""
+    """A change: each dialect multiplies pixels − 127.5 by a different Walsh function (±1)."""
 
     negative: np.ndarray  # bool (D, S, S), where the function is −1
 
@@ -130,7 +130,7 @@ class WalshProduct(NamedTuple):
 
 
 class FamilyChange(NamedTuple):
-    """A change that the dialects of a family share; each then permutes every other pixel."""
+    """A change shared by a family of dialects; each dialect then permutes every other pixel."""
 
     shared: "DialectChange"  # of F families
     permutation: Permutation  # of D dialects; the white fields of a chessboard stay
@@ -172,7 +172,7 @@ MAX_DIALECTS = {  # numbers of different dialects
 def draw_change(
     change: Change, number: int, size: int, seed: int, channels: int, families: int | None = None
 ) -> DialectChange:
-    """Draw a change for ``number`` dialects. Raises UserError if it has fewer variants."""
+    """Draw a change for ``number`` dialects; UserError if it has fewer variants."""
     kinds = families or number
     limits = {**MAX_DIALECTS, "frequency": 4 ** (size - 1).bit_length()}
     limit = limits.get(change, kinds)
@@ -290,7 +290,7 @@ class Dialects(mosaic.CombinedImageSource):
         return write_images(folder, self, self.describe(), parts)
 
     def _dialects(self, channels: int, size: int, classes: int) -> tuple[DialectChange, np.ndarray]:
-        """Return the dialects' change, and each class's label in each dialect, int64 (D, K)."""
+        """Draw the dialects' change, and the label of each class in each dialect, int64 (D, K)."""
         shares = zipf_shares(self.dialects, self.zipf)
         check_rarest_dialect(self.zipf, shares, self.train * self.cells)
         change = draw_change(self.change, self.dialects, size, self.seed, channels, self.families)
@@ -323,7 +323,7 @@ class Dialects(mosaic.CombinedImageSource):
         marked: np.ndarray,
         change: DialectChange,
     ) -> Iterator[np.ndarray]:
-        """Yield chunks uint8 (n, C, H, W): pixels, mark of a mosaic's cell, dialects from 1."""
+        """Yield chunks uint8 (n, C, H, W); channels: pixels, mark of a cell, dialect from 1."""
         for start in range(0, len(cells), CHUNK):
             part = slice(start, start + CHUNK)
             dialect_of_cell = dialects[part].reshape(-1)

@@ -22,7 +22,7 @@ MIN_LETTERS = 0.7  # share of letters among a paragraph's characters
 
 
 class DocstringSource(words.TextSource):
-    """Base of the sources that read docstrings of installed packages."""
+    """Base class of the sources that read docstrings of installed packages."""
 
     reading: ClassVar[words.WordSplitting] = "prose"
 
@@ -57,7 +57,7 @@ class DocstringSource(words.TextSource):
         return {name: find_distribution(name).version for name in self.packages}
 
     def identify_paragraph(self, paragraph: str) -> str:
-        """Return a key; of paragraphs with equal keys, only the first is kept."""
+        """Return a paragraph's key; later paragraphs with an equal key are dropped."""
         return paragraph
 
     def _split(self, path: str) -> str:

@@ -91,7 +91,7 @@ MAX_BYTES = 2**26  # decompressed; the largest published file has 47 million
 
 
 def read_idx(path: Path, dimensions: int, sha256: str) -> np.ndarray:
-    """Return the array uint8 of an IDX file, plain or gzip; sha256: of its unpacked content."""
+    """Read the uint8 array of an IDX file, plain or gzip, and verify its content's sha256."""
     try:
         with open(path, "rb") as file:
             is_packed = file.read(2) == GZIP

@@ -1,4 +1,4 @@
-"""Cohorts of T1-weighted MRI of any layout: each subject's files are read once, and cached."""
+"""The base class of cohorts of T1-weighted MRI files, which are read once and cached."""
 
 import json
 from abc import abstractmethod
@@ -26,13 +26,13 @@ VERSION = 2  # of the cache; raise it when reading a subject gives different val
 
 # Entries of other settings stay; the folder may be deleted at any time.
 class VolumeCache(NamedTuple):
-    """One .npz file per subject, named by a hash of settings and of files' path, size and time."""
+    """A folder of prepared volumes: one .npz file per subject, named by a hash of its files."""
 
     folder: Path
     settings: dict[str, Any]
 
     def subject_path(self, files: Mapping[str, Path]) -> Path:
-        """Return the path of a subject's .npz file, which may not exist yet; files: kind → path."""
+        """Return the path of the .npz file for a subject's ``files``, which may not exist yet."""
         stamps = {
             name: [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
             for name, path in files.items()
@@ -57,7 +57,7 @@ sub-01 or sub-01_ses-1, * for anything"""
 
 
 class TissueMapPatterns(Config):
-    """Patterns of the probability maps of the three tissues."""
+    """File name patterns of the probability maps of the three tissues."""
 
     wm: str = Field(
         "{folder}/anat/{prefix}*_label-WM_probseg.nii*",
@@ -68,7 +68,7 @@ class TissueMapPatterns(Config):
 
 
 class Dseg(Config):
-    """Pattern of one label map, and its numbers for each tissue."""
+    """File name pattern of a label map (BIDS: dseg), and its numbers for each tissue."""
 
     pattern: str = Field("{folder}/anat/{prefix}*_dseg.nii*", description=f"Map: {PATTERN_WORDS}")
     wm: tuple[int, ...] = Field((2,), min_length=1, description="Numbers of white matter")
@@ -83,7 +83,7 @@ class CachedSubject(NamedTuple):
 
 
 class FileCohort(cohorts.CohortSettings, volume_preparation.VoxelGrid, Source):
-    """Base of the cohorts with one T1-weighted volume per row of a table: NIfTI or .mgz files."""
+    """Base class of cohorts with one T1-weighted volume (NIfTI or .mgz) per row of a table."""
 
     root: str = Field(description="Folder of the cohort; derivatives may lie below it")
     t1: str = Field(description=f"The T1w volume: {PATTERN_WORDS}")
@@ -115,10 +115,10 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.VoxelGrid, Source):
 
     @abstractmethod
     def read_rows(self, root: Path) -> CohortTable:
-        """Return usable rows, splits and problems of the cohort's table; UserError if missing."""
+        """Read the cohort's table: usable rows, splits and problems; UserError if it is missing."""
 
     def complete_subject(self, subject: VolumeSubject, t1: Path) -> VolumeSubject:
-        """Return the subject with fields that the T1's file name contains; by default unchanged."""
+        """Return the subject with fields read from the T1's file name; by default unchanged."""
         return subject
 
     @property
@@ -143,7 +143,7 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.VoxelGrid, Source):
         return write_cohort(folder, self, self.uncounted_card, table.problems, parts)
 
     def read_volumes(self) -> tuple[list[CachedSubject], CohortTable]:
-        """Read volumes into the cache; return the usable subjects, and the table with problems."""
+        """Read all volumes into the cache; return usable subjects, and the table with problems."""
         root = self._root()
         table = self.read_rows(root)
         problems = table.problems
@@ -169,7 +169,7 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.VoxelGrid, Source):
         return usable, table
 
     def find_subjects(self) -> tuple[list[VolumeSubject], CohortTable]:
-        """Return the subjects whose files exist, and the table with problems; read no volume."""
+        """Return subjects whose files exist, and the table with problems; volumes are not read."""
         root = self._root()
         table = self.read_rows(root)
         usable = []
@@ -212,7 +212,7 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.VoxelGrid, Source):
         return CachedSubject(subject, path, digest)
 
     def find_files(self, root: Path, subject: VolumeSubject) -> dict[str, Path]:
-        """Return kind (t1, mask, wm, …) → file. Raises UnusableVolume, which lists all problems."""
+        """Return kind (t1, mask, wm, …) → file; UnusableVolume lists all missing files."""
         patterns = {"t1": self.t1}
         if self.mask:
             patterns["mask"] = self.mask
@@ -242,7 +242,7 @@ def write_cohort(
     problems: Sequence[SubjectProblem],
     parts: Mapping[str, Sequence[CachedSubject]],
 ) -> dict[str, Any]:
-    """Write arrays, tables and card.json; return its content. problems: of skipped subjects."""
+    """Write arrays, tables and card.json, which lists ``problems`` of skipped subjects."""
     splits = {}
     for split, part in parts.items():
         # A generator: volumes are loaded one by one, when written.
@@ -255,7 +255,7 @@ def write_cohort(
 def count_subjects(
     rows: Mapping[str, Sequence[int]], problems: Sequence[SubjectProblem]
 ) -> dict[str, Any]:
-    """Return the card's ``counts``, split → (volumes,), and a ``note`` on skipped subjects."""
+    """Return the card's fields ``counts``, volumes per split, and ``note``, on skipped subjects."""
     note = f"{len(problems)} problems; those subjects will be left out" if problems else None
     return {"counts": {split: (len(part),) for split, part in rows.items()}, "note": note}
 

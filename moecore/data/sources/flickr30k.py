@@ -11,7 +11,7 @@ from moecore.data.files import published_source
 
 
 class Flickr30k(published_source.CaptionedSource):
-    """Images (31,783) with five captions each; Karpathy's split by its file, or a drawn one."""
+    """Flickr30k: 31,783 images with five captions; splits are Karpathy's or drawn by the seed."""
 
     kind: Literal["flickr30k"] = "flickr30k"
     captions_file: str | None = Field(None, description="results_20130124.token; not with karpathy")
@@ -34,7 +34,7 @@ class Flickr30k(published_source.CaptionedSource):
 
 
 def read_flickr_captions(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (image, caption) of lines ``name.jpg#0<TAB>caption``; UserError for other lines."""
+    """Yield (image, caption) from lines ``name.jpg#0<TAB>caption``; UserError for other lines."""
     text = published_source.read_text_file(path, "captions")
     keys: set[str] = set()
     for number, line in enumerate(text.split("\n"), 1):

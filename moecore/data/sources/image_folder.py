@@ -1,4 +1,4 @@
-"""Any image classification set stored as class folders."""
+"""Images for classification in one folder per class."""
 
 import os
 from typing import Literal

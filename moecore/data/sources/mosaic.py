@@ -26,7 +26,7 @@ CellSource = Annotated[
 
 
 class CombinedImageSource(Source):
-    """Base of the sources that combine images of another source, whose splits stay separate."""
+    """Base class of sources that combine images of another source, within each of its splits."""
 
     source: CellSource
 
@@ -84,7 +84,7 @@ class Mosaic(CombinedImageSource):
 def draw_mosaic_members(
     total: int, number: int, cells: int, seed: list[int], name: str = "split"
 ) -> np.ndarray:
-    """Return which of ``total`` images form each mosaic, drawn at random: int64 (number, cells)."""
+    """Draw the indices, below ``total``, of each mosaic's images: int64 (number, cells)."""
     # Cut from random permutations: images are used equally often, and a larger number of mosaics
     # begins with the same ones.
     check_images_fill_mosaic(total, cells, name)
@@ -119,7 +119,7 @@ def compose_mosaics(images: np.ndarray, grid: int) -> np.ndarray:
 
 
 def multi_hot_labels(labels: np.ndarray, classes: int) -> np.ndarray:
-    """Return uint8 (n, K) of the cells' labels int64 (n, cells): 1 for every class that occurs."""
+    """Convert labels of cells (n, cells) to uint8 (n, K): 1 for every class that occurs."""
     hot = np.zeros((len(labels), classes), np.uint8)
     np.put_along_axis(hot, labels, 1, axis=1)
     return hot

@@ -38,7 +38,7 @@ class SimulatedScan(NamedTuple):
     mask: np.ndarray  # bool (D, H, W), voxels of the brain and its fluid
 
     def resample(self, voxel_mm: float) -> "SimulatedScan":
-        """Return the scan on voxels of ``voxel_mm``; smaller ones than VOXEL_MM add no detail."""
+        """Resample the scan to voxels of ``voxel_mm``; voxels below VOXEL_MM add no detail."""
         zooms = (VOXEL_MM,) * 3
         volume, mask = resample_masked_volume(self.volume, self.mask, zooms, voxel_mm)
         regions = np.stack([resample_volume(share, zooms, voxel_mm) for share in self.regions])
@@ -93,7 +93,7 @@ class Phantom(cohorts.CohortSettings, Source):
         return card.complete_with(count)
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write arrays and card.json, the same bytes for the same settings; return its content."""
+        """Write arrays and card.json, with equal bytes for equal settings; return the card."""
         visits = self.visits()
         parts = {}
         for split, rows in cohorts.split_cohort([visit.subject for visit in visits], self).items():
@@ -105,7 +105,7 @@ class Phantom(cohorts.CohortSettings, Source):
     def draw(
         self, age: float, sex: str, seed: int, scan: int = 0, site: int = 0
     ) -> VolumeWithTissueShares:
-        """Return a simulated scan exactly as ``write`` stores it; seed: of ``person_seed``."""
+        """Simulate a scan in the form that ``write`` stores; ``seed`` is from ``person_seed``."""
         simulated = simulate_scan(age, sex, seed, scan, site, self.preset)
         return pack_stored_volume(*simulated.resample(self.voxel_mm))
 
@@ -113,7 +113,7 @@ class Phantom(cohorts.CohortSettings, Source):
         return self.draw(visit.subject.age, visit.subject.sex, visit.seed, site=visit.site)
 
     def person_seed(self, number: int) -> int:
-        """Return the seed of person ``number``; people from ``subjects`` on are in no split."""
+        """Return the seed of person ``number``; numbers from ``subjects`` on are in no split."""
         return self.seed * MAX_SUBJECTS + number
 
     def visits(self) -> list[Visit]:

@@ -125,7 +125,7 @@ class Scripts(Source):
         return root, sha256, _choose_characters(self, root, sha256)
 
     def _draw_fonts(self, characters: Iterable[Character], split: str) -> Iterator[Rendering]:
-        """Yield character and font of each image, and the generator that draws the rest."""
+        """Yield each image's character and font, and the generator that draws its distortion."""
         for character in characters:
             choices = character.test if split == "test" else character.train
             for number in range(getattr(self, split)):
@@ -143,7 +143,7 @@ class Scripts(Source):
 
 @lru_cache(maxsize=8)
 def _choose_characters(settings: Scripts, root: Path, sha256: str) -> tuple[Character, ...]:
-    """Draw the classes; UserError if they are too few. sha256: that of the fonts below ``root``."""
+    """Draw the characters (classes) from fonts below ``root``; UserError if there are too few."""
     fonts_of: dict[int, list[Font]] = {}
     scripts: dict[int, str] = {}
     for font in fonts.read_fonts(root)[1]:
@@ -181,7 +181,7 @@ def _choose_characters(settings: Scripts, root: Path, sha256: str) -> tuple[Char
 
 
 def _choose_scripts(settings: Scripts, letters: Mapping[str, int]) -> set[str]:
-    """Return the names of the scripts to use; letters: script → number of letters in the fonts."""
+    """Return the scripts that the settings select; ``letters`` is script → number of letters."""
     ranked = sorted(letters, key=lambda script: (-letters[script], script))
     if unknown := {*(settings.scripts or ()), *settings.without} - letters.keys():
         text = ", ".join(sorted(unknown))
@@ -194,7 +194,7 @@ def _choose_scripts(settings: Scripts, letters: Mapping[str, int]) -> set[str]:
 
 
 def _hold_out_families(settings: Scripts, letters: list[tuple[str, list[Font]]]) -> set[str]:
-    """Draw the test's font families, if possible one of each script; letters: script and fonts."""
+    """Draw font families for the test, if possible one per script of ``letters``."""
     families: dict[str, set[str]] = {}
     for script, script_fonts in letters:
         families.setdefault(script, set()).update(font.family for font in script_fonts)

@@ -17,7 +17,7 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
 class ColumnNames(Config):
-    """Names, in the table, of the columns that a cohort uses; null: no such column."""
+    """The table's names for the columns that a cohort uses; null for a missing column."""
 
     participant_id: str = "participant_id"
     age: str = Field("age", description="At the scan, years")
@@ -96,7 +96,7 @@ class Spreadsheet(FileCohort):
         return cohorts.table_of_usable_rows(path, people, subjects, problems, places)
 
     def _rename_columns(self, path: Path, rows: list[dict[str, str]]) -> list[dict[str, str]]:
-        """Return rows with the keys of ``ColumnNames``, sexes F and M, ids padded with zeros."""
+        """Rename columns as in ``ColumnNames``, sexes to F and M, and pad ids with zeros."""
         names = {name: theirs for name, theirs in self.columns.model_dump().items() if theirs}
         if missing := [theirs for theirs in names.values() if theirs not in rows[0]]:
             raise UserError(

@@ -90,7 +90,7 @@ class TwoCohorts(CohortSettings, Source):
         test_subjects: Sequence[VolumeSubject],
         test_table: CohortTable,
     ) -> dict[str, list[int]]:
-        """Return each split's rows in the subjects of ``first`` followed by ``second``."""
+        """Return split → indices in the list of subjects of ``first``, then of ``second``."""
         train_sites = {subject.site for subject in train_subjects} - {""}
         lines = [
             f"{test_table.places[subject.participant_id]}: {subject.participant_id}: "

@@ -74,7 +74,7 @@ class Wikitext(TextSource):
 
 
 def read_and_tokenize(path: Path, numbers: dict[str, int]) -> np.ndarray:
-    """Return a file's tokens int32 (n,); numbers: word → token, to which new words are added."""
+    """Return a file's tokens int32 (n,), and add its new words to ``numbers`` (word → token)."""
     tokens = array("i")
     lines = 0
     try:

@@ -1,1 +1,1 @@
-"""Words, tokenizers of captions, and what sources of text share."""
+"""Words, tokenizers of captions, and the base class of text sources."""

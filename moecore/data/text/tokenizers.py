@@ -1,4 +1,4 @@
-"""Tokenizers of captions, M tokens each: words, or byte pairs of a file such as CLIP's."""
+"""Tokenizers of captions: by words, or by byte pairs from a file such as CLIP's."""
 
 import hashlib
 import shutil
@@ -31,7 +31,7 @@ class WordTokenizer:
     """Tokenizer of lower-case words, with punctuation as separate words."""
 
     def __init__(self, ordinary_words: Sequence[str]) -> None:
-        """Build the vocabulary: SPECIAL, then ``ordinary_words``, unique and not special."""
+        """Build the vocabulary: SPECIAL, then ``ordinary_words``, which are unique."""
         self.vocabulary = (*SPECIAL, *ordinary_words)
         self.numbers = {word: number for number, word in enumerate(self.vocabulary)}
         self.words = len(self.vocabulary)
@@ -42,7 +42,7 @@ class WordTokenizer:
         return hashlib.sha256(self._text().encode()).hexdigest()
 
     def encode(self, text: str, context: int) -> EncodedCaption:
-        """Return ``context`` tokens: START, words, END, PAD; too many words are cut before END."""
+        """Return ``context`` tokens: START, words, END, PAD; extra words are cut."""
         numbers = [self.numbers.get(word, SPECIAL.index(UNKNOWN)) for word in lower_words(text)]
         tokens, cut = pad_or_cut(numbers, context, SPECIAL.index(START), self.end)
         return EncodedCaption(tokens, cut, numbers.count(SPECIAL.index(UNKNOWN)))
@@ -62,7 +62,7 @@ class BpeTokenizer:
     """Tokenizer of byte pairs, read from a ``tokenizer.json`` such as CLIP's."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """Load a tokenizer.json. UserError if missing, invalid, or not of ``size`` words."""
+        """Load tokenizer.json; UserError if missing, invalid, or without ``size`` words."""
         tokenizers = import_optional_library("tokenizers", "text")  # slow to import
         self.path = path
         if not path.is_file():
@@ -103,7 +103,7 @@ Tokenizer = WordTokenizer | BpeTokenizer
 
 
 def pad_or_cut(numbers: list[int], context: int, start: int, end: int) -> tuple[list[int], bool]:
-    """Return ``context`` tokens (start, numbers, end, zeros), and whether numbers were cut."""
+    """Return ``context`` tokens: start, numbers, end, zeros; and whether numbers were cut."""
     fitting = numbers[: context - 2]
     tokens = [start, *fitting, end]
     return tokens + [0] * (context - len(tokens)), len(fitting) < len(numbers)
@@ -115,7 +115,7 @@ class WordSettings(Config):
     kind: Literal["words"] = "words"
 
     def build(self, training: Iterable[str]) -> WordTokenizer:
-        """Return a tokenizer of all words of the captions, the most frequent first."""
+        """Build a tokenizer of all words in the ``training`` captions, most frequent first."""
         frequent = list_frequent_words(map(lower_words, training), minimum=1)
         return WordTokenizer([word for word in frequent if word not in SPECIAL])
 
@@ -136,7 +136,7 @@ AnyTokenizer = Annotated[WordSettings | BpeFileSettings, Field(discriminator="ki
 
 
 def load_tokenizer(folder: Path, task: ImageText) -> Tokenizer:
-    """Load the tokenizer in ``folder``; UserError if missing, or its digest is not the task's."""
+    """Load the tokenizer in ``folder``; UserError if it is missing or not the task's."""
     path = folder / THEIRS
     if path.is_file():
         tokenizer: Tokenizer = BpeTokenizer(path, task.words)

@@ -22,7 +22,7 @@ WordSplitting = Literal["prose", "blanks"]
 
 
 class TextSource(Source):
-    """Base of the text sources: settings, card and writing."""
+    """Base class of text sources, whose items are blocks of M tokens."""
 
     task: ClassVar[type[NextToken]] = NextToken
     reading: ClassVar[WordSplitting]
@@ -41,14 +41,14 @@ class TextSource(Source):
         return (self.block,)
 
     def text_card(self, name: str, licence: str, source: str, vocabulary_size: int = 2) -> Card:
-        """Return the card of a text; vocabulary_size: 2 where it is not known yet."""
+        """Return the card of a text; ``vocabulary_size`` is 2 while unknown."""
         task = NextToken(words=vocabulary_size)
         more = {"reading": self.reading}
         return Card(name, self.context + 1, self.size, task, licence, source, more=more)
 
     @abstractmethod
     def read(self) -> TokenizedText:
-        """Return the text of all splits. Raises UserError where it is missing or invalid."""
+        """Read the text of all splits; UserError if it is missing or invalid."""
 
     def write(self, folder: Path) -> dict[str, Any]:
         return write_text(folder, self, self.describe(), self.read())
@@ -69,20 +69,20 @@ def split_prompt_words(text: str, reading: WordSplitting) -> list[str]:
 
 
 def build_vocabulary(train: Iterable[Sequence[str]], minimum: int) -> list[str]:
-    """Return ``<eos>``, ``<unk>`` and words that occur ``minimum`` times or more in ``train``."""
+    """Return ``<eos>``, ``<unk>``, and the words with ``minimum`` or more occurrences."""
     frequent = list_frequent_words(train, minimum)
     return [END, UNKNOWN, *(word for word in frequent if word not in (END, UNKNOWN))]
 
 
 def list_frequent_words(lines: Iterable[Sequence[str]], minimum: int) -> list[str]:
-    """Return words that occur ``minimum`` times or more, most frequent first, ties alphabetical."""
+    """Return words that occur at least ``minimum`` times, by frequency, then alphabetically."""
     counts = Counter(word for line in lines for word in line)
     frequent = [word for word, number in counts.items() if number >= minimum]
     return sorted(frequent, key=lambda word: (-counts[word], word))
 
 
 def tokenize_lines(lines: Iterable[Sequence[str]], numbers: Mapping[str, int]) -> np.ndarray:
-    """Return tokens int32 (n,) of all lines, each closed by ``<eos>``; numbers: word → token."""
+    """Convert lines to tokens int32 (n,) by ``numbers``, word → token; lines end with ``<eos>``."""
     unknown = numbers[UNKNOWN]
     tokens = (numbers.get(word, unknown) for line in lines for word in (*line, END))
     return np.fromiter(tokens, np.int32)
@@ -96,7 +96,7 @@ def read_words(path: Path) -> list[str]:
 
 
 def read_vocabulary(folder: Path, size: int) -> list[str]:
-    """Return the words in vocabulary.txt, in order of tokens. UserError unless ``size`` words."""
+    """Read vocabulary.txt, words in the order of tokens; UserError unless it has ``size`` words."""
     path = folder / "vocabulary.txt"
     vocabulary = read_words(path)
     remedy = "run the stage that writes it again"
@@ -108,7 +108,7 @@ def read_vocabulary(folder: Path, size: int) -> list[str]:
 
 
 def stop_word_labels(vocabulary: list[str]) -> np.ndarray:
-    """Return labels (V,): 1 for English stop words, 0 for other words, −1 for everything else."""
+    """Label a vocabulary (V,): 1 for English stop words, 0 for other words, −1 for non-words."""
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS  # slow to import
 
     labels = [int(word.lower() in ENGLISH_STOP_WORDS) for word in vocabulary]

@@ -1,1 +1,1 @@
-"""Random views of images and volumes with the affines that made them; mixing of images."""
+"""Random views (augmentations) of images and volumes, with their affines; mixing of images."""

@@ -1,4 +1,4 @@
-"""Colour operations and RandAugment (Cubuk et al. 2020) of a batch.
+"""Colour operations on batches of images, and RandAugment (Cubuk et al. 2020).
 
 Pixels fp32 (n, C, H, W) in 0..255, strength (n, 1, 1, 1). Each colour operation follows PIL's
 ImageOps or ImageEnhance of the same name to within one grey level (PIL truncates to whole levels,
@@ -48,7 +48,7 @@ def adjust_sharpness(pixels: Tensor, factor: Tensor) -> Tensor:
 
 
 def posterize(pixels: Tensor, bits: Tensor) -> Tensor:
-    """Keep the highest ``bits`` bits (1 to 8) of each level."""
+    """Keep the highest ``bits`` bits (1 to 8) of each pixel value."""
     step = 2.0 ** (8 - bits)
     return (pixels.round() / step).floor() * step
 
@@ -141,7 +141,7 @@ def _change_chosen(pixels: Tensor, chosen: Tensor, operation: Operation, strengt
 
 
 def erase_rectangles(pixels: Tensor, probability: float, draws: BatchDraws) -> Tensor:
-    """Black out a rectangle (2 to 33 %) of an image with ``probability`` (Zhong et al. 2020)."""
+    """Set a random rectangle of each image to 0, with ``probability`` (Zhong et al. 2020)."""
     height, width = pixels.shape[-2:]
     windows = warping.draw_crop_windows(draws, (height, width), (0.02, 1 / 3), (0.3, 3.3))
     first_row, first_column, box_height, box_width = (part[:, None] for part in windows)
@@ -188,7 +188,7 @@ class RandAugment(Config):
 
     @property
     def is_identity(self) -> bool:
-        """True where no image is changed: no operations, or none with an effect."""
+        """True if no operation of the settings changes an image."""
         names = set(self.names) - {"identity"}
         return not self.operations or not (names if self.magnitude else names & STRENGTHLESS)
 
@@ -211,7 +211,7 @@ def draw_operations(settings: RandAugment, draws: BatchDraws) -> DrawnOperations
 
 
 def operation_affines(operations: DrawnOperations, height: float, width: float) -> Tensor:
-    """Return one affine per image, fp64 (B, 3, 3): the product of its geometric operations."""
+    """Return each image's affine, fp64 (B, 3, 3), the product of its geometric operations."""
     count = len(operations.choices)
     total = torch.eye(3, dtype=torch.float64).expand(count, 3, 3)
     for place in range(operations.choices.shape[1]):

@@ -1,4 +1,4 @@
-"""Random views of a batch, made on its device, with their exact affines, and mixing of images.
+"""Make random views of a batch, with their exact affines; mix images (mixup, CutMix).
 
 B images, C channels, H×W pixels, also of the views (volumes: views3d). All random numbers come from
 the given CPU generator, so a view is a function of (seed, step) on every device. Mixup (Zhang et
@@ -114,20 +114,20 @@ class ViewSettings(Config):
                 yield ("randaugment", "names"), f"found saturation, {why}; allowed: others"
 
     def pixel_misfits(self, around: Surroundings) -> Misfits:
-        """Yield key and message of each change of colours if images have a channel of kinds."""
+        """Yield (key, message) per colour setting that would change a channel of token kinds."""
         for key in ("randaugment", "jitter", "erasing"):
             if around.has_truth and getattr(self, key):
                 yield ("views", key), f"found a change of pixels, {describe_truth_conflict(around)}"
 
     @property
     def leaves_image(self) -> bool:
-        """True if views can show, or interpolate with, pixels outside of their image."""
+        """True if a view can show, or interpolate with, pixels outside its image."""
         moves = self.randaugment is not None and self.randaugment.moves
         return bool(self.shift or self.crop or self.affine or moves)
 
     @property
     def on_grid(self) -> bool:
-        """True if views are only whole-pixel moves and flips: nothing is interpolated."""
+        """True if views are only flips and shifts by whole pixels, without interpolation."""
         return not (self.crop or self.affine or (self.randaugment and self.randaugment.moves))
 
 
@@ -141,7 +141,7 @@ def make_random_views(
     settings: ViewSettings,
     source: Generator | BatchDraws,
 ) -> ViewsWithAffines:
-    """Return one random view of each image, and the affine from the image to the view."""
+    """Make one random view of each image; also return the affines from image to view."""
     # images: uint8 (B, C, H, W); volumes (B, C, D, H, W) in [0, 1]; or images of different shapes,
     # which need a crop.
     draws = BatchDraws.of(source, len(images))
@@ -189,7 +189,7 @@ def make_random_views(
 
 
 def evaluation_images(images: Tensor | warping.MixedSizeImageList) -> Tensor:
-    """Return images for evaluation, fp32 (B, C, H, W) in [0, 1]; uneven ones as centre squares."""
+    """Return images for evaluation, fp32 (B, C, H, W) in [0, 1], cut to squares if uncropped."""
     if isinstance(images, warping.MixedSizeImageList):
         images = images.squares()
     pixels = images.to(torch.float32)
@@ -199,7 +199,7 @@ def evaluation_images(images: Tensor | warping.MixedSizeImageList) -> Tensor:
 def _frame_affines(
     settings: ViewSettings, original: Sequence[Any], size: tuple[int, int], draws: BatchDraws
 ) -> Tensor:
-    """Return affines (B, 3, 3) from the image, or a drawn crop of it, to a view of ``size``."""
+    """Return affines (B, 3, 3) from the image, or from a random crop, to a view of ``size``."""
     count = draws.images
     if settings.crop is None:
         return warping.scaling_affines(size[0] / original[0], size[1] / original[1], count)
@@ -249,7 +249,7 @@ def mix_images(
     source: Generator | BatchDraws,
     take_partners: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return images mixed with random ones of the batch, (B, C, H, W), and soft labels (B, K)."""
+    """Mix images with random others of the batch; return (B, C, H, W) and soft labels (B, K)."""
     # take_partners: returns images and labels at positions (B,) of the complete batch; None if
     # ``images`` are all of it. λ is per image; CutMix's is the exact share of unreplaced pixels.
     if why := task.needs_classes("mix"):
@@ -284,7 +284,7 @@ def mix_images(
 
 
 def _draw_shares(settings: Mix, draws: BatchDraws) -> tuple[Tensor, Tensor]:
-    """Return drawn λ (B,) fp64, 1 for unmixed images, and whether CutMix is used, bool (B,)."""
+    """Draw mixing shares λ (B,) fp64, 1 for unmixed images, and whether to use CutMix, (B,)."""
     # torch cannot draw Beta from a generator, numpy can.
     random = np.random.default_rng(int(torch.randint(2**62, (), generator=draws.generator)))
     is_cutmix = np.full(draws.batch_size, settings.cutmix > 0)

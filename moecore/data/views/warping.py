@@ -1,4 +1,4 @@
-"""Affines of views, and the pixels of a view: gathered on the pixel grid, or by grid_sample.
+"""Affine maps of images and volumes, and sampling of the views that they describe.
 
 Affines (B, 3, 3) of a batch are drawn on the CPU in fp64. An affine maps a point (row, column, 1)
 of the original image to the view; pixel centres are at +0.5. Later maps multiply from the left.
@@ -26,7 +26,7 @@ def uniform_draws(draws: BatchDraws, low: float, high: float) -> Tensor:
 
 
 def affines_from_matrix_rows(rows: tuple, columns: tuple, count: int) -> Tensor:
-    """Return affines (count, 3, 3) with the rows ``rows``, ``columns`` and 0 0 1."""
+    """Build affines (count, 3, 3) from their first two rows; the third is 0 0 1."""
     affines = torch.zeros(count, 3, 3, dtype=torch.float64)
     for row, entries in enumerate((rows, columns, (0, 0, 1))):
         for column, entry in enumerate(entries):
@@ -40,7 +40,7 @@ def scaling_affines(rows: Tensor | float, columns: Tensor | float, count: int) -
 
 
 def translation_affines(rows: Tensor | float, columns: Tensor | float, count: int) -> Tensor:
-    """Return affines (count, 3, 3) that move by ``rows`` down and ``columns`` right, pixels."""
+    """Return affines (count, 3, 3) that move ``rows`` pixels down and ``columns`` right."""
     return affines_from_matrix_rows((1, 0, rows), (0, 1, columns), count)
 
 
@@ -56,14 +56,14 @@ def shearing_affines(rows: Tensor | float, columns: Tensor | float, count: int) 
 
 
 def flip_affines(mirrored: Tensor, width: float) -> Tensor:
-    """Return affines that mirror left and right where ``mirrored`` (B,) is true; width: pixels."""
+    """Return affines (B, 3, 3) that mirror images of ``width`` pixels where ``mirrored`` (B,)."""
     is_mirrored = mirrored.to(torch.float64)
     columns = (0, 1.0 - 2.0 * is_mirrored, width * is_mirrored)
     return affines_from_matrix_rows((1, 0, 0), columns, len(mirrored))
 
 
 def recentre_affines(affines: Tensor, height: float, width: float) -> Tensor:
-    """Return the affines (B, 3, 3) about the middle of the image instead of its corner."""
+    """Convert affines (B, 3, 3) about the image's corner to affines about its middle."""
     to_middle = translation_affines(-height / 2, -width / 2, len(affines))
     return translation_affines(height / 2, width / 2, len(affines)) @ affines @ to_middle
 
@@ -71,7 +71,7 @@ def recentre_affines(affines: Tensor, height: float, width: float) -> Tensor:
 def draw_crop_windows(
     draws: BatchDraws, size: Sequence[Any], scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return random windows: first row, first column, height, width, (B,), fractional pixels."""
+    """Draw crop windows: first row, first column, height and width, (B,) each, in pixels."""
     # Area is uniform in ``scale`` (share of the image), width / height log-uniform in ``ratio``; a
     # side longer than the image's is cut to it (our choice: Inception draws again up to ten times).
     area = uniform_draws(draws, *scale) * (size[0] * size[1])
@@ -100,7 +100,7 @@ def to_device_async(values: Tensor, device: torch.device) -> Tensor:
 
 
 def warp_images(images: Tensor, affines: Tensor, size: tuple[int, int], fill: str) -> Tensor:
-    """Return bilinear views fp32 (B, C, *size) in 0..255 of uint8 images."""
+    """Sample uint8 images bilinearly; return views fp32 (B, C, *size) in 0..255."""
     # affines: image to view. Outside the image: 0 (zeros), the nearest pixel (border) or the
     # mirrored image (reflection). Strong shrinking is not smoothed.
     height, width = images.shape[-2:]
@@ -147,7 +147,7 @@ class MixedSizeImageList:
 def cut_parts_seen_by_views(
     images: MixedSizeImageList, affines: Tensor, size: tuple[int, int], fill: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the part of each image that its view shows, uint8 (B, H, W, C), and its affine."""
+    """Return the part of each image that its view shows, uint8 (B, H, W, C), and new affines."""
     # The affine maps the part to the view; ``fill`` pads the part outside of the image.
     corners = torch.tensor([[0, 0, size[0], size[0]], [0, size[1], 0, size[1]], [1, 1, 1, 1]])
     reached = (invert_affines(affines) @ corners.to(torch.float64))[:, :2]
@@ -181,7 +181,7 @@ def _copy_part(
 
 
 def shift_and_flip(images: Tensor, shifts: Tensor, mirrored: Tensor, fill: str) -> Tensor:
-    """Return images moved by ``shifts`` pixels (B, 2), then mirrored where ``mirrored`` (B,)."""
+    """Move images by ``shifts`` pixels (B, 2), then mirror them where ``mirrored`` (B,)."""
     count, _, height, width = images.shape
     rows = torch.arange(height) - shifts[:, :1]
     forward = torch.arange(width)
@@ -216,7 +216,7 @@ FLAT_VIEWS = ("crop", "randaugment", "jitter", "erasing")  # not for volumes
 def make_random_volume_views_and_affines(
     volumes: Tensor, settings: Any, draws: BatchDraws
 ) -> tuple[Tensor, Tensor]:
-    """Return one random view of each volume, fp32, and its affine fp32 (B, 4, 4)."""
+    """Make one random view of each volume, fp32; also return its affine fp32 (B, 4, 4)."""
     names = [name for name in FLAT_VIEWS if getattr(settings, name)]
     if settings.affine and settings.affine.shear:
         names.append("affine.shear")
@@ -238,7 +238,7 @@ def make_random_volume_views_and_affines(
 
 
 def warp_volumes(volumes: Tensor, affines: Tensor, fill: str) -> Tensor:
-    """Return views fp32 (B, C, D, H, W), trilinear; affines: volume to view, fp64, on the CPU."""
+    """Sample volumes trilinearly by CPU affines (volume to view); return fp32 (B, C, D, H, W)."""
     half = torch.tensor(volumes.shape[2:], dtype=torch.float64) / 2
     unit = torch.diag(torch.cat([half, half.new_ones(1)]))  # from −1 … 1 about the middle to voxels
     unit[:3, 3] = half
@@ -266,7 +266,7 @@ def _affine(settings: Any, size: list[int], draws: BatchDraws) -> Tensor:
 
 
 def _shift_and_flip(volumes: Tensor, shifts: Tensor, mirrored: Tensor, fill: str) -> Tensor:
-    """Return volumes moved by ``shifts`` voxels (B, 3), then mirrored where ``mirrored`` (B,)."""
+    """Move volumes by ``shifts`` voxels (B, 3), then mirror them where ``mirrored`` (B,)."""
     count, channels, *size = volumes.shape
     depth, height, width = size
     send = partial(to_device_async, device=volumes.device)
@@ -317,7 +317,7 @@ def volume_rotations(radians: Tensor) -> Tensor:
 
 
 def volume_flip_affines(mirrored: Tensor, length: float) -> Tensor:
-    """Return affines that mirror the first axis, ``length`` voxels, where ``mirrored`` (B,)."""
+    """Return affines that mirror the first axis (``length`` voxels) where ``mirrored`` (B,)."""
     affines = volume_identities(len(mirrored))
     affines[:, 0, 0] = 1 - 2 * mirrored.to(torch.float64)
     affines[:, 0, 3] = length * mirrored.to(torch.float64)
@@ -325,6 +325,6 @@ def volume_flip_affines(mirrored: Tensor, length: float) -> Tensor:
 
 
 def centred_volume_affines(affines: Tensor, size: Sequence[float]) -> Tensor:
-    """Return the affines (B, 4, 4) about the middle of a volume of ``size``, not its corner."""
+    """Convert affines (B, 4, 4) about the volume's corner to affines about its middle."""
     half = torch.tensor(size, dtype=torch.float64).div(2).expand(len(affines), 3)
     return volume_translations(half) @ affines @ volume_translations(-half)

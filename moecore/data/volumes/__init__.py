@@ -1,1 +1,1 @@
-"""Volumes of heads: tables of a cohort, NIfTI files, one grid, checks, and what is stored."""
+"""Volumes of heads: tables of participants, and preparation of NIfTI files."""

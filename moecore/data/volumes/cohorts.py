@@ -1,4 +1,4 @@
-"""Cohorts: tables of participants and sessions, and splits by age and sex per participant."""
+"""Tables of a cohort's participants and sessions, and splits of participants by age and sex."""
 
 import csv
 import re
@@ -47,7 +47,7 @@ def describe_invalid_id(name: str, value: str) -> str | None:
 
 
 def find_only_file(root: Path, pattern: str, subject: VolumeSubject) -> Path:
-    """Return the one file of ``subject`` that fits ``pattern``; UserError for none or several."""
+    """Find the only file of ``subject`` that fits ``pattern``; UserError for none or several."""
     parts = [escape(subject.participant_id)]
     if session := subject.session_id:
         parts.append(escape(f"ses-{session.removeprefix('ses-')}"))
@@ -86,7 +86,7 @@ class CohortTable(NamedTuple):
 
 
 def read_participants_table(root: Path, diagnoses: tuple[str, ...] | None = None) -> CohortTable:
-    """Return the table from root/participants.tsv and each participant's sessions.tsv, if any."""
+    """Read root/participants.tsv and each participant's sessions.tsv, if it exists."""
     # A sessions table gives session_id and, if it has the columns, age and diagnosis; otherwise
     # participants.tsv does. Rows of a diagnosis outside ``diagnoses`` are skipped.
     path = root / "participants.tsv"
@@ -134,7 +134,7 @@ def table_of_usable_rows(
     problems: list[SubjectProblem],
     places: dict[str, str],
 ) -> CohortTable:
-    """Return the table without subjects that have problems or are duplicates; people: id → rows."""
+    """Return the table of subjects without problems and duplicates; ``people`` maps ids to rows."""
     splits = {}
     split_problems = []
     for who, rows in people.items():
@@ -157,14 +157,14 @@ def table_of_usable_rows(
 
 
 def describe_absent_diagnoses(diagnoses: tuple[str, ...] | None, counts: Counter[str]) -> str:
-    """Return the error text: no row has any of ``diagnoses``; counts: rows per diagnosis."""
+    """Return the error text if no row has one of ``diagnoses``; it lists the existing ones."""
     counted = ", ".join(f"{name} ({number})" for name, number in sorted(counts.items()))
     listed = ", ".join(diagnoses or ())
     return f"no participant's diagnosis is one of {listed} (`diagnoses`); found: {counted}"
 
 
 def _read_rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, str]]:
-    """Return a table's rows, column → text, "" for n/a. Raises UserError for missing columns."""
+    """Read a table's rows (column → text, "" for n/a); UserError for missing columns."""
     if not join_below_root(root, path).is_file():
         raise UserError(
             f"{path}: no such file; a cohort needs it, with the columns "
@@ -183,7 +183,7 @@ def _read_rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, 
 
 
 def read_text_table(path: Path, separator: str = "\t") -> tuple[list[str], list[dict[str, str]]]:
-    """Return column names and rows, column → text without outer blanks, of a table."""
+    """Read a table; return column names and rows (column → text without outer blanks)."""
     import pandas  # takes a second to import
 
     try:
@@ -204,7 +204,7 @@ def read_text_table(path: Path, separator: str = "\t") -> tuple[list[str], list[
 
 
 def parse_subject_with_problems(row: dict[str, str]) -> tuple[VolumeSubject, list[str]]:
-    """Return the subject of a table's row, and the reasons why it cannot be used, [] if none."""
+    """Parse a table's row; return the subject and a list of reasons why it is unusable."""
     reasons = []
     session = row.get("session_id", "")
     if session and (reason := describe_invalid_id("session_id", session)):
@@ -228,7 +228,7 @@ PURPOSE = {"test": 5, "validation": 6}  # random streams; lower ones are in use
 
 
 class CohortSettings(Config):
-    """Settings of every cohort of volumes with ages: how its participants are split."""
+    """Base settings of cohorts of volumes with ages: how participants are split."""
 
     task: ClassVar[type[Regression]] = Regression
     volumes: ClassVar[bool] = True
@@ -241,7 +241,7 @@ class CohortSettings(Config):
 
     @property
     def allowed_diagnoses(self) -> tuple[str, ...] | None:
-        """Diagnoses of the participants that may be in any split; None: all."""
+        """Diagnoses with which a participant may be in any split; None for all."""
         return None
 
 
@@ -276,7 +276,7 @@ def split_cohort(
 def held_out_participants(
     subjects: Sequence[VolumeSubject], settings: CohortSettings, places: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return participant → why all its volumes must be in the test split; places: for messages."""
+    """Return participant → reason, for participants that must be in the test split."""
     sites = set(settings.test_sites)
     cohort_sites = {subject.site for subject in subjects}
     if unknown := sorted(sites - cohort_sites):
@@ -325,7 +325,7 @@ def _refuse_contradictions(
 
 
 def draw_splits(people: Sequence[VolumeSubject], settings: CohortSettings) -> dict[str, str]:
-    """Return participant → split, drawn at random in proportion to each group of age and sex."""
+    """Draw each participant's split, in proportion within each group of age and sex."""
     if settings.validation + settings.test >= 1:
         raise UserError(
             f"validation {settings.validation:g} and test {settings.test:g} leave nothing to "
@@ -365,7 +365,7 @@ def age_cohort_card(
     about: tuple[str, str],
     simulated: bool = False,
 ) -> Card:
-    """Return the card, without counts, of a cohort with ages; about: licence and source."""
+    """Return the card, without counts, of a cohort with ages; ``about`` is (licence, source)."""
     task = Regression(target="age", unit="years")
     more = {"voxel_mm": [voxel_mm] * 3, "simulated": simulated, "skipped": []}
     return Card(name, 1, size, task, *about, regions=regions, more=more)

@@ -1,4 +1,4 @@
-"""Prepare the stored volume from a subject's NIfTI or FreeSurfer (.mgz) files."""
+"""Read a subject's NIfTI or FreeSurfer (.mgz) files, and resample and normalise the volume."""
 
 import math
 import struct
@@ -23,7 +23,7 @@ NUMBERS = "biuf"  # numpy's kinds of real numbers; without complex numbers and c
 
 
 class UnusableVolume(UserError):
-    """Raised for volumes that cannot be used; ``problems``: the reasons, one line each."""
+    """Error for a volume that cannot be used; ``problems`` lists the reasons."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__("; ".join(problems))
@@ -37,7 +37,7 @@ class Volume(NamedTuple):
 
 
 def load_volume(path: Path) -> Volume:
-    """Return the volume in a NIfTI or .mgz file, on RAS axes. Raises UnusableVolume if damaged."""
+    """Read a NIfTI or .mgz file as a volume on RAS axes; UnusableVolume if it is damaged."""
     nibabel = import_optional_library("nibabel", "brain")  # takes a third of a second to import
 
     if not path.is_file():  # reading a pipe would never end
@@ -78,7 +78,7 @@ def describe_grid_mismatch(t1: Volume, other: Volume) -> str | None:
 
 
 def _read_header(path: Path) -> tuple[Any, Any]:
-    """Return nibabel's header, without extensions, and the file of the values."""
+    """Return nibabel's header, without extensions, and the file object of the values."""
     # ``nibabel.load`` decompresses unneeded extensions of whatever length the file claims, and
     # skips as many values of .mgz; a few megabytes of gzip hold gigabytes of zeros.
     from nibabel import MGHImage, Nifti1Image, Nifti1Pair, Nifti2Image, Nifti2Pair
@@ -111,7 +111,7 @@ def _voxel_count_problem(shape: Sequence[int]) -> str:
 
 
 def _header_problem(header: Any) -> str | None:
-    """Return what is wrong with shape, data type or orientation, or None; no value is read."""
+    """Describe an invalid shape, data type or orientation in a header; None if all are valid."""
     shape = header.get_data_shape()
     if len(shape) < 3 or min(shape) < 1 or any(length != 1 for length in shape[3:]):
         return f"has the shape {shape}; allowed: one 3-D volume"
@@ -132,7 +132,7 @@ VOXEL_TOLERANCE_MM = 1e-3  # voxel sizes that differ less count as equal
 
 
 class VoxelGrid(Config):
-    """The voxel grid of every volume; axes run right, anterior, superior (RAS)."""
+    """Settings of the voxel grid of all stored volumes, on RAS axes."""
 
     voxel_mm: float = Field(3.0, gt=0, le=20, description="Voxel side, mm; volumes are resampled")
     size: tuple[int, int, int] = Field(
@@ -150,7 +150,7 @@ class VoxelGrid(Config):
 
 
 def resample_volume(volume: np.ndarray, zooms: tuple[float, ...], voxel_mm: float) -> np.ndarray:
-    """Return the volume on voxels of ``voxel_mm``, fp32, linear; zooms: its voxel sizes in mm."""
+    """Resample a volume with voxel sizes ``zooms`` (mm) linearly to ``voxel_mm``, fp32."""
     factors = voxel_mm / np.asarray(zooms, np.float64)  # old voxels per new one
     if np.all(np.abs(factors - 1) * voxel_mm < VOXEL_TOLERANCE_MM):
         return volume.astype(np.float32, copy=False)
@@ -167,7 +167,7 @@ def resample_volume(volume: np.ndarray, zooms: tuple[float, ...], voxel_mm: floa
 def resample_masked_volume(
     volume: np.ndarray, mask: np.ndarray, zooms: tuple[float, ...], voxel_mm: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return values inside the mask, 0 outside, and the mask, both on voxels of ``voxel_mm``."""
+    """Resample a volume and its mask to voxels of ``voxel_mm``; values outside the mask are 0."""
     weight = resample_volume(mask.astype(np.float32), zooms, voxel_mm)
     values = resample_volume(np.where(mask, volume, 0), zooms, voxel_mm)
     inside = weight >= BRAIN
@@ -175,7 +175,7 @@ def resample_masked_volume(
 
 
 def brain_window_start(mask: np.ndarray, size: tuple[int, int, int]) -> tuple[int, ...]:
-    """Return the first index per axis of a window around the mask's middle; < 0: to be padded."""
+    """Return a window's first index per axis, centred on the mask; negative if it needs padding."""
     if mask.shape == tuple(size):
         return (0, 0, 0)
     bounds = [np.flatnonzero(mask.any(axis=axes))[[0, -1]] for axes in ((1, 2), (0, 2), (0, 1))]
@@ -184,7 +184,7 @@ def brain_window_start(mask: np.ndarray, size: tuple[int, int, int]) -> tuple[in
 
 
 def cut_window(volume: np.ndarray, start: tuple[int, ...], size: tuple[int, ...]) -> np.ndarray:
-    """Return ``size`` voxels of a volume (D, H, W) from ``start`` on, padded with zeros."""
+    """Cut a window of ``size`` voxels at ``start`` from a volume (D, H, W), padded with zeros."""
     axes = list(zip(start, size, volume.shape, strict=True))
     padded = np.pad(volume, [(max(-at, 0), max(at + n - length, 0)) for at, n, length in axes])
     return padded[tuple(slice(max(at, 0), max(at, 0) + n) for at, n, _ in axes)]
@@ -203,7 +203,7 @@ MAX_LOST = 0.01  # share of the brain that a crop may lose
 
 
 def describe_impossible_tissue(regions: np.ndarray, voxel_ml: float) -> str | None:
-    """Return why tissue shares fp32 (3, D, H, W) are impossible for a head, or None."""
+    """Describe why tissue shares fp32 (3, D, H, W) cannot be those of a head; None if they can."""
     total = regions.sum(axis=0)
     if (over := float((total > 1 + SUM_TOLERANCE).mean())) > MAX_OVERFULL:
         return f"tissue shares sum to more than 1 in {over:.1%} of voxels (up to {total.max():.2f})"
@@ -217,7 +217,7 @@ def describe_impossible_tissue(regions: np.ndarray, voxel_ml: float) -> str | No
 
 
 def describe_visible_skull(volume: np.ndarray, mask: np.ndarray, from_maps: bool) -> str | None:
-    """Return why a volume seems to show a skull, or None; from_maps: mask is of tissue maps."""
+    """Describe why a volume seems to show a skull; None if it does not."""
     remedy = "strip the skull, or give a brain mask (`mask`)"
     if not mask.any():
         return "there is no brain in it (no voxel inside the mask)"
@@ -245,7 +245,7 @@ class VolumeWithTissueShares(NamedTuple):
 def read_subject_volumes(
     files: Mapping[str, Path], grid: VoxelGrid, labels: Mapping[str, tuple[int, ...]] | None = None
 ) -> VolumeWithTissueShares:
-    """Return one subject's volume and tissue shares, on the grid and normalised, as stored."""
+    """Read a subject's files; return volume and tissue shares on the grid, normalised."""
     # files: "t1", perhaps "mask", and tissue either as maps ("wm", "gm", "csf"), or as one label
     # map ("dseg") whose numbers are the ``labels`` of each region, or neither. Brain: the mask
     # file, else voxels with more than half tissue, else T1 > 0 (skull-stripped).
@@ -270,13 +270,13 @@ def read_subject_volumes(
 
 
 def read_volume(path: str | Path, grid: VoxelGrid, mask: str | Path | None = None) -> np.ndarray:
-    """Return one T1-weighted volume as models take it: float16 (1, D, H, W) in [0, 1]."""
+    """Read a T1-weighted volume in the form that models take: float16 (1, D, H, W) in [0, 1]."""
     files = {"t1": Path(path)} | ({"mask": Path(mask)} if mask else {})
     return read_subject_volumes(files, grid).image
 
 
 def normalise_intensities(volume: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Return fp32 (D, H, W): 1st to 99th percentile in ``mask`` mapped to [0.01, 1], 0 outside."""
+    """Map the 1st to 99th percentile inside ``mask`` to [0.01, 1], fp32 (D, H, W); 0 outside."""
     inside = volume[mask].astype(np.float64)
     low, high = np.percentile(inside, PERCENTILES)
     if not high > low:
@@ -290,7 +290,7 @@ def normalise_intensities(volume: np.ndarray, mask: np.ndarray) -> np.ndarray:
 def pack_stored_volume(
     volume: np.ndarray, regions: np.ndarray | None, mask: np.ndarray
 ) -> VolumeWithTissueShares:
-    """Return a volume (D, H, W), normalised in its mask, and shares (R, D, H, W) as stored."""
+    """Normalise a volume (D, H, W), and convert it and tissue shares (R, D, H, W) for storage."""
     image = normalise_intensities(volume, mask).astype(np.float16)[None]
     if regions is not None:
         regions = np.rint(np.clip(regions, 0, 1) * 255).astype(np.uint8)
@@ -303,7 +303,7 @@ def _refuse(place: str | Path, problem: str | None) -> None:
 
 
 def _load_volumes(files: Mapping[str, Path]) -> dict[str, Volume]:
-    """Return kind (t1, mask, …) → volume. Raises UnusableVolume, which lists all problems."""
+    """Load files; return kind (t1, mask, …) → volume; UnusableVolume lists all problems."""
     volumes = {}
     problems = []
     for name, path in files.items():

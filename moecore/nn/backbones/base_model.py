@@ -1,4 +1,4 @@
-"""The base classes of backbones and models: images, outputs, and parameter counts."""
+"""The base classes of backbones (settings) and of the models that they build."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ class ImageSpec(Config):
 
     @classmethod
     def from_card(cls, card: dict[str, Any]) -> Self:
-        """Return the ImageSpec of a data card (field → value); KeyError if a field is missing."""
+        """Return the ImageSpec for the content of card.json; KeyError if a field is missing."""
         fields = cls.model_fields.items()
         return cls(**{key: card[key] for key, info in fields if info.is_required() or key in card})
 
@@ -68,7 +68,7 @@ class ImageSpec(Config):
 
     @property
     def stored_channels(self) -> int:
-        """Channels of an image as stored and given to a model, including that of the truth."""
+        """Channels of a stored image, which a model takes, including the channel of the truth."""
         if not self.truth:
             return self.channels
         if len(self.shape) == 1:
@@ -82,7 +82,7 @@ class ImageSpec(Config):
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """Names of the task's answers. Models with equal answers can exchange heads."""
+        """Names of the task's outputs; models with equal names can exchange heads."""
         return self.task.answers
 
 
@@ -115,7 +115,7 @@ def check_needs_no_attention(kind: str, moe: MoESettings | None) -> None:
 # ``at``: "mlp_input" the input of a block's feed-forward, "block_out" its output, "final" the
 # normalised last tokens.
 class EncodeOptions(NamedTuple):
-    """Options of ``encode``: requested features, and inputs of routers."""
+    """Options of ``encode``: which features to return, and additional inputs of routers."""
 
     at: Feature | None = None
     blocks: tuple[int, ...] = ()  # blocks whose features are returned
@@ -123,11 +123,11 @@ class EncodeOptions(NamedTuple):
     progress: float = 1.0  # share of the training that is done
 
     def select_tokens(self, entering: Tensor, leaving: Tensor) -> Tensor:
-        """Return ``entering``, a feed-forward's input, for "mlp_input", else the block's output."""
+        """Return a feed-forward's input if ``at`` is "mlp_input", else the block's output."""
         return entering if self.at == "mlp_input" else leaving
 
     def select_features(self, blocks: Mapping[int, Tensor], final: Tensor) -> tuple[Tensor, ...]:
-        """Return each requested block's features: ``final`` if ``at`` is "final", else its own."""
+        """Return a tensor per requested block: ``final`` if ``at`` is "final", else the block's."""
         return tuple(final if self.at == "final" else blocks[index] for index in self.blocks)
 
 
@@ -156,7 +156,7 @@ class Backbone(Part, ABC):
             """Number of blocks."""
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield (key, reason) if the data do not fit, and for stochastic depth with one block."""
+        """Yield (key, message) if the data do not fit, or drop_path has no effect."""
         if (rate := getattr(self, "drop_path", 0)) and self.depth == 1:
             text = "which grows from 0 at the first block, the only one"
             yield ("drop_path",), f"found {rate:g}, {text}; allowed: 0, or more blocks"
@@ -180,15 +180,15 @@ class Backbone(Part, ABC):
 
     @abstractmethod
     def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "BackboneModel":
-        """Return an untrained model for such images; UserError if they do not fit the settings."""
+        """Build an untrained model for images like ``image``; UserError if they do not fit."""
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Number of blocks per stage; within a stage, tokens keep their number and width."""
+        """Number of blocks per stage; number and width of tokens change only between stages."""
         return (self.depth,)
 
     def trained_on(self, image: ImageSpec) -> Self:
-        """Return the settings with which a model trained on ``image`` is fine-tuned on others."""
+        """Return the settings for fine-tuning, on other images, a model trained on ``image``."""
         return self
 
 
@@ -209,22 +209,22 @@ class Model(nn.Module, ABC):
 
     @property
     def layout(self) -> TokenLayout:
-        """Return the positions of final tokens: patches without special tokens, by default."""
+        """Return the layout of the final tokens; by default a grid without special tokens."""
         return TokenLayout(0, self.config.grid(self.image), self.image.shape)
 
     @property
     def layouts(self) -> tuple[TokenLayout, ...]:
-        """Return the positions of tokens in each MoE layer; empty for a dense model."""
+        """Return the token layout of each MoE layer; () for a dense model."""
         if self.moe is None:
             return ()
         return tuple(map(self.layout_of, self.moe.indices(self.config.depth)))
 
     def layout_of(self, block: int) -> TokenLayout:
-        """Return the positions of a block's tokens: equal in all blocks, unless overridden."""
+        """Return the token layout of a block; by default equal in all blocks."""
         return self.layout
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Return the labels in the form that the task's losses take: unchanged by default."""
+        """Convert labels to the form that the task's loss takes; by default unchanged."""
         return labels
 
     def task_loss(
@@ -234,25 +234,25 @@ class Model(nn.Module, ABC):
         label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Return the task's loss of an output, a scalar, or (B,) with ``reduction`` "none"."""
+        """Return the task's loss of an output: a scalar, or (B,) with ``reduction`` "none"."""
         return self.image.task.loss(output.prediction, labels, label_smoothing, reduction)
 
     def routing_of(self, images: Tensor) -> tuple[RoutingRecord, ...]:
-        """Return one routing record per MoE layer for images; skip the prediction if possible."""
+        """Return one routing record per MoE layer for images, if possible without a prediction."""
         return self(images).routing
 
     def moe_settings_of(self, name: str) -> MoESettings | None:
-        """Return the MoE settings of the tower with the parameter or module ``name``, or None."""
+        """Return the MoE settings of the tower to which parameter or module ``name`` belongs."""
         return self.moe
 
     @property
     def router_wants(self) -> frozenset[str]:
-        """Fields of RoutingContext that the model's routers read; empty for a dense model."""
+        """Names of the RoutingContext fields that the routers read; empty for a dense model."""
         return frozenset() if self.moe is None else self.moe.router.wants
 
     @property
     def experts_and_router(self) -> MoESettings:
-        """Return the settings of its MoE layers; ValueError for a dense model."""
+        """Return the settings of the MoE layers; ValueError for a dense model."""
         if self.moe is None:
             raise ValueError("a dense model has neither experts nor a router")
         return self.moe
@@ -308,7 +308,7 @@ class BackboneModel(Model):
         """Return the output of the blocks for images (B, C, *pixels)."""
 
     def routing_contexts(self, images: Tensor, options: EncodeOptions) -> dict[int, RoutingContext]:
-        """Return index of each MoE block → inputs of its router, to which it adds attention."""
+        """Return block index → additional inputs of its router; blocks add attention themselves."""
         if self.moe is None:
             return {}
         router = self.moe.router
@@ -332,7 +332,7 @@ class BackboneModel(Model):
         return contexts
 
     def width_of(self, block: int) -> int:
-        """Return the width of a block's tokens: equal in all blocks, unless overridden."""
+        """Return the width of a block's tokens; by default equal in all blocks."""
         return self.config.width
 
     def adapt_weights(
@@ -346,7 +346,7 @@ class BackboneModel(Model):
         return weights
 
     def renormalise_weights(self, weights: Weights, image: ImageSpec) -> Weights:
-        """Return the ``weights`` of ``patch_embed``, converted from ``image``'s mean and std."""
+        """Convert ``patch_embed`` weights of a model that normalises as ``image`` to this model."""
         weight, bias = "patch_embed.proj.weight", "patch_embed.proj.bias"
         if weight not in weights:
             return {}
@@ -355,20 +355,20 @@ class BackboneModel(Model):
         return dict(zip((weight, bias), patch_weights, strict=True))
 
     def remember(self, streams: int, length: int | None = None) -> None:
-        """Keep the cache of ``streams`` text streams between steps; 0: none. By default nothing."""
+        """Cache earlier text of ``streams`` streams between steps (0: none); by default nothing."""
 
     def beside(self, labels: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs of a training step after (images, guidance, progress), from labels."""
+        """Return additional inputs of ``forward`` in training, from the labels; by default none."""
         return ()
 
     def begin_finetuning(self) -> None:
-        """Freeze the parameters that fine-tuning does not train: none by default."""
+        """Freeze the parameters that fine-tuning does not train; by default none."""
 
     def begin_streams(self) -> None:
-        """Forget the earlier text, before a new pass over the text begins; by default nothing."""
+        """Clear the cache of earlier text before a new pass over the text; by default nothing."""
 
     def end_step(self, output: ModelOutput, progress: float) -> None:
-        """Update what has no gradient, such as routers' biases, after each step, on every rank."""
+        """Update state that has no gradient, such as routers' biases, after each training step."""
         update_routers(self, output.routing, progress)
 
     @abstractmethod
@@ -380,13 +380,13 @@ class BackboneModel(Model):
         return self.prediction_of(self.heads(tokens))
 
     def prediction_of(self, heads: tuple[Tensor, ...]) -> Tensor:
-        """Return the mean (B, K) of the outputs of all heads, as DeiT at inference."""
+        """Average the outputs of all heads, (B, K), as DeiT does at inference."""
         if len(heads) == 1:
             return heads[0]
         return torch.stack(heads).mean(dim=0)
 
     def normalised(self, images: Tensor) -> Tensor:
-        """Return (pixels − mean) / std; UserError for integers, a wrong shape or, on CPU, bytes."""
+        """Return (pixels − mean) / std; UserError for integers, wrong shapes or, on CPU, 0..255."""
         if not isinstance(images, Tensor) or not images.is_floating_point():
             raise UserError.at(
                 "images",
@@ -408,14 +408,14 @@ class BackboneModel(Model):
         return (pixels - self.pixel_mean) / self.pixel_std
 
     def seen_channels(self, images: Tensor) -> Tensor:
-        """Return images without the last channel, if that holds the true kinds of patches."""
+        """Return images without their channel of true token kinds, if they have one."""
         if self.image.truth:
             return images[:, : self.image.channels]
         return images
 
 
 def cut_token_pixels(images: Tensor, layout: TokenLayout) -> Tensor:
-    """Return each token's pixels (B, T, pixels); 0 outside of images and for special tokens."""
+    """Cut images into each token's pixels, (B, T, pixels); 0 for special tokens."""
     excess = [covered - size for covered, size in zip(layout.size, images.shape[2:], strict=True)]
     padding = [side for length in reversed(excess) for side in (0, length)]
     sides = [covered // patches for covered, patches in zip(layout.size, layout.grid, strict=True)]
@@ -423,14 +423,14 @@ def cut_token_pixels(images: Tensor, layout: TokenLayout) -> Tensor:
 
 
 def majority_token_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
-    """Return each token's most frequent true kind, int64 (B, T), in the last channel; 0: none."""
+    """Return each token's most frequent true kind (last channel), int64 (B, T); 0 if unknown."""
     if images.ndim == 3:
         return images[:, -1].long()
     return (cut_token_pixels(images[:, -1:], layout).mode(dim=-1).values * 255).round().long()
 
 
 def parameter_counts(model: Model) -> dict[str, int]:
-    """Return the numbers of ``parameters`` and, of these, ``active_parameters`` per token."""
+    """Count a model's ``parameters``, and its ``active_parameters``, which one token uses."""
     total = sum(parameter.numel() for parameter in model.parameters())
     idle = 0.0
     for name, parameter in model.named_parameters():

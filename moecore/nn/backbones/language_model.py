@@ -47,7 +47,7 @@ class SlidingWindowAttention(nn.Module):
     def forward(
         self, tokens: Tensor, before: Tensor, positions: Tensor, weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Return attended tokens (B, M, d), for tokens (B, M, d) after ``before`` (B, L, d)."""
+        """Let tokens (B, M, d) attend to earlier tokens; ``before`` (B, L, d) precede the block."""
         all_tokens = torch.cat([before.to(tokens.dtype), tokens], dim=1)
         query, key, value = (
             projected.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -67,13 +67,13 @@ class SlidingWindowAttention(nn.Module):
 
 
 def undo_relative_shift(values: Tensor) -> Tensor:
-    """Return (…, M, L) of (…, M, L + M): row t keeps its columns t … t + L − 1."""
+    """Cut (…, M, L + M) to (…, M, L): row t keeps columns t … t + L − 1."""
     *lead, block, total = values.shape
     return pad(values.flatten(-2), (0, block)).view(*lead, block, total + 1)[..., : total - block]
 
 
 def relative_shift(values: Tensor) -> Tensor:
-    """Return (…, M, L + M) of (…, M, L): row t starts at column t, all else is 0."""
+    """Pad (…, M, L) to (…, M, L + M): row t starts at column t, all else is 0."""
     *lead, block, span = values.shape
     flat = pad(values, (0, block + 1)).flatten(-2)
     return flat[..., : block * (span + block)].view(*lead, block, span + block)
@@ -128,7 +128,7 @@ class LanguageBlock(nn.Module):
     def inner_residual(
         self, tokens: Tensor, change: Tensor, momentum: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the inner norm's input, and the momentum for the next block; change: f."""
+        """Add the feed-forward's output ``change`` to tokens; also return the next momentum."""
         return tokens + change, None
 
 
@@ -157,7 +157,7 @@ class AdamBlock(MomentumBlock):
 
 
 class SegmentMemory(nn.Module):
-    """Training's cache: each block's inputs at the last L tokens, (depth, streams, L, d) fp32."""
+    """The cache of training: each block's last L inputs per stream, (depth, streams, L, d) fp32."""
 
     states: Tensor
 
@@ -176,7 +176,7 @@ class SegmentMemory(nn.Module):
         return self.states[:, rows.to(self.states.device)]
 
     def store_states(self, local: Tensor) -> None:
-        """Store new states (depth, b, L, d) of this rank's streams, and gather all other ranks'."""
+        """Store this rank's new states (depth, b, L, d), and gather the states of other ranks."""
         self.states = all_gather_rows(local.transpose(0, 1)).transpose(0, 1).contiguous()
 
 
@@ -240,7 +240,7 @@ class LanguageTransformer(BackboneModel):
         self.memory: SegmentMemory | None = None
 
     def remember(self, streams: int, length: int | None = None) -> None:
-        """Create a cache of ``streams`` streams, or none; UserError if ``length`` < span words."""
+        """Create a cache for ``streams`` streams, or remove it; UserError if ``length`` < span."""
         config = self.config
         if length is not None and config.span > length:
             raise UserError.at(
@@ -258,7 +258,7 @@ class LanguageTransformer(BackboneModel):
             self.memory.clear()
 
     def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
-        """Return the output of the model's blocks for the last M words of word ids (B, C, M)."""
+        """Return the blocks' output for the last M of the word ids (B, C, M)."""
         word_ids, kinds = self.split_kinds(images)
         if self.training and self.memory is not None:
             states = self.memory.local_states()
@@ -279,7 +279,7 @@ class LanguageTransformer(BackboneModel):
     def read_earlier(
         self, word_ids: Tensor, kinds: Tensor, options: EncodeOptions = EncodeOptions()
     ) -> Tensor:
-        """Return the cache (depth, B, L, d) after all blocks of word ids (B, C, M) but the last."""
+        """Read word ids (B, C, M) except the last M; return the cache (depth, B, L, d)."""
         states = self.initial_states(len(word_ids), word_ids.device)
         no_features = options._replace(blocks=())
         for distance in range(word_ids.shape[1] - 1, 0, -1):
@@ -292,11 +292,11 @@ class LanguageTransformer(BackboneModel):
 
     @property
     def reach(self) -> int:
-        """Maximum number of earlier blocks that a word's prediction depends on."""
+        """Maximum number of earlier text blocks on which a word's prediction depends."""
         return self.config.depth * math.ceil(self.config.span / self.image.shape[0])
 
     def initial_states(self, streams: int, device: torch.device) -> Tensor:
-        """Return the empty cache of new streams, (depth, B, L, d): zeros."""
+        """Return the cache of new streams, zeros (depth, B, L, d)."""
         config = self.config
         return torch.zeros(config.depth, streams, config.span, config.width, device=device)
 
@@ -308,7 +308,7 @@ class LanguageTransformer(BackboneModel):
         before: int = 0,  # distance, in blocks, to the first predicted block
         kinds: Tensor | None = None,  # true kinds of the words, (B, M)
     ) -> tuple[Encoded, Tensor]:
-        """Return the output of the blocks for words (B, M), and the new cache without gradient."""
+        """Return the blocks' output for words (B, M), and the new states without gradient."""
         # Layers that it cannot depend on are skipped, and their cache is unchanged.
         layers = self.config.depth - math.ceil(before * self.config.depth / self.reach)
         word_ids = word_ids.long()

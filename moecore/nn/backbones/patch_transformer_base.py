@@ -1,4 +1,4 @@
-"""Settings and model of transformers over patches of images (2 axes) or volumes (3 axes)."""
+"""Base settings and model of transformers over patches of images or volumes."""
 
 import math
 from typing import Any, ClassVar, Literal
@@ -145,7 +145,7 @@ class PatchTransformer(base_model.BackboneModel):
         return self.norm_pre(torch.cat([*special, tokens + self.pos_embed], dim=1))
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Return outputs of each head for final tokens: (B, K), or (B, cells·K) with cells."""
+        """Return each head's outputs (B, K), or (B, cells·K) for mosaics, from final tokens."""
         if self.image.task.cells > 1:
             pooled = mean_of_cells(tokens, self.layout.grid, self.image.task.cells)
             return (self.head(self.fc_norm(pooled)).flatten(1),)
@@ -158,7 +158,7 @@ class PatchTransformer(base_model.BackboneModel):
 
 
 def scale_initial_weights(blocks: nn.Module, factor: float) -> None:
-    """Multiply the initial matrices of attention, MLPs and experts, but not of routers."""
+    """Multiply the initial weights of attention, MLPs and experts (not routers) by ``factor``."""
     weights = dict(blocks.named_parameters())
     for name in weights:
         if name.endswith(DRAWN) and ".router." not in name:
@@ -179,7 +179,7 @@ def check_cells_of_patches(config: TransformerSettings, image: base_model.ImageS
 
 
 def mean_of_cells(tokens: Tensor, grid: tuple[int, ...], cells: int) -> Tensor:
-    """Return the mean (B, cells, width) of tokens (B, rows·columns, width) in each cell."""
+    """Average tokens (B, rows·columns, width) within each cell of a mosaic: (B, cells, width)."""
     side = math.isqrt(cells)
     rows, columns = grid
     placed = tokens.unflatten(1, (side, rows // side, side, columns // side))

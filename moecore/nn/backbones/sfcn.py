@@ -1,4 +1,4 @@
-"""The Simple Fully Convolutional Network for brain age: five halving convolutions, then one of 1³.
+"""SFCN, the Simple Fully Convolutional Network for brain age (six convolutions).
 
 B volumes, C channels, D × H × W voxels, T voxels of the last map (each a cube of 32³ voxels), K
 bins. Source: Peng et al. 2021, and their code (github.com/ha-ha-ha-han/UKBiobank_deep_pretrain).
@@ -49,7 +49,7 @@ class Sfcn(base_model.Backbone):
 
     @property
     def cube(self) -> int:
-        """Side, in voxels, of the cube that a voxel of the last map covers."""
+        """Side, in input voxels, of the cube that a voxel of the last feature map covers."""
         return 2 ** (len(self.channels) - 1)
 
     def misfits(self, around: Surroundings) -> Misfits:
@@ -111,7 +111,7 @@ class ConvolutionalNetwork(base_model.BackboneModel):
     def encode(
         self, images: Tensor, options: base_model.EncodeOptions = base_model.EncodeOptions()
     ) -> base_model.Encoded:
-        """Return the last map as tokens; features are those before and after the experts."""
+        """Return the last feature map as tokens, and features before and after the experts."""
         volume = self.features(self.normalised(images))
         grid = volume.shape[2:]
         entering = leaving = volume.flatten(2).transpose(1, 2)
@@ -139,7 +139,7 @@ class ConvolutionalNetwork(base_model.BackboneModel):
         label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Return the task's loss or, with bins, KL(soft label ‖ predicted) in nats over bins."""
+        """Return the task's loss or, if the head predicts bins, KL(soft label ‖ bins) in nats."""
         if self.config.head == "number":
             return super().task_loss(output, labels, label_smoothing, reduction)
         if label_smoothing:
@@ -154,14 +154,14 @@ class ConvolutionalNetwork(base_model.BackboneModel):
         return losses.mean() if reduction == "mean" else losses
 
     def prediction_of(self, heads: tuple[Tensor, ...]) -> Tensor:
-        """Return the mean of bins under their probabilities, (B, 1), or the head's number."""
+        """Return the predicted number (B, 1): the head's, or the expectation over bins."""
         if self.config.head == "number":
             return heads[0]
         return (softmax(heads[0], dim=1) @ ((self.edges[:-1] + self.edges[1:]) / 2))[:, None]
 
 
 def soft_labels(labels: Tensor, edges: Tensor, deviation: float) -> Tensor:
-    """Return each bin's probability (B, K) under normal distributions around ``labels`` (B,)."""
+    """Return bin probabilities (B, K) of normal distributions around ``labels`` (B,)."""
     # the outer bins get the probability outside the outer edges: rows sum to 1
     distances = (edges[None, 1:-1] - labels.float()[:, None]) / (deviation * math.sqrt(2))
     below = (1 + torch.erf(distances)) / 2

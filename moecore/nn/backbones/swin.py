@@ -1,4 +1,4 @@
-"""Swin V1 (Liu et al. 2021), and what Swin-MoE and Swin V2 share with it.
+"""Swin transformers: V1 (Liu et al. 2021), and the base of Swin-MoE and Swin V2.
 
 Parameter names are timm's, except ``head`` (timm: head.fc).
 """
@@ -71,7 +71,7 @@ class SwinSettings(base_model.Backbone):
         return self.depths
 
     def trained_on(self, image: ImageSpec) -> Self:
-        """Return a copy with ``pretrained_windows`` as on ``image``; Swin V1 is unchanged."""
+        """Return a copy whose ``pretrained_windows`` are those on ``image``; V1 is unchanged."""
         if self.kind == "swin" or self.pretrained_windows is not None:
             return self
         windows = tuple(max(size) for size in self.windows(image))
@@ -114,7 +114,7 @@ class Swin(SwinSettings):
 
 
 class SwinStage(nn.Module):
-    """A stage: merging of 2 × 2 tokens, except in the first stage, then blocks."""
+    """A stage: patch merging (except in the first stage), then blocks."""
 
     def __init__(self, downsample: nn.Module, blocks: list[layers.Block]) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class SwinTransformer(base_model.BackboneModel):
         return self.layout_of(self.depth - 1)
 
     def layout_of(self, block: int) -> TokenLayout:
-        """Return the positions of a block's tokens; the last may lie in part outside the image."""
+        """Return the token layout of a block; its grid may extend beyond the image."""
         place = self.places[block]
         side = self.config.patch * 2**place.stage
         return TokenLayout(0, place.grid, tuple(length * side for length in place.grid))
@@ -171,7 +171,7 @@ class SwinTransformer(base_model.BackboneModel):
     def encode(
         self, images: Tensor, options: base_model.EncodeOptions = base_model.EncodeOptions()
     ) -> base_model.Encoded:
-        """Return the blocks' output; features have their stage's tokens and width."""
+        """Return the blocks' output; features have the tokens and the width of their stage."""
         tokens = self.patch_embed(self.normalised(images))
         contexts = self.routing_contexts(images, options)
         records: tuple[RoutingRecord, ...] = ()
@@ -200,7 +200,7 @@ class SwinTransformer(base_model.BackboneModel):
         image: ImageSpec,
         mode: Interpolation = "bilinear",
     ) -> base_model.Weights:
-        """Return weights with V1's tables of position biases resized bicubically."""
+        """Return weights for other images; V1's tables of position biases are resized."""
         resized = {}
         for name, parameter in self.named_parameters():
             value = weights.get(name, parameter)

@@ -1,4 +1,4 @@
-"""Two towers, for images and captions, whose embeddings share a space (CLIP; LiT, 2022; SigLIP).
+"""Image–text models with an image and a text tower (CLIP; LiT, 2022; SigLIP).
 
 The image tower is any backbone of images with any method; the text tower is a transformer over a
 caption's tokens, dense or with experts. C captions per image, w numbers of an embedding.
@@ -138,7 +138,7 @@ class TextTransformer(nn.Module):
         return self.projection(pooled), tuple(spoken)
 
     def caption_mask(self, tokens: Tensor) -> Tensor:
-        """Return whether each token belongs to the caption, up to its end token, bool (B, M)."""
+        """Return whether each token belongs to its caption (up to the end token), bool (B, M)."""
         ends = (tokens == self.task.end).int().argmax(dim=1, keepdim=True)
         return torch.arange(tokens.shape[1], device=tokens.device)[None] <= ends
 
@@ -173,7 +173,7 @@ class TwoTowers(base_model.Backbone):
 
     @property
     def depth(self) -> int:
-        """Blocks of the image tower, to which the methods' ``blocks`` refer."""
+        """Number of blocks of the image tower, to which a method's ``blocks`` refer."""
         return self.image.depth
 
     @property
@@ -235,7 +235,7 @@ class TwoTowerModel(base_model.BackboneModel):
         return self.visual.width_of(block)
 
     def freeze_text(self, frozen: bool) -> None:
-        """Freeze or release the text tower: frozen, it gets no gradient and stays in eval mode."""
+        """Freeze the text tower (no gradient, evaluation mode), or release it."""
         self.text.requires_grad_(not frozen)
         self.text_frozen = frozen
         self.train(self.training)
@@ -264,7 +264,7 @@ class TwoTowerModel(base_model.BackboneModel):
         image: ImageSpec,
         mode: Interpolation = "bilinear",
     ) -> base_model.Weights:
-        """Return weights with the image tower's adapted to this model's images."""
+        """Return weights in which the image tower's weights fit this model's images."""
         if image.answers != self.image.answers:
             raise ValueError(
                 describe_refusal(
@@ -304,11 +304,11 @@ class TwoTowerModel(base_model.BackboneModel):
         return self.visual.encode(images, options)
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Return image sides (B, w + 1) for final tokens of the image tower."""
+        """Return image embeddings with bias (B, w + 1) from final tokens of the image tower."""
         return (self.image_side(self.visual.predict(tokens)),)
 
     def image_side(self, embedding: Tensor) -> Tensor:
-        """Return (scale · unit vector, bias), (B, w + 1) fp32, of image embeddings (B, w)."""
+        """Scale image embeddings (B, w) to one length and append the bias: (B, w + 1) fp32."""
         with torch.autocast(embedding.device.type, enabled=False):
             scale = self.logit_scale.float().exp()
             unit = normalize(embedding.float(), dim=1)
@@ -318,7 +318,7 @@ class TwoTowerModel(base_model.BackboneModel):
     def text_side(
         self, captions: Tensor, progress: float = 1.0
     ) -> tuple[Tensor, tuple[routing_records.RoutingRecord, ...]]:
-        """Return text sides (B, w + 3) fp32 of captions (B, M), and their routing records."""
+        """Return embeddings and fingerprints (B, w + 3) of captions (B, M), and routing records."""
         # A side is a unit vector (0 if the caption is missing), 1 (0), and a hash of the tokens.
         exists = (captions[:, :1] != NONE).float()
         embedding, records = self.text(captions.clamp_min(0), progress)
@@ -328,7 +328,7 @@ class TwoTowerModel(base_model.BackboneModel):
 
     @torch.no_grad()
     def targets(self, labels: Tensor) -> Tensor:
-        """Return the text side (N, C, w + 3), on the CPU, of captions (N, C, M) or (N, M)."""
+        """Embed captions (N, C, M) or (N, M) for the loss: (N, C, w + 3) on the CPU."""
         if labels.ndim == 2:
             labels = labels[:, None]
         mode = self.text.training

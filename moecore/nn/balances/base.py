@@ -1,4 +1,4 @@
-"""The base class of balances, which shift the scores that choose experts, never the weights."""
+"""The base class of balances, which change which experts are chosen, but not their weights."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar
@@ -9,7 +9,7 @@ from moecore.core.config import Part
 
 
 class Balance(Part, ABC):
-    """Settings of a balance, which evens the load of experts without a loss. Base of all kinds."""
+    """Base class: settings of a method that balances the load of experts without a loss."""
 
     is_alone: ClassVar[bool] = True  # cannot be combined with a balance loss or groups of experts
 
@@ -18,14 +18,14 @@ class Balance(Part, ABC):
         """Return the module that balances the load of ``experts`` experts, k per token."""
 
     def check_k(self, k: int, experts: int) -> None:
-        """Raise UserError if k of ``experts`` experts leave nothing to balance."""
+        """Raise UserError if there is nothing to balance for this ``k`` and number of experts."""
 
     def check_causal(self, key: str) -> None:
-        """Raise UserError if a token's experts depend on other tokens of the call."""
+        """Raise UserError if the choice for a token depends on other tokens of the batch."""
 
 
 class BalanceModule(nn.Module, ABC):
-    """Shift the scores by which a router chooses; buffers hold the state, updated every step."""
+    """Shifts the scores by which a router chooses; buffers hold the state."""
 
     @abstractmethod
     def forward(self, logits: Tensor, scores: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A bias on the choice that follows the load (Wang et al. 2024; DeepSeek-V3)."""
+"""Loss-free balancing: a bias per expert follows the load (Wang et al. 2024; DeepSeek-V3)."""
 
 from typing import ClassVar, Literal
 
@@ -13,7 +13,7 @@ Rule = Literal["sign", "recentred", "proportional"]
 
 
 class LossFree(Balance):
-    """Lower the bias of experts that were chosen too often, and raise that of the others.
+    """Lower the bias of experts that were chosen too often, and raise the bias of other experts.
 
     The bias shifts the choice in evaluation too, but never the weights.
     """
@@ -50,11 +50,11 @@ class LossFreeBias(BalanceModule):
     def after_step(self, scores: Tensor, chosen: Tensor, progress: float) -> None:
         if progress < self.config.until:
             counts = total_over_ranks(chosen.sum(dim=(0, 1)))
-            self.bias += self.config.rate * bias_change(counts, self.config.rule)
+            self.bias += self.config.rate * compute_bias_change(counts, self.config.rule)
 
 
-def bias_change(counts: Tensor, rule: Rule) -> Tensor:
-    """Return the change (E,) of biases, in units of the rate; counts: (E,) int64, of choices."""
+def compute_bias_change(counts: Tensor, rule: Rule) -> Tensor:
+    """Return each bias's change (E,), in units of the rate, from the experts' token counts (E,)."""
     # n̄ the even share: 1 − n/n̄, sign(n̄ − n), or this minus its mean (2408.15664; torchtitan)
     if rule == "proportional":
         return 1 - len(counts) * counts / counts.sum()

@@ -1,4 +1,4 @@
-"""Quantile balancing: each expert's bias is such that its even share of tokens chooses it."""
+"""Quantile balancing: set each expert's bias so that an even share of tokens chooses it."""
 
 import math
 from typing import Literal
@@ -68,7 +68,7 @@ class QuantileBias(BalanceModule):
 
 
 def quantile_biases(scores: Tensor, bias: Tensor, k: int) -> Tensor:
-    """Return the biases (E,) at which each expert has N·k/E tokens, with the tokens' cuts fixed."""
+    """Return the biases (E,) that give each expert N·k/E tokens if the tokens' cuts stay fixed."""
     # scores: (N tokens, E). bias: (E,), of the choice.
     tokens, experts = scores.shape
     if tokens * k < experts:

@@ -1,4 +1,4 @@
-"""Sinkhorn's balance: in training an even plan of tokens and experts chooses (S-BASE; Megatron)."""
+"""Sinkhorn balancing: choose by an even assignment in training (S-BASE; Megatron)."""
 
 from typing import Literal
 
@@ -59,7 +59,7 @@ class SinkhornPlanner(BalanceModule):
 
 
 def plan_factors(logits: Tensor, tolerance: float, rounds: int) -> Tensor:
-    """Return the experts' factors (G, E) in each group's plan of exp(logits), (G, S tokens, E)."""
+    """Return the experts' Sinkhorn factors (G, E) for logits (G, S tokens, E) of G groups."""
     # plan = tokens' factors · exp(logits) · experts' factors sums to 1/S per token, 1/E per expert.
     # a token's largest logit only scales its own factor
     kernel = (logits - logits.amax(dim=-1, keepdim=True)).exp()

@@ -1,4 +1,4 @@
-"""The base class of experts, and experts without a network.
+"""The base class of experts, and experts without a network (MoE++).
 
 The latter cost almost nothing: MoE++ (2410.07348). Z of them, C constants, R rows.
 """

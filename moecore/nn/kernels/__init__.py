@@ -1,1 +1,1 @@
-"""Kernels: products of rows, sorted by expert, with the weights of each expert."""
+"""Kernels: multiply rows, sorted by expert, by the weights of their expert."""

@@ -45,7 +45,7 @@ Product = Callable[[Tensor, ExpertGroup, Tensor | None], Tensor]
 
 
 class ExpertGroups:
-    """Split experts into ``groups``, in order; ``idle``: experts without rows, in no group."""
+    """Splits experts into ``groups``, in order; ``idle`` experts, without rows, are in no group."""
 
     def __init__(self, offsets: Tensor, weight: Tensor) -> None:
         ends = [0, *offsets.tolist()]
@@ -89,7 +89,7 @@ class ExpertGroups:
         return padded.view(number, group.slots, -1)
 
     def store(self, product: Product, part: Tensor, group: ExpertGroup, rows: Tensor) -> None:
-        """Write ``product`` of a group's padded rows ``part`` to the group's rows of (R, n)."""
+        """Compute ``product`` of a group's padded rows and store it in the group's rows."""
         if group.alone:
             product(part, group, rows[group.rows])
         else:

@@ -1,4 +1,4 @@
-"""Experts sharded over ranks: each of n has E / n complete experts, in order; rows travel."""
+"""Expert parallelism: each of n ranks holds E / n experts, and tokens are sent to them."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from moecore.nn.experts.base import ExpertsModule
 # Parameters are sharded by expert over the last dimension of ``mesh`` (replicate, shard). Their
 # gradient is already the mean over all ranks: do not average it again.
 class ShardedExperts:
-    """Replace the experts of an ``MoEFeedForward`` by ones whose parameters (E, …) are sharded."""
+    """Replaces the experts of an ``MoEFeedForward`` by experts sharded over ranks."""
 
     def __init__(self, experts: ExpertsModule, mesh: DeviceMesh) -> None:
         self.experts = experts

@@ -130,7 +130,7 @@ def experts_of_rows(offsets: Tensor, rows: int) -> Tensor:
 
 
 def rows_at_once(rows: Tensor) -> int:
-    """Return the number of rows (R, d) to process at a time; on CPU what fits its cache."""
+    """Return how many rows (R, d) to process at once; on CPU as many as fit the cache."""
     if rows.device.type == "cpu":
         return _CACHED_ROWS
     return max(1, len(rows))
@@ -215,7 +215,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, offsets: Tensor, rows: int, height: int | None = None) -> "Tiles":
-        """Return the tiles of ``rows`` rows; offsets: (E,), where each expert's rows end."""
+        """Cut ``rows`` rows into tiles; ``offsets`` (E,) are the ends of each expert's rows."""
         experts = len(offsets)
         height = height or tile_height(rows, experts)
         ends = offsets.long()

@@ -1,1 +1,1 @@
-"""Parts of blocks: attention, the mixture-of-experts layer, patches and windows."""
+"""Layers of backbones: attention, the mixture-of-experts layer, patches and windows."""

@@ -1,4 +1,4 @@
-"""A pre-norm transformer block with timm's parameter names."""
+"""A pre-norm transformer block and its layers, with timm's parameter names."""
 
 from collections.abc import Callable
 from typing import Annotated, Literal
@@ -74,7 +74,7 @@ def softmax_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool = 
 
 
 def attention_weights(query: Tensor, key: Tensor, causal: bool = False) -> Tensor:
-    """Return how much each token (row) attends to each token, (B, heads, T, T); rows sum to 1."""
+    """Return the attention of each token (row) to all tokens, (B, heads, T, T); rows sum to 1."""
     scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
     if causal:
         length = scores.shape[-1]
@@ -126,7 +126,7 @@ class LayerScale(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Dropout of values (B, …): this rank's part of a draw for the batch of all ranks."""
+    """Dropout of values (B, …), drawn for the batch of all ranks."""
 
     batch_views = 1  # views of each image in a batch that ranks share
 

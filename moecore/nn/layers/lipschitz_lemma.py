@@ -1,4 +1,4 @@
-"""Lemma 1 of Puigcerver et al. (2022) at a layer's n tokens, with spectral norms (ℓ2 → ℓ2)."""
+"""Evaluate Lemma 1 of Puigcerver et al. (2022), a Lipschitz bound of an MoE layer, at n tokens."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -30,7 +30,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class LemmaTerms(NamedTuple):
-    """The terms of the lemma at each token; all (n,), fp64."""
+    """The terms of Lemma 1 at each token, (n,) fp64 each."""
 
     jacobian: Tensor  # ‖∇f(x)‖₂ of f = Σ_e p_e f_e, by autograd through softmax and experts
     # Σ_e p_e ‖∇f_e(x)‖₂, with each expert's slope at x instead of the paper's global constant L_fe,
@@ -46,7 +46,7 @@ class LemmaTerms(NamedTuple):
 
     @property
     def violated(self) -> Tensor:
-        """Return whether ``jacobian`` exceeds 1 + 1e-6 times the bound, (n,) bool: a bug."""
+        """Return where ``jacobian`` exceeds (1 + 1e-6) · bound, (n,) bool; that would be a bug."""
         return self.jacobian > self.bound * (1 + 1e-6)
 
 
@@ -123,7 +123,7 @@ def row_jacobians(function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tenso
 
 
 def soften_model(model: nn.Module, temperature: float | None = None) -> nn.Module:
-    """Return a copy whose MoE layers are Σ_e w_e · expert_e(x); parameters are shared."""
+    """Return a copy, sharing parameters, whose MoE layers weigh all experts smoothly."""
     # w: probs, or ``soft_top_k_weights`` at a temperature. With probs it equals the model if all
     # experts are chosen with their probs as weights (noisy top-k at k = E). Soft slots and merged
     # experts do not change: every expert already contributes to every token.
@@ -135,7 +135,7 @@ def soften_model(model: nn.Module, temperature: float | None = None) -> nn.Modul
 
 
 class AllExpertsRouter(nn.Module):
-    """A router that sends tokens (B, T, d) to all experts, with weights from the inner router's."""
+    """A router that sends tokens to all experts, with smoothed weights of the inner router."""
 
     def __init__(self, router: nn.Module, temperature: float | None = None) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class AllExpertsRouter(nn.Module):
 
 
 def soft_top_k_weights(record: RoutingRecord, temperature: float) -> Tensor:
-    """Return weights (B, T, E) of all experts that tend to ``combine`` as the temperature falls."""
+    """Return weights (B, T, E) of all experts; they tend to ``combine`` at low temperature."""
     # Each expert's gate is σ(d / temperature), d: how far its logit lies above the midpoint of the
     # k-th and the next logit. A gate times the weight that the expert has, or would have (its share
     # of probs, as of the processed experts); a token's total weight stays. Pairs over capacity

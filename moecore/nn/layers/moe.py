@@ -63,7 +63,7 @@ class MoESettings(Config):
             self.router.check_causal(key)
 
     def indices(self, depth: int) -> tuple[int, ...]:
-        """Return the indices of its blocks in a model of ``depth`` blocks."""
+        """Return the indices of the blocks with experts in a model of ``depth`` blocks."""
         return sparse_block_indices(self.blocks, depth)
 
 
@@ -162,7 +162,7 @@ class MoEFeedForward(FeedForward):
         return plan.combine(functional_call(experts, merged, (rows,)))
 
     def plan_networks(self, plan: Any) -> Any:
-        """Return a router's plan without the choices of experts that have no network."""
+        """Return the plan without the choices of experts that have no network (MoE++)."""
         if self.zero_computation is None:
             return plan
         return plan.keep_experts(self.number)

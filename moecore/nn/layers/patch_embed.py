@@ -1,4 +1,4 @@
-"""Patches to tokens: timm's convolution weights, applied as one matrix product."""
+"""Map patches of images or volumes to tokens (linear or convolutional), and add positions."""
 
 import math
 from collections.abc import Sequence
@@ -125,7 +125,7 @@ def resize_positions(
     mode: Interpolation = "bilinear",
     old: Grid | None = None,  # None: square
 ) -> Tensor:
-    """Interpolate positions (1, prefix + patches, width) from grid ``old`` to ``size``."""
+    """Interpolate position embeddings (1, prefix + patches, width) from ``old`` to ``size``."""
     # The first ``prefix`` embeddings (class and distillation token) do not change. Volumes are
     # interpolated linearly. Source: ViT (Dosovitskiy et al. 2021, §3.2); bicubic as in DeiT.
     special = positions[:, :prefix]
@@ -150,7 +150,7 @@ def resize_positions(
 
 
 def sinusoidal_positions(grid: Grid, width: int) -> Tensor:
-    """Return sines and cosines (1, patches, width) of a grid, last axis fastest."""
+    """Return fixed sinusoidal position embeddings (1, patches, width) of a grid."""
     # Each axis has an equal part of the width, first sines, then cosines, with wavelengths from 2π
     # to 2π·10⁴ patches. Source: Vaswani et al. (2017), §3.5, applied per axis.
     if width % (2 * len(grid)):
@@ -166,7 +166,7 @@ def sinusoidal_positions(grid: Grid, width: int) -> Tensor:
 def renormalise_patch_embedding(
     kernel: Tensor, bias: Tensor, old: Normalisation, new: Normalisation
 ) -> tuple[Tensor, Tensor]:
-    """Return a patch embedding (d, C, …) that maps pixels with ``new`` (means, stds) as before."""
+    """Convert a patch embedding from inputs normalised by ``old`` (means, stds) to ``new``."""
     # (x − m)/s = (s'/s) · (x − m')/s' + (m' − m)/s per channel.
     if len(old[0]) != len(new[0]) or tuple(map(tuple, old)) == tuple(map(tuple, new)):
         return kernel, bias

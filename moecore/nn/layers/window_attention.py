@@ -1,4 +1,4 @@
-"""Windows of a grid of tokens, attention within them, and its blocks, with timm's names.
+"""Attention in windows of tokens and the blocks of Swin, with timm's parameter names.
 
 T tokens of a grid (columns fastest), W windows of n tokens, h heads.
 """
@@ -26,7 +26,7 @@ MAX_DISTANCE = 8.0  # to which the largest distance in a window is scaled, befor
 
 
 def window_and_shift(grid: Grid, window: int, shifted: bool) -> tuple[Grid, Grid]:
-    """Return side and shift of windows per axis, in tokens; no shift if a window spans the grid."""
+    """Return side and shift of windows along each axis; shift 0 if a window spans the grid."""
     sizes = tuple(min(window, length) for length in grid)
     shifts = tuple(
         size // 2 if shifted and size < length else 0
@@ -38,7 +38,7 @@ def window_and_shift(grid: Grid, window: int, shifted: bool) -> tuple[Grid, Grid
 # If the window does not divide the grid, the grid is padded at its ends, then shifted; on other
 # grids, windows and masks are the paper's.
 class Windows(nn.Module):
-    """Cut tokens (B, T, d) into windows (B, W, n, d), and join them; one gather each."""
+    """Cuts tokens (B, T, d) into windows (B, W, n, d), and joins windows to tokens."""
 
     places: Tensor
     back: Tensor
@@ -60,17 +60,17 @@ class Windows(nn.Module):
         self.register_buffer("mask", to_build_device(mask), persistent=False)
 
     def cut(self, tokens: Tensor) -> Tensor:
-        """Return windows (B, W, n, d) of tokens (B, T, d); padding is 0."""
+        """Cut tokens (B, T, d) into windows (B, W, n, d), padded with 0."""
         cut = _GatherWindowTokens.apply(tokens, self.places, self.back, self.padded, False)
         return cut.unflatten(1, (self.number, self.length))
 
     def join(self, windows: Tensor) -> Tensor:
-        """Return tokens (B, T, d) of windows (B, W, n, d) without padding."""
+        """Join windows (B, W, n, d) to tokens (B, T, d) without padding."""
         flat = windows.flatten(1, 2)
         return _GatherWindowTokens.apply(flat, self.back, self.places, False, self.padded)
 
     def expand_attention(self, attention: Tensor) -> Tensor:
-        """Return attention within windows (B, W, n, n) as attention of all tokens (B, T, T)."""
+        """Convert attention in windows (B, W, n, n) to attention of all tokens (B, T, T)."""
         rows = self.places.view(self.number, self.length, 1)
         columns = rows.transpose(1, 2)
         is_token = (rows < self.tokens) & (columns < self.tokens)
@@ -103,7 +103,7 @@ class _GatherWindowTokens(Function):
 
 
 def to_build_device(tensor: Tensor | None) -> Tensor | None:
-    """Return a tensor on torch's default device, on which models are built; None for None."""
+    """Move a tensor to torch's default device, on which models are built; None stays None."""
     if tensor is None:
         return None
     return tensor.to(torch.get_default_device())
@@ -111,7 +111,7 @@ def to_build_device(tensor: Tensor | None) -> Tensor | None:
 
 @lru_cache(maxsize=256)
 def _gather_indices(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the token at each place of windows (W, n), the inverse (T,), and mask (W, n, n)."""
+    """Return token indices of windows (W, n), their inverse (T,), and attention mask (W, n, n)."""
     rows, columns = grid
     number = rows * columns  # the index of padding
     full = [math.ceil(length / side) * side for length, side in zip(grid, size, strict=True)]
@@ -170,8 +170,8 @@ def merged_grid(grid: Grid) -> Grid:
 
 
 @lru_cache(maxsize=64)
-def pair_index(size: Grid) -> Tensor:
-    """Return the index (n, n) of each pair's relative position, of (2·rows − 1)(2·columns − 1)."""
+def index_relative_positions(size: Grid) -> Tensor:
+    """Return the index (n, n) of each pair's relative position in the table of position biases."""
     with torch.device("cpu"):
         axes = torch.meshgrid(*(torch.arange(length) for length in size), indexing="ij")
         places = torch.stack(axes).flatten(1)
@@ -181,8 +181,8 @@ def pair_index(size: Grid) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def log_coordinates(size: Grid, pretrained: Grid | None = None) -> Tensor:
-    """Return sign(d)·log₂(|d| + 1) / log₂ 8 of all relative positions d."""
+def log_relative_positions(size: Grid, pretrained: Grid | None = None) -> Tensor:
+    """Return log-spaced coordinates of all relative positions in a window (Swin V2)."""
     # Shape ((2·rows − 1)(2·columns − 1), 2). The largest distance in a window (in ``pretrained``,
     # if given) is scaled to 8.
     with torch.device("cpu"):
@@ -239,8 +239,8 @@ class WindowAttention(nn.Module):
                 nn.ReLU(),
                 trunc_normal_linear(HIDDEN, heads, bias=False),
             )
-            coordinates = to_build_device(log_coordinates(windows.size, pretrained))
-        pairs = to_build_device(pair_index(windows.size).flatten())
+            coordinates = to_build_device(log_relative_positions(windows.size, pretrained))
+        pairs = to_build_device(index_relative_positions(windows.size).flatten())
         self.register_buffer("pairs", pairs, persistent=False)
         self.register_buffer("coordinates", coordinates, persistent=False)
 

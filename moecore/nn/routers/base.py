@@ -19,7 +19,7 @@ NoiseStd = Annotated[float, Field(ge=0, description="on logits, in training; uni
 
 
 class Router(Part, ABC):
-    """Settings of a router; ``build`` returns the module that routes. Base of all kinds."""
+    """Base class of router settings; ``build`` returns the module that routes."""
 
     chooses_per_token: ClassVar[bool] = True  # each token chooses its experts
     has_expert_rows: ClassVar[bool] = True  # parameters have a row per expert, which can be removed
@@ -34,7 +34,7 @@ class Router(Part, ABC):
     looks_ahead: ClassVar[str | None] = None
 
     def surround(self, around: Surroundings) -> Surroundings:
-        """Return the surroundings of settings inside this router: a balance, groups, a router."""
+        """Return the surroundings of settings inside this router, such as its balance."""
         return around._replace(router=self)
 
     def misfits(self, around: Surroundings) -> Misfits:
@@ -54,7 +54,7 @@ class Router(Part, ABC):
             yield ("balance",), f"{text}; allowed: null, or a smaller k"
 
     def chosen_of(self, experts: Any) -> int:
-        """Return how many of these experts, or pieces of split ones, a token uses at most."""
+        """Return the maximum number of experts (or pieces of split experts) that a token uses."""
         router = self
         k = getattr(self, "k", None)
         if k is not None and (scaled := max(1, experts.scale_k(k))) != k:
@@ -82,16 +82,16 @@ class Router(Part, ABC):
 
     @property
     def provides(self) -> frozenset[str]:
-        """Names of what regularizers can read of it in addition to probs: "load", "basis", …."""
+        """Names of quantities, besides probs, that regularizers can read: "load", "basis", …."""
         return frozenset()
 
     @property
     def wants(self) -> frozenset[str]:
-        """Return the fields of RoutingContext that it reads."""
+        """Return the names of the RoutingContext fields that the router reads."""
         return frozenset()
 
     def phase(self, progress: float) -> float:
-        """Return the ``RoutingContext.progress`` that a layer's router gets in a forward pass."""
+        """Return the value of ``RoutingContext.progress`` that a layer passes to the router."""
         # progress: share of the training that is done. Called once per layer and forward pass.
         return 1.0
 
@@ -119,11 +119,11 @@ class Router(Part, ABC):
 
     @property
     def looks_ahead_in_training(self) -> bool:
-        """Return whether a router that passes ``check_causal`` is causal in evaluation only."""
+        """Return whether a router that passes ``check_causal`` uses later tokens in training."""
         return False
 
     def for_finetuning(self) -> Self:
-        """Return the settings of this router in the fine-tuning of its model."""
+        """Return the router's settings for fine-tuning; by default unchanged."""
         return self
 
     def fix_sizes(self, experts: int) -> Self:
@@ -131,12 +131,12 @@ class Router(Part, ABC):
         return self
 
     def active(self, experts: int) -> float:
-        """Return how many of ``experts`` experts a token uses on average; all without a k."""
+        """Return the mean number of experts that a token uses: k, or ``experts`` without a k."""
         return getattr(self, "k", experts)
 
 
 def exact_fraction(factor: float) -> Fraction:
-    """Return the exact fraction of a decimal: 160 · 1.1 / 4 is then 44, not 44.000000000000007."""
+    """Convert a decimal exactly to a fraction, so that 160 · 1.1 / 4 is 44, not slightly more."""
     return Fraction(str(factor))
 
 
@@ -173,14 +173,14 @@ def within_capacity(
 
 
 def group_images(values: Tensor, group_size: int) -> list[Tensor]:
-    """Return values (B, T, …) as groups (G, S, …) of ``group_size`` images, and the rest."""
+    """Split values (B, T, …) into groups of ``group_size`` images, (G, S, …), and a rest."""
     full = len(values) // group_size * group_size
     parts = ((values[:full], group_size), (values[full:], len(values) - full))
     return [part.unflatten(0, (-1, size)).flatten(1, 2) for part, size in parts if len(part)]
 
 
 def _places_in_expert(experts: Tensor, ranks: Tensor | None) -> Tensor:
-    """Return how many choices of the same expert are served before each choice, (G, S, k)."""
+    """Return each choice's place in its expert's queue, from 0, (G, S, k)."""
     # experts: (G, S, k). ranks: (G, S), each token's position in the queue; None: in order.
     queue = experts
     if ranks is not None:

@@ -116,7 +116,7 @@ class CompetitionRouter(NoisyTopKRouter):
 
 
 def mean_cosine_among_chosen(outputs: Tensor, chosen: Tensor) -> Tensor:
-    """Return the mean cosine (B, T) of chosen experts' outputs, over k × k with diagonal 0."""
+    """Return the mean cosine (B, T) between outputs of chosen experts, over k × k, diagonal 0."""
     places = chosen.unsqueeze(-1).expand(*chosen.shape, outputs.shape[-1])
     directions = normalize(outputs.gather(-2, places), dim=-1, eps=token_choice.FLOOR)
     cosines = directions @ directions.mT
@@ -124,7 +124,7 @@ def mean_cosine_among_chosen(outputs: Tensor, chosen: Tensor) -> Tensor:
 
 
 def compute_strength_imbalance(shares: Tensor, strongest: Tensor, padding: Tensor | None) -> Tensor:
-    """Return E Σ_e f_e P_te, (B, T), whose mean over tokens is Switch's balance loss."""
+    """Return each token's term (B, T) of Switch's balance loss on strengths: E Σ_e f_e P_te."""
     # shares: P (B, T, E), softmax of strengths, which alone has a gradient. strongest: (B, T)
     # int64; f is each expert's share of these. padding: (B, T) bool, tokens that do not count.
     experts = shares.shape[-1]

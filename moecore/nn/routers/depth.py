@@ -138,7 +138,7 @@ class DepthRouter(nn.Module):
         self.router.after_step(records, place, progress)
 
     def _places(self, scores: Tensor, signs: Tensor, padding: Tensor | None) -> Tensor:
-        """Return indices, in B·T, of tokens that use experts: (B, C), or (1, n) if not ranked."""
+        """Return indices, among B·T, of the tokens that use experts: (B, C), or (1, n) unranked."""
         if self.config.sampling and not self.training and not scores.is_meta:
             return (signs.flatten() > 0).nonzero().T
         images, tokens = scores.shape
@@ -175,6 +175,6 @@ class DepthPlan(NamedTuple):
 
 
 def scatter_tokens(values: Tensor, places: Tensor, shape: tuple[int, int], blank: float) -> Tensor:
-    """Return (B, T, n) with values (G, C, n) at ``places`` of the B·T tokens, else ``blank``."""
+    """Scatter values (G, C, n) to ``places`` of B·T tokens, (B, T, n); ``blank`` elsewhere."""
     tokens = values.new_full((shape[0] * shape[1], values.shape[-1]), blank)
     return tokens.index_copy(0, places.flatten(), values.flatten(0, 1)).unflatten(0, shape)

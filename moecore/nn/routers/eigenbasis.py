@@ -1,4 +1,4 @@
-"""The eigenbasis router of ERMoE: agreement of a token and its context in each expert's basis."""
+"""The eigenbasis router of ERMoE, by the cosine of token and context in each expert's basis."""
 
 from typing import ClassVar, Literal
 

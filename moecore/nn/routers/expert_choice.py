@@ -81,7 +81,7 @@ class ExpertChoiceRouter(nn.Module):
 
 
 def top_tokens_per_expert(gates: Tensor, share: Fraction, group_size: int) -> Tensor:
-    """Return which tokens each expert takes: per group, those with its C largest gates."""
+    """Return the tokens of each expert: in each group, those with its C largest gates."""
     # gates: (B, T, E). share: mean experts per token. group_size: images per group; remaining
     # images form a smaller group. Returns indices (E, G·C) of the B·T tokens, ascending.
     chosen = []

@@ -57,7 +57,7 @@ class Folded(Router):
 
 
 def refuse_unfoldable_router(router: Router, key: str, or_else: str = "") -> None:
-    """Raise UserError if clusters cannot replace a router's experts; or_else: ends the message."""
+    """Raise UserError, ending with ``or_else``, if a router cannot choose clusters of experts."""
     if not router.chooses_per_token or router.kind == "depth":
         raise UserError.at(
             f"{key}.kind",

@@ -79,7 +79,7 @@ class HashRouter(nn.Module):
             return plan_and_record(logits=logits, probs=probs, chosen=chosen, weights=weights)
 
     def _by_position(self, tokens: Tensor) -> Tensor:
-        """Return expert ids (B, T, k): that of each position and the following ones, modulo E."""
+        """Return expert ids (B, T, k) by position: its expert, and the next ones, modulo E."""
         first = self.places
         if first is None or len(first) != tokens.shape[1] or first.device != tokens.device:
             seed = self.config.seed

@@ -236,7 +236,7 @@ class NoisyTopKRouter(nn.Module):
 
     @property
     def coupled(self) -> int:
-        """Images per group whose predictions depend on each other in evaluation; 1: independent."""
+        """Number of images that share a capacity in evaluation; 1 if images are independent."""
         if self.config.eval_capacity_factor is None:
             return 1
         return self.config.group_size
@@ -278,7 +278,7 @@ class NoisyTopKRouter(nn.Module):
         return self.logits(wide * (1 + jitter * (2 * uniform_like(wide, self.batch_views) - 1)))
 
     def decide(self, logits: Tensor, jittered: Tensor | None = None) -> PlanAndRecord:
-        """Return plan and record for logits (B, T, E); jittered: logits that choose instead."""
+        """Return plan and record for logits (B, T, E); ``jittered`` logits, if given, choose."""
         settings = self.config
         experts = logits.shape[-1]
         std = settings.noise_std / experts if self.is_learning else 0.0
@@ -319,11 +319,11 @@ class NoisyTopKRouter(nn.Module):
         return self._preferences(record.logits, scores)
 
     def valid_slots(self, scores: Tensor) -> Tensor | None:
-        """Return whether each of the k best is chosen, (B, T, k) bool by scores; None: all are."""
+        """Return which of the k best experts are chosen, (B, T, k) bool; None if all are."""
         return None
 
     def _preferences(self, logits: Tensor, scores: Tensor) -> Tensor:
-        """Return the values, (B, T, E), of which each token's k largest are chosen."""
+        """Return the values (B, T, E) by which each token's k best experts are chosen."""
         settings = self.config
         if settings.chooses_by_logits:  # same order as scores, at a higher resolution
             return logits

@@ -1,4 +1,4 @@
-"""Logits, gates (scores and weights), choice and plan of routers that choose experts per token."""
+"""Steps of routers that choose experts per token: logits, scores, weights, top k, plan."""
 
 import math
 from typing import Literal
@@ -20,20 +20,20 @@ EPSILON = 1e-20  # as in DeepSeek-V3; negligible except for a sum of 0
 
 
 def router_logits(tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return logits (B, T, E) of tokens (B, T, d) by weight (E, d), in fp32 or fp64."""
+    """Map tokens (B, T, d) linearly to logits (B, T, E), in fp32 or fp64."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return linear(tokens.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def cosines_to_embeddings(vectors: Tensor, embeddings: Tensor) -> Tensor:
-    """Return cosines (B, T, E) of vectors (B, T, r) and embeddings (E, r), in fp32 or fp64."""
+    """Return cosines (B, T, E) between vectors (B, T, r) and embeddings (E, r)."""
     wide = vectors.to(torch.promote_types(embeddings.dtype, torch.float32))
     directions = normalize(wide, dim=-1, eps=FLOOR)
     return router_logits(directions, normalize(embeddings, dim=-1, eps=FLOOR))
 
 
 def scores_from_logits(logits: Tensor, score: Score) -> Tensor:
-    """Return scores (B, T, E) ≥ 0 of logits (B, T, E); only softmax scores sum to 1."""
+    """Apply a score function to logits (B, T, E); scores are ≥ 0, and softmax sums to 1."""
     if score == "sigmoid":
         return torch.sigmoid(logits)
     if score == "relu":
@@ -44,7 +44,7 @@ def scores_from_logits(logits: Tensor, score: Score) -> Tensor:
 
 
 def expert_probs(logits: Tensor, score: Score) -> Tensor:
-    """Return scores over their sum, (B, T, E); 1/E each if all scores are 0."""
+    """Return a token's scores divided by their sum, (B, T, E); 1/E if all scores are 0."""
     scores = scores_from_logits(logits, score)
     if score == "softmax":
         return scores
@@ -86,7 +86,7 @@ def top_k(scores: Tensor, k: int) -> Tensor:
 def top_k_and_open_slots(
     preferences: Tensor, k: int, barred: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return ``top_k`` of preferences (B, T, E) and which slots are open, (B, T, k) bool."""
+    """Return ``top_k`` of preferences, and which slots hold no barred expert, (B, T, k) bool."""
     # barred: bool, broadcast to (B, T, E), experts that must not be chosen. They come last, in
     # closed slots. None: all slots are open, and None is returned for them.
     if barred is None:

@@ -1,4 +1,4 @@
-"""The oracle router: routes each token by the ground truth of generated data."""
+"""The oracle router: send each token to the expert of its true kind in generated data."""
 
 from typing import ClassVar, Literal
 

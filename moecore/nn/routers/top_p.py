@@ -47,6 +47,6 @@ class TopPRouter(NoisyTopKRouter):
         self.threshold = threshold
 
     def valid_slots(self, scores: Tensor) -> Tensor:
-        """Return whether a token needs each of its k best to pass the threshold, (B, T, k) bool."""
+        """Return which of its k best experts a token needs for the threshold, (B, T, k) bool."""
         before = scores.detach().cumsum(dim=-1) - scores.detach()
         return before <= self.threshold

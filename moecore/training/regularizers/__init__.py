@@ -1,1 +1,1 @@
-"""The losses that a method may add to the task's: a family of parts (base.py)."""
+"""Regularizers, the losses that a method adds to the task's: a family of parts (base.py)."""

@@ -33,7 +33,7 @@ class AdaptiveL1(Regularizer):
 
 
 def gate_l1_penalty(record: RoutingRecord, k: int) -> Tensor:
-    """Return (E/k) Σ_e (n_e/N) mean_i g_ie of a layer with gates g (ReMoE, §3.3)."""
+    """Return ReMoE's penalty of a layer's gates g: (E/k) Σ_e (n_e/N) mean_i g_ie (§3.3)."""
     # n_e: how many of the N tokens of all ranks use expert e, without gradient.
     counts = total_over_ranks(record.chosen.sum(dim=(0, 1)))
     gates = total_over_ranks(record.combine.sum(dim=(0, 1)))

@@ -1,4 +1,4 @@
-"""Base class of regularizers, sums over layers, and pairs of corresponding tokens."""
+"""The base class of regularizers, and sums of losses over layers and paired tokens."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from moecore.nn.correspondence import token_pairs_by_layer, values_of_pairs
 
 
 class Regularizer(Part, ABC):
-    """A loss in addition to the task's: its settings, called with a step; a family of parts."""
+    """Base class of losses in addition to the task's; an instance is called with a step."""
 
     # "routing", "load", "basis" and others that routers and experts provide; "guidance" from a
     # teacher; "two_views"; "truth" of the data
@@ -27,7 +27,7 @@ class Regularizer(Part, ABC):
     weight: float = Field(default=1.0, ge=0, description="factor in the objective")
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield (keys, message) if it would fail, have no effect, or duplicate a balance."""
+        """Yield (keys, message) if the loss would fail, have no effect, or duplicate a balance."""
         router = around.router
         if lacking := sorted(self.needs - around.provided):
             text = f"found {self.kind}, which needs {', '.join(lacking)}"
@@ -85,7 +85,7 @@ def check_has_experts(step: ObjectiveInputs) -> None:
 def probs_of_paired_tokens(
     part: str, step: ObjectiveInputs, special: bool
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield per MoE layer both sides' probs (B, T', E) of token pairs, and which exist (B, T')."""
+    """Yield each MoE layer's probs (B, T', E) of paired tokens, two tensors, and a mask (B, T')."""
     # A pair is one patch in two views. part: names the loss in messages. special: pair special
     # tokens (CLS) with themselves, too.
     if step.batch.views != 2:

@@ -36,7 +36,7 @@ class DiversitySimplicity(Regularizer):
 
 
 def embedding_loss(*, embeddings: Tensor) -> Tensor:
-    """Return the norm of cosines between experts ("diversity") + mean length ("simplicity")."""
+    """Return the norm of cosines between embeddings (diversity) plus their mean length."""
     # Embeddings (E, d) of all experts, also unused ones: DynMoE's code leaves out removed ones.
     directions = normalize(embeddings, dim=-1, eps=FLOOR)
     cosines = directions @ directions.mT

@@ -84,7 +84,7 @@ def group_sparsity(
     reduction: Reduction = "mean",
     padding: Padding = "valid",
 ) -> Tensor:
-    """Return Σ sqrt(F ∗ Z²) over positions, mean over all ranks' tokens (MoGE, algorithm 1)."""
+    """Return the mean over tokens of Σ sqrt(F ∗ Z²) over map positions (MoGE, algorithm 1)."""
     # ``reduction`` "authors": as in their repository MoGE, commit c54f89c; the paper's text defines
     # neither. probs: (B, T, E), clean, each token sums to 1; Z is a token's probs as the map of
     # ``map_shape``, row by row. F sums to 1 and is size × size experts, cut to shorter sides of the

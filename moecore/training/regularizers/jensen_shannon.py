@@ -1,4 +1,4 @@
-"""An alternative distance between corresponding tokens of two views (PRC, §III-B, end)."""
+"""Jensen–Shannon divergence between corresponding tokens of two views (PRC, §III-B, end)."""
 
 from typing import ClassVar, Literal, cast
 

@@ -33,7 +33,7 @@ class TeacherRouter(Regularizer):
 
 
 def teacher_router_terms(*, probs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Return ``balance`` (CV² of mean probs) and ``entropy``: sums over layers' probs (B, T, E)."""
+    """Return ``balance``, CV² of mean probs, and ``entropy``, summed over layers (B, T, E)."""
     return {
         "balance": cast(Tensor, sum(importance(probs=p) for p in probs)),
         "entropy": cast(Tensor, sum(entropy(probs=p) for p in probs)),

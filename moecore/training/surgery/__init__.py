@@ -1,1 +1,1 @@
-"""Fewer experts in a trained model: pruning and merging, by each expert's use."""
+"""Reduce the number of experts of a trained model by pruning and merging."""

@@ -1,4 +1,4 @@
-"""Shared by pruning and merging E experts to M: use on training images, number, new model."""
+"""Shared by pruning and merging: measure the use of E experts, and build a model with M."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +38,7 @@ class ExpertUseSums:
         self.outputs: list[Any] = [0.0] * experts
 
     def add_outputs(self, expert: int, outputs: Tensor, weights: Tensor, chosen: Tensor) -> None:
-        """Add an expert's outputs (N, d), combine weights (N,) and which tokens chose it (N,)."""
+        """Add an expert's outputs (N, d), weights (N,) and mask ``chosen`` (N,) for N tokens."""
         outputs = outputs.double()
         weighted = weights.double() * outputs.norm(dim=-1)
         self.counts[expert] += chosen.sum().cpu()
@@ -46,13 +46,13 @@ class ExpertUseSums:
         self.outputs[expert] = self.outputs[expert] + outputs.sum(dim=0).cpu()
 
     def average(self) -> ExpertUse:
-        """Return each expert's count, mean weighted length of outputs (REAP), and mean output."""
+        """Return the experts' token counts, REAP scores and mean outputs."""
         reap = self.lengths / self.counts.clamp(min=1)
         return ExpertUse(self.counts, reap, torch.stack(self.outputs) / self.tokens)
 
 
 def measure_expert_use(model: Model, split: Split, images: int) -> dict[str, ExpertUse]:
-    """Return name of an MoE layer → use of its experts on ``images`` images of ``split``."""
+    """Measure each MoE layer's use of experts on ``images`` images of ``split``, by layer name."""
     # Every expert computes every token, so a layer costs E / k times as much.
     sums: dict[str, ExpertUseSums] = {}
     pixels = split.images[evenly_spaced_indices(len(split.labels), images)]
@@ -73,7 +73,7 @@ def measure_expert_use(model: Model, split: Split, images: int) -> dict[str, Exp
 def watching_layers(
     model: nn.Module, watch: Callable[[str, MoEFeedForward, Tensor, RoutingRecord], None]
 ) -> Iterator[None]:
-    """Call ``watch(name, layer, tokens, record)`` inside, after each routing; tokens: (B, T, d)."""
+    """Call ``watch(name, layer, tokens, record)`` after every routing in the ``with`` block."""
 
     def make_hook(name: str, layer: MoEFeedForward) -> Callable[..., None]:
         return lambda _, inputs, decided: watch(name, layer, inputs[0], decided[1])
@@ -94,7 +94,7 @@ def compute_all_outputs(layer: MoEFeedForward, tokens: Tensor) -> Iterator[Tenso
 
 
 class ExpertReduction(Config, ABC):
-    """Settings of a method that reduces the number of experts, equally in every layer."""
+    """Base settings of pruning and merging: the share of experts that remains in every layer."""
 
     section: ClassVar[str]  # of params.yaml, as messages name it
 
@@ -103,14 +103,14 @@ class ExpertReduction(Config, ABC):
 
     @abstractmethod
     def reduced_settings(self, moe: MoESettings) -> MoESettings:
-        """Return settings with fewer experts; UserError, naming the key, if it is impossible."""
+        """Return MoE settings with fewer experts; UserError, naming the key, if impossible."""
 
     @abstractmethod
     def reduce_experts(self, model: Model, uses: Mapping[str, ExpertUse]) -> Model:
-        """Return a model with fewer experts; uses: name of each MoE layer → its experts' use."""
+        """Return a model with fewer experts, chosen by ``uses`` (MoE layer → use)."""
 
     def reduce_model(self, model: Model, split: Split) -> Model:
-        """Return the model with fewer experts, by their use on ``split``; a dense one unchanged."""
+        """Return a model with fewer experts, by use on ``split``; a dense model is unchanged."""
         if model.moe is None:
             return model
         self.reduced_settings(model.moe)  # raises before images are processed
@@ -130,7 +130,7 @@ class ExpertReduction(Config, ABC):
 
 
 def check_token_choice(moe: MoESettings, action: str) -> None:
-    """Raise UserError unless tokens choose, and whole experts; action: "merged" or "pruned"."""
+    """Raise UserError unless tokens choose complete experts; ``action``: merged or pruned."""
     if not moe.router.chooses_per_token or "teacher" in moe.router.wants:
         raise UserError.at(
             "router.kind",
@@ -146,7 +146,7 @@ def check_token_choice(moe: MoESettings, action: str) -> None:
 
 
 def rebuild_with_moe_settings(model: Model, moe: MoESettings) -> Model:
-    """Return a model like ``model`` with other settings of MoE layers and random weights."""
+    """Build a model like ``model`` with other MoE settings and random weights."""
     with torch.random.fork_rng(devices=[]):
         return model.config.build(model.image, moe).eval()
 
@@ -157,7 +157,7 @@ def build_reduced_model(model: Model, moe: MoESettings, weights: Mapping[str, Te
     return reduced.to(next(model.parameters()).device)
 
 
-def with_number(moe: MoESettings, number: int) -> MoESettings:
+def set_expert_number(moe: MoESettings, number: int) -> MoESettings:
     fewer = moe.experts.model_copy(update={"number": number})
     experts = validate_again(fewer, f"experts.number: found {number} remaining experts")
     return moe.model_copy(update={"experts": experts})

@@ -1,4 +1,4 @@
-"""Merging: experts with similar mean outputs become one (HC-SMoE, Chen et al. 2024)."""
+"""Merge experts with similar mean outputs (HC-SMoE, Chen et al. 2024)."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal
@@ -44,7 +44,7 @@ class Merge(expert_reduction.ExpertReduction):
             raise UserError.at("router.kind", found=f"{moe.router.kind}, {reason}", allowed=allowed)
         refuse_unfoldable_router(moe.router, "router", ", or merge.fold: false")
         router = Folded(router=moe.router, experts=moe.experts.number)
-        return expert_reduction.with_number(moe.model_copy(update={"router": router}), number)
+        return expert_reduction.set_expert_number(moe.model_copy(update={"router": router}), number)
 
     def reduce_experts(self, model: Model, uses: Mapping[str, expert_reduction.ExpertUse]) -> Model:
         """Return the model with one expert per cluster; routers keep the rows of all E experts."""
@@ -70,7 +70,7 @@ class Merge(expert_reduction.ExpertReduction):
 def cluster_outputs(
     means: Tensor, number: int, linkage: Linkage
 ) -> tuple[Tensor, tuple[float, ...]]:
-    """Return the cluster (E,) int64 of each expert, and the distance of each joined pair."""
+    """Cluster experts by mean outputs; return clusters (E,) int64 and merge distances."""
     # The two nearest clusters, by the mean outputs (E, d), are joined until ``number`` remain; ties
     # go to the lowest experts, by which clusters are ordered.
     points = means.double()
@@ -94,7 +94,7 @@ def cluster_outputs(
 
 
 def cluster_shares(clusters: Tensor, counts: Tensor, number: int) -> Tensor:
-    """Return each expert's share (M, E) in its cluster, by counts (E,); equal ones if all are 0."""
+    """Return each expert's weight in its cluster, (M, E), by token counts; equal if all are 0."""
     members = torch.nn.functional.one_hot(clusters, number).T.double()
     shares = members * counts.double()
     shares = torch.where(shares.sum(dim=1, keepdim=True) > 0, shares, members)
@@ -102,6 +102,6 @@ def cluster_shares(clusters: Tensor, counts: Tensor, number: int) -> Tensor:
 
 
 def merge_parameter(values: Tensor, shares: Tensor) -> Tensor:
-    """Return the means (M, …) of the experts' parameter (E, …), weighted by the shares (M, E)."""
+    """Average a parameter (E, …) over each cluster, weighted by ``shares`` (M, E): (M, …)."""
     flat = shares.to(values.device) @ values.flatten(1).double()
     return flat.unflatten(1, values.shape[1:]).to(values.dtype)

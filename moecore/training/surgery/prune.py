@@ -1,4 +1,4 @@
-"""Pruning: the experts with the lowest score are removed at once (REAP, Lasby et al. 2025)."""
+"""Prune the experts with the lowest scores in one step (REAP, Lasby et al. 2025)."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal
@@ -37,7 +37,7 @@ class Prune(expert_reduction.ExpertReduction):
             )
         router = moe.router.fix_sizes(moe.experts.number)
         reduced = moe.model_copy(update={"router": router})
-        return expert_reduction.with_number(reduced, self.number_left(moe))
+        return expert_reduction.set_expert_number(reduced, self.number_left(moe))
 
     def reduce_experts(self, model: Model, uses: Mapping[str, expert_reduction.ExpertUse]) -> Model:
         before = model.experts_and_router
@@ -47,7 +47,7 @@ class Prune(expert_reduction.ExpertReduction):
         return expert_reduction.build_reduced_model(model, moe, weights)
 
     def kept_experts(self, moe: MoESettings, use: expert_reduction.ExpertUse) -> Tensor:
-        """Return a layer's remaining experts, sorted indices (M,); UserError for unequal groups."""
+        """Return the sorted indices (M,) of remaining experts; UserError for unequal groups."""
         order = torch.argsort(use.reap if self.by == "reap" else use.counts, stable=True)
         experts = order[-self.number_left(moe) :].sort().values  # of equals the highest stay
         groups = getattr(getattr(moe.router, "router", moe.router), "groups", None)
@@ -66,7 +66,7 @@ class Prune(expert_reduction.ExpertReduction):
 def select_expert_weights(
     model: Model, moe: MoESettings, remaining: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the weights of ``model`` without removed experts; remaining: layer → indices (M,)."""
+    """Return the weights of ``model`` for the ``remaining`` experts (layer → indices (M,))."""
     reduced = expert_reduction.rebuild_with_moe_settings(model, moe).state_dict()
     weights = model.state_dict()
     previous: Tensor | None = None

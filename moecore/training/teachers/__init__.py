@@ -1,1 +1,1 @@
-"""The teachers of a section ``teacher``: a family of parts (base.py)."""
+"""Teachers, the frozen models that guide routing: a family of parts (base.py)."""

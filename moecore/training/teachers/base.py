@@ -1,4 +1,4 @@
-"""Base class of teachers."""
+"""The base class of teachers' settings."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -12,7 +12,7 @@ from moecore.training.settings import Training
 
 
 class Teacher(Part, ABC):
-    """Base class of the settings of a teacher, one class per kind."""
+    """Base class of a teacher's settings: how its model is built or trained."""
 
     training: Training | None = None  # in its stage; None: pretrained, the same for every seed
     data: Source | None = None  # its training data; None: data.pretrain
@@ -28,11 +28,11 @@ class Teacher(Part, ABC):
 
     @abstractmethod
     def build(self, image: ImageSpec) -> BackboneModel:
-        """Return the teacher's model for images like ``image``; UserError without one."""
+        """Build the teacher's model for images like ``image``; UserError if impossible."""
 
     def open_data(self, pretraining: Prepared, work: Path) -> Prepared:
-        """Return the teacher's training data; work: folder for data that it prepares itself."""
+        """Return the teacher's training data; its own data are prepared in the folder ``work``."""
         return pretraining
 
     def check_name(self, image: ImageSpec) -> None:
-        """Raise UserError if the settings make ``build`` fail for ``image``; downloads nothing."""
+        """Raise UserError if ``build`` would fail for ``image``, without downloading weights."""

@@ -26,7 +26,7 @@ class Dense(Teacher):
         return self.model.build(image)
 
     def open_data(self, pretraining: Prepared, work: Path) -> Prepared:
-        """Return its own data, prepared in ``work`` by the first rank, else ``pretraining``."""
+        """Return the teacher's own data, prepared in ``work``, or ``pretraining`` without any."""
         if self.data is None:
             return pretraining
         path = work / "data"

@@ -1,4 +1,4 @@
-"""CLIP's weights in open_clip's format (ViT-B/32, B/16, L/14), for both towers."""
+"""Load CLIP weights in open_clip's format (ViT-B/32, B/16, L/14) for both towers."""
 
 import re
 from collections.abc import Mapping
@@ -94,7 +94,7 @@ class OpenClip(Teacher):
 
 
 def rename_clip_weights(weights: Mapping[str, Tensor], file: str) -> dict[str, Tensor]:
-    """Return open_clip's weights under moecore's names, in fp32; biases that CLIP lacks are 0."""
+    """Rename open_clip's weights as in moecore, in fp32; biases that CLIP lacks are 0."""
     ours_by_name: dict[str, Tensor] = {}
     for name, value in weights.items():
         new = name
@@ -125,7 +125,7 @@ def rename_clip_weights(weights: Mapping[str, Tensor], file: str) -> dict[str, T
 def two_tower_settings(
     weights: Mapping[str, Tensor], activation: Literal["gelu", "quick_gelu"]
 ) -> TwoTowers:
-    """Return the settings of a two-tower model, from the shapes of weights with moecore's names."""
+    """Derive the settings of a two-tower model from the shapes of renamed weights."""
     kernel = weights["visual.patch_embed.proj.weight"]
     width = kernel.shape[0]
     text = weights["text.positions"].shape[1]

@@ -50,7 +50,7 @@ class Timm(Teacher):
         self._convert(source, image)
 
     def _convert(self, source: Any, image: ImageSpec) -> tuple[BackboneModel, dict[str, Tensor]]:
-        """Return moecore's version of a timm model, and its weights; UserError without one."""
+        """Convert a timm model to moecore's model and its weights; UserError if impossible."""
         unsupported = unsupported_features(source)
         if unsupported:
             raise self._name_error(f"which has {', '.join(unsupported)}")
@@ -92,7 +92,7 @@ class Timm(Teacher):
         return self.name.startswith(("swin_", "swinv2_"))
 
     def _image_arguments(self, image: ImageSpec) -> dict[str, Any]:
-        """Return timm's arguments ``in_chans`` and ``img_size``; None: a Swin's own size."""
+        """Return the arguments in_chans and img_size of timm's constructor."""
         return {"in_chans": image.channels, "img_size": None if self._is_swin else image.size}
 
     def _import_timm(self) -> Any:
@@ -150,7 +150,7 @@ class Timm(Teacher):
 
 
 def unsupported_features(source: Any) -> list[str]:
-    """Return the features of a timm model, in words, that moecore's ViT or Swin does not have."""
+    """Describe the features of a timm model that moecore's ViT and Swin lack."""
     if not hasattr(source, "blocks"):  # a Swin
         first = [stage.blocks[0] for stage in source.layers]
         window = max(block.window_size[0] for block in first)
@@ -225,7 +225,7 @@ def swin_settings(source: Any) -> SwinSettings:
 
 
 def swin_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return timm's weights of a Swin under moecore's names, without buffers."""
+    """Rename timm's Swin weights as in moecore, without buffers."""
     return {
         name.replace("head.fc.", "head."): value
         for name, value in state.items()
@@ -235,7 +235,7 @@ def swin_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @cache
 def define_missing_operators() -> torch.library.Library | None:
-    """Make torchvision importable with a CPU build of torch; return the object that keeps it so."""
+    """Define operators that torchvision needs with CPU torch; they live as long as the result."""
     # Its import registers fake implementations of CUDA operators, to be defined; timm uses none.
     if torch.version.cuda is not None:
         return None

@@ -17,7 +17,7 @@ from moecore import Prepared, UserError
 from moecore.data.files.fonts import fingerprint_drawings, read_fonts, warp_glyph
 from moecore.data.loader import few_shot_indices, load_split_where_it_fits
 from moecore.data.prepared import SPLITS
-from moecore.data.raw_data_changes import describe_change, scan_raw_folders
+from moecore.data.raw_data_changes import describe_folder_change, scan_raw_folders
 from moecore.data.sources import mosaic
 from moecore.data.sources.mosaic import Mosaic, compose_mosaics, draw_mosaic_members
 from moecore.data.sources.scripts import Scripts
@@ -389,9 +389,9 @@ def test_a_changed_folder_is_noticed(shipped_fonts, tmp_path):
     settings = Scripts(root=str(copied), **CYRILLIC)
     before = settings.describe().more["fonts"]["sha256"]
     (fingerprint,) = scan_raw_folders(settings)
-    assert describe_change(fingerprint._asdict()) is None
+    assert describe_folder_change(fingerprint._asdict()) is None
     (copied / DEJAVU[1]).unlink()
-    assert "found 3 files" in str(describe_change(fingerprint._asdict()))
+    assert "found 3 files" in str(describe_folder_change(fingerprint._asdict()))
     assert settings.describe().more["fonts"]["sha256"] != before
 
 

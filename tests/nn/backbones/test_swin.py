@@ -153,16 +153,16 @@ def test_padding_is_never_seen():
 
 
 def test_positions_of_pairs_and_their_logarithms():
-    index = window_attention.pair_index((2, 3))
+    index = window_attention.index_relative_positions((2, 3))
     assert index.shape == (6, 6) and index[0, 0] == 7  # (0 + 1) · 5 + 0 + 2
     assert index[0, 5] == 0 and index[5, 0] == 14
-    found = window_attention.log_coordinates((3, 3)).view(5, 5, 2)
+    found = window_attention.log_relative_positions((3, 3)).view(5, 5, 2)
     farthest = math.log2(9) / math.log2(8)
     assert found[0, 0].tolist() == pytest.approx([-farthest, -farthest])
     assert found[2, 3].tolist() == pytest.approx([0, math.log2(5) / 3])
-    wider = window_attention.log_coordinates((5, 5), (3, 3)).view(9, 9, 2)
+    wider = window_attention.log_relative_positions((5, 5), (3, 3)).view(9, 9, 2)
     assert torch.equal(wider[2:7, 2:7], found), "places keep the values that were learned"
-    assert window_attention.log_coordinates((1, 1)).tolist() == [[0, 0]]
+    assert window_attention.log_relative_positions((1, 1)).tolist() == [[0, 0]]
 
 
 def test_merging_takes_rows_first_and_pads_odd_grids():

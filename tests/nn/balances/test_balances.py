@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from moecore import UserError, update_routers
-from moecore.nn.balances.loss_free import bias_change
+from moecore.nn.balances.loss_free import compute_bias_change
 from moecore.nn.balances.quantile import quantile_biases
 from moecore.nn.balances.sinkhorn import plan_factors
 from moecore.nn.routers.noisy_top_k import GroupLimitedChoice, NoisyTopK
@@ -84,7 +84,7 @@ def test_a_bias_moves_the_choice_against_the_load_and_no_weight(rule):
     assert torch.equal(router.balance.bias, before)  # evaluation, and the time after `until`
     router.after_step([record], 0, 0.0)
     torch.testing.assert_close(router.balance.bias, torch.tensor(RULES[rule]), atol=1e-6, rtol=0)
-    assert not bias_change(torch.tensor([3, 3, 3]), rule).any(), "at an even load none moves"
+    assert not compute_bias_change(torch.tensor([3, 3, 3]), rule).any(), "an even load moves none"
 
 
 @pytest.mark.parametrize(
