@@ -111,7 +111,7 @@ def exclude_by_weights(
                 )
                 for run, n in enumerate(seeds)
             ]
-            assert np.isclose(pool_differences(runs).half() or 0.0, half[0])
+            assert np.isclose(pool_differences(runs).half_width() or 0.0, half[0])
         shares.append(100 * float((mean > half).mean()))
     return shares
 

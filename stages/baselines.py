@@ -8,7 +8,7 @@ from threadpoolctl import threadpool_limits
 from moecore.core.config import Config
 from moecore.core.files import ResumableParts
 from moecore.data.prepared import Prepared
-from moecore.measure.baselines import Baselines, measure_baselines
+from moecore.measure.pixel_baselines import Baselines, measure_baselines
 from moecore.run.run_record import record_resumable
 from moecore.run.stage_entry import run_stage
 from moecore.study.sections import Phase

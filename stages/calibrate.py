@@ -31,7 +31,7 @@ def calibrate(phase: Phase, method: str, seed: int) -> None:
     data = Prepared.open(Path("artifacts/data") / phase)
     calibration.check_calibrator_fits_task(settings, data.task, phase)
     item = f"{phase}/{method}/{seed}"
-    files = calibration.CalibrationFiles(
+    files = calibration.CalibrationPaths(
         item=item,
         model=Path("artifacts") / item,
         out_of_fold=Path("artifacts/out_of_fold") / item / "predictions.csv",

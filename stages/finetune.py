@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from moecore.core.config import Config
 from moecore.core.files import atomic_folder
 from moecore.data.prepared import Prepared
-from moecore.measure.routing_metrics.epochs import finetuning_agreement
+from moecore.measure.routing_metrics.epoch_routing import finetuning_agreement
 from moecore.nn.predict import predict_in_batches
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from moecore.brain.prediction_table import FoldRecipe, OutOfFold, predict_out_of_fold
+from moecore.brain.prediction_table import FoldRecipe, OutOfFoldSettings, predict_out_of_fold
 from moecore.core.config import Config
 from moecore.core.files import atomic_folder, write_json
 from moecore.data.prepared import Prepared
@@ -23,7 +23,7 @@ class Params(Config):
     pretrain: Training
     method: Annotated[Method, ParamsKeyTemplate("methods.{method}")]
     calibrator: Annotated[Calibrator, ParamsKeyTemplate("calibrate.calibrator")]
-    out_of_fold: OutOfFold = OutOfFold()
+    out_of_fold: OutOfFoldSettings = OutOfFoldSettings()
 
 
 def out_of_fold(method: str, seed: int) -> None:

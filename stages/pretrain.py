@@ -9,7 +9,7 @@ from typing import Annotated
 from moecore.core.config import Config
 from moecore.core.files import atomic_folder
 from moecore.data.prepared import Prepared
-from moecore.measure.routing_metrics.epochs import EpochWatch
+from moecore.measure.routing_metrics.epoch_routing import EpochRecorder
 from moecore.nn.backbones.base_model import Backbone
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run
@@ -39,8 +39,8 @@ def pretrain(method: str, seed: int) -> None:
         device = training.runtime.device
         job = build_pretraining(params.method, params.model, settings, data, guide, seed, device)
         model = job.complete_model
-        watch = EpochWatch(training.work, model, data, names, settings.epochs, seed)
-        training.train(job, settings, seed, watch.look)
+        watch = EpochRecorder(training.work, model, data, names, settings.epochs, seed)
+        training.train(job, settings, seed, watch.record)
         with atomic_folder(target) as folder:
             save_model(folder, model)
             save_vocab(folder, data)

@@ -7,7 +7,7 @@ from typing import Annotated
 from moecore.core.config import Config
 from moecore.core.files import ResumableParts
 from moecore.data.prepared import Prepared
-from moecore.measure.transfer import Transfer, measure
+from moecore.measure.transfer_attacks import Transfer, measure
 from moecore.run.run_record import record_resumable, report_progress
 from moecore.run.stage_entry import run_stage
 from moecore.study.sections import Phase

@@ -23,7 +23,7 @@ from moecore.core.files import atomic_folder
 from moecore.data.loader import draw_few_shot_subset
 from moecore.data.prepared import Prepared
 from moecore.data.sources.base import Source
-from moecore.measure.baselines import Baselines, measure_baselines
+from moecore.measure.pixel_baselines import Baselines, measure_baselines
 from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import Backbone, ImageSpec
 from moecore.study.document import load_yaml_document

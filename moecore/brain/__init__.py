@@ -1,1 +1,1 @@
-"""Brain age: corrected predictions, their errors, the prediction table and the model card."""
+"""Brain age: calibration, errors, prediction table and model card of models that predict ages."""

@@ -1,12 +1,12 @@
-"""Calibrate a brain-age model, and write the calibrator, its predictions and a model card."""
+"""Calibrate a brain-age model, and write its calibrator, predictions and model card."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moecore.brain import age_measurement, prediction_table
+from moecore.brain import age_correction, prediction_table
+from moecore.brain.age_correction import AgeData, AgeResult, fit_age_line
 from moecore.brain.age_errors import AgeErrors, DiagnosisGap
-from moecore.brain.age_measurement import AgeResult, Ages, fit_age_line
 from moecore.brain.tissue_ridge import measure_tissue_ridge
 from moecore.core.files import atomic_folder, to_jsonable, write_checksummed, write_whole
 from moecore.data.prepared import SPLITS
@@ -18,22 +18,22 @@ from moecore.statistics.intervals import Estimate
 
 
 class AgeCalibration(ModelCalibration):
-    """Measurement that corrects predicted ages by a fitted calibrator, and puts errors of both."""
+    """Measurement that calibrates predicted ages, and puts their errors before and after."""
 
-    metrics = age_measurement.METRICS
+    metrics = age_correction.METRICS
     page = OnPage("calibration", place=3)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Fit the calibrator, write its folder and put age_measurement.METRICS, the age errors."""
+        """Fit the calibrator, write its folder, and put the errors, ``age_correction.METRICS``."""
         data, settings = subject.data, self.settings
         predicted = {}
         for split in SPLITS:
             volumes = getattr(data, split).images
             outputs, _ = predict_in_batches(subject.model, volumes, settings.batch, routing=False)
             predicted[split] = outputs[:, 0].double().numpy()
-        ages = Ages.of(data, predicted, self.files.model / "model.safetensors")
+        ages = AgeData.of(data, predicted, self.files.model / "model.safetensors")
         line = fit_age_line(ages, settings.calibrator, self.files.out_of_fold, settings.on_refusal)
-        result = age_measurement.summarize_age_errors(ages, line)
+        result = age_correction.summarize_age_errors(ages, line)
         if settings.tissue_ridge is not None:
             result = result._replace(tissue_ridge=measure_tissue_ridge(data, settings.tissue_ridge))
         write_calibration_folder(self.files.out, ages, line, result, self.files.item)
@@ -42,9 +42,9 @@ class AgeCalibration(ModelCalibration):
 
 
 def write_calibration_folder(
-    folder: Path, ages: Ages, line: age_measurement.CalibratorFit, result: AgeResult, item: str
+    folder: Path, ages: AgeData, line: age_correction.CalibratorFit, result: AgeResult, item: str
 ) -> None:
-    """Write calibrator.json, reference.json, predictions.csv and MODEL_CARD.md, all or nothing."""
+    """Write calibrator.json, reference.json, predictions.csv and MODEL_CARD.md to ``folder``."""
     # item: phase/method/seed.
     reference = prediction_table.collect_training_ranges(ages.data, result.interval, ages.sha256)
     rows = []
@@ -52,7 +52,7 @@ def write_calibration_folder(
         corrected = ages.correct_split(split, line.fitted)
         volumes = getattr(ages.data, split).images
         flags = [
-            prediction_table.quality_flags(volume, float(best), float(age), reference)
+            prediction_table.flag_volume(volume, float(best), float(age), reference)
             for volume, best, age in zip(volumes, corrected.best, ages.known(split), strict=True)
         ]
         rows += prediction_table.prediction_rows(
@@ -101,7 +101,7 @@ GAP_HEAD = """\
 
 
 def render_model_card(card: Mapping[str, Any], result: AgeResult, item: str) -> str:
-    """Return the text of MODEL_CARD.md; card: the data's; item: the model's phase/method/seed."""
+    """Return MODEL_CARD.md as text; card: of the data set; item: phase/method/seed of the model."""
     title = f"# Brain-age model {item}"
     low, high = card["target_range"]
     size = " × ".join(map(str, card["size"]))

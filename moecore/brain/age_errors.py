@@ -1,4 +1,4 @@
-"""Errors of predicted ages, in years, with bootstrap intervals (ERMoE, supplement, table S1)."""
+"""Errors of predicted ages in years, with bootstrap intervals (ERMoE, supplement, table S1)."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -10,8 +10,8 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.statistics.intervals import Estimate, reflected_interval
-from moecore.tasks.regression import age_fit
+from moecore.statistics.intervals import Estimate, basic_bootstrap_interval
+from moecore.tasks.regression import measure_age_bias
 
 
 class AgeErrors(Config):
@@ -28,7 +28,7 @@ class MeanAbsoluteError(Config):
 
 
 class GroupErrors(Config):
-    """Errors of one group of test volumes, as predicted and as corrected by one line for all."""
+    """Errors of one group of test volumes, before correction and after, by one line for all."""
 
     group: str
     n: int  # volumes
@@ -42,7 +42,7 @@ def measure_age_errors(
     participants: Sequence[str],
     no_predictions: Collection[str] = (),
 ) -> dict[str, AgeErrors]:
-    """Return name → errors with bootstrap intervals of each variant, name → predictions (N,)."""
+    """Return the errors, with bootstrap intervals, of each named variant of predictions (N,)."""
     # no_predictions: variants that used the known ages, and so have no MAE.
     if np.ptp(ages) == 0:
         raise UserError(f"calibrate: all {len(ages)} test ages are {ages[0]:g}; allowed: 2 or more")
@@ -50,7 +50,7 @@ def measure_age_errors(
     limits = {"mae": (0.0,), "corr": (-1.0, 1.0)}
     errors = {}
     for name, predictions in variants.items():
-        fit: Any = age_fit(torch.from_numpy(predictions), torch.from_numpy(ages))
+        fit: Any = measure_age_bias(torch.from_numpy(predictions), torch.from_numpy(ages))
         estimates: dict[str, Estimate | None] = {
             key: bootstrap_estimate(fit[key], values, *limits.get(key, ()))
             for key, values in age_errors_by_resample(predictions, ages, weights).items()
@@ -67,7 +67,7 @@ def measure_group_errors(
     variants: Mapping[str, np.ndarray],
     participants: Sequence[str],
 ) -> tuple[GroupErrors, ...]:
-    """Return the MAE of each variant per group, sorted by name; no interval for one participant."""
+    """Return the MAE of each variant per group; without interval for a single participant."""
     rows = []
     for group in sorted(set(groups)):
         members = [index for index, name in enumerate(groups) if name == group]
@@ -94,7 +94,7 @@ def draw_resample_weights(participants: Sequence[str], resamples: int = 1000) ->
 def age_errors_by_resample(
     predictions: np.ndarray, ages: np.ndarray, weights: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return ``mae``, ``corr``, ``slope``, ``intercept`` → (R,), one value per resample."""
+    """Return the ``mae``, ``corr``, ``slope`` and ``intercept`` of each resample, (R,) each."""
     # weights: (R, N), of each volume in each resample. NaN where a resample has a single age, or
     # errors that do not vary.
     total = weights.sum(1)
@@ -119,11 +119,11 @@ def age_errors_by_resample(
 def bootstrap_estimate(
     value: float, resampled: np.ndarray, lowest: float = -np.inf, highest: float = np.inf
 ) -> Estimate:
-    """Return ``value`` with its 95 % interval from resamples (R,); no interval if all are equal."""
+    """Return ``value`` with the 95 % interval of its resamples (R,); none if all are equal."""
     resampled = resampled[np.isfinite(resampled)]
     if len(resampled) < 2 or not np.ptp(resampled):
         return Estimate(value=value)
-    interval = reflected_interval(value, resampled.tolist(), lowest=lowest, highest=highest)
+    interval = basic_bootstrap_interval(value, resampled.tolist(), lowest=lowest, highest=highest)
     return Estimate.of(interval)
 
 
@@ -131,7 +131,7 @@ MIN_PARTICIPANTS = 2  # per diagnosis, to resample
 
 
 class DiagnosisGap(Config):
-    """Gap of one diagnosis compared with that of the reference, training's most frequent one."""
+    """Brain-age gaps of one diagnosis against the reference, training's most frequent diagnosis."""
 
     diagnosis: str
     reference: str
@@ -143,7 +143,7 @@ class DiagnosisGap(Config):
     auc: Estimate = Field(description="P(gap with the diagnosis > reference gap); ties ½, chance ½")
 
 
-class GapRows(NamedTuple):
+class AgeGaps(NamedTuple):
     gaps: np.ndarray  # (N,), predicted minus known age of the test volumes
     ages: np.ndarray  # (N,)
     sexes: Sequence[str]
@@ -152,9 +152,9 @@ class GapRows(NamedTuple):
 
 
 def measure_diagnosis_gaps(
-    rows: GapRows, train_diagnoses: Sequence[str], corrected: bool
+    rows: AgeGaps, train_diagnoses: Sequence[str], corrected: bool
 ) -> tuple[DiagnosisGap, ...]:
-    """Return one row per diagnosis: its gaps against the gaps of training's most frequent one."""
+    """Compare the gaps of each diagnosis with the gaps of training's most frequent diagnosis."""
     counts = Counter(diagnosis for diagnosis in train_diagnoses if diagnosis)
     if not counts:
         return ()
@@ -174,7 +174,7 @@ def measure_diagnosis_gaps(
     return tuple(measured)
 
 
-def _compare_sides(rows: GapRows, cases: np.ndarray, controls: np.ndarray) -> dict[str, Estimate]:
+def _compare_sides(rows: AgeGaps, cases: np.ndarray, controls: np.ndarray) -> dict[str, Estimate]:
     sides = (cases, controls)
     weights = [draw_resample_weights([rows.people[place] for place in side]) for side in sides]
     ones = [np.ones((1, len(side))) for side in sides]
@@ -199,10 +199,10 @@ def _mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def _adjusted_difference(
-    rows: GapRows, cases: np.ndarray, controls: np.ndarray, first: np.ndarray, second: np.ndarray
+    rows: AgeGaps, cases: np.ndarray, controls: np.ndarray, first: np.ndarray, second: np.ndarray
 ) -> np.ndarray:
-    """Return cases' minus controls' gap at equal age and sex, (R,), by weighted least squares."""
-    # first, second: weights (R, n) of cases and of controls.
+    """Return the mean gap of cases − controls at equal age and sex, (R,), by least squares."""
+    # first, second: weights (R, n) of cases and of controls, one row per resample.
     chosen = np.concatenate([cases, controls])
     group = np.repeat([1.0, 0.0], [len(cases), len(controls)])
     women = np.array([{"F": 0.5, "M": -0.5}.get(rows.sexes[place], 0.0) for place in chosen])

@@ -1,4 +1,4 @@
-"""``predictions.csv``, flags of unusual volumes, and predictions that calibrators are fitted to."""
+"""Write predictions.csv with flags of unusual volumes, and predict training ages out of fold."""
 
 import csv
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ class QuantityRange(Config):
 
 
 class PreparationFacts(Config):
-    """The facts of the data card that are needed to prepare and compare new volumes."""
+    """Facts of the data card that are needed to prepare new volumes and to compare them."""
 
     size: tuple[int, ...]
     voxel_mm: tuple[float, ...]
@@ -48,7 +48,7 @@ class ConformalInterval(Config):
 
 
 class TrainingCohortRanges(Config):
-    """Content of reference.json: the values of training, to which new volumes are compared."""
+    """Content of reference.json: ranges of the training volumes, to which new ones are compared."""
 
     ranges: dict[str, QuantityRange] = Field(description="per quantity, over the training volumes")
     sites: tuple[str, ...]
@@ -57,8 +57,8 @@ class TrainingCohortRanges(Config):
     predictor_sha256: str
 
 
-def describe_volume(volume: np.ndarray, voxel_mm: Sequence[float]) -> dict[str, float]:
-    """Return mean and SD of the intensity in the brain, and its mL, of a volume (1, D, H, W)."""
+def summarize_volume(volume: np.ndarray, voxel_mm: Sequence[float]) -> dict[str, float]:
+    """Return a volume's brain size in mL, and mean and SD of its intensity; (1, D, H, W)."""
     inside = volume[volume > 0].astype(np.float64)
     return {
         "intensity_mean": float(inside.mean()),
@@ -70,9 +70,9 @@ def describe_volume(volume: np.ndarray, voxel_mm: Sequence[float]) -> dict[str, 
 def collect_training_ranges(
     data: Prepared, interval: ConformalInterval, sha256: str
 ) -> TrainingCohortRanges:
-    """Return reference.json's content: the training volumes' ranges; sha256: of the weights."""
+    """Return the content of reference.json from the training split; sha256: of the weights."""
     facts = PreparationFacts(**{name: data.card[name] for name in PreparationFacts.model_fields})
-    rows = [describe_volume(volume, facts.voxel_mm) for volume in data.train.images]
+    rows = [summarize_volume(volume, facts.voxel_mm) for volume in data.train.images]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     ranges = {key: QuantityRange(low=min(row), high=max(row)) for key, row in columns.items()}
     sites = sorted({row["site"] for row in data.subjects("train")} - {""})
@@ -81,15 +81,15 @@ def collect_training_ranges(
     )
 
 
-def quality_flags(
+def flag_volume(
     volume: np.ndarray,
     predicted: float,
     age: float | None,
     reference: TrainingCohortRanges,
     site: str = "",
 ) -> list[str]:
-    """Return a text per quantity, age or site outside the training volumes' range."""
-    quantities = describe_volume(volume, reference.data.voxel_mm)
+    """Return a warning for each quantity, age or site that lies outside the training range."""
+    quantities = summarize_volume(volume, reference.data.voxel_mm)
     flags = [
         f"{name} {quantities[name]:.4g} outside training {limits.low:.4g} to {limits.high:.4g}"
         for name, limits in reference.ranges.items()
@@ -108,7 +108,7 @@ NO_GROUP = "none"  # calibration group of an uncorrected prediction
 
 
 class PredictionRow(NamedTuple):
-    """One row of predictions.csv: a volume, its ages in years, interval and flags; None: empty."""
+    """One row of predictions.csv: a volume, its ages in years, interval and flags."""
 
     participant_id: str
     session_id: str
@@ -131,7 +131,7 @@ COLUMNS = PredictionRow._fields
 
 
 class CorrectedAges(NamedTuple):
-    """Predicted ages (N,) in years, raw and corrected; the latter are None without a calibrator."""
+    """Predicted ages (N,) in years: raw, and corrected, which is None without a calibrator."""
 
     raw: np.ndarray
     pooled: np.ndarray | None
@@ -141,7 +141,7 @@ class CorrectedAges(NamedTuple):
 
     @property
     def best(self) -> np.ndarray:
-        """Centres of intervals (N,): pooled predictions; raw ones if none or if ages were used."""
+        """Predictions (N,) at the centre of intervals: corrected by the pooled line, else raw."""
         # A correction that uses the known age is not a prediction.
         if self.pooled is None or self.uses_age:
             return self.raw
@@ -159,7 +159,8 @@ def correct_ages(
     fitted: FittedCalibrator | None,
     ages: np.ndarray | None = None,
 ) -> CorrectedAges:
-    """Return raw (N,) and corrected predictions; ages (N,), NaN: unknown, where they are used."""
+    """Return the predictions ``raw`` (N,) and their corrections by ``fitted``."""
+    # ages: (N,), known ages for a calibrator that uses them; NaN: unknown.
     raw = np.asarray(raw, np.float64)
     if fitted is None:
         return CorrectedAges(raw, None, None, None)
@@ -184,7 +185,7 @@ def prediction_rows(
     radius: float | None,  # half the interval's width in years
     flags: Sequence[Sequence[str]],  # (N,) additional flags of each volume
 ) -> list[PredictionRow]:
-    """Return one row per subject, in order; brain-PADs are empty where the age is unknown."""
+    """Return one row of predictions.csv per subject; brain-PAD is empty for an unknown age."""
     rows = []
     empty = [None] * len(subjects)
     for subject, raw, pooled, sex_specific, group, centre, added in zip(
@@ -259,14 +260,14 @@ Follow = Callable[[int, int, Iterator[Metrics]], None]
 Log = Callable[[int, dict[str, float]], None]  # one point per name, at a step
 
 
-class OutOfFold(Config):
+class OutOfFoldSettings(Config):
     """Settings of out-of-fold predictions."""
 
     folds: int = Field(5, ge=2, description="Number of models, each without a part of the people.")
 
 
 class FoldRecipe(NamedTuple):
-    """Recipe of each fold's training, equal to the stage ``pretrain`` except for its volumes."""
+    """What each fold's model is trained with: the settings of the stage ``pretrain``."""
 
     backbone: Backbone
     training: Training
@@ -276,7 +277,7 @@ class FoldRecipe(NamedTuple):
 
 
 class OutOfFoldResult(Config):
-    """The error over all training volumes."""
+    """Error of the out-of-fold predictions of all training volumes."""
 
     mae: float  # years
 
@@ -291,7 +292,7 @@ def predict_out_of_fold(
     log: Log,  # receives the MAE of each fold
     inputs: TrainingInputs | None = None,
 ) -> OutOfFoldResult:
-    """Train one model per fold without its volumes, predict them, and write predictions.csv."""
+    """Train one model per fold on the other folds, predict its volumes, write predictions.csv."""
     if recipe.method.guided or recipe.method.upcycle:
         raise UserError(
             "out_of_fold: the method learns from a teacher that saw all training volumes; allowed: "
@@ -324,7 +325,7 @@ def predict_out_of_fold(
 def build_fold_job(
     recipe: FoldRecipe, data: Prepared, rows: np.ndarray, runtime: Runtime
 ) -> TrainingJob:
-    """Return the training job of one fold; rows: indices of its volumes in the training split."""
+    """Return a fold's training job; rows: indices of the training volumes that it learns from."""
     method = recipe.method
     torch.manual_seed(recipe.seed)
     image = ImageSpec.from_card(data.card)
@@ -342,7 +343,7 @@ def build_fold_job(
 
 
 def assign_folds(people: Sequence[str], ages: np.ndarray, folds: int, seed: int) -> np.ndarray:
-    """Return the number of the fold that each volume is held out in, int64 (N,)."""
+    """Return the fold that holds out each volume, int64 (N,), the same for all of a person."""
     # Participants are sorted by mean age; each ``folds`` neighbours are shuffled over the folds.
     names, person = np.unique(np.array(people, dtype=str), return_inverse=True)
     if len(names) < folds:

@@ -25,7 +25,7 @@ import numpy as np
 from moecore.brain.age_errors import AgeErrors, measure_age_errors
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
-from moecore.measure.calibration import TissueRidge
+from moecore.measure.calibration import RidgeSettings
 
 MIN_PEOPLE = 3  # per site, to estimate a variance
 TOLERANCE = 1e-8  # change of γ*, and relative change of δ*², at convergence
@@ -40,7 +40,7 @@ class SiteEffect(NamedTuple):
 
 
 class SiteHarmonisation(NamedTuple):
-    """ComBat, fitted to the training split: removes effects of sites from V features."""
+    """ComBat fitted to the training split, which removes site effects from V features."""
 
     mean: np.ndarray  # α (V,)
     slopes: np.ndarray  # β (P, V)
@@ -49,7 +49,7 @@ class SiteHarmonisation(NamedTuple):
 
     @classmethod
     def fit(cls, features: np.ndarray, covariates: np.ndarray, sites: Sequence[str]) -> Self:
-        """Return ComBat fitted to features (N, V), covariates (N, P) and sites in training."""
+        """Fit ComBat to the features (N, V), covariates (N, P) and sites of the training split."""
         names, place, counts = np.unique(sites, return_inverse=True, return_counts=True)
         if len(names) < 2 or "" in names:
             listed = ", ".join(name or "(no name)" for name in names)
@@ -104,7 +104,7 @@ class SiteHarmonisation(NamedTuple):
 
 
 def shrink_site_effect(residuals: np.ndarray) -> SiteEffect:
-    """Return γ* and δ* of a site from its residuals z (n, V), shrunk over features."""
+    """Estimate a site's γ* and δ* from its residuals z (n, V), shrunk over features."""
     n = len(residuals)
     gamma = residuals.mean(axis=0)
     variance = residuals.var(axis=0, ddof=1)
@@ -131,7 +131,7 @@ PENALTIES = np.logspace(-3, 3, 25)
 
 
 class RidgeResult(NamedTuple):
-    """Errors of ages predicted from tissue volumes, in years."""
+    """Errors in years of ages that a ridge predicts from tissue volumes."""
 
     errors: AgeErrors
     penalty: float  # for standardised features
@@ -142,7 +142,7 @@ class RidgeResult(NamedTuple):
     absolute: np.ndarray | None  # |error| of each test volume (N,); None with reference parts
 
 
-class SplitFeatures(NamedTuple):
+class TissueTable(NamedTuple):
     features: np.ndarray  # (N, 3): white matter, grey matter, fluid, mL
     ages: np.ndarray  # (N,)
     sexes: list[str]
@@ -155,18 +155,18 @@ class SplitFeatures(NamedTuple):
         women = [{"F": 1.0, "M": 0.0}.get(sex, 0.5) for sex in self.sexes]
         return np.column_stack([self.ages, women])
 
-    def select(self, chosen: np.ndarray) -> "SplitFeatures":
+    def select(self, chosen: np.ndarray) -> "TissueTable":
         columns = [list(compress(names, chosen)) for names in (self.sexes, self.sites, self.people)]
-        return SplitFeatures(self.features[chosen], self.ages[chosen], *columns)
+        return TissueTable(self.features[chosen], self.ages[chosen], *columns)
 
 
-def measure_tissue_ridge(data: Prepared, settings: TissueRidge) -> RidgeResult:
+def measure_tissue_ridge(data: Prepared, settings: RidgeSettings) -> RidgeResult:
     # Features are standardised; the leave-one-out error chooses the penalty.
     from sklearn.linear_model import RidgeCV  # slow to import, and it starts a thread
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    train, test = read_split_features(data, "train"), read_split_features(data, "test")
+    train, test = read_tissue_volumes(data, "train"), read_tissue_volumes(data, "test")
     train_features = train.features
     tested = test
     reference: dict[str, int] = {}
@@ -197,18 +197,19 @@ def measure_tissue_ridge(data: Prepared, settings: TissueRidge) -> RidgeResult:
     )
 
 
-def read_split_features(data: Prepared, split: str) -> SplitFeatures:
+def read_tissue_volumes(data: Prepared, split: str) -> TissueTable:
     """Return tissue volumes in mL, ages, sexes, sites and participants of a split."""
     millilitres = float(np.prod(data.card["voxel_mm"])) / 1000 / 255
     volumes = [part.sum(axis=(1, 2, 3), dtype=np.int64) for part in data.regions(split)]
     rows = data.subjects(split)
     columns = [[row[name] for row in rows] for name in ("sex", "site", "participant_id")]
     ages = np.asarray(getattr(data, split).labels, np.float64)
-    return SplitFeatures(np.stack(volumes) * millilitres, ages, *columns)
+    return TissueTable(np.stack(volumes) * millilitres, ages, *columns)
 
 
-def new_site_reference_mask(test: SplitFeatures, trained: set[str], number: int) -> np.ndarray:
-    """Return whether each volume (N,) is of the first ``number`` people of a site not trained."""
+def new_site_reference_mask(test: TissueTable, trained: set[str], number: int) -> np.ndarray:
+    """Return whether each volume is in its new site's reference part, (N,) bool."""
+    # The part is the first ``number`` people, by id, of a site without training data.
     chosen = set()
     for site in set(test.sites) - trained:
         pairs = zip(test.people, test.sites, strict=True)

@@ -17,15 +17,15 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens.traces import LayerRouting, Trace
 from moecore.measure.base import SEED
 from moecore.measure.routing_metrics import (
-    epochs,
-    expert_information,
+    epoch_routing,
     expert_roles,
     expert_similarity,
+    label_information,
     layer_metrics,
 )
-from moecore.measure.routing_metrics.choice_patterns import chance_violation
-from moecore.measure.routing_metrics.expert_gallery import FavouritePatch, patch_crop
-from moecore.measure.routing_metrics.expert_information import MIN_IMAGES
+from moecore.measure.routing_metrics.choice_patterns import chance_maxvio
+from moecore.measure.routing_metrics.expert_gallery import FavouritePatch, crop_patch
+from moecore.measure.routing_metrics.label_information import MIN_IMAGES
 from moecore.measure.truth import permuted_truth_tables
 from moecore.nn.encoded_routing import coarse_patch_indices
 from moecore.statistics.comparisons import crossed_difference, linearize_ratio
@@ -45,7 +45,7 @@ class TokenLabels:
             if values is not None:
                 self.values[kind] = values
         if "word" in self.values:
-            word_ids = expert_information.mask_rare_words(self.values["word"].numpy())
+            word_ids = label_information.mask_rare_words(self.values["word"].numpy())
             self.values["word"] = torch.from_numpy(word_ids)
         if self.items < MIN_IMAGES:
             what = "purity, and what experts tell about labels and words"
@@ -137,7 +137,7 @@ def read_examples(
             context = " ".join(before), after[0], " ".join(after[1:])
         crop = None
         if pictures is not None:  # a copy: a view would keep all pictures in memory
-            crop = patch_crop(pictures[row], patch, layout).clone()
+            crop = crop_patch(pictures[row], patch, layout).clone()
         experts[expert].append(Example(token, crop, context))
     return experts
 
@@ -161,7 +161,7 @@ class LayerQuantities(NamedTuple):
     quantities: dict[str, Interval]  # by name
     chances: dict[str, float]  # expectation under chance, by name of a quantity
     load: tuple[float, ...]  # share of the choices per expert, (E,)
-    roles: expert_roles.RolesLayer  # result of the measurement ``expert_roles``
+    roles: expert_roles.LayerRoles  # result of the measurement ``expert_roles``
     partners: tuple[int, ...] = ()  # matched expert of the other trace, (E,); () without one
 
 
@@ -274,7 +274,7 @@ def analyse_layer(
     experts = len(counts)
     chances = {
         **roles.chances,
-        "max_violation": chance_violation(choices, experts),
+        "max_violation": chance_maxvio(choices, experts),
         "load_cv2": (experts - 1) / choices,
         "coverage": quarter_of_experts(experts) / experts,
         # Chance is already subtracted from the information.
@@ -321,7 +321,7 @@ def check_same_items(trace: Trace, against: Trace, indices: np.ndarray) -> None:
         if ours is not None and theirs is not None and not torch.equal(ours, theirs):
             text = f"other {name} than in {trace.folder}"
             raise UserError.at(against.folder, found=text, allowed="a trace of the same items")
-    expert_information.check_exchangeable(len(indices))
+    label_information.check_enough_images(len(indices))
 
 
 def mean_over_items(values: np.ndarray) -> Interval:
@@ -338,9 +338,9 @@ def measure_label_purity(first: Tensor, labels: Tensor, experts: int) -> tuple[n
     chosen = first.numpy()
     kinds = labels.expand(first.shape).numpy() + 1
     number = int(kinds.max())
-    tables = epochs.expert_truth_tables(chosen, kinds, experts, number)
+    tables = epoch_routing.expert_truth_tables(chosen, kinds, experts, number)
     null = permuted_truth_tables(chosen, kinds, experts, number)
-    return epochs.purity_by_image(tables), fmean(map(epochs.expert_purity, null))
+    return epoch_routing.purity_by_image(tables), fmean(map(epoch_routing.expert_purity, null))
 
 
 def compare_matched_experts(

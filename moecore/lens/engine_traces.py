@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.lens.analyses import mean_over_items
-from moecore.measure.routing_metrics.choice_patterns import chance_violation, pair_lift_by_image
+from moecore.measure.routing_metrics.choice_patterns import chance_maxvio, pair_lift_by_image
 from moecore.measure.routing_metrics.layer_metrics import linearize_mean
 from moecore.statistics.comparisons import linearize_ratio
 
@@ -238,7 +238,7 @@ def measure_engine_layer(chosen: np.ndarray, sizes: Sequence[int]) -> Quantities
     busiest = linearize_loads(lambda load: load.max() / load.sum(), loads)
     measured = {
         "load_cv2": (cv2, (experts - k) / uses),
-        "busiest_share": (busiest, (1 + chance_violation(int(uses), experts)) / experts),
+        "busiest_share": (busiest, (1 + chance_maxvio(int(uses), experts)) / experts),
     }
     rates = np.column_stack([loads, tokens])
     for size in BATCHES:

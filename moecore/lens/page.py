@@ -17,7 +17,7 @@ from moecore.measure.routing import METRICS
 from moecore.measure.routing_metrics import expert_gallery
 from moecore.measure.routing_metrics.expert_roles import LABELS, SPECIAL, TELLS, ExpertRoles
 from moecore.measure.values import Metric
-from moecore.predict.continuation import MAX_EXPERTS, WordWithExperts, count_words
+from moecore.predict.continuation import MAX_EXPERTS, WordWithExperts, expert_words
 from moecore.report.figures import drawing
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
 from moecore.report.figures.model_figures import draw_experts_of_patches
@@ -183,7 +183,7 @@ def render_trace_page(trace: Trace, numbers: TraceQuantities, explorer: str = ""
         explorer=explorer,
         words=routed_words,
         layers=[
-            {expert: count_words(routed_words, n, expert) for expert in range(layer.experts)}
+            {expert: expert_words(routed_words, n, expert) for expert in range(layer.experts)}
             for n, layer in enumerate(layers)
         ],
         colours=drawing.expert_colours(max(layer.experts for layer in layers)),

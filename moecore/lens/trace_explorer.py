@@ -19,9 +19,9 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens import analyses
 from moecore.lens.traces import LayerShape, Trace
 from moecore.measure.base import SEED
-from moecore.measure.explorer import Result, ShownVariant
+from moecore.measure.explorer import ExplorerData, ShownVariant
 from moecore.measure.routing_metrics import expert_gallery
-from moecore.measure.routing_metrics.epochs import spread_places
+from moecore.measure.routing_metrics.epoch_routing import spread_indices
 from moecore.measure.routing_metrics.expert_gallery import CROP, encode_thumbnails
 from moecore.nn import encoded_routing
 from moecore.nn.encoded_routing import coarse_patch_indices, finest_layout
@@ -67,10 +67,10 @@ class TraceExplorer:
         self.numbers = {name: count_item_numbers(trace, name, self.parts) for name in NUMBERED}
         self.layers = [self._explore_layer(number) for number in range(len(shapes))]
 
-    def result(self, items: int = ITEMS, examples: int = analyses.EXAMPLES) -> Result:
-        """Return the page's data, limited to ``items`` and ``examples`` of each kind per expert."""
+    def result(self, items: int = ITEMS, examples: int = analyses.EXAMPLES) -> ExplorerData:
+        """Return the page's data: up to ``items`` items, ``examples`` of each kind per expert."""
         trace, fine = self.trace, self.fine
-        places = np.sort(spread_places(trace.items, items))
+        places = np.sort(spread_indices(trace.items, items))
         if self.is_text:
             fine = fine._replace(grid=(min(fine.grid[0], MAX_TOKENS),))
         shown_tokens = slice(fine.special + prod(fine.grid))
@@ -97,7 +97,7 @@ class TraceExplorer:
             numbers = (labels[:, shown_tokens] + 1).clamp(min=0)
             small = numbers.where(numbers <= MAX_KIND, 0).numpy()
             kinds = encode_concatenated_arrays(small.astype(np.uint8))
-        return Result(
+        return ExplorerData(
             special=fine.special,
             grid=fine.grid,
             images=places.tolist(),

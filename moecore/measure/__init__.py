@@ -1,4 +1,4 @@
-"""Measurements of a trained model: a family of parts (see base.py), and what they share."""
+"""Measurements of a trained model, a family of parts, and the code that they share."""
 
 from moecore.core.config import lazy_classes
 

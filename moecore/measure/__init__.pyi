@@ -24,7 +24,7 @@ from moecore.measure.few_shot import FewShot as _FewShot
 from moecore.measure.fewer_experts import FewerExperts as _FewerExperts
 from moecore.measure.invariance import Invariance as _Invariance
 from moecore.measure.lipschitz import Lipschitz as _Lipschitz
-from moecore.measure.probes.unseen_people import RegionGeneralisationSettings as _RegionGeneralisationSettings
+from moecore.measure.probes.simulated_people import RegionGeneralisationSettings as _RegionGeneralisationSettings
 from moecore.measure.retrieval import Retrieval as _Retrieval
 from moecore.measure.robustness import Robustness as _Robustness
 from moecore.measure.router_regret import RouterRegret as _RouterRegret
@@ -117,7 +117,7 @@ class ExpertRoles(_ExpertRoles):
     """Sizes of windows of neighbouring tokens, below the sequence length."""
 
 class ExpertWorth(_ExpertWorth):
-    """Loss of score without experts; the order of use is counted on the validation split."""
+    """Loss of score without experts, in the order of their use on the validation split."""
     images: int | None = 500
     """Test images, evenly spread; null: all."""
     batch: int = 256
@@ -126,7 +126,7 @@ class ExpertWorth(_ExpertWorth):
     """Random draws of removed experts, for comparison."""
 
 class Explorer(_Explorer):
-    """Settings: which images are shown, and how they are changed."""
+    """Routing of single images, clean and perturbed, for the routing explorer."""
     images: int = 24
     """Test images, evenly spread over the split, the same for every method; at most 6 volumes."""
     gallery: int | None = 400
@@ -140,14 +140,14 @@ class Explorer(_Explorer):
     of truth, which a view would falsify."""
 
 class FewShot(_FewShot):
-    """Few-shot accuracy of a ridge on the model's features."""
+    """Few-shot accuracy of ridge regression on the model's features."""
     shots: tuple[int, ...] = ...
     """Training images per class; numbers above the smallest class are skipped."""
     draws: int = 5
     """Random draws of images, the same for every method."""
 
 class FewerExperts(_FewerExperts):
-    """Score over the share of remaining experts, by pruning and merging."""
+    """Score of the model with a share of its experts left, by pruning and by merging."""
     left: tuple[float, ...] = ...
     """Shares of a layer's experts, rounded up."""
     ways: tuple[Literal['reap', 'load', 'merge'], ...] = ...
@@ -235,7 +235,7 @@ class RouterAttacks(_RouterAttacks):
     """Change only pixels that are not 0."""
 
 class RouterRegret(_RouterRegret):
-    """Loss of tokens under other sets of experts: one forward pass per token and set."""
+    """Regret of the router: loss of drawn tokens under other sets of experts."""
     images: int | None = 32
     """Test images, evenly spread; null: all."""
     tokens: int = 8

@@ -1,4 +1,4 @@
-"""Base classes of measurements, with and without a trained model, and skipped results."""
+"""Base classes of measurements with and without a trained model; reading of their results."""
 
 import math
 from abc import ABC, abstractmethod
@@ -31,7 +31,7 @@ Number = Annotated[
 
 
 class Skipped(Config):
-    """The content of a result file where the measurement does not apply."""
+    """Content of the result file of a measurement that does not apply to the model or the data."""
 
     skipped: str  # the reason
 
@@ -49,7 +49,7 @@ class MeasuredModel(NamedTuple):
 
 
 class MeasuredPart(Config):
-    """Settings of a measurement or an optional part of one, with its metrics and page."""
+    """Base of the settings of a measurement, or of an optional part; declares metrics and page."""
 
     metrics: ClassVar[Mapping[str, Metric]] = {}  # what it puts, by name
     page: ClassVar[OnPage] = OnPage("")  # its title, place and charts
@@ -67,7 +67,7 @@ class MeasuredPart(Config):
 
     @classmethod
     def place_words(cls, place: Place) -> str:
-        """Return a place, such as an epsilon or a layer, as text for labels."""
+        """Return a place of a value, such as an epsilon or a layer, as text for labels."""
         return f"{place:g}" if isinstance(place, float) else str(place)
 
     @property
@@ -76,7 +76,7 @@ class MeasuredPart(Config):
         return 0
 
     def places(self) -> Mapping[str, Iterable[Place]]:
-        """Return name of a place → its values, as in "k" → (1, 2), if settings determine them."""
+        """Return the places that the settings determine: name → values, as in "k" → (1, 2)."""
         return {}
 
 
@@ -145,7 +145,7 @@ class Measurement(MeasuredPart, ABC):
         return out.found()
 
     def all_metrics(self) -> dict[str, Metric]:
-        """Return the declared metrics, and those of the parts."""
+        """Return the metrics that the measurement and its parts declare, by name."""
         metrics = dict(self.metrics)
         for part in self.parts.values():
             metrics |= part.metrics
@@ -169,7 +169,7 @@ def find_measurement(name: str) -> type[Measurement]:
 
 
 def load_or_compute(parts: PartStore, name: str, model: type[R], compute: Callable[[], R]) -> R:
-    """Return the result of ``compute``, or the one that an earlier process stored by ``name``."""
+    """Return the stored result ``name``; if no earlier process stored it, compute and store it."""
     return model.model_validate(parts(name, lambda: compute().model_dump(mode="json")))
 
 

@@ -1,4 +1,4 @@
-"""Calibration of class and word probabilities: fit, and quality before and after.
+"""Calibrate class and word probabilities, and measure their quality before and after.
 
 N images, K classes; N blocks of M tokens, d width, V words. Each cell of a mosaic has an answer;
 intervals are over mosaics. Ages are calibrated by moecore.brain.age_calibration.
@@ -37,7 +37,7 @@ class FinalTokens(NamedTuple):
     labels: Tensor  # (N, M), the words after them
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield logits (n, V) fp32 and labels (n,) of some tokens at a time."""
+        """Yield the logits (n, V) fp32 and labels (n,) of all tokens, in chunks."""
         # the logits of a whole text would take gigabytes
         rows = predict.logits_chunk_size(self.model.image.task.outputs, self.final.device)
         final = self.final.flatten(0, 1).split(rows)
@@ -54,7 +54,7 @@ class FinalTokens(NamedTuple):
         return total / self.labels.numel()
 
     def answers(self, *temperatures: float) -> list["TokenLossAndConfidence"]:
-        """Return, per temperature, each token's loss and confidence with logits divided by it."""
+        """Return each token's loss and confidence with the logits divided by each temperature."""
         by_temperature: list[list[tuple[Tensor, ...]]] = [[] for _ in temperatures]
         for logits, targets in self.parts():
             for answers, value in zip(by_temperature, temperatures, strict=True):
@@ -85,7 +85,7 @@ class TokenLossAndConfidence(NamedTuple):
 def final_tokens(
     model: LanguageTransformer, split: Split, batch: int, max_tokens: int | None = None
 ) -> FinalTokens:
-    """Return the head's input tokens of evenly spread blocks, about ``max_tokens`` (None: all)."""
+    """Return the inputs of the head for about ``max_tokens`` tokens of a split (None: all)."""
     blocks = None if max_tokens is None else max(1, max_tokens // split.labels.shape[1])
     indices = evenly_spaced_indices(len(split.labels), blocks)
     device = predict.model_device(model)
@@ -100,8 +100,8 @@ def final_tokens(
 OnRefusal = Literal["stop", "report"]
 
 
-class TissueRidge(Config):
-    """A baseline of ages: ridge regression on the volumes of the three tissues."""
+class RidgeSettings(Config):
+    """Settings of a baseline for ages: ridge regression on the volumes of the three tissues."""
 
     harmonise: Literal["none", "combat"] = Field(
         "none", description="combat: site effects removed, as estimated on the training sites"
@@ -122,15 +122,15 @@ class TissueRidge(Config):
 
 
 class Calibrate(Config):
-    """The calibrator, what to do if it cannot be fitted, and, for ages, a baseline."""
+    """Settings of the stage ``calibrate``: calibrator, behaviour without a fit, age baseline."""
 
     calibrator: Calibrator
     batch: int = Field(256, ge=1, description="Images per pass; results do not depend on it.")
     on_refusal: OnRefusal = Field("stop", description="No line: stop, or raw predictions.")
-    tissue_ridge: TissueRidge | None = Field(None, description="Age from volumes; null: none.")
+    tissue_ridge: RidgeSettings | None = Field(None, description="Age from volumes; null: none.")
 
 
-class CalibrationFiles(NamedTuple):
+class CalibrationPaths(NamedTuple):
     item: str  # phase/method/seed
     model: Path  # folder of the trained model
     out_of_fold: Path  # predictions.csv of the stage out_of_fold
@@ -138,10 +138,10 @@ class CalibrationFiles(NamedTuple):
 
 
 class ModelCalibration(Measurement, ABC):
-    """The work of the stage ``calibrate`` on one model: fit, write files, put values."""
+    """Base of what the stage ``calibrate`` measures: it fits, writes files and puts values."""
 
     settings: Calibrate
-    files: CalibrationFiles
+    files: CalibrationPaths
 
 
 METRICS = {
@@ -189,7 +189,7 @@ class ClassCalibration(ModelCalibration):
     page = OnPage("calibration", place=2)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Fit on validation; put test score, NLL, Brier score and ECE before and after."""
+        """Fit the calibrator on validation; put score, NLL, Brier and ECE before and after."""
         # facts: at_limit, whether the temperature is at its largest or smallest; bins, before and
         # after; scores, one per test image as the task packs them, equal before and after; top5,
         # likewise, whether the class is among the five largest.
@@ -202,13 +202,13 @@ class ClassCalibration(ModelCalibration):
         splits = {"validation": data.validation, "test": data.test}
         predictions = {name: run(subject.model, splits[name].images)[0] for name in splits}
         truth = labels_as_tensor(data.validation.labels)
-        fitted = calibrator.fit(logits_by_answer(predictions["validation"], truth), truth.flatten())
+        fitted = calibrator.fit(logits_per_label(predictions["validation"], truth), truth.flatten())
         self._write_fit(fitted, out)
         labels = labels_as_tensor(data.test.labels)
         before = predictions["test"]
         task = data.task
         top5 = task.top5(before, labels)
-        after = fitted.apply(logits_by_answer(before, labels)).view_as(before)
+        after = fitted.apply(logits_per_label(before, labels)).view_as(before)
         put_quality(prediction_quality(task, before, labels), "before", out)
         put_quality(prediction_quality(task, after, labels), "after", out)
         out.facts["test_images"] = len(before)
@@ -218,7 +218,7 @@ class ClassCalibration(ModelCalibration):
     def _measure_words(
         self, subject: MeasuredModel, calibrator: temperature.Temperature, out: Values
     ) -> None:
-        """Do the work of ``measure`` for the next words of a text; intervals are over blocks."""
+        """Fit and put the same values for next words of a text; intervals are over blocks."""
         data = subject.data
         model = cast(LanguageTransformer, subject.model)
         validation = final_tokens(model, data.validation, self.settings.batch, FITTED)
@@ -241,7 +241,7 @@ class ClassCalibration(ModelCalibration):
 
 
 def put_quality(quality: PredictionQuality, when: str, out: Values) -> None:
-    """Put ``{score, nll, brier, ece}_{when}``, and the bins as facts; when: "before" or "after"."""
+    """Put score, NLL, Brier and ECE as ``{name}_{when}``, bins as facts; when: before, after."""
     for name, value in quality._asdict().items():
         if isinstance(value, class_task.ReliabilityBins):
             out.facts.setdefault("bins", {})[when] = value
@@ -252,7 +252,7 @@ def put_quality(quality: PredictionQuality, when: str, out: Values) -> None:
 def prediction_quality(task: Task, logits: Tensor, labels: Tensor) -> PredictionQuality:
     """Return score, NLL, Brier score and ECE with intervals over images, and reliability bins."""
     # logits: (N, K) with labels (N,), or (N, C·K) with labels of C cells, (N, C).
-    rows = logits_by_answer(logits, labels)
+    rows = logits_per_label(logits, labels)
     right = labels.flatten()
     losses = (class_task.class_nll(rows, right), class_task.brier_scores(rows, right))
     by_row = (*losses, class_task.class_confidence(rows), class_task.top1_hits(rows, right))
@@ -260,7 +260,7 @@ def prediction_quality(task: Task, logits: Tensor, labels: Tensor) -> Prediction
     return quality_from_losses(task, task.scores(logits, labels), answers)
 
 
-def logits_by_answer(logits: Tensor, labels: Tensor) -> Tensor:
+def logits_per_label(logits: Tensor, labels: Tensor) -> Tensor:
     """Reshape logits to one row per label, (labels, K): per image, or per cell of a mosaic."""
     return logits.reshape(labels.numel(), -1)
 
@@ -268,7 +268,7 @@ def logits_by_answer(logits: Tensor, labels: Tensor) -> Tensor:
 def quality_from_losses(
     task: Task, scores: Tensor, answers: TokenLossAndConfidence
 ) -> PredictionQuality:
-    """Return ``PredictionQuality`` of N items from their scores (N,) and their answers' losses."""
+    """Return the quality of N items from their scores (N,) and their predictions' losses."""
     losses, squares = answers.nats.numpy(), answers.squares.numpy()
     confidence, hits = answers.confidence, answers.hits
 

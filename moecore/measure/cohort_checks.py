@@ -1,4 +1,4 @@
-"""Does a brain-age model read the anatomy? Errors on single tissues, as people age, on rescans.
+"""Check a brain-age model on single tissues, simulated ageing and rescans.
 
 Ageing needs subjects that change in age alone, which only a simulation (phantom) has.
 """
@@ -13,8 +13,9 @@ from pydantic import Field, model_validator
 from moecore.data.sources.phantom import Phantom
 from moecore.data.volumes.volume_preparation import REGIONS
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.probes import linear_probe, unseen_people
-from moecore.measure.probes.unseen_people import PEOPLE, UnseenPeopleSimulator
+from moecore.measure.probes import linear_probe
+from moecore.measure.probes import simulated_people as simulated
+from moecore.measure.probes.simulated_people import PEOPLE, UnseenPeopleSimulator
 from moecore.measure.values import Metric, OnPage, Place, Values
 
 SIMULATED_ONLY = "only a simulated cohort (kind: phantom) can age a subject and change nothing else"
@@ -86,7 +87,7 @@ METRICS = {name: metric._replace(paper="ages") for name, metric in METRICS.items
 METRICS |= {
     f"{name}_{number}": Metric("")
     for name in (*NEW_VOLUMES, "isolated", "other_generator_isolated", "mixture")
-    for number in unseen_people.TissueAgreement._fields
+    for number in simulated.TissueAgreement._fields
     if f"{name}_{number}" not in METRICS
 }
 METRICS |= {
@@ -113,8 +114,8 @@ class CohortChecks(Measurement):
         16, ge=1, le=PEOPLE // 2, description="Subjects scanned again, at one site and at two."
     )
     probe: int = Field(256, ge=2, description="Most training volumes that a probe is fitted to.")
-    generalisation: unseen_people.RegionGeneralisationSettings = Field(
-        unseen_people.RegionGeneralisationSettings(),
+    generalisation: simulated.RegionGeneralisationSettings = Field(
+        simulated.RegionGeneralisationSettings(),
         description="Tests of region experts on volumes that differ from training.",
     )
     batch: int = Field(16, ge=1, description="Volumes per pass; results do not depend on it.")
@@ -179,13 +180,11 @@ def put_ageing(subject: MeasuredModel, people: People, settings: CohortChecks, o
         return
     sizes = (settings.subjects, settings.ages, settings.batch)
     rows = out.parts(
-        "ageing", lambda: unseen_people.predict_ageing(subject.model, people, *sizes).tolist()
+        "ageing", lambda: simulated.predict_ageing(subject.model, people, *sizes).tolist()
     )
     predictions = np.array(rows)
-    out.put("monotone", unseen_people.rising_step_share(predictions))
-    out.put(
-        "ageing_rank", float(np.mean(unseen_people.rank_correlations(settings.ages, predictions)))
-    )
+    out.put("monotone", simulated.rising_step_share(predictions))
+    out.put("ageing_rank", float(np.mean(simulated.rank_correlations(settings.ages, predictions))))
     out.facts["ageing"] = {"ages": settings.ages, "predictions": rows}
 
 
@@ -193,15 +192,15 @@ def put_rescans(
     subject: MeasuredModel, people: People, settings: CohortChecks, out: Values
 ) -> None:
     """Put ``rescan`` (change between scans or sessions) and, simulated, ``rescan_other_site``."""
-    pairs = [] if people is not None else unseen_people.session_pairs(subject.data.subjects("test"))
+    pairs = [] if people is not None else simulated.session_pairs(subject.data.subjects("test"))
 
     def put_changes(part: Values) -> None:
         if people is None:
             settled = (subject.model, subject.data, pairs, settings.batch)
-            part.put("rescan", unseen_people.compare_sessions(*settled))
+            part.put("rescan", simulated.compare_sessions(*settled))
             return
         ages = np.linspace(settings.ages[0], settings.ages[-1], settings.rescans)
-        same, other = unseen_people.measure_simulated_rescans(
+        same, other = simulated.measure_simulated_rescans(
             subject.model, people, ages, settings.batch
         )
         part.put("rescan", same)
@@ -210,13 +209,13 @@ def put_rescans(
     if people is not None or pairs:
         out.piece("rescan", put_changes)
     else:
-        years = unseen_people.RESCAN_YEARS
+        years = simulated.RESCAN_YEARS
         reason = f"no test participant has two sessions within {years:g} years"
         out.facts["not_checked"]["rescan"] = reason
 
 
 def put_region_experts(subject: MeasuredModel, settings: CohortChecks, out: Values) -> None:
-    """Put the agreement of region experts with tissues, or as a fact why it was not measured."""
+    """Put the agreement of region experts with tissues, or the reason why it is not measured."""
     not_checked = out.facts["not_checked"]
     if not subject.regions:
         not_checked["generalisation"] = "the model has no region experts (methods: regions)"
@@ -224,18 +223,18 @@ def put_region_experts(subject: MeasuredModel, settings: CohortChecks, out: Valu
     if not subject.data.card["regions"]:
         not_checked["generalisation"] = NO_MAPS
         return
-    if not unseen_people.has_generator_voxel_grid(subject.data):
+    if not simulated.has_generator_voxel_grid(subject.data):
         not_checked["other generator"] = "it makes 64³ voxels of 3 mm, and the data have others"
 
     def put_experts(part: Values) -> None:
         shared = {"ages": (settings.ages[0], settings.ages[-1]), "seed": SEED}
-        measure = partial(unseen_people.measure_generalisation, **shared)
+        measure = partial(simulated.measure_region_experts, **shared)
         put_agreements(measure(subject, settings.generalisation, batch=settings.batch), part)
 
     out.piece(f"generalisation of {', '.join(subject.regions)}", put_experts)
 
 
-def put_agreements(experts: unseen_people.RegionExperts, out: Values) -> None:
+def put_agreements(experts: simulated.RegionExperts, out: Values) -> None:
     """Put ``{volumes}_{field}`` for all fields of each ``TissueAgreement``, and correlations."""
     # volumes: isolated (single tissues), whole, mixed, mixture, or another generator's.
     put_agreement("isolated", experts.test.isolated, out)
@@ -255,7 +254,7 @@ def put_agreements(experts: unseen_people.RegionExperts, out: Values) -> None:
 
 
 def put_agreement(
-    name: str, agreement: unseen_people.TissueAgreement, out: Values, **at: Place
+    name: str, agreement: simulated.TissueAgreement, out: Values, **at: Place
 ) -> None:
     for number, value in agreement._asdict().items():
         out.put(f"{name}_{number}", value, **at)

@@ -29,15 +29,15 @@ Digital = Literal["contrast", "elastic_transform", "pixelate", "jpeg_compression
 Name = Literal[Noise, Blur, Weather, Digital]
 
 
-def relative_error(result: Found, dense: Sequence[Found]) -> float | None:
-    """Return mCE relative to the dense models; None if they make no error under a corruption."""
-    baseline = errors_of_dense(dense)
+def relative_mce(result: Found, dense: Sequence[Found]) -> float | None:
+    """Return the mCE relative to dense models; None if they make no error under a corruption."""
+    baseline = mean_dense_errors(dense)
     if baseline is None:
         return None
     return mean_corruption_error(errors_of(result), baseline)
 
 
-def errors_of_dense(dense: Sequence[Found]) -> Errors | None:
+def mean_dense_errors(dense: Sequence[Found]) -> Errors | None:
     """Return mean errors over dense models; None if a corruption has error 0 at all severities."""
     seeds = [errors_of(result) for result in dense]
     errors = {
@@ -59,7 +59,7 @@ METRICS = {
         note="mean over corruptions of error / error of dense, each summed over severities; 1: "
         "equal to dense",
         paper="corruptions",
-        of_dense=relative_error,
+        of_dense=relative_mce,
     ),
     "error": Metric(
         "Error, {}",
@@ -131,7 +131,7 @@ class Corruptions(Measurement):
             return out.task.scores(prediction, labels)
 
         # The interval of the mean over all is over images, as an image's corruptions are dependent.
-        wrong = put_errors(hits_on, images, indices, self, out)
+        wrong = put_corruption_errors(hits_on, images, indices, self, out)
         errors = errors_of(out.found())
         for name, row in errors.items():
             out.put("error", sum(row.values()) / len(row), corruption=name)
@@ -143,7 +143,7 @@ class Corruptions(Measurement):
 
 
 def errors_of(result: Found) -> Errors:
-    """Return corruption → severity → error, from the values of a result."""
+    """Collect the errors of a result as corruption → severity → error."""
     errors: dict[Place, dict[Place, float]] = defaultdict(dict)
     for value in result.all("error"):
         if {"corruption", "severity"} <= set(value.at):
@@ -151,7 +151,7 @@ def errors_of(result: Found) -> Errors:
     return errors
 
 
-def put_errors(
+def put_corruption_errors(
     hits_on: Callable[[np.ndarray], Tensor],  # images (N, C, H, W) → bool (N,)
     images: np.ndarray,
     indices: np.ndarray,  # in the split; the corruptions' random draws depend on them

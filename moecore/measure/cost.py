@@ -1,4 +1,4 @@
-"""Cost of a trained model at inference, and the routing's share (ERMoE, tables S2 and S4).
+"""Measure FLOPs, latency and memory at inference, and routing's share (ERMoE, S2 and S4).
 
 Routing is an MoE layer without its experts: router, dispatch and combination. Where a teacher
 routes (``teacher_routed``), the whole teacher counts as routing.
@@ -57,7 +57,7 @@ def timing_quartiles(values: Sequence[float]) -> Interval:
 
 # On CUDA a mark is an event in the stream, as waiting for the device would change the timing.
 class Clock:
-    """Measures seconds between marks: ``mark()`` while computing, ``wait()``, ``seconds(a, b)``."""
+    """Measures seconds between two calls of ``mark``, on the CPU or on a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -91,12 +91,12 @@ def whole_and_routing_flops(model: nn.Module, images: Tensor) -> WholeAndRouting
         eval_mode(model),
         torch.no_grad(),
         counter,
-        record_spans(model, counter.get_total_flops) as spans,
+        record_calls(model, counter.get_total_flops) as spans,
     ):
         model(images)
     # of experts on CPU: subtracted, so that the count does not depend on the machine
     padded = sum((span.end - span.start) * span.padding for span in spans if span.part == "experts")
-    routing = sum_routing_time(spans, lambda start, end: end - start)
+    routing = sum_routing_cost(spans, lambda start, end: end - start)
     total = counter.get_total_flops() - padded
     return WholeAndRoutingCost(total / len(images), routing / len(images))
 
@@ -111,17 +111,17 @@ def pass_and_routing_times(
         for number in range(WARM_UP + rounds):
             pixels = images(number)
             clock.wait()
-            with record_spans(model, clock.mark) as spans:
+            with record_calls(model, clock.mark) as spans:
                 start = clock.mark()
                 model(pixels)
                 end = clock.mark()
             clock.wait()
-            routing = sum_routing_time(spans, clock.seconds)
+            routing = sum_routing_cost(spans, clock.seconds)
             times.append(WholeAndRoutingCost(clock.seconds(start, end), routing))
     return times[WARM_UP:]
 
 
-def unwatched_times(model: nn.Module, images: Images, rounds: int) -> list[float]:
+def forward_pass_times(model: nn.Module, images: Images, rounds: int) -> list[float]:
     """Return seconds of each of ``rounds`` passes without hooks, after WARM_UP passes."""
     clock = Clock(model_device(model))
     durations = []
@@ -144,15 +144,15 @@ def peak_memory_and_counting_method(model: nn.Module, images: Tensor) -> tuple[i
     return peak.size, "CUDA allocator" if device.type == "cuda" else "live tensors"
 
 
-def sum_routing_time(spans: list[ForwardPassSegment], length: Callable[[Any, Any], float]) -> float:
-    """Return seconds or FLOPs of routing: MoE layers − experts + teacher; length: end − start."""
+def sum_routing_cost(spans: list[ForwardPassSegment], length: Callable[[Any, Any], float]) -> float:
+    """Sum the seconds or FLOPs of routing, MoE layers − experts + teacher; length: end − start."""
     sign = {"layer": 1, "experts": -1, "teacher": 1}
     return sum(sign[span.part] * length(span.start, span.end) for span in spans)
 
 
 @contextmanager
-def record_spans(model: nn.Module, mark: Callable[[], Any]) -> Iterator[list[ForwardPassSegment]]:
-    """Yield a list that collects calls of MoE layers, experts and teacher; mark: time or FLOPs."""
+def record_calls(model: nn.Module, mark: Callable[[], Any]) -> Iterator[list[ForwardPassSegment]]:
+    """Record calls of MoE layers, experts and teacher in the list; mark: time or FLOPs so far."""
     spans: list[ForwardPassSegment] = []
     with ExitStack() as stack:
 
@@ -233,12 +233,12 @@ class Cost(Measurement):
         # facts: parameters; active_parameters, which an image's tokens use; the machine.
         test = subject.data.test.images
         images = np.array(test[evenly_spaced_indices(len(test), self.images)])
-        single = cyclic_batch_function(images, 1, subject.device)
-        batches = cyclic_batch_function(images, self.batch, subject.device)
+        single = make_cyclic_batches(images, 1, subject.device)
+        batches = make_cyclic_batches(images, self.batch, subject.device)
         flops = whole_and_routing_flops(subject.model, single(0))
         memory, method = peak_memory_and_counting_method(subject.model, batches(0))
-        latency = quartiles_ms(unwatched_times(subject.model, single, self.rounds))
-        batch_time = quartiles_ms(unwatched_times(subject.model, batches, self.rounds))
+        latency = quartiles_in_ms(forward_pass_times(subject.model, single, self.rounds))
+        batch_time = quartiles_in_ms(forward_pass_times(subject.model, batches, self.rounds))
         single_passes = pass_and_routing_times(subject.model, single, self.rounds)
         batch_passes = pass_and_routing_times(subject.model, batches, self.rounds)
         out.put("gflops", flops.total * 1e-9)
@@ -247,13 +247,13 @@ class Cost(Measurement):
         out.put("batch_ms", batch_time)
         out.put("inference_images_per_second", 1000 * self.batch / batch_time.value)
         out.put("peak_memory", memory)
-        out.put("routing_ms", quartiles_ms([cost.routing for cost in single_passes]).value)
-        out.put("routing_share", routing_share(single_passes))
-        out.put("routing_batch_share", routing_share(batch_passes))
+        out.put("routing_ms", quartiles_in_ms([cost.routing for cost in single_passes]).value)
+        out.put("routing_share", routing_time_share(single_passes))
+        out.put("routing_batch_share", routing_time_share(batch_passes))
         for k in NUMBERS_OF_EXPERTS if subject.model.moe is not None else ():
             model = copy_with_k(subject.model, k)  # None: a router without k, or too few experts
             if model is not None:
-                times = quartiles_ms(unwatched_times(model, batches, self.rounds))
+                times = quartiles_in_ms(forward_pass_times(model, batches, self.rounds))
                 out.put("batch_ms", times, k=model.experts_and_router.experts.scale_k(k))
         out.facts |= parameter_counts(subject.model)
         out.facts["memory_counted_as"] = method
@@ -261,8 +261,8 @@ class Cost(Measurement):
         out.facts["threads"] = torch.get_num_threads()
 
 
-def cyclic_batch_function(images: np.ndarray, batch: int, device: str) -> Images:
-    """Return a function: number n of a pass → its images n·batch, n·batch + 1, …, modulo N."""
+def make_cyclic_batches(images: np.ndarray, batch: int, device: str) -> Images:
+    """Return a function from a pass's number n to its images n·batch, n·batch + 1, …, modulo N."""
     # images: uint8 (N, C, H, W) or float16 (N, C, D, H, W); a pass: (batch, C, …) fp32 in [0, 1].
     pixels = torch.cat(list(image_batches(images, batch, device)))
     return lambda number: pixels[
@@ -270,9 +270,9 @@ def cyclic_batch_function(images: np.ndarray, batch: int, device: str) -> Images
     ]
 
 
-def quartiles_ms(seconds: Sequence[float]) -> Interval:
+def quartiles_in_ms(seconds: Sequence[float]) -> Interval:
     return timing_quartiles([1000 * value for value in seconds])
 
 
-def routing_share(passes: Sequence[WholeAndRoutingCost]) -> float:
+def routing_time_share(passes: Sequence[WholeAndRoutingCost]) -> float:
     return timing_quartiles([cost.routing / cost.total for cost in passes]).value

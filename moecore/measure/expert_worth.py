@@ -1,4 +1,4 @@
-"""Worth of experts: loss of score without one expert, and without more and more (2411.00918).
+"""Measure the score that a model loses without some of its experts (2411.00918).
 
 Tokens choose among the remaining experts by the router's rule. Also the loss without a token's
 first, second … choice. L MoE layers.
@@ -72,7 +72,7 @@ METRICS |= {f"lost_without_choice_{way}": Metric("", signed=True) for way in WAY
 
 
 class ExpertWorth(Measurement):
-    """Loss of score without experts; the order of use is counted on the validation split."""
+    """Loss of score without experts, in the order of their use on the validation split."""
 
     metrics = METRICS
     page = OnPage(
@@ -133,7 +133,7 @@ class ExpertWorth(Measurement):
             out.put("expert_worth", interval, layer=layer + 1, expert=expert)
             lows.append(interval.low or 0.0)
         out.put("needed_experts", float(np.mean(np.array(lows) > 0)))
-        put_removals(model, measure_loss, counts, self.draws, out)
+        put_removal_losses(model, measure_loss, counts, self.draws, out)
         choices = experts - alternative_choices.removable_expert_count(model)
         for rank, way in product(range(1, min(MAX_POINTS, choices) + 1), WAYS):
             change = alternative_choices.drop_choices(model, rank, way)
@@ -148,7 +148,7 @@ class ExpertWorth(Measurement):
 MeasureLoss = Callable[[str, AbstractContextManager], np.ndarray]
 
 
-def put_removals(
+def put_removal_losses(
     model: Model, measure_loss: MeasureLoss, counts: Tensor, draws: int, out: Values
 ) -> None:
     """Put the loss of score without the most used, least used or random experts of every layer."""
@@ -208,7 +208,7 @@ def evenly_spaced_images(split: Split, settings: ExpertWorth) -> np.ndarray:
 
 
 def draw_experts(layers: int, experts: int, number: int, draw: int) -> list[list[int]]:
-    """Return ``number`` random experts per layer; per ``draw``, larger numbers include smaller."""
+    """Draw ``number`` experts per layer; of one ``draw``, larger sets include smaller ones."""
     generator = np.random.default_rng([SEED, draw])
     return [generator.permutation(experts)[:number].tolist() for _ in range(layers)]
 

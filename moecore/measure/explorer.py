@@ -1,4 +1,4 @@
-"""Data of explorer.html: the experts of each patch of single images, or of each word of texts."""
+"""Collect the data of explorer.html: the experts of each patch or word, and their galleries."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -16,10 +16,10 @@ from moecore.core.config import Config, Misfits, Surroundings
 from moecore.core.routing_records import TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary
-from moecore.measure import changed_images
+from moecore.measure import perturbations
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
 from moecore.measure.routing_metrics import expert_gallery, two_view_agreement
-from moecore.measure.routing_metrics.epochs import IMAGES, VOLUMES, explorer_image_indices
+from moecore.measure.routing_metrics.epoch_routing import IMAGES, VOLUMES, explorer_image_indices
 from moecore.measure.routing_metrics.expert_gallery import EncodedImages, encode_thumbnails
 from moecore.measure.values import OnPage, Values
 from moecore.nn.backbones.base_model import Model, majority_token_kinds
@@ -34,7 +34,7 @@ Positive = Annotated[float, Field(gt=0, le=1)]
 
 
 class Explorer(Measurement):
-    """Settings: which images are shown, and how they are changed."""
+    """Routing of single images, clean and perturbed, for the routing explorer."""
 
     no_dense = "a dense model has no experts, so there is nothing to see"
     page: ClassVar[OnPage] = OnPage("single images", place=15)
@@ -65,7 +65,7 @@ class Explorer(Measurement):
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         out.facts |= self.explore(subject, out.parts).model_dump(mode="json")
 
-    def explore(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+    def explore(self, subject: MeasuredModel, parts: PartStore) -> "ExplorerData":
         model = subject.model
         if model.image.task.long:
             return explore_text(subject, self)
@@ -82,16 +82,16 @@ class Explorer(Measurement):
         clean = target.clean_images()
         channels = model.image.channels
 
-        changed: dict[str, Iterable[changed_images.ChangedImages]] = {
-            "clean": [changed_images.ChangedImages("clean", "clean", clean)],
-            "noise": changed_images.iterate_noisy_images(clean, places, SIGMAS, SEED, channels),
-            "attack": changed_images.iterate_attacked_images(target, self.attack, self.epsilons),
-            "augmentations": changed_images.iterate_augmented_images(
+        changed: dict[str, Iterable[perturbations.PerturbedImages]] = {
+            "clean": [perturbations.PerturbedImages("clean", "clean", clean)],
+            "noise": perturbations.iterate_noisy_images(clean, places, SIGMAS, SEED, channels),
+            "attack": perturbations.iterate_attacked_images(target, self.attack, self.epsilons),
+            "augmentations": perturbations.iterate_augmented_images(
                 images, augmentations, layout, SEED
             ),
         }
 
-        def trace_variants(variants: Iterable[changed_images.ChangedImages]) -> ExplorerPart:
+        def trace_variants(variants: Iterable[perturbations.PerturbedImages]) -> ExplorerPart:
             shown = [trace_variant(model, data.task, variant) for variant in variants]
             return ExplorerPart(shown=shown)
 
@@ -105,7 +105,7 @@ class Explorer(Measurement):
             load_or_compute(parts, name, ExplorerPart, partial(trace_variants, changes))
             for name, changes in changed.items()
         ]
-        return Result(
+        return ExplorerData(
             special=layout.special,
             grid=layout.grid,
             images=places,
@@ -117,9 +117,9 @@ class Explorer(Measurement):
 
 
 class ShownVariant(Config):
-    """The images with one change, and how the model routes them."""
+    """The images under one perturbation, and how the model routes them."""
 
-    kind: changed_images.Kind
+    kind: perturbations.Kind
     label: str
     picture: EncodedImages | None  # None for changed volumes
     origins: str | None  # packed uint16 (N, P): patch of the clean image, 65535 for none
@@ -128,7 +128,7 @@ class ShownVariant(Config):
 
 # T tokens: ``special`` ones first, then a ``grid`` of patches with the last axis fastest: two axes
 # for images, three for volumes, one for text.
-class Result(Config):
+class ExplorerData(Config):
     """Data of explorer.html for N images; traces are per token and layer, on the finest grid."""
 
     special: int
@@ -142,13 +142,13 @@ class Result(Config):
 
 
 class ExplorerPart(Config):
-    """Stored part of a ``Result``: variants of one kind, or the experts' galleries."""
+    """Stored part of ``ExplorerData``: images under one kind of perturbation, or galleries."""
 
     shown: tuple[ShownVariant, ...] = ()
     layers: tuple[expert_gallery.LayerGallery, ...] = ()
 
 
-def explore_text(subject: MeasuredModel, settings: Explorer) -> Result:
+def explore_text(subject: MeasuredModel, settings: Explorer) -> ExplorerData:
     model, data = subject.model, subject.data
     layout = finest_layout(model.layouts)
     places = explorer_image_indices(data, settings.images)
@@ -156,10 +156,10 @@ def explore_text(subject: MeasuredModel, settings: Explorer) -> Result:
     blocks = np.array(data.test.images[places])
     gallery = np.array(data.test.images[chosen])
     vocabulary = read_vocabulary(data.folder, model.image.task.outputs)
-    numbers = expert_gallery.word_numbers(blocks, bool(model.image.truth))
+    numbers = expert_gallery.last_block_words(blocks, bool(model.image.truth))
     _, records = predict_in_batches(model, blocks, BATCH, prediction=False)
     trace = encode_routing(torch.zeros(len(blocks), 0), records, data.task, model.layouts)
-    return Result(
+    return ExplorerData(
         special=layout.special,
         grid=layout.grid,
         images=places,
@@ -171,8 +171,8 @@ def explore_text(subject: MeasuredModel, settings: Explorer) -> Result:
     )
 
 
-def trace_variant(model: Model, task: Task, variant: changed_images.ChangedImages) -> ShownVariant:
-    """Return the routing of changed images, and their picture without the channel of truth."""
+def trace_variant(model: Model, task: Task, variant: perturbations.PerturbedImages) -> ShownVariant:
+    """Route perturbed images, and encode their pictures without the channel of truth."""
     prediction, records = predict_in_batches(model, variant.pixels, BATCH)
     places = picture = None
     if variant.origins is not None:

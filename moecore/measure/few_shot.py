@@ -52,7 +52,7 @@ METRICS = {
 
 
 class FewShot(Measurement):
-    """Few-shot accuracy of a ridge on the model's features."""
+    """Few-shot accuracy of ridge regression on the model's features."""
 
     flat_classes = True
     classes_for = "shots"
@@ -92,7 +92,7 @@ class FewShot(Measurement):
         size, name = min(zip(counts, subject.data.task.classes, strict=True))
         possible = sorted({shots for shots in self.shots if shots <= size})
         number = max(possible, default=0)
-        draws = [draw_shots(subject, number, SEED, draw) for draw in range(self.draws)]
+        draws = [draw_few_shots(subject, number, SEED, draw) for draw in range(self.draws)]
         # Features of all drawn training images are computed once; a draw looks its rows up.
         used = np.unique(np.concatenate([draw.flatten() for draw in draws]))
         test_features = head_features(subject, np.asarray(test.images))
@@ -122,8 +122,8 @@ class FewShot(Measurement):
         out.skipped += [f"{shots} shots: {reason}" for shots in sorted({*self.shots} - {*possible})]
 
 
-def draw_shots(subject: MeasuredModel, shots: int, seed: int, draw: int) -> np.ndarray:
-    """Return indices of ``shots`` training images per class, (K, shots)."""
+def draw_few_shots(subject: MeasuredModel, shots: int, seed: int, draw: int) -> np.ndarray:
+    """Draw ``shots`` training images per class; return their indices (K, shots)."""
     # Each class is permuted once per draw: fewer shots are a subset of more, for all methods.
     task = subject.data.task
     members = task.by_class(torch.from_numpy(np.array(subject.data.train.labels)))
@@ -143,7 +143,7 @@ def head_features(subject: MeasuredModel, images: np.ndarray) -> Tensor:
 def score_few_shot_draw(
     subject: MeasuredModel, tested: Tensor, few: Tensor, labels: np.ndarray
 ) -> tuple[Tensor, int, Tensor]:
-    """Score ridges, one per penalty, fitted to ``few`` (N, D) and labels (N,), on ``tested``."""
+    """Fit a ridge per penalty to ``few`` (N, D), labels (N,), and score it on ``tested`` (M, D)."""
     # Return the scores (30,) on the test split, the exponent chosen by leave-one-out, and each test
     # image's score with that exponent, (M,) fp64.
     from sklearn.linear_model import Ridge  # slow to import

@@ -36,7 +36,7 @@ METRICS = {
 
 
 class FewerExperts(Measurement):
-    """Score over the share of remaining experts, by pruning and merging."""
+    """Score of the model with a share of its experts left, by pruning and by merging."""
 
     no_dense = "the model has no experts"
     metrics = METRICS

@@ -79,18 +79,18 @@ class Invariance(Measurement):
         _, clean = predict_in_batches(subject.model, images, self.batch)
         between = None  # (N,), each image's distance to another image
         if len(images) > 1:
-            between = layer_metrics.imed_between(probs_by_layer(clean), SEED).numpy()
+            between = layer_metrics.imed_to_others(probs_by_layer(clean), SEED).numpy()
 
         def put_transformed(name: str, out: Values) -> None:
             affines = draw_affines(name, len(images), images.shape[-2:], SEED)
-            moved = move_images(images, affines, self.batch)
+            moved = transform_images(images, affines, self.batch)
             _, records = predict_in_batches(subject.model, moved, self.batch)
             lengths = layer_metrics.imed_by_image(
                 probs_by_layer(clean), probs_by_layer(records)
             ).numpy()
             out.put("imed", lengths, transform=name)
             if between is not None:
-                share = imed_over_between_images(lengths, between)
+                share = normalise_imed(lengths, between)
                 out.put("imed_normalised", share, transform=name)
             same = [float(layer.mean()) for layer in layer_metrics.expert_agreement(clean, records)]
             out.put("agreement_transformed", sum(same) / len(same), transform=name)
@@ -108,7 +108,7 @@ class Invariance(Measurement):
         out.facts["class_maps"] = maps
 
 
-def imed_over_between_images(lengths: np.ndarray, between: np.ndarray) -> Interval | None:
+def normalise_imed(lengths: np.ndarray, between: np.ndarray) -> Interval | None:
     """Return mean IMED under a transform / mean IMED between images, both (N,), with interval."""
     # 0: unchanged; 1: routed like another image. Near-uniform probabilities make both small, so the
     # ratio, unlike IMED, distinguishes invariant routing from uniform routing.
@@ -122,8 +122,8 @@ def imed_over_between_images(lengths: np.ndarray, between: np.ndarray) -> Interv
     return bootstrap_interval(ratio, len(lengths), lowest=0.0)
 
 
-def move_images(images: np.ndarray, affines: Tensor, batch: int) -> Tensor:
-    """Return images uint8 (N, C, H, W) warped by affines (N, 3, 3) on the CPU, black outside."""
+def transform_images(images: np.ndarray, affines: Tensor, batch: int) -> Tensor:
+    """Warp images uint8 (N, C, H, W) by affines (N, 3, 3) on the CPU; outside is black."""
     size = images.shape[-2:]
     moved = []
     for start in range(0, len(images), batch):

@@ -1,4 +1,4 @@
-"""Lipschitz estimates of a model's logits, and Lemma 1 (Puigcerver et al. 2022) at n tokens."""
+"""Estimate Lipschitz constants of a model's logits; check Lemma 1 (Puigcerver et al. 2022)."""
 
 from functools import partial
 from typing import NamedTuple
@@ -88,14 +88,14 @@ def lemma_terms_by_layer(
     model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str
 ) -> list[LemmaTerms]:
     layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
-    inputs = layer_tokens(model, images, tokens, batch, seed, device)
+    inputs = layer_inputs(model, images, tokens, batch, seed, device)
     return [
         LemmaTerms(*(term.cpu() for term in lipschitz_lemma.lemma_1_terms(layer, tokens)))
         for layer, tokens in zip(layers, inputs, strict=True)
     ]
 
 
-def layer_tokens(
+def layer_inputs(
     model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str
 ) -> list[Tensor]:
     """Return inputs (n, d) of each MoE layer at random positions, the same for every method."""
@@ -122,7 +122,7 @@ MIN_DISTANCE = 1e-3  # of a pair, relative to the radius; closer pairs do not co
 
 
 class LipschitzSlopes(NamedTuple):
-    """One value per image, each (N,) fp64, ``crossed`` bool. Logits over pixels in [0, 1]."""
+    """Slopes of the logits around each image, (N,) fp64 each, for pixels in [0, 1]."""
 
     # ‖J‖₂ of image → logits, the Lipschitz constant in ℓ2 in an arbitrarily small neighbourhood
     # without a change of routing
@@ -143,7 +143,7 @@ class ImagePairSlope(NamedTuple):
     ratio: Tensor  # (B,), ‖f(a) − f(b)‖₂ / ‖a − b‖₂
 
 
-def slopes_at(
+def find_slopes(
     model: Model,
     images: ImageSequence,  # (N, C, H, W)
     labels: Tensor,
@@ -163,7 +163,7 @@ def slopes_at(
             jacobians = lipschitz_lemma.row_jacobians(lambda rows: exact(rows).prediction, pixels)
             local, direction = top_singular_pair(jacobians)
             best = find_steepest_pair(exact, pixels, direction.view_as(pixels), radius, steps)
-            pair, crossed, jump = halve_to_steeper(exact, best, halvings)
+            pair, crossed, jump = bisect_steepest(exact, best, halvings)
             margin = margin_slope(jacobians, targets.to(pixels.device))
             chunks.append((local, margin, pair.ratio, crossed, jump))
     return LipschitzSlopes(*(torch.cat(field).cpu() for field in zip(*chunks, strict=True)))
@@ -213,10 +213,10 @@ def find_steepest_pair(
     return best
 
 
-def halve_to_steeper(
+def bisect_steepest(
     model: Model, pair: ImagePairSlope, halvings: int
 ) -> tuple[ImagePairSlope, Tensor, Tensor]:
-    """Return the pair halved to its steeper half, ``crossed`` (B,) bool, and ``jump`` (B,)."""
+    """Halve each pair repeatedly to its steeper half; return it, ``crossed`` and ``jump`` (B,)."""
     # The ratio never decreases, as the change over a pair is at most the sum over its halves. For a
     # continuous model it tends to a local slope; at a jump it doubles with every halving.
     first, second, _ = pair
@@ -299,7 +299,7 @@ class Lipschitz(Measurement):
         labels = torch.from_numpy(test.labels[indices])
 
         def compute_slopes(part: Values) -> None:
-            put_slopes(slopes_at(model, images, labels, BATCH, RADIUS, STEPS, HALVINGS), part)
+            put_slopes(find_slopes(model, images, labels, BATCH, RADIUS, STEPS, HALVINGS), part)
 
         out.piece("slopes", compute_slopes)
         lemma = (subject, images, self.lemma_tokens, BATCH, SEED)

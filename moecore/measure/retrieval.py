@@ -98,11 +98,11 @@ class Retrieval(Measurement):
         out.facts |= {"images": len(labels), "captions": captions}
         out.facts["scale"] = float(sides[:, :-1].norm(dim=1).mean())
         put_caption_routing(subject, labels, out)
-        out.facts |= caption_pictures(subject, images, labels)
+        out.facts |= caption_overlays(subject, images, labels)
 
 
-def caption_pictures(subject: MeasuredModel, images: np.ndarray, labels: Tensor) -> dict[str, Any]:
-    """Return "overlays" and "captions_read" of a few images: experts of patches and of words."""
+def caption_overlays(subject: MeasuredModel, images: np.ndarray, labels: Tensor) -> dict[str, Any]:
+    """Return the experts of the patches and caption words of a few images, for pictures."""
     indices = evenly_spaced_indices(len(images), PICTURES)
     towers = expert_gallery.find_two_towers(subject.model)
     if towers is None:
@@ -134,7 +134,7 @@ def put_recall(
     # gallery: its size; right: number of right answers in it, per image, or (1,) if equal for all.
     # By chance all of the gallery are tied.
     ties = (torch.zeros_like(right), gallery - right, right, at)
-    chances = image_text.hit_probability(*ties).mean(dim=0).tolist()
+    chances = image_text.tie_hit_probability(*ties).mean(dim=0).tolist()
     for k, chance, values in zip(at, chances, hits.unbind(1), strict=True):
         out.put(name, values, k=k)
         out.put(f"{name}_chance", chance, k=k)
@@ -197,7 +197,7 @@ def summarize_caption_routing(
 
 
 def same_expert_rate(table: Tensor) -> float:
-    """Return the share of pairs within a row of counts (rows, E) with one expert; 1 if none."""
+    """Return the share of pairs of occurrences with the same expert, from counts (rows, E)."""
     counts = table.sum(dim=1)
     pairs = (counts * (counts - 1)).sum()
     if pairs == 0:

@@ -21,14 +21,14 @@ from torch import Tensor
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.routing_metrics import alternative_choices
-from moecore.measure.routing_metrics.epochs import explorer_image_indices
+from moecore.measure.routing_metrics.epoch_routing import explorer_image_indices
 from moecore.measure.values import Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.encoded_routing import coarse_patch_indices, finest_layout
 from moecore.nn.predict import VOXELS, coupled_image_count, image_batches, model_device, read_block
 from moecore.statistics.comparisons import linearize_ratio
-from moecore.statistics.intervals import People, first_half
+from moecore.statistics.intervals import People, every_second_mask
 from moecore.tasks.base import Task
 from moecore.tasks.image_text import ImageText
 from moecore.tasks.next_token import NextToken
@@ -64,7 +64,7 @@ METRICS = {
 
 
 class RouterRegret(Measurement):
-    """Loss of tokens under other sets of experts: one forward pass per token and set."""
+    """Regret of the router: loss of drawn tokens under other sets of experts."""
 
     metrics = METRICS
     page = OnPage(
@@ -109,20 +109,20 @@ class RouterRegret(Measurement):
         shown = np.array(explorer_image_indices(subject.data, self.explored), int)
         experts = subject.model.experts_and_router.experts.choices
         k = experts - alternative_choices.removable_expert_count(subject.model)
-        subsets = alternative_choices.list_subsets(experts, k, SEED)
+        subsets = alternative_choices.expert_subsets(experts, k, SEED)
         out.people = test.people_at(indices)
         by_image, best = [], []
         for layer in range(len(subject.model.layouts)):
             sample = self.draw_tokens(subject.model, layer, indices)
-            compute = partial(layer_losses, subject, layer, sample, subsets, self.batch)
+            compute = partial(subset_losses, subject, layer, sample, subsets, self.batch)
             losses = np.array(out.parts(f"layer {layer}", compute))  # (N, n, S + 1)
             by_image.append(regret_metrics_by_image(losses, out.people))
             for name, values in by_image[-1].items():
                 out.put(name, float(values.mean()), layer=layer + 1)
             sample = self.draw_tokens(subject.model, layer, shown, 1)
-            compute = partial(layer_losses, subject, layer, sample, subsets, self.batch)
+            compute = partial(subset_losses, subject, layer, sample, subsets, self.batch)
             losses = out.parts(f"explored {layer}", compute)
-            best.append(best_choices(subject.model, layer, sample, losses, subsets))
+            best.append(find_best_choices(subject.model, layer, sample, losses, subsets))
         for name, values in means_over_layers(by_image).items():
             out.put(name, values)
         out.facts["subsets"] = len(subsets)
@@ -155,7 +155,7 @@ class BestChoice(NamedTuple):
     saved: float  # loss − loss under these experts
 
 
-def layer_losses(
+def subset_losses(
     subject: MeasuredModel, layer: int, sample: DrawnTokens, subsets: np.ndarray, batch: int
 ) -> list:
     """Return the loss of each image, drawn token and set, the chosen set last: (N, n, S + 1)."""
@@ -179,7 +179,7 @@ def layer_losses(
             masks[torch.arange(len(allowed)), token_of_pass] = ~allowed
             if pixels.ndim == 5:
                 batch = min(batch, max(1, VOXELS // pixels.numel()))
-            passes = item_loss_passes(model, pixels, labels[place : place + 1])
+            passes = build_item_loss(model, pixels, labels[place : place + 1])
             rows = []
             for part in masks.split(batch):
                 with alternative_choices.bar_experts(model, [*[None] * layer, part, *later_barred]):
@@ -188,7 +188,7 @@ def layer_losses(
     return losses
 
 
-def item_loss_passes(model: Model, pixels: Tensor, label: Tensor) -> Callable[[int], Tensor]:
+def build_item_loss(model: Model, pixels: Tensor, label: Tensor) -> Callable[[int], Tensor]:
     """Return a function: number of passes → loss of the item (1, …) in each pass, (passes,)."""
     if isinstance(model, LanguageTransformer):
         return read_block(model, pixels, label)
@@ -200,10 +200,10 @@ def item_loss_passes(model: Model, pixels: Tensor, label: Tensor) -> Callable[[i
     return compute
 
 
-def best_choices(
+def find_best_choices(
     model: Model, layer: int, sample: DrawnTokens, losses: list, subsets: np.ndarray
 ) -> list[BestChoice]:
-    """Return each drawn token's best of ``subsets`` (S, E), by its losses (N, n, S + 1)."""
+    """Return the best expert set of each drawn token, from its losses (N, n, S + 1)."""
     layout = model.layouts[layer]
     fine = finest_layout(model.layouts)
     choices = []
@@ -223,11 +223,11 @@ def best_choices(
 
 
 def regret_metrics_by_image(losses: np.ndarray, people: People = None) -> dict[str, np.ndarray]:
-    """Return metric → (N,) from losses (N, n, S + 1); halves of images do not split ``people``."""
+    """Return each metric's values per image, (N,), from losses (N, n, S + 1) by expert set."""
     images, tokens = losses.shape[:2]
     sets = losses[..., :-1].reshape(images * tokens, -1)
     chosen = losses[..., -1].ravel()
-    is_first = np.repeat(first_half(images, people), tokens)
+    is_first = np.repeat(every_second_mask(images, people), tokens)
     # If sets were sampled, the regret is a lower bound.
     smallest = np.minimum(sets.min(axis=1), chosen)
     is_better = sets < (chosen - alternative_choices.TOLERANCE)[:, None]

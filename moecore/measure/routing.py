@@ -17,19 +17,19 @@ from moecore.data.views.views import CropRanges, ViewSettings, describe_truth_co
 from moecore.measure.base import SEED, MeasuredModel, Measurement, Skipped
 from moecore.measure.routing_metrics import alternative_choices, layer_metrics
 from moecore.measure.routing_metrics.alternative_choices import SweepSettings
-from moecore.measure.routing_metrics.choice_patterns import choose_one_layer_early
-from moecore.measure.routing_metrics.expert_gallery import evenly_spaced_overlays, overlapping_crops
-from moecore.measure.routing_metrics.expert_information import MIN_IMAGES
+from moecore.measure.routing_metrics.choice_patterns import record_early_choices
+from moecore.measure.routing_metrics.expert_gallery import evenly_spaced_overlays, overlapping_views
 from moecore.measure.routing_metrics.expert_roles import ExpertRoles, put_roles
-from moecore.measure.routing_metrics.expert_similarity import CountedImages, keep_layer_tokens
+from moecore.measure.routing_metrics.expert_similarity import BatchTracker, store_layer_tokens
+from moecore.measure.routing_metrics.label_information import MIN_IMAGES
 from moecore.measure.routing_metrics.two_view_agreement import (
     TEXT,
     Preset,
     TwoViewAugmentation,
     augmentation_misfits,
-    augmented_row,
     draw_two_views,
     look_up_augmentation,
+    match_two_views,
     mean_items_over_layers,
     view_match_shares,
 )
@@ -72,7 +72,7 @@ def layer_metric(label: str, better: str, form: str, note: str, paper: str) -> M
     return Metric(label, better, form, note, paper=paper, over="layer", detail=True)
 
 
-def map_metrics(place: str, description: str) -> dict[str, Metric]:
+def border_metrics(place: str, description: str) -> dict[str, Metric]:
     """Return name → metric: load, mass and share of experts of a part of the map of experts."""
     metrics = {}
     for share, (name, quantity) in MAP_SHARES.items():
@@ -164,7 +164,7 @@ METRICS = {
     **{
         name: metric
         for place, description in BORDER.items()
-        for name, metric in map_metrics(place, description).items()
+        for name, metric in border_metrics(place, description).items()
     },
     "fallback_threshold": alternative_choices.swept_metric(
         "Fallback", "lower", "share", "threshold", "thresholds", is_monotone=True
@@ -264,10 +264,10 @@ class Routing(Measurement):
         records = self.record_routing(subject, indices, out)
         out.people = test.people_at(indices)
         layers, by_image = routing_metrics_by_layer(subject, records, images, self)
-        put_averages(layers, by_image, "{}", out)
+        put_means(layers, by_image, "{}", out)
         for number, (layer, items) in enumerate(zip(layers, by_image, strict=True), 1):
-            put_averages([layer], [items], "{}_layer", out, layer=number)
-        put_augmented(model, images, self, out)
+            put_means([layer], [items], "{}_layer", out, layer=number)
+        put_augmented_views(model, images, self, out)
         few = evenly_spaced_indices(len(images), self.sweeps.images)
         labels = model.targets(torch.from_numpy(test.labels[indices][few]))
         sample = alternative_choices.SweepImages(images[few], labels, subject.data.task)
@@ -282,7 +282,7 @@ class Routing(Measurement):
         overlays = 0 if images.ndim == TEXT else self.overlays
         out.facts["overlays"] = evenly_spaced_overlays(images, records, overlays, model.layout)
         finest = finest_layout(model.layouts)
-        out.facts["corresponding"] = overlapping_crops(images[:CROPPED_IMAGES], finest, SEED)
+        out.facts["corresponding"] = overlapping_views(images[:CROPPED_IMAGES], finest, SEED)
 
     def record_routing(
         self, subject: MeasuredModel, indices: np.ndarray, out: Values
@@ -295,8 +295,8 @@ class Routing(Measurement):
             _, records = predict_in_batches(model, images, self.batch, prediction=False)
             out.facts["roles"] = Skipped(skipped=reason) if self.roles and reason else None
             return records
-        counted = CountedImages(images)
-        with keep_layer_tokens(model, counted) as tokens, choose_one_layer_early(model) as early:
+        counted = BatchTracker(images)
+        with store_layer_tokens(model, counted) as tokens, record_early_choices(model) as early:
             _, records = predict_in_batches(model, counted, self.batch, prediction=False)
         if all(record.chosen.any() for record in records):
             put_roles(subject, indices, records, tokens, early, self.roles, out)
@@ -335,7 +335,7 @@ def routing_metrics_by_layer(
     return layers, by_image
 
 
-def put_averages(layers: Layers, by_image: LayerItems, key: str, out: Values, **at: Place) -> None:
+def put_means(layers: Layers, by_image: LayerItems, key: str, out: Values, **at: Place) -> None:
     """Put the mean over ``layers`` of each metric that all have, as ``key.format(metric)``."""
     items = mean_items_over_layers(by_image)
     for name, mean in layer_metrics.average_layers(layers).items():
@@ -344,7 +344,7 @@ def put_averages(layers: Layers, by_image: LayerItems, key: str, out: Values, **
         out.put(metric, items[name] if has_items else mean, Interval(mean), **at)
 
 
-def put_augmented(model: Model, images: np.ndarray, settings: Routing, out: Values) -> None:
+def put_augmented_views(model: Model, images: np.ndarray, settings: Routing, out: Values) -> None:
     # a change would falsify a channel of truth
     if images.ndim == TEXT or model.image.truth:
         return
@@ -356,7 +356,7 @@ def put_augmented(model: Model, images: np.ndarray, settings: Routing, out: Valu
         out.people = people
         # draws depend on the augmentation's name alone
         views = draw_two_views(images, augmentation, SEED, *augmentation.name.encode())
-        for name, shares in augmented_row(model, views, settings.batch, people).items():
+        for name, shares in match_two_views(model, views, settings.batch, people).items():
             out.put(f"{name}_augmented", *shares, augmentation=augmentation.name)
 
     for preset in settings.augmentations:

@@ -13,7 +13,7 @@ from moecore.data.corruptions import SIGMAS, add_noise, standard_normal_noise, t
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.routing_metrics.expert_gallery import encode_expert_overlays
-from moecore.measure.routing_metrics.layer_metrics import changes_by_image, expert_agreement
+from moecore.measure.routing_metrics.layer_metrics import choice_changes, expert_agreement
 from moecore.measure.values import SCORE, Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import BATCH, predict_in_batches
@@ -109,7 +109,7 @@ class Stability(Measurement):
             if is_column:
                 out.put("noise_score", scores, out.task.interval(scores))
             for name, layers in (
-                ("noise_selection_change", changes_by_image(clean, noisy)),
+                ("noise_selection_change", choice_changes(clean, noisy)),
                 ("noise_agreement", expert_agreement(clean, noisy)),
             ):
                 if not layers:
@@ -141,10 +141,10 @@ def count_jumps(probs: Tensor, labels: Tensor, threshold: float) -> Tensor:
     """Count the steps that change the true class's probability by more than ``threshold``, (N,)."""
     # A step is between neighbouring points: a steep continuous change counts, too. probs:
     # (N, S + 1, K) at S + 1 points of a ramp of noise, the first clean; labels: (N,).
-    return (true_probability(probs, labels).diff(dim=1).abs() > threshold).sum(1)
+    return (label_probability(probs, labels).diff(dim=1).abs() > threshold).sum(1)
 
 
-def true_probability(probs: Tensor, labels: Tensor) -> Tensor:
+def label_probability(probs: Tensor, labels: Tensor) -> Tensor:
     """Return the probability of each image's true class along its ramp, (N, S + 1) fp64."""
     return probs.double().gather(2, labels[:, None, None].expand(-1, probs.shape[1], 1)).squeeze(2)
 
@@ -175,7 +175,7 @@ def put_ramps(
 ) -> None:
     """Put ``jumps`` along ramps, and facts.ramp: curves of the images at positions ``shown``."""
     out.put("jumps", count_jumps(probs, labels, JUMP))
-    true = true_probability(probs, labels)
+    true = label_probability(probs, labels)
     predicted = probs.argmax(-1)
     curves = [
         {

@@ -1,4 +1,4 @@
-"""Agreement of experts with the true kind of each token, in generated data.
+"""Measure how well experts agree with the true kinds of tokens, in generated data.
 
 N images, T tokens per image, E experts, D kinds of tokens. Adjusted mutual information after Vinh,
 Epps & Bailey (2010). The null permutes truths among whole images, which keeps their structure.
@@ -19,9 +19,10 @@ from moecore.core.config import Config
 from moecore.core.routing_records import first_choices
 from moecore.data.corruptions import SIGMAS
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure import changed_images
+from moecore.measure import perturbations
 from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
-from moecore.measure.routing_metrics import epochs, expert_information
+from moecore.measure.routing_metrics import epoch_routing as epochs
+from moecore.measure.routing_metrics import label_information
 from moecore.measure.values import Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
@@ -86,7 +87,7 @@ class Truth(Measurement):
     page = OnPage("experts and truth", place=7)
 
     images: int | None = Field(
-        None, ge=expert_information.MIN_IMAGES, description="Evenly spread; null: all of them."
+        None, ge=label_information.MIN_IMAGES, description="Evenly spread; null: all of them."
     )
 
     @classmethod
@@ -117,9 +118,9 @@ class Truth(Measurement):
         _, records = predict_in_batches(model, pixels, prediction=False)
         layers = []
         for index, (record, layout) in enumerate(zip(records, model.layouts, strict=True)):
-            kinds = epochs.token_kinds(pixels, layout)
+            kinds = epochs.true_kinds(pixels, layout)
             numbers = (record.probs.shape[-1], model.image.truth)
-            compute = partial(truth_layer, first_choices(record), kinds, *numbers)
+            compute = partial(measure_truth, first_choices(record), kinds, *numbers)
             layers.append(load_or_compute(out.parts, f"layer {index}", TruthLayer, compute))
         for number, layer in enumerate(layers, 1):
             for name, value in layer.values.items():
@@ -145,7 +146,7 @@ def change_key(kind: str, strength: float) -> str:
     return f"{kind}_{strength:.3g}".replace(".", "_")
 
 
-def truth_layer(experts: Tensor, kinds: Tensor, expert_count: int, kind_count: int) -> TruthLayer:
+def measure_truth(experts: Tensor, kinds: Tensor, expert_count: int, kind_count: int) -> TruthLayer:
     """Return the agreement of experts (N, T) int64 and kinds (N, T), 1 to D; kind 0 is ignored."""
     from sklearn.metrics import adjusted_mutual_info_score, normalized_mutual_info_score
 
@@ -154,8 +155,8 @@ def truth_layer(experts: Tensor, kinds: Tensor, expert_count: int, kind_count: i
     total = tables.sum(axis=0)
     purity = bootstrap_purity([tables])
     nulls = permuted_truth_tables(chosen, truth, expert_count, kind_count)
-    information = expert_information.mutual_information(total)
-    null_information = np.array([expert_information.mutual_information(table) for table in nulls])
+    information = label_information.mutual_information(total)
+    null_information = np.array([label_information.mutual_information(table) for table in nulls])
     is_known = (truth > 0) & (chosen >= 0)
     labels = (truth[is_known], chosen[is_known])
     rows, columns = scipy.optimize.linear_sum_assignment(total, maximize=True)
@@ -188,13 +189,13 @@ def permuted_truth_tables(
     experts: np.ndarray, kinds: np.ndarray, expert_count: int, kind_count: int
 ) -> list[np.ndarray]:
     """Return counts of tokens by expert and kind, (E, D), per permutation of kinds among images."""
-    permuted = expert_information.permute_images(kinds, PERMUTATIONS, SEED)
+    permuted = label_information.permute_labels(kinds, PERMUTATIONS, SEED)
     sizes = (expert_count, kind_count)
     return [epochs.expert_truth_tables(experts, each, *sizes).sum(axis=0) for each in permuted]
 
 
 def put_perturbed_purity(subject: MeasuredModel, out: Values) -> None:
-    """Put ``changed_purity``, mean over layers, under noise and attack; clean at strength 0."""
+    """Put the purity under noise and attack, mean over layers; strength 0 is clean."""
     model = subject.model
     test = subject.data.test
     few = evenly_spaced_indices(len(test.labels), CHANGED_IMAGES)
@@ -203,15 +204,15 @@ def put_perturbed_purity(subject: MeasuredModel, out: Values) -> None:
     target = Target(model, subject.data.task, images, labels, BATCH, SEED)
     clean = target.clean_images()
     channels = model.image.channels
-    noisy = changed_images.iterate_noisy_images(
+    noisy = perturbations.iterate_noisy_images(
         clean, few.tolist(), SIGMAS, seed=SEED, channels=channels
     )
-    attacked = changed_images.iterate_attacked_images(target, ATTACK, EPSILONS)
+    attacked = perturbations.iterate_attacked_images(target, ATTACK, EPSILONS)
     pixels = torch.from_numpy(images)
-    kinds = [epochs.token_kinds(pixels, layout).numpy() for layout in model.layouts]
+    kinds = [epochs.true_kinds(pixels, layout).numpy() for layout in model.layouts]
     kind_count = model.image.truth
 
-    def purity_of(variant: changed_images.ChangedImages) -> Interval:
+    def purity_of(variant: perturbations.PerturbedImages) -> Interval:
         _, records = target.predict_images(variant.pixels)
         tables = []
         for record, truth in zip(records, kinds, strict=True):
@@ -219,7 +220,7 @@ def put_perturbed_purity(subject: MeasuredModel, out: Values) -> None:
             tables.append(epochs.expert_truth_tables(first_choices(record).numpy(), truth, *sizes))
         return bootstrap_purity(tables)
 
-    unchanged = purity_of(changed_images.ChangedImages("clean", "clean", clean))
+    unchanged = purity_of(perturbations.PerturbedImages("clean", "clean", clean))
     out.put("changed_purity", unchanged, noise=0.0)
     out.put("changed_purity", unchanged, attack=0.0)
     strengths = (*SIGMAS, *(PIXEL * epsilon for epsilon in EPSILONS))

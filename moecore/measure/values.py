@@ -1,4 +1,4 @@
-"""Values that a measurement finds: numbers of declared metrics, each at its place.
+"""Declared metrics, and the values that a measurement puts for them.
 
 A measurement declares every number once, as a ``Metric``, and puts values under that name. Table
 columns, planned names, intervals, tests, claims, charts and MLflow's names follow from it.
@@ -130,7 +130,7 @@ class Value(Config):
 
 
 class Found(Config):
-    """All values of one measurement of one model: the content of its stage's file."""
+    """Result of one measurement of one model, as its stage stores it: all values and facts."""
 
     values: tuple[Value, ...]
     facts: dict[str, Any] = {}  # JSON: extra data for pages and pictures

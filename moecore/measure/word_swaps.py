@@ -1,4 +1,4 @@
-"""Word swaps: change of loss and routing of a language model when words are replaced.
+"""Measure loss and routing of a language model on a text with replaced words.
 
 The word swap of TextAttack, used to evaluate MomentumSMoE and robust attention: words except stop
 words become "AAA", which no vocabulary has, so that the model reads ``<unk>``. There the words to
@@ -17,7 +17,7 @@ from moecore.data.layouts.text import END, UNKNOWN, block_windows
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary, stop_word_labels
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.routing_metrics.layer_metrics import changes_by_image, expert_agreement
+from moecore.measure.routing_metrics.layer_metrics import choice_changes, expert_agreement
 from moecore.measure.values import Chart, Metric, OnPage, Place, Values
 from moecore.nn.predict import text_block_scores_with_routing
 from moecore.statistics.intervals import Interval
@@ -118,7 +118,7 @@ class WordSwaps(Measurement):
             out.put("swapped_lost", nats - clean, lost, percent=percent)
             out.put("swapped_ppl", float(np.exp(mean)), percent=percent)
             out.put("swapped_ppl", float(np.exp(mean)), swapped=percent)
-            if changes := changes_by_image(clean_records, records):
+            if changes := choice_changes(clean_records, records):
                 change = sum(float(layer.double().numpy().mean()) for layer in changes)
                 change = change / len(changes)
                 by_image = torch.stack(changes).mean(dim=0)

@@ -1,1 +1,1 @@
-"""Predictions with a trained model: of pictures, captions, volumes and texts."""
+"""Predict new pictures, captions, volumes and texts with a trained model, and export models."""

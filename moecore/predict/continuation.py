@@ -45,20 +45,20 @@ class WordWithExperts(NamedTuple):
     experts: list[list[int]]  # per layer: the experts that process it, most weight first
 
 
-class Continued(NamedTuple):
+class Continuation(NamedTuple):
     text: list[WordWithExperts]  # prompt and continuation
     remarks: list[str]
 
 
 def continue_and_print(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> None:
-    continuation = continue_file(folder, prompt, out, sampling)
+    continuation = continue_prompt(folder, prompt, out, sampling)
     print(" ".join(word.word for word in continuation.text if not word.is_prompt))
     for remark in (*continuation.remarks, f"{out}: every word with its experts"):
         print(remark, file=sys.stderr)
 
 
-def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> Continued:
-    """Return prompt and continuation by the model in ``folder``; write them as the page ``out``."""
+def continue_prompt(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> Continuation:
+    """Continue the text file ``prompt`` with the model in ``folder``; write the page ``out``."""
     model = load_model(folder)
     if not isinstance(model, LanguageTransformer):
         takes = "--prompt takes one of text, and others take FOLDER"
@@ -82,7 +82,7 @@ def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> 
     experts = 0 if model.moe is None else model.moe.experts.choices
     # The text once per layer, words in the colour of their first expert
     layers = [
-        {expert: count_words(continuation.text, layer, expert) for expert in range(experts)}
+        {expert: expert_words(continuation.text, layer, expert) for expert in range(experts)}
         for layer in range(len(continuation.text[0].experts))
     ]
     colours = expert_colours(experts)
@@ -95,8 +95,8 @@ def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> 
 @torch.no_grad()
 def continue_words(
     model: LanguageTransformer, vocabulary: Sequence[str], prompt: Sequence[str], sampling: Sampling
-) -> Continued:
-    """Return the prompt and ``sampling.new_words`` words that the model adds, with experts."""
+) -> Continuation:
+    """Return the prompt and the ``sampling.new_words`` words that the model adds, with experts."""
     numbers = {word: number for number, word in enumerate(vocabulary)}
     unknown = list(dict.fromkeys(word for word in prompt if word not in numbers))
     device = model.positions.device
@@ -120,13 +120,13 @@ def continue_words(
     remarks = [f"{how}, seed {sampling.seed}"]
     if unknown:
         remarks.append(f"not in the vocabulary, read as {UNKNOWN}: {', '.join(unknown)}")
-    return Continued(shown, remarks)
+    return Continuation(shown, remarks)
 
 
 def _read_tokens(
     model: LanguageTransformer, tokens: Tensor, states: Tensor
 ) -> tuple[Tensor, tuple[RoutingRecord, ...], Tensor]:
-    """Return the next token's logits (V,), tokens' (M,) routing records, and the new states."""
+    """Return the logits (V,) after ``tokens`` (M,), their routing records, and the new states."""
     (final, records, _), states = model.read(tokens[None], states)
     return model.predict(final[:, -1:])[0, 0].float().cpu(), records, states
 
@@ -142,7 +142,7 @@ def _words_with_experts(
 
 
 def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Return the index of a word drawn from logits (V,); temperature 0: of the largest logit."""
+    """Draw a word's index from logits (V,); the largest logit's index at temperature 0."""
     if not sampling.temperature:
         return int(logits.argmax())
     # Relative to the largest: with a tiny temperature, ∞ − ∞ would be NaN.
@@ -153,5 +153,5 @@ def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator)
     return int(order[torch.multinomial(top_p_probs, 1, generator=generator)])
 
 
-def count_words(text: Sequence[WordWithExperts], layer: int, expert: int) -> list[tuple[str, int]]:
+def expert_words(text: Sequence[WordWithExperts], layer: int, expert: int) -> list[tuple[str, int]]:
     return Counter(word.word for word in text if word.experts[layer][:1] == [expert]).most_common()

@@ -23,7 +23,7 @@ from moecore.core.routing_records import RoutingRecord
 from moecore.data.files.decode import BACKGROUND
 from moecore.data.volumes.cohorts import SEX, read_text_table
 from moecore.data.volumes.volume_preparation import VoxelGrid, read_volume
-from moecore.measure.calibrators.base import FittedCalibrator, read_fitted
+from moecore.measure.calibrators.base import FittedCalibrator, read_calibrator
 from moecore.measure.routing_metrics.expert_gallery import find_two_towers
 from moecore.nn.predict import predict_in_batches
 from moecore.predict import pictures
@@ -65,7 +65,7 @@ def find_volumes(folder: str | Path) -> list[NewVolumeFile]:
 def prepare_volumes(
     new_volumes: list[NewVolumeFile], reference: prediction_table.TrainingCohortRanges
 ) -> Iterator[np.ndarray | str]:
-    """Yield each volume on the training's grid, float16 (1, D, H, W), or why it is left out."""
+    """Yield each volume on the voxel grid of training, float16 (1, D, H, W), or an error text."""
     edge, *other_edges = set(reference.data.voxel_mm)
     if other_edges:
         wrong = "found different voxel_mm per axis"
@@ -81,7 +81,7 @@ def prepare_volumes(
 
 
 def _stem(path: Path) -> str:
-    """Return the name without .nii, .nii.gz or .mgz; "" for another file, or a hidden one."""
+    """Return a file's name without .nii, .nii.gz or .mgz; "" for hidden and other files."""
     if path.name.startswith(".") or not path.name.endswith(ENDINGS):
         return ""
     return path.name.removesuffix(".mgz").removesuffix(".gz").removesuffix(".nii")
@@ -127,12 +127,12 @@ def _participants(path: Path) -> Participants:
     return table
 
 
-class Calibration(NamedTuple):
+class AgeCalibrator(NamedTuple):
     reference: prediction_table.TrainingCohortRanges
     fitted: FittedCalibrator | None  # None if its fit was refused
 
 
-class NewAges(NamedTuple):
+class NewAgePredictions(NamedTuple):
     rows: list[prediction_table.PredictionRow]  # one per usable volume
     volumes: np.ndarray  # usable volumes, (N, 1, D, H, W)
     routing: tuple[RoutingRecord, ...]  # of usable volumes, one per MoE layer
@@ -141,7 +141,7 @@ class NewAges(NamedTuple):
 
 def predict_ages(
     model_folder: Path, folder: Path, out: Path, calibrator: Path | None = None, batch: int = 8
-) -> NewAges:
+) -> NewAgePredictions:
     # An unusable volume has a line with the reason in the column ``error``. calibrator: folder that
     # the stage ``calibrate`` wrote; None: the model's.
     calibration = load_age_calibration(calibrator or calibrator_folder(model_folder), model_folder)
@@ -160,28 +160,28 @@ def predict_ages(
     rows = new_age_rows(subjects, usable, outputs[:, 0].double().numpy(), calibration)
     unusable = [(volume.subject, why) for volume, why in left_out]
     prediction_table.write_predictions(out, rows, unusable)
-    return NewAges(rows, usable, routing, left_out)
+    return NewAgePredictions(rows, usable, routing, left_out)
 
 
 def new_age_rows(
-    subjects: list[dict[str, str]], volumes: np.ndarray, raw: np.ndarray, calibration: Calibration
+    subjects: list[dict[str, str]], volumes: np.ndarray, raw: np.ndarray, calibration: AgeCalibrator
 ) -> list[prediction_table.PredictionRow]:
-    """Return flagged rows of predictions.csv of volumes (N, 1, D, H, W); raw: model's ages (N,)."""
+    """Return rows of predictions.csv for volumes (N, 1, D, H, W); raw: predicted ages (N,)."""
     reference = calibration.reference
     ages = [float(subject["age"]) if subject["age"] else None for subject in subjects]
     sexes = [subject["sex"] for subject in subjects]
     known_ages = np.array(ages, np.float64)  # NaN for None
     corrected = prediction_table.correct_ages(raw, sexes, calibration.fitted, known_ages)
     flags = [
-        prediction_table.quality_flags(volume, float(best), age, reference, subject["site"])
+        prediction_table.flag_volume(volume, float(best), age, reference, subject["site"])
         for subject, volume, best, age in zip(subjects, volumes, corrected.best, ages, strict=True)
     ]
     radius = reference.interval.radius
     return prediction_table.prediction_rows(subjects, "new", corrected, radius, flags)
 
 
-def load_age_calibration(folder: Path, model_folder: Path) -> Calibration:
-    """Return the training's ranges and the calibrator; UserError if they are of another model."""
+def load_age_calibration(folder: Path, model_folder: Path) -> AgeCalibrator:
+    """Load training ranges and calibrator of a model; UserError if they are of another model."""
     place = folder / "reference.json"
     if not place.is_file():
         lacking = "holds no reference.json, with the preparation and the ranges of training volumes"
@@ -193,7 +193,7 @@ def load_age_calibration(folder: Path, model_folder: Path) -> Calibration:
         wrong = f"made for the model {reference.predictor_sha256[:12]}…, this one is {digest[:12]}…"
         raise UserError(f"{folder}: {wrong}; allowed: the calibrator of this very model")
     path = folder / "calibrator.json"
-    return Calibration(reference, read_fitted(path, "numbers") if path.exists() else None)
+    return AgeCalibrator(reference, read_calibrator(path, "numbers") if path.exists() else None)
 
 
 NEEDED = ("model.json", "model.safetensors")
@@ -210,7 +210,7 @@ class PredictionRequest(NamedTuple):
 
 
 def predict_folder(request: PredictionRequest) -> int:
-    """Write the table ``out`` and a page; return the number of files without a prediction."""
+    """Predict a folder's files, write table and page, return how many have no prediction."""
     # With texts, also write a table of the best pictures of each text. Prints the written files,
     # and on stderr the files without a prediction. Wrong arguments are refused first.
     model, folder, out = request.model, request.folder, request.out
@@ -228,7 +228,7 @@ def predict_folder(request: PredictionRequest) -> int:
     page = out.with_suffix(".html")
     if page == out:
         raise UserError(f"{out}: the page next to the table has this name; --out predictions.csv")
-    files = list_files(folder, (out, page))
+    files = list_visible_files(folder, (out, page))
     check_writable(out)
     check_writable(page)
     content = _volumes(request, card) if len(card.image.shape) == 3 else _pictures(request, files)
@@ -245,18 +245,18 @@ def predict_folder(request: PredictionRequest) -> int:
     return len(content.failures)
 
 
-def _pictures(request: PredictionRequest, files: Sequence[Path]) -> pictures.PredictedPage:
+def _pictures(request: PredictionRequest, files: Sequence[Path]) -> pictures.PredictionsPage:
     model = load_model(request.model).to(tune_runtime().device)
     towers = find_two_towers(model)
     if towers is None or request.texts is None:
         texts = None
         reader = pictures.build_output_reader(request.model, request.calibrator)
     else:
-        texts = pictures.read_texts(request.texts, towers, request.model)
-        reader = pictures.nearest_caption_reader(texts, towers.config.pairs)
+        texts = pictures.embed_text_file(request.texts, towers, request.model)
+        reader = pictures.build_nearest_text_reader(texts, towers.config.pairs)
     folder, batch = request.folder, request.batch
     rows, shown = pictures.predict_picture_files(folder, files, model, reader, batch)
-    lines = pictures.tabulate_rows(reader.columns, rows)
+    lines = pictures.tabulate_files(reader.columns, rows)
     write_csv(request.out, (map(escape_spreadsheet_formula, line) for line in lines))
     height, width = model.image.shape
     remarks = [describe_model_quality(request.model), reader.remark]
@@ -264,10 +264,10 @@ def _pictures(request: PredictionRequest, files: Sequence[Path]) -> pictures.Pre
     remarks.append(f"{centre}; transparent pixels are {BACKGROUND}")
     failures = [(row.file, row.error) for row in rows if row.error]
     names = (str(request.model), str(folder))
-    content = pictures.PredictedPage(*names, remarks, shown, len(rows), failures)
+    content = pictures.PredictionsPage(*names, remarks, shown, len(rows), failures)
     if towers is None or texts is None:
         return content
-    best, routed = pictures.describe_texts(towers, texts, rows)
+    best, routed = pictures.rank_pictures(towers, texts, rows)
     table = request.out.with_name(f"{request.out.stem}_texts{request.out.suffix}")
     write_csv(table, (map(escape_spreadsheet_formula, line) for line in best))
     remarks.append(f"the best pictures of each text: {table}")
@@ -275,7 +275,7 @@ def _pictures(request: PredictionRequest, files: Sequence[Path]) -> pictures.Pre
     return content._replace(texts=routed, text_experts=0 if moe is None else moe.experts.choices)
 
 
-def _volumes(request: PredictionRequest, card: ModelCard) -> pictures.PredictedPage:
+def _volumes(request: PredictionRequest, card: ModelCard) -> pictures.PredictionsPage:
     model, folder = request.model, request.folder
     ages = predict_ages(model, folder, request.out, request.calibrator, request.batch)
     failures = [(str(volume.path.relative_to(folder)), why) for volume, why in ages.left_out]
@@ -286,7 +286,7 @@ def _volumes(request: PredictionRequest, card: ModelCard) -> pictures.PredictedP
     remarks += [f"{row.participant_id} {row.session_id}: {row.qc_flags}" for row in flagged]
     grid = card.backbone.grid(card.image)
     layers = [
-        pictures.experts_of(record.combine, record.combine.shape[1] - math.prod(grid), grid)
+        pictures.top_experts(record.combine, record.combine.shape[1] - math.prod(grid), grid)
         for record in ages.routing
     ]
     shown = []
@@ -295,9 +295,9 @@ def _volumes(request: PredictionRequest, card: ModelCard) -> pictures.PredictedP
         tiles = pictures.middle_slice_tiles(ages.volumes[number], experts)
         answer = f"{row.predicted_age:.1f} {card.image.task.score.unit}".strip()
         name = f"{row.participant_id} {row.session_id}".strip()
-        shown.append(pictures.Shown(name, answer, tiles))
+        shown.append(pictures.ShownFile(name, answer, tiles))
     total = len(ages.rows) + len(failures)
-    return pictures.PredictedPage(str(model), str(folder), remarks, shown, total, failures)
+    return pictures.PredictionsPage(str(model), str(folder), remarks, shown, total, failures)
 
 
 def load_trained_model_card(folder: Path) -> ModelCard:
@@ -312,8 +312,8 @@ def load_trained_model_card(folder: Path) -> ModelCard:
     return load_model_card(folder)
 
 
-def list_files(folder: Path, without: Sequence[Path] = ()) -> list[Path]:
-    """Return the files below ``folder`` that are not hidden, sorted, except ``without``."""
+def list_visible_files(folder: Path, without: Sequence[Path] = ()) -> list[Path]:
+    """Return all files below ``folder`` except hidden ones and ``without``, sorted."""
     needed = "FOLDER is a folder with the files to predict"
     _check_folder(folder, needed)
     # Unlike Path.resolve, realpath accepts a link to itself.
@@ -337,7 +337,7 @@ def _check_folder(folder: Path, needed: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise UserError unless a file can be written at ``path``; an existing file is kept."""
+    """Raise UserError unless ``path`` can be written; an existing file does not change."""
     if path.is_dir():
         raise UserError(f"{path}: is a folder; --out is the file to write")
     probe = path.with_name(f".{path.name}.part")

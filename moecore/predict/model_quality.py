@@ -1,4 +1,4 @@
-"""How good a model is: what the run that it belongs to measured on its test split."""
+"""Describe how good a trained model is, from the test results stored in its run."""
 
 from pathlib import Path
 
@@ -10,19 +10,19 @@ from moecore.training.artifacts import load_model_card
 from moecore.training.outcome import SCORE_FILE, ModelScore
 
 
-def artifact_beside(model_folder: Path, stage: str) -> Path:
-    """Return artifacts/<stage>/<phase>/<method>/<seed> for artifacts/<phase>/<method>/<seed>."""
+def sibling_artifact(model_folder: Path, stage: str) -> Path:
+    """Return the path artifacts/<stage>/<phase>/<method>/<seed> of a model's stage result."""
     model = model_folder.absolute()
     phase = model.parent.parent
     return phase.parent / stage / phase.name / model.parent.name / model.name
 
 
 def calibrator_folder(model_folder: Path) -> Path:
-    return artifact_beside(model_folder, "calibrate")
+    return sibling_artifact(model_folder, "calibrate")
 
 
 def describe_model_quality(model_folder: Path) -> str:
-    """Return the model's test score with its interval, and for classes its calibration, as text."""
+    """Return a sentence with the model's test score, interval and, for classes, calibration."""
     path = model_folder / SCORE_FILE
     if not path.is_file():
         return f"how good this model is was not measured: there is no {path}"
@@ -35,7 +35,7 @@ def describe_model_quality(model_folder: Path) -> str:
     text = f"{score.label} of this model: {value.rstrip()} on {items}"
     if score.form != "share":
         return text
-    folder = artifact_beside(model_folder, "measured/calibrate")
+    folder = sibling_artifact(model_folder, "measured/calibrate")
     measured = folder.with_name(f"{folder.name}.json")
     error = None
     if measured.is_file():

@@ -1,6 +1,6 @@
 """Predict pictures of any size and mode, and show them with their experts on a page.
 
-Two towers compare them with texts: T texts, M tokens per text, d numbers per embedding.
+A two-tower model compares pictures with texts: T texts, M tokens per text, d numbers per embedding.
 """
 
 import base64
@@ -20,7 +20,7 @@ from torch import Tensor
 from moecore.core.files import UserError, join_below_root
 from moecore.data.files.decode import MODES, UnreadableImage, decode_image
 from moecore.data.text.tokenizers import EncodedCaption, Tokenizer, load_tokenizer
-from moecore.measure.calibrators.base import FittedCalibrator, read_fitted
+from moecore.measure.calibrators.base import FittedCalibrator, read_calibrator
 from moecore.measure.calibrators.temperature import FittedTemperature
 from moecore.measure.routing_metrics.expert_gallery import experts_by_word
 from moecore.nn.backbones.base_model import Model
@@ -30,7 +30,7 @@ from moecore.predict.model_quality import calibrator_folder
 from moecore.report.figures.drawing import expert_colours
 from moecore.report.page.report_page import template_environment
 from moecore.run.run_record import report_progress
-from moecore.tasks.image_text import cosine_matrix, similarity_matrix
+from moecore.tasks.image_text import cosine_matrix, similarity_logits
 from moecore.training.artifacts import load_model_card
 
 SHOWN = 500  # files of the page, at most: more would make it tens of megabytes
@@ -43,7 +43,7 @@ class Tile(NamedTuple):
     label: str = ""
 
 
-class Shown(NamedTuple):
+class ShownFile(NamedTuple):
     name: str
     answer: str
     tiles: list[Tile]  # one of a picture, three of a volume
@@ -57,11 +57,11 @@ class RoutedText(NamedTuple):
     remark: str = ""
 
 
-class PredictedPage(NamedTuple):
+class PredictionsPage(NamedTuple):
     model: str
     data: str
     remarks: Sequence[str]
-    shown: Sequence[Shown]
+    shown: Sequence[ShownFile]
     total: int  # files
     failures: Sequence[tuple[str, str]]  # file, and why it has no prediction
     experts: int = 0  # per layer; 0 for a dense model
@@ -69,7 +69,7 @@ class PredictedPage(NamedTuple):
     text_experts: int = 0  # per layer of the text tower
 
 
-def render_predictions(content: PredictedPage) -> str:
+def render_predictions(content: PredictionsPage) -> str:
     items = [[tile.experts for tile in file.tiles] for file in content.shown]
     template = template_environment().get_template("predicted.html.jinja")
     return template.render(
@@ -80,8 +80,8 @@ def render_predictions(content: PredictedPage) -> str:
     )
 
 
-def picture_tile(pixels: np.ndarray, experts: Sequence[np.ndarray], label: str = "") -> Tile:
-    """Return a tile of pixels uint8 (1 or 3, H, W) and experts (rows, columns, k) per layer."""
+def build_picture_tile(pixels: np.ndarray, experts: Sequence[np.ndarray], label: str = "") -> Tile:
+    """Return a picture with its experts: uint8 (1 or 3, H, W); per layer (rows, columns, k)."""
     image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
     kind = "png" if max(image.size) <= MAX_PNG_SIDE else "jpeg"
     buffer = io.BytesIO()
@@ -91,17 +91,17 @@ def picture_tile(pixels: np.ndarray, experts: Sequence[np.ndarray], label: str =
 
 
 def middle_slice_tiles(volume: np.ndarray, experts: Sequence[np.ndarray]) -> list[Tile]:
-    """Return the 3 middle slices of a volume (1, D, H, W); experts: per layer, (d, h, w, k)."""
+    """Return tiles of a volume's 3 middle slices, (1, D, H, W); experts per layer (d, h, w, k)."""
     tiles = []
     for axis, label in enumerate(("first axis", "second axis", "third axis")):
         cut = np.take(volume[0], volume.shape[axis + 1] // 2, axis=axis)
         pixels = np.rint(np.clip(cut.astype(np.float32), 0, 1) * 255).astype(np.uint8)
         layers = [np.take(layer, layer.shape[axis] // 2, axis=axis) for layer in experts]
-        tiles.append(picture_tile(pixels[None], layers, label))
+        tiles.append(build_picture_tile(pixels[None], layers, label))
     return tiles
 
 
-class Row(NamedTuple):
+class FileRow(NamedTuple):
     file: str = ""
     prediction: str = ""
     probability: float | None = None  # of the answer; None without classes
@@ -117,19 +117,19 @@ class Row(NamedTuple):
 
 
 class OutputReader(NamedTuple):
-    columns: tuple[str, ...]  # of Row.numbers
-    row: Callable[[Tensor], Row]  # from an output (K,)
+    columns: tuple[str, ...]  # of FileRow.numbers
+    row: Callable[[Tensor], FileRow]  # from an output (K,)
     remark: str
 
 
 def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputReader:
-    """Return what turns an output (K,) into a table row: probabilities of classes, or a number."""
+    """Return a reader that turns an output (K,) into a row: class probabilities, or a number."""
     # The output of G × G cells is (G² · K,), and its row has each cell's best class. calibrator:
     # the folder of calibrator.json; None: the model's, if it exists.
     task = load_model_card(model_folder).image.task
     if not task.classes:
         remark = "raw predictions: a number has no probability"
-        read = lambda output: Row(prediction=f"{output[0]:.4f}", numbers=(float(output[0]),))
+        read = lambda output: FileRow(prediction=f"{output[0]:.4f}", numbers=(float(output[0]),))
         return OutputReader(task.answers, read, remark)
     path = (calibrator or calibrator_folder(model_folder)) / "calibrator.json"
     fitted: FittedCalibrator = FittedTemperature(temperature=1.0)
@@ -139,18 +139,18 @@ def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputRe
         cells = [f" of cell {cell}" for cell in range(1, task.cells + 1)]
         remark = "probabilities are not calibrated: each cell has its own"
     elif path.is_file():
-        fitted = read_fitted(path, "classes")
+        fitted = read_calibrator(path, "classes")
         remark = f"probabilities are calibrated: {fitted.summary} of {path}"
     elif calibrator is not None:
         raise UserError(f"{path}: no such file; --calibrator is a folder that `calibrate` wrote")
 
-    def row(output: Tensor) -> Row:
+    def row(output: Tensor) -> FileRow:
         scaled = fitted.apply(output[None]).unflatten(1, (task.cells, -1))[0]
         is_exclusive = task.cells > 1 or task.needs_classes("one_class") is None
         probs = scaled.softmax(dim=-1) if is_exclusive else scaled.sigmoid()
         best = ", ".join(task.classes[place] for place in probs.argmax(dim=-1).tolist())
         highest = None if task.cells > 1 else float(probs.max())
-        return Row("", best, highest, tuple(probs.flatten().tolist()))
+        return FileRow("", best, highest, tuple(probs.flatten().tolist()))
 
     columns = tuple(f"p({name}){cell}" for cell in cells for name in task.classes)
     return OutputReader(columns, row, remark)
@@ -158,8 +158,8 @@ def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputRe
 
 def predict_picture_files(
     folder: Path, files: Sequence[Path], model: Model, reader: OutputReader, batch: int
-) -> tuple[list[Row], list[Shown]]:
-    """Return a table row per file, in order, and page entries of the first SHOWN pictures."""
+) -> tuple[list[FileRow], list[ShownFile]]:
+    """Predict picture files; return a row per file, and page entries of the first SHOWN files."""
     spec = model.image
     if spec.channels not in MODES:
         raise UserError(f"model: takes images of {spec.channels} channels; pictures have 1 or 3")
@@ -173,8 +173,8 @@ def predict_picture_files(
         except (UnreadableImage, UserError) as error:
             return str(error)
 
-    rows: list[Row] = []
-    shown: list[Shown] = []
+    rows: list[FileRow] = []
+    shown: list[ShownFile] = []
     with report_progress("predict", len(files)) as bar, ThreadPoolExecutor() as pool:
         for start in range(0, len(files), batch):
             part = files[start : start + batch]
@@ -187,14 +187,14 @@ def predict_picture_files(
                     for letter in path.relative_to(folder).as_posix()
                 )
                 if isinstance(picture, str):
-                    rows.append(Row(name, error=picture))
+                    rows.append(FileRow(name, error=picture))
                     continue
                 output, experts = next(outputs)
                 row = reader.row(output)._replace(file=name)
                 rows.append(row)
                 if len(shown) < SHOWN:
-                    tile = picture_tile(picture, experts)
-                    shown.append(Shown(name, row.answer, [tile], row.more))
+                    tile = build_picture_tile(picture, experts)
+                    shown.append(ShownFile(name, row.answer, [tile], row.more))
             bar.update(len(rows))
     return rows, shown
 
@@ -202,18 +202,18 @@ def predict_picture_files(
 def _outputs_with_experts(
     model: Model, pictures: Sequence[np.ndarray], batch: int
 ) -> Iterator[tuple[Tensor, list[np.ndarray]]]:
-    """Yield each picture's output (K,), and its experts in every layer (``experts_of``)."""
+    """Yield each picture's output (K,) and, per layer, its ``top_experts``."""
     if not pictures:
         return
     outputs, records = predict_in_batches(model, np.stack(pictures), batch)
     pairs = zip(records, model.layouts, strict=True)
-    layers = [experts_of(record.combine, layout.special, layout.grid) for record, layout in pairs]
+    layers = [top_experts(record.combine, layout.special, layout.grid) for record, layout in pairs]
     for number, output in enumerate(outputs):
         yield output, [layer[number] for layer in layers]
 
 
-def tabulate_rows(columns: Sequence[str], rows: Sequence[Row]) -> Iterator[Sequence[str]]:
-    """Yield a header, and a line per file: file, prediction, probability, numbers, error."""
+def tabulate_files(columns: Sequence[str], rows: Sequence[FileRow]) -> Iterator[Sequence[str]]:
+    """Yield the table's header, and per file: name, prediction, probability, numbers, error."""
     yield "file", "prediction", "probability", *columns, "error"
     for row in rows:
         numbers = [f"{value:.6g}" for value in row.numbers] or [""] * len(columns)
@@ -221,8 +221,8 @@ def tabulate_rows(columns: Sequence[str], rows: Sequence[Row]) -> Iterator[Seque
         yield row.file, row.prediction, probability, *numbers, row.error
 
 
-def experts_of(combine: Tensor, special: int, grid: tuple[int, ...]) -> np.ndarray:
-    """Return each patch's experts by weight, int16 (B, *grid, 1 or 2), -1: none."""
+def top_experts(combine: Tensor, special: int, grid: tuple[int, ...]) -> np.ndarray:
+    """Return each patch's one or two experts by weight, int16 (B, *grid, 1 or 2), -1: none."""
     weights, experts = combine[:, special:].topk(min(2, combine.shape[-1]))
     chosen = torch.where(weights > 0, experts, -1)
     return chosen.view(len(combine), *grid, -1).numpy().astype(np.int16)
@@ -233,7 +233,7 @@ MAX_LETTERS = 80  # of a text below a picture
 NEAREST = 5  # shown matches per picture, and per text
 
 
-class Texts(NamedTuple):
+class EmbeddedTexts(NamedTuple):
     texts: list[str]
     tokenizer: Tokenizer
     encoded: list[EncodedCaption]
@@ -241,8 +241,8 @@ class Texts(NamedTuple):
     sides: Tensor  # (T, d + 3), the text tower's outputs
 
 
-def read_texts(path: Path, model: TwoTowerModel, folder: Path) -> Texts:
-    """Return the distinct lines of a file that are not blank, tokenized and embedded."""
+def embed_text_file(path: Path, model: TwoTowerModel, folder: Path) -> EmbeddedTexts:
+    """Read a file with one text per line, and return its distinct texts with embeddings."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -256,22 +256,22 @@ def read_texts(path: Path, model: TwoTowerModel, folder: Path) -> Texts:
     tokenizer = load_tokenizer(folder, task)
     encoded = [tokenizer.encode(text, task.context) for text in texts]
     tokens = torch.tensor([text.tokens for text in encoded], dtype=torch.int32)
-    return Texts(texts, tokenizer, encoded, tokens, model.targets(tokens)[:, 0])
+    return EmbeddedTexts(texts, tokenizer, encoded, tokens, model.targets(tokens)[:, 0])
 
 
-def nearest_caption_reader(texts: Texts, pairs: str) -> OutputReader:
-    """Return what turns an image embedding into a row: the nearest text, cosines with all texts."""
+def build_nearest_text_reader(texts: EmbeddedTexts, pairs: str) -> OutputReader:
+    """Return a reader that turns an image embedding into a row: nearest text, all cosines."""
     # pairs: the loss of the model's training, ``sigmoid`` or ``softmax``.
 
-    def row(side: Tensor) -> Row:
+    def row(side: Tensor) -> FileRow:
         cosines = cosine_matrix(side[None], texts.sides)[0]
-        logits = similarity_matrix(side[None].double(), texts.sides.double())[0]
+        logits = similarity_logits(side[None].double(), texts.sides.double())[0]
         shares = logits.sigmoid() if pairs == "sigmoid" else logits.softmax(dim=0)
         order = cosines.argsort(descending=True, stable=True)[:NEAREST].tolist()
         words = texts.texts
         more = [f"{cosines[place]:.3f} {shorten(words[place], MAX_LETTERS)}" for place in order]
         best = int(cosines.argmax())
-        return Row("", words[best], float(shares[best]), tuple(cosines.tolist()), "", more)
+        return FileRow("", words[best], float(shares[best]), tuple(cosines.tolist()), "", more)
 
     share = "that the pair fits" if pairs == "sigmoid" else "its share among the texts"
     remark = f"numbers of texts are cosines; the probability of an answer: {share}, not calibrated"
@@ -281,10 +281,10 @@ def nearest_caption_reader(texts: Texts, pairs: str) -> OutputReader:
     return OutputReader(tuple(texts.texts), row, remark)
 
 
-def describe_texts(
-    model: TwoTowerModel, texts: Texts, rows: Sequence[Row]
+def rank_pictures(
+    model: TwoTowerModel, texts: EmbeddedTexts, rows: Sequence[FileRow]
 ) -> tuple[list[Sequence[str]], list[RoutedText]]:
-    """Return lines (text, place, file, cosine) of each text's best pictures, and page entries."""
+    """Rank pictures per text; return table lines (text, place, file, cosine) and page entries."""
     readable = [row for row in rows if not row.error]
     lines: list[Sequence[str]] = [("text", "place", "file", "cosine")]
     shown = []

@@ -11,7 +11,7 @@ from moecore.measure.base import MeasuredPart
 from moecore.measure.routing import Routing
 from moecore.measure.values import SCORE, Found, Metric, Place, Value, place_slug
 from moecore.report.study_results import Measured, Models, Phase, list_without_none
-from moecore.statistics.intervals import Interval, seed_pseudo_values
+from moecore.statistics.intervals import Interval, jackknife_pseudo_values
 from moecore.tasks.base import Score, Task
 
 BASELINE = "vmoe"
@@ -115,7 +115,7 @@ class Column(NamedTuple):
         if self.of_pairs:
             pairs = self.pair_values(models)
             assert pairs is not None, f"{self.name} is read of models that lack it"
-            return seed_pseudo_values(pairs)
+            return jackknife_pseudo_values(pairs)
         intervals = list_without_none(self.read(model) for model in models)
         assert len(intervals) == len(models), f"{self.name} is read of a model that lacks it"
         return np.array([interval.value for interval in intervals])

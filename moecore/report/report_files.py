@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from moecore.brain.age_calibration import AgeCalibration
-from moecore.brain.age_measurement import PREDICTIONS
+from moecore.brain.age_correction import PREDICTIONS
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared

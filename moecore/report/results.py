@@ -14,8 +14,8 @@ from moecore.core.source_layout import list_allowed_modules
 from moecore.data.card import parse_card_task
 from moecore.measure import base
 from moecore.measure.base import NO_TASK, MeasuredPart
-from moecore.measure.baselines import Baselines
-from moecore.measure.transfer import Transfer
+from moecore.measure.pixel_baselines import Baselines
+from moecore.measure.transfer_attacks import Transfer
 from moecore.measure.values import Chart, Found
 from moecore.report.column import FillIn, MetricColumns, column_context, fill_words
 from moecore.report.figures import charts

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 from moecore.attacks.base import Attack
 from moecore.core.config import Config
 from moecore.measure.base import MeasuredPart
-from moecore.measure.baselines import Baselines
-from moecore.measure.trained import Trained, outcome_of
+from moecore.measure.pixel_baselines import Baselines
+from moecore.measure.training import Trained, outcome_of
 from moecore.measure.values import Found, Value
 from moecore.study.document import parse_yaml_document
 from moecore.study.sections import Selection

@@ -1,4 +1,4 @@
-"""Comparisons of two methods: crossed over items and seeds, or paired on the same images; Holm.
+"""Differences of two methods, their intervals and p-values, over seeds and items; Holm.
 
 D[s, i] = ours − theirs, for seed s = 1 … S and item i = 1 … n. An item is a test image, or a person
 where people have several images. The conclusion is about other seeds and other items, so the
@@ -22,7 +22,7 @@ SEEDS = "seeds"
 
 
 class VarianceSource(NamedTuple):
-    """Variance of a mean difference that is due to the choice of seeds, or to that of items."""
+    """Variance of a mean difference that is due to the choice of seeds, or of items."""
 
     variance: float  # of the mean
     freedom: float  # degrees of freedom of the variance
@@ -37,7 +37,7 @@ class Difference(NamedTuple):
     seeds: int
     items: int  # 0 for values without items
 
-    def half(self, level: float = LEVEL) -> float | None:
+    def half_width(self, level: float = LEVEL) -> float | None:
         """Return half the width of the mean's interval, or None if there is no variance source.
 
         half² = t²·A + u²·B, with A = var(seed means)/S, B = var(item means)/n, and t, u: Student's
@@ -47,16 +47,16 @@ class Difference(NamedTuple):
         """
         if not self.sources:
             return None
-        return self._half_width((1 - level) / 2)
+        return self._half_width_at_tail((1 - level) / 2)
 
     def interval(self, level: float = LEVEL) -> intervals.Interval:
         """Return the mean with its limits; without limits if there is no variance source."""
-        half = self.half(level)
+        half = self.half_width(level)
         limits = () if half is None else (self.value - half, self.value + half)
         return intervals.Interval(self.value, *limits)
 
     def p_at_distance(self, distance: float) -> float | None:
-        """Return the two-sided p of a value ``distance`` from the mean, or None without sources."""
+        """Return the two-sided p of a mean ``distance`` away; None without a variance source."""
         if not self.sources:
             return None
         if distance <= 0:
@@ -66,7 +66,7 @@ class Difference(NamedTuple):
         import scipy  # models import this file, and need no statistics
 
         def gap(log_tail: float) -> float:
-            return self._half_width(math.exp(log_tail)) - distance
+            return self._half_width_at_tail(math.exp(log_tail)) - distance
 
         # With both sources the interval is wider, so this p is at least the larger of the two.
         alone = [
@@ -80,7 +80,7 @@ class Difference(NamedTuple):
             log_tail = scipy.optimize.root_scalar(gap, bracket=bracket, xtol=1e-15).root
         return 2 * math.exp(log_tail)
 
-    def _half_width(self, tail: float) -> float:
+    def _half_width_at_tail(self, tail: float) -> float:
         """Return half the width of the interval that leaves probability ``tail`` on each side."""
         import scipy
 
@@ -97,18 +97,18 @@ class Difference(NamedTuple):
         return self.p_at_distance(abs(self.value))
 
     @property
-    def smallest(self) -> float | None:
-        """The difference found with 80 % power at the two-sided 5 % level; None if ``half`` is."""
+    def detectable(self) -> float | None:
+        """Difference found with 80 % power at the two-sided 5 % level; None without a source."""
         # (t(0.975) + t(0.8)) · standard error, each t with the degrees of freedom of its source.
-        half_at_level = self.half(LEVEL)
-        half_at_power = self.half(2 * POWER - 1)
+        half_at_level = self.half_width(LEVEL)
+        half_at_power = self.half_width(2 * POWER - 1)
         if half_at_level is None or half_at_power is None:
             return None
         return half_at_level + half_at_power
 
 
 def linearize_by_person(values: np.ndarray, people: intervals.People) -> np.ndarray:
-    """Return one value per person, (M,), whose mean is that of the values (N,) of all images."""
+    """Return one value per person, (M,); their mean equals the mean of the images' values (N,)."""
     # people: (N,), the person of each image. None, or one image per person: ``values`` as they are.
     values = np.asarray(values, np.float64)
     images = intervals.indices_by_person(people)
@@ -126,13 +126,13 @@ def encode_item_values(values: np.ndarray, people: intervals.People = None) -> s
 
 
 def linearize_ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    """Return r + (above − r·below) / mean(below), (N,), whose mean is r = Σ above / Σ below."""
+    """Return r + (above − r·below)/mean(below) per item, (N,); its mean is r = Σ above/Σ below."""
     ratio = above.sum() / below.sum()
     return ratio + (above - ratio * below) / below.mean()
 
 
 def crossed_difference(differences: np.ndarray) -> Difference:
-    """Return the mean of D (S, n) over seeds and items, with its sources of variance."""
+    """Return the mean of differences (S, n) over seeds and items, with its sources of variance."""
     # One seed: the variance is over items only. Equal values, as of a model that is never right: no
     # interval.
     values = np.asarray(differences, np.float64)
@@ -155,10 +155,10 @@ def crossed_difference(differences: np.ndarray) -> Difference:
 def headroom_recovered(
     scores: np.ndarray, floor: np.ndarray, ceiling: np.ndarray
 ) -> Difference | None:
-    """Return (scores − floor) / (ceiling − floor) of the means over seeds and items, each (S, n).
+    """Return the share of the gap from ``floor`` to ``ceiling`` that ``scores`` close, each (S, n).
 
-    With its sources of variance by the delta method. None where the interval of ceiling − floor
-    includes 0, because the interval of the ratio is then unbounded (Fieller).
+    Means over seeds and items: (scores − floor) / (ceiling − floor), variances by the delta method.
+    None if the interval of ceiling − floor includes 0: that of the ratio is unbounded (Fieller).
     """
     headroom = crossed_difference(ceiling - floor).interval()
     if headroom.low is None or headroom.low <= 0:

@@ -72,10 +72,10 @@ def mean_over_seed_pairs(values: np.ndarray, level: float = 0.95) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
-def seed_pseudo_values(values: np.ndarray) -> np.ndarray:
-    """Return S · mean over all pairs − (S − 1) · mean over pairs without each seed, (S,)."""
-    # The jackknife's pseudo-values; methods are compared seed by seed with them (Tukey, 1958).
-    # values: (S, S) as in ``mean_over_seed_pairs``, whose interval is their Student's t interval.
+def jackknife_pseudo_values(values: np.ndarray) -> np.ndarray:
+    """Return the jackknife pseudo-value of each seed, (S,), of values (S, S) per pair of seeds."""
+    # S · mean over all pairs − (S − 1) · mean over pairs without it (Tukey, 1958). Methods are
+    # compared seed by seed with them; their t interval is that of ``mean_over_seed_pairs``.
     seeds = len(values)
     pairs = np.where(np.eye(seeds, dtype=bool), 0.0, values)
     mean = pairs.sum() / (seeds * (seeds - 1))
@@ -112,7 +112,7 @@ def bootstrap_interval(
             drawn_people = generator.integers(0, len(images), len(images))
             indices = np.concatenate([images[person] for person in drawn_people])
         estimates.append(statistic(indices))
-    return reflected_interval(value, estimates, level, lowest, highest)
+    return basic_bootstrap_interval(value, estimates, level, lowest, highest)
 
 
 def indices_by_person(people: People) -> list[np.ndarray] | None:
@@ -144,7 +144,7 @@ def mean_share(shares: np.ndarray, people: People = None) -> Interval:
     return bootstrap_mean(shares, highest=1.0, people=people)
 
 
-def reflected_interval(
+def basic_bootstrap_interval(
     value: float,
     estimates: Sequence[float],
     level: float = 0.95,
@@ -182,7 +182,7 @@ def squared_cv(values: Tensor) -> Tensor:
     return values.var(correction=0) / values.mean().square()
 
 
-def permuted_orders(
+def draw_image_permutations(
     images: int, number: int, seed: int, people: People = None
 ) -> Iterator[np.ndarray]:
     """Yield ``number`` random permutations (N,) of the indices of the images."""
@@ -200,7 +200,7 @@ def permuted_orders(
         yield order
 
 
-def first_half(images: int, people: People = None) -> np.ndarray:
+def every_second_mask(images: int, people: People = None) -> np.ndarray:
     """Return a mask (N,) bool: True for every second image, or for every second person's images."""
     if people is None or indices_by_person(people) is None:
         return np.arange(images) % 2 == 0

@@ -1,6 +1,7 @@
-"""Several runs of one comparison: one estimate, and a test that is corrected for looks.
+"""Pool several runs of one comparison: one difference, and one p corrected for looks.
 
-Runs of one design differ in their seeds alone. docs/intervals.md has the simulations.
+Runs of one design differ in their seeds alone. A look is an answer given after a run. Simulations:
+docs/intervals.md.
 """
 
 import math
@@ -51,7 +52,7 @@ def pool_differences(differences: Sequence[Difference], same_items: bool = True)
 def combined_p(
     differences: Sequence[Difference], null: float, side: float, same_items: bool = True
 ) -> float:
-    """Return the two-sided p of runs against ``null`` by the inverse normal method.
+    """Return one two-sided p of all runs against the difference ``null`` (inverse normal method).
 
     side: > 0 if the pooled difference is above ``null``, else < 0; p is 1 where the runs' scores
     together point to the other side. Weights are the square roots of the planned numbers of seeds,
@@ -84,7 +85,7 @@ def combined_p(
 
 
 def correct_for_looks(p: float, looks: int) -> float:
-    """Return p corrected for the number of answers that a claim has had; as it is for one.
+    """Return 2^looks · p, at most 1; the uncorrected p if the claim was answered once.
 
     Look k may spend α/2ᵏ, so p is multiplied by 2ᵏ: the sum over any number of looks is at most α,
     however dependent they are. Looks that nobody planned have no last one, which the spending of

@@ -179,7 +179,7 @@ ROWS = (
         code=("sections/calibrate",),
         after=("data/pretrain", ROUTERS),
         path="out_of_fold/pretrain/{method}/{seed}",
-        settings="moecore.brain.prediction_table.OutOfFold",
+        settings="moecore.brain.prediction_table.OutOfFoldSettings",
         usual=False,
     ),
     Stage(
@@ -188,7 +188,7 @@ ROWS = (
         each="phase",
         keys=("run.seeds", "{phase}", "baselines"),
         after=(DATA,),
-        settings="moecore.measure.baselines.Baselines",
+        settings="moecore.measure.pixel_baselines.Baselines",
     ),
     Stage(
         "calibrate",

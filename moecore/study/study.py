@@ -13,7 +13,7 @@ from moecore.measure.base import Measurement, builtin_measurements
 from moecore.measure.calibration import Calibrate
 from moecore.measure.robustness import Robustness
 from moecore.measure.routing import Routing
-from moecore.measure.transfer import Transfer
+from moecore.measure.transfer_attacks import Transfer
 from moecore.nn.backbones.base_model import Backbone
 from moecore.study.document import Document, as_list, as_mapping
 from moecore.study.sections import Claim, Phase, Question, Selection

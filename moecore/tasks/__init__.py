@@ -1,4 +1,4 @@
-"""What is predicted: a family of parts (base.py). Only this room interprets labels."""
+"""Tasks, a family of parts: losses, scores and label checks. Only tasks interpret labels."""
 
 from moecore.core.config import lazy_classes
 

@@ -10,19 +10,19 @@ from moecore.tasks.next_token import NextToken as _NextToken
 from moecore.tasks.regression import Regression as _Regression
 
 class Cells(_Cells):
-    """Softmax cross-entropy, and the share of right cells; both are means over cells."""
+    """Classify every cell of a mosaic: softmax cross-entropy and share of right cells."""
     classes: tuple[str, ...]
     """names, in the order of the labels"""
     grid: int
     """cells along each side of a mosaic"""
 
 class Classification(_Classification):
-    """Softmax cross-entropy, and the share of images whose largest logit is the label's."""
+    """Classify images: softmax cross-entropy, and accuracy of the largest logit."""
     classes: tuple[str, ...]
     """names, in the order of the labels"""
 
 class ImageText(_ImageText):
-    """Symmetric cross-entropy (CLIP; Radford et al. 2021) or sigmoid (SigLIP; Zhai et al. 2023)."""
+    """Match images and captions by the loss of CLIP (softmax) or of SigLIP (sigmoid)."""
     classes: tuple[str, ...] = ...
     """none"""
     words: int
@@ -43,19 +43,19 @@ class ImageText(_ImageText):
     """loss; set by the model"""
 
 class MultiLabel(_MultiLabel):
-    """Sigmoid cross-entropy, summed over classes; precision at 1 (adversarial-moe, eq. 18)."""
+    """Predict several classes: sigmoid cross-entropy, precision at 1 (adversarial-moe, eq. 18)."""
     classes: tuple[str, ...]
     """names, in the order of the labels"""
 
 class NextToken(_NextToken):
-    """Softmax cross-entropy in nats per token; its exponential is the perplexity."""
+    """Predict the next word: cross-entropy in nats per token, whose exp is the perplexity."""
     classes: tuple[str, ...] = ...
     """none"""
     words: int
     """of the vocabulary"""
 
 class Regression(_Regression):
-    """The mean absolute error: learned in deviations of the labels, shown in their unit."""
+    """Predict a number; the loss is the absolute error in deviations, the score in the unit."""
     classes: tuple[str, ...] = ...
     """none"""
     target: str

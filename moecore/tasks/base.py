@@ -1,4 +1,4 @@
-"""Base class of tasks: losses, scores and checks of labels."""
+"""Base class of tasks, with defaults for their losses, scores and checks of labels."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def label_shape_error(labels: np.ndarray, what: str, allowed: str) -> UserError:
 
 
 class Score(NamedTuple):
-    """The metric of predictions in tables: the mean of one score per image."""
+    """Name, unit and direction of a task's main metric, the mean of one score per image."""
 
     name: str  # "accuracy", "precision_at_1", "mae"; a key in results and in claims
     label: str  # the same in words, without a unit
@@ -38,7 +38,7 @@ class Score(NamedTuple):
 
 
 class ExtraTestMetrics(Config):
-    """Metrics of a test split in addition to score and loss; a task fills in those that it has."""
+    """Metrics of a test split in addition to score and loss; None if a task has no such one."""
 
     test_correct: int | None = None  # images
     test_top5: Estimate | None = None  # share of images whose class is among the five largest
@@ -51,7 +51,7 @@ class ExtraTestMetrics(Config):
 
 
 class Task(Part, ABC):
-    """How labels of one form are checked, learned, scored and attacked. Base of all tasks.
+    """Base of all tasks: losses, scores and checks for labels of one form, such as classes.
 
     Defaults are for a real number per image that is not a class.
     """
@@ -83,7 +83,7 @@ class Task(Part, ABC):
 
     @property
     def long(self) -> bool:
-        """True if predictions are too large to be stored: they are scored batch by batch."""
+        """True if predictions are too large to store, so that each batch is scored at once."""
         return False
 
     @property
@@ -93,7 +93,7 @@ class Task(Part, ABC):
 
     @property
     def head(self) -> tuple[float, float]:
-        """(mean, deviation): prediction = output of the head · deviation + mean."""
+        """(mean, deviation) of the head: prediction = the head's output · deviation + mean."""
         return 0.0, 1.0
 
     def predict(self, output: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class Task(Part, ABC):
         return output
 
     def drawn(self, labels: Tensor, draws: BatchDraws) -> Tensor:
-        """Return the labels that a training step uses, drawn from ``labels``: by default all."""
+        """Return the labels that one training step uses; by default ``labels`` without a draw."""
         return labels
 
     @abstractmethod
@@ -121,7 +121,7 @@ class Task(Part, ABC):
             raise UserError.at("label_smoothing", found=text, allowed=0)
 
     def with_gallery(self, labels: Tensor) -> Self:
-        """Return a copy whose attack loss compares with all labels (N, …); by default the task."""
+        """Return a copy whose attack loss compares with all labels (N, …); by default ``self``."""
         return self
 
     @abstractmethod
@@ -142,7 +142,7 @@ class Task(Part, ABC):
 
     @abstractmethod
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
-        """Return the sum of a training batch's scores, a tensor on its device."""
+        """Return the sum of a training batch's scores, a scalar tensor on the batch's device."""
         # learned: (M,) int64, images whose mean score, times B, is returned instead; None for all.
 
     def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
@@ -155,7 +155,7 @@ class Task(Part, ABC):
         return mean(scores.double().numpy(), people=people)
 
     def worse_scores(self, one: Tensor, other: Tensor) -> Tensor:
-        """Return the worse of two scores (N,) per image."""
+        """Return, per image, the worse of its two scores, each (N,)."""
         if self.score.better == "higher":
             return torch.minimum(one, other)
         return torch.maximum(one, other)
@@ -163,7 +163,7 @@ class Task(Part, ABC):
     def difference(
         self, one: Tensor, other: Tensor, level: float = 0.95, people: np.ndarray | None = None
     ) -> Interval:
-        """Return the mean of ``one`` − ``other``, scores (N,) of the same images, with interval."""
+        """Return the mean of ``one`` − ``other``, scores (N,) of the same images; and interval."""
         resamples = max(1000, round(50 / (1 - level)))
         return paired_bootstrap(one.numpy(), other.numpy(), resamples, level=level, people=people)
 
@@ -176,35 +176,35 @@ class Task(Part, ABC):
         return ExtraTestMetrics()
 
     def encode_scores(self, scores: Tensor) -> str | list[float]:
-        """Return scores (N,) in the form of a result file: numbers, or hits in base64."""
+        """Encode scores (N,) for a result file: as a list of numbers, or hits as base64 text."""
         return scores.double().tolist()
 
     def decode_scores(self, kept: str | Sequence[float], images: int) -> Tensor:
-        """Return the scores (N,) of ``images`` images, encoded in ``kept`` by ``encode_scores``."""
+        """Decode the scores (N,) of ``images`` images in ``kept``, from ``encode_scores``."""
         if isinstance(kept, str) or len(kept) != images:
             raise ValueError(f"{images} numbers are needed, one per item")
         return torch.tensor(kept, dtype=torch.float64)
 
     def by_class(self, labels: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return image index and class of each of M labels, (M,) each; None without classes."""
+        """Return the image index (M,) and class (M,) of each of M labels; None without classes."""
         return None
 
     def counts(self, labels: np.ndarray) -> list[int]:
-        """Return the number of images per class; [] if labels are not classes."""
+        """Return the number of images per class, K numbers; [] if labels are not classes."""
         return []
 
     @abstractmethod
     def storage_format(self, images: int) -> tuple[tuple[int, ...], type]:
-        """Return shape and dtype of the labels of ``images`` images in a file."""
+        """Return the shape and dtype of the stored labels of ``images`` images."""
 
     @abstractmethod
     def check(self, labels: np.ndarray, what: str) -> None:
-        """Raise UserError, beginning with ``what``, unless labels (N, …) fit this task."""
+        """Raise UserError unless labels (N, …) fit this task; the message begins with ``what``."""
 
     @classmethod
     @abstractmethod
     def needs_classes(cls, what: str) -> str | None:
-        """Return why ``what`` is impossible with this task's labels, in words, or None.
+        """Return the reason why this task's labels do not allow ``what``, or None if they do.
 
         what: "label_smoothing", "shots", "mix", "distillation", "decision" (one right class),
         "share" (an image is right or wrong), "classes" (there are any), "one_class" (one per

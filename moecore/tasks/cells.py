@@ -1,4 +1,4 @@
-"""A class for every cell of a mosaic: predictions (B, G²·K), cell by cell, labels int64 (B, G²)."""
+"""Task with one class per cell of a mosaic: predictions (B, G²·K), labels int64 (B, G²)."""
 
 from typing import Literal
 
@@ -15,7 +15,7 @@ SEVERAL = "these mosaics have a label for each cell"
 
 
 class Cells(ClassTask):
-    """Softmax cross-entropy, and the share of right cells; both are means over cells."""
+    """Classify every cell of a mosaic: softmax cross-entropy and share of right cells."""
 
     kind: Literal["cells"] = "cells"
     grid: int = Field(ge=1, description="cells along each side of a mosaic")
@@ -47,7 +47,7 @@ class Cells(ClassTask):
         return losses.view(labels.shape).mean(dim=1)
 
     def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Return the share of right cells per mosaic; (N,) fp64."""
+        """Return the share of correctly classified cells of each mosaic, (N,) fp64."""
         return (self._by_cell(prediction).argmax(dim=-1) == labels).double().mean(dim=1)
 
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:

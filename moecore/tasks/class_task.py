@@ -1,4 +1,4 @@
-"""Base of the tasks whose answers are classes, of an image or of its cells, and their metrics.
+"""Base of tasks with classes, per image or per cell, and metrics: accuracy, NLL, Brier, ECE.
 
 logits: (N, K) before the softmax; labels: (N,) in 0 … K−1, for ``top1_hits`` and ``class_nll`` also
 (N, K) of 0 and 1. N images, K classes. All sums are in fp64.
@@ -16,7 +16,7 @@ BINS = 15  # equal widths, as in Guo et al. (2017)
 
 
 class ClassTask(Task):
-    """A task with labels of K classes, whose mean score is an accuracy."""
+    """Base of tasks with K classes; the mean score is the accuracy."""
 
     classes: tuple[str, ...] = Field(min_length=2, description="names, in the order of the labels")
 
@@ -51,7 +51,7 @@ class ClassTask(Task):
 
 
 class ReliabilityBins(Config):
-    """A reliability diagram by columns, one entry per bin (low, high]; None where empty."""
+    """Columns of a reliability diagram, one entry per bin (low, high]; None for an empty bin."""
 
     low: tuple[float, ...]
     high: tuple[float, ...]
@@ -61,7 +61,7 @@ class ReliabilityBins(Config):
 
 
 def top1_hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return (N,) bool: whether the class of the largest logit is a label of the image."""
+    """Return whether the class with the largest logit is a label of the image, (N,) bool."""
     best = logits.argmax(dim=1)
     if labels.ndim == 1:
         return best == labels
@@ -69,7 +69,7 @@ def top1_hits(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def topk_hits(logits: Tensor, labels: Tensor, best: int) -> Tensor:
-    """Return (N,) bool: whether the label is among the ``best`` largest logits, ties by index."""
+    """Return whether the label is among the ``best`` largest logits, (N,) bool; ties by index."""
     label_logits = logits.gather(1, labels[:, None].long())
     classes = torch.arange(logits.shape[1], device=logits.device)
     is_higher = (logits > label_logits) | ((logits == label_logits) & (classes < labels[:, None]))
@@ -96,7 +96,7 @@ def brier_scores(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def reliability_bins(confidences: Tensor, hits: Tensor, bins: int = BINS) -> ReliabilityBins:
-    """Return counts, mean confidences and accuracies per bin of equal width."""
+    """Return count, mean confidence and accuracy per bin of equal width (reliability diagram)."""
     # confidences: (N,) in [0, 1]. hits: (N,) bool, whether the prediction is right.
     bin_index = _bin_index(confidences, bins)
     count = torch.bincount(bin_index, minlength=bins).tolist()
@@ -116,14 +116,14 @@ def reliability_bins(confidences: Tensor, hits: Tensor, bins: int = BINS) -> Rel
 
 
 def calibration_error(confidences: Tensor, hits: Tensor, bins: int = BINS) -> float:
-    """Return the ECE (Guo et al. 2017, eq. 3): mean |accuracy − confidence| of images' bins."""
+    """Return the ECE: mean over images of their bin's |accuracy − confidence| (Guo et al. 2017)."""
     excess = hits.double() - confidences.double()
     gap = torch.bincount(_bin_index(confidences, bins), weights=excess, minlength=bins)
     return float(gap.abs().sum() / len(confidences))
 
 
 def confusion_counts(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the counts by (true class, predicted class); (K, K) int64."""
+    """Return the confusion matrix: counts by (true class, predicted class), (K, K) int64."""
     classes = logits.shape[1]
     pairs = labels.long() * classes + logits.argmax(dim=1)
     return torch.bincount(pairs, minlength=classes**2).reshape(classes, classes)

@@ -1,4 +1,4 @@
-"""One class per image: labels int64 (N,) in 0 … K−1, or fp32 (B, K), the shares of mixed images."""
+"""Task with one class per image: labels int64 (N,), or fp32 (B, K), shares of mixed images."""
 
 import base64
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ BEST = 5  # most likely answers that count in ``top5``
 
 
 class Classification(ClassTask):
-    """Softmax cross-entropy, and the share of images whose largest logit is the label's."""
+    """Classify images: softmax cross-entropy, and accuracy of the largest logit."""
 
     kind: Literal["classification"] = "classification"
 
@@ -70,14 +70,14 @@ class Classification(ClassTask):
     def difference(
         self, one: Tensor, other: Tensor, level: float = 0.95, people: np.ndarray | None = None
     ) -> Interval:
-        """Return the mean of ``one`` − ``other``, hits (N,) bool, with Newcombe's interval."""
+        """Return the mean of ``one`` − ``other``, hits (N,) bool, and Newcombe's interval."""
         # Newcombe (1998). With ``people``, the interval is a bootstrap over people.
         if indices_by_person(people) is not None:
             return paired_bootstrap(one.numpy(), other.numpy(), level=level, people=people)
         return paired_share_difference(count_paired_hits(one.numpy(), other.numpy()), level)
 
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> ExtraTestMetrics:
-        """Return the number of right images, top-5 accuracy, and the confusion matrix."""
+        """Return the number of correct images, the top-5 accuracy, and the confusion matrix."""
         hits = self.top5(prediction, labels)
         return ExtraTestMetrics(
             test_correct=int(self.scores(prediction, labels).sum()),

@@ -1,4 +1,4 @@
-"""Which caption belongs to which image: two towers map both into one space.
+"""Task of matching images and captions, which two towers map into one space.
 
 B images of a batch, N images of a split, up to C captions per image, M tokens per caption, d
 numbers of an embedding. Labels are tokens, int32 (N, C, M), NONE throughout for a missing caption.
@@ -33,7 +33,7 @@ MARKS = 2  # last numbers of a text side, which identify the caption's text
 
 
 class ImageText(Task):
-    """Symmetric cross-entropy (CLIP; Radford et al. 2021) or sigmoid (SigLIP; Zhai et al. 2023)."""
+    """Match images and captions by the loss of CLIP (softmax) or of SigLIP (sigmoid)."""
 
     of_captions: ClassVar[bool] = True
 
@@ -62,7 +62,7 @@ class ImageText(Task):
         return Score("recall_at_1", "text → image R@1", "", "share", "higher")
 
     def drawn(self, labels: Tensor, draws: BatchDraws) -> Tensor:
-        """Return one random caption of each image for a training step, (B, M) of (B, C, M)."""
+        """Return one random caption of each image for a training step, (B, M), from (B, C, M)."""
         chosen = (draws.rand().to(labels.device) * (labels[:, :, 0] != NONE).sum(dim=1)).long()
         chosen = chosen.clamp_max(labels.shape[1] - 1)
         return labels[torch.arange(len(labels), device=labels.device), chosen]
@@ -74,7 +74,7 @@ class ImageText(Task):
         label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Return the mean over images of the loss in nats; (B,) with ``reduction`` "none"."""
+        """Return the loss in nats: the mean over images, or (B,) with ``reduction`` "none"."""
         # labels: the text side, (B, C, d + 3); several captions are taken one by one and averaged.
         # In training each image is compared with the batches of all ranks, with gradient.
         self._check_shapes(prediction, labels)
@@ -84,7 +84,7 @@ class ImageText(Task):
         return losses.mean() if reduction == "mean" else losses
 
     def _one_caption_loss(self, images: Tensor, texts: Tensor) -> Tensor:
-        """Return the loss (B,) of image sides and one text side for each; NaN if it is missing."""
+        """Return the loss (B,) of images and one caption each; NaN for a missing caption."""
         first = 0
         all_images = images
         all_texts = texts
@@ -117,7 +117,7 @@ class ImageText(Task):
         return task
 
     def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Return −log of the share of an image's own captions among the gallery's, (B,)."""
+        """Return −log of the softmax probability of an image's own captions, (B,)."""
         # Without ``with_gallery``: among the batch's. labels: text sides (B, C, d + 3).
         self._check_shapes(prediction, labels)
         texts = (labels if self._gallery is None else self._gallery).flatten(0, 1).to(prediction)
@@ -136,7 +136,7 @@ class ImageText(Task):
         return text_to_image_recall(prediction, labels, (1,))[:, 0]
 
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
-        """Return how many captions of this rank rank their image first of those of all ranks."""
+        """Count this process's captions that rank their own image first of all images."""
         logits = all_gather_rows(prediction.float()) @ labels[:, 0, :-MARKS].float().T
         captions = torch.arange(logits.shape[1], device=logits.device)
         return (logits.argmax(dim=0) == captions + current_ranks().rank * len(captions)).sum()
@@ -178,13 +178,13 @@ class ImageText(Task):
 
 
 def row_cross_entropy(logits: Tensor, right: Tensor, hidden: Tensor) -> Tensor:
-    """Return the cross-entropy (b,) of the columns ``right`` (b,) without logits at ``hidden``."""
+    """Return each row's cross-entropy (b,) with right column ``right`` (b,), without ``hidden``."""
     logits = logits.masked_fill(hidden, -torch.inf)
     return logits.logsumexp(dim=1) - logits.gather(1, right[:, None])[:, 0]
 
 
 def missing_caption_mask(texts: Tensor) -> Tensor:
-    """Return whether each text side (…, d + 3) is that of a missing caption, bool (…)."""
+    """Return whether the caption of each text side (…, d + 3) is missing, bool (…)."""
     return texts[..., -MARKS - 1] == 0
 
 
@@ -195,7 +195,7 @@ def cosine_matrix(images: Tensor, texts: Tensor) -> Tensor:
     return image_directions @ text_directions.T
 
 
-def similarity_matrix(images: Tensor, texts: Tensor) -> Tensor:
+def similarity_logits(images: Tensor, texts: Tensor) -> Tensor:
     """Return scale · cosine + bias, (N, n), of image sides (N, d + 1), text sides (n, d + 3)."""
     return images @ texts[:, :-MARKS].T
 
@@ -215,7 +215,7 @@ def text_to_image_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> 
         right = cosines.gather(0, owners[None])[0]
         above = (cosines > right + TIE).sum(dim=0)
         tied = ((cosines - right).abs() <= TIE).sum(dim=0) - 1
-        hits.append(hit_probability(above, tied, torch.ones_like(tied), at))
+        hits.append(tie_hit_probability(above, tied, torch.ones_like(tied), at))
     recall = torch.cat(hits).masked_fill(~exists[:, None], 0.0).view(number, captions, len(at))
     return recall.sum(dim=1) / exists.view(number, captions).sum(dim=1, keepdim=True)
 
@@ -239,14 +239,14 @@ def image_to_text_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> 
         above = (cosines > best + TIE).sum(dim=1)
         tied = (cosines - best).abs() <= TIE
         wrong_ties = (tied & ~is_right).sum(dim=1)
-        hits.append(hit_probability(above, wrong_ties, (tied & is_right).sum(dim=1), at))
+        hits.append(tie_hit_probability(above, wrong_ties, (tied & is_right).sum(dim=1), at))
     return torch.cat(hits)
 
 
-def hit_probability(above: Tensor, wrong: Tensor, right: Tensor, at: tuple[int, ...]) -> Tensor:
-    """Return the share of a tie's orders with a right answer in the first k, (n, len(at)) fp64."""
-    # 1 − C(wrong, r)/C(wrong + right, r), with r = k − above ranks left for the tie. above: (n,),
-    # number of answers before the tie; wrong and right: (n,), numbers of answers in it.
+def tie_hit_probability(above: Tensor, wrong: Tensor, right: Tensor, at: tuple[int, ...]) -> Tensor:
+    """Return the probability that a random tie order puts a right answer in the first k."""
+    # (n, len(at)) fp64: 1 − C(wrong, r)/C(wrong + right, r), r = k − above ranks are for the tie.
+    # above: (n,), answers before the tie; wrong, right: (n,), numbers of answers in the tie.
     cutoffs = torch.tensor(at, dtype=torch.float64, device=above.device)
     places = cutoffs[None, :] - above.double()[:, None]
     share = torch.zeros_like(places)

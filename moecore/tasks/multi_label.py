@@ -1,4 +1,4 @@
-"""Several classes per image: labels uint8 (N, K) (adversarial-moe, pretraining on JFT)."""
+"""Task with several classes per image: labels uint8 (N, K) (adversarial-moe, JFT pretraining)."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ from moecore.tasks.classification import Classification
 
 
 class MultiLabel(Classification):
-    """Sigmoid cross-entropy, summed over classes; precision at 1 (adversarial-moe, eq. 18)."""
+    """Predict several classes: sigmoid cross-entropy, precision at 1 (adversarial-moe, eq. 18)."""
 
     kind: Literal["multi_label"] = "multi_label"  # pyrefly: ignore[bad-override]
 
@@ -54,7 +54,7 @@ class MultiLabel(Classification):
         return float(labels.double().mean())
 
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> ExtraTestMetrics:
-        """Return the number of right images, and 1 − precision at 1; no confusion matrix."""
+        """Return the number of correct images and the false discovery rate, 1 − precision at 1."""
         hits = self.scores(prediction, labels)
         rate = 1 - float(hits.double().mean())
         return ExtraTestMetrics(test_correct=int(hits.sum()), false_discovery_rate=rate)

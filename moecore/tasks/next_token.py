@@ -1,4 +1,4 @@
-"""The next word: labels int64 (N, M), the word after each token; logits (N, M, V).
+"""Task of predicting the next word: labels int64 (N, M), the next words; logits (N, M, V).
 
 Intervals are over blocks of M tokens, as neighbouring tokens are not independent.
 """
@@ -19,7 +19,7 @@ MIN_CHUNK_ROWS = 8  # words per chunk at least, for large vocabularies
 
 
 class NextToken(Task):
-    """Softmax cross-entropy in nats per token; its exponential is the perplexity."""
+    """Predict the next word: cross-entropy in nats per token, whose exp is the perplexity."""
 
     of_text: ClassVar[bool] = True
 
@@ -49,7 +49,7 @@ class NextToken(Task):
         label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Return the softmax cross-entropy, mean over tokens; (B,) means of blocks with "none"."""
+        """Return the softmax cross-entropy: mean over tokens, or per block, (B,), with "none"."""
         self._check_shapes(prediction, labels)
         if reduction == "mean" and prediction.device.type == "cpu":
             inputs = prediction.flatten(0, 1), labels.flatten().long(), label_smoothing
@@ -73,7 +73,7 @@ class NextToken(Task):
         return self.token_loss(prediction, labels).mean(dim=1)
 
     def token_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Return the nats of each token of predictions (…, V): fp64, computed in fp32."""
+        """Return the cross-entropy of each token in nats, fp64, from predictions (…, V)."""
         self._check_shapes(prediction, labels)
         logits = prediction.flatten(0, -2)
         targets = labels.flatten().long()
@@ -94,7 +94,7 @@ class NextToken(Task):
         return float(-(shares * shares.log()).sum())
 
     def storage_format(self, images: int) -> tuple[tuple[int, ...], type]:
-        """Return the format of one int32 per block; a text is stored as words, without labels."""
+        """Return one int32 per block: a text is stored as words, and has no separate labels."""
         return (images,), np.int32
 
     def check(self, labels: np.ndarray, what: str) -> None:
@@ -120,7 +120,7 @@ class NextToken(Task):
 
 # For logits (n, V) of 100 MB and more; half the time of torch's, and a third of its memory.
 class _MeanCrossEntropy(torch.autograd.Function):
-    """Softmax cross-entropy, mean over rows, with its gradient in one pass."""
+    """Mean softmax cross-entropy of rows; one pass computes the loss and its gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""One number per image, such as an age: labels fp32 (N,), predictions (N, 1), metrics in fp64."""
+"""Task with one number per image, such as an age: labels fp32 (N,), predictions (N, 1)."""
 
 from typing import Literal, TypedDict
 
@@ -14,7 +14,7 @@ MIN_VARIATION = 1e-9  # relative to the labels' deviation; below this an error v
 
 
 class Regression(Task):
-    """The mean absolute error: learned in deviations of the labels, shown in their unit."""
+    """Predict a number; the loss is the absolute error in deviations, the score in the unit."""
 
     kind: Literal["regression"] = "regression"
     target: str = Field(min_length=1, description="what the labels are, such as age")
@@ -39,7 +39,7 @@ class Regression(Task):
         return self.mean, self.deviation
 
     def predict(self, output: Tensor) -> Tensor:
-        """Return the target in its unit, fp32: bfloat16 resolves an age of 70 to half a year."""
+        """Return the prediction in the target's unit: fp32, as bfloat16 rounds 70 to ½ unit."""
         return output.float() * self.deviation + self.mean
 
     def loss(
@@ -86,7 +86,7 @@ class Regression(Task):
         return float((labels - labels.quantile(0.5)).abs().mean())
 
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> ExtraTestMetrics:
-        return ExtraTestMetrics(median_mae=median_mae(train_labels, labels))
+        return ExtraTestMetrics(median_mae=median_predictor_mae(train_labels, labels))
 
     def storage_format(self, images: int) -> tuple[tuple[int, ...], type]:
         return (images,), np.float32
@@ -105,7 +105,7 @@ class Regression(Task):
 
 
 class AgeBias(TypedDict):
-    """The fit of predictions ŷ to labels y (ERMoE, table S1)."""
+    """Error and linear fit of predicted ages ŷ against ages y (ERMoE, table S1)."""
 
     mae: float  # mean |ŷ − y|
     corr: float  # correlation of ŷ − y with y; negative if the old are predicted too young
@@ -113,8 +113,8 @@ class AgeBias(TypedDict):
     intercept: float  # a
 
 
-def age_fit(prediction: Tensor, labels: Tensor) -> AgeBias:
-    """Return the mean absolute error, corr(ŷ − y, y), and the least squares line of ŷ on y."""
+def measure_age_bias(prediction: Tensor, labels: Tensor) -> AgeBias:
+    """Return the MAE, corr(ŷ − y, y), and slope and intercept of the regression of ŷ on y."""
     # A constant error has correlation 0. Source: ERMoE, supplement §5.
     errors = signed_errors(prediction, labels)
     labels = labels.double()
@@ -136,8 +136,8 @@ def age_fit(prediction: Tensor, labels: Tensor) -> AgeBias:
     return AgeBias(mae=float(errors.abs().mean()), corr=corr, slope=1 + excess, intercept=intercept)
 
 
-def median_mae(train_labels: Tensor, test_labels: Tensor) -> float:
-    """Return the mean absolute error of predicting the training labels' median for every image."""
+def median_predictor_mae(train_labels: Tensor, test_labels: Tensor) -> float:
+    """Return the test MAE of always predicting the median of the training labels."""
     if len(train_labels) == 0:
         raise UserError("regression: no training labels, so no median")
     median = train_labels.double().quantile(0.5)
@@ -145,7 +145,7 @@ def median_mae(train_labels: Tensor, test_labels: Tensor) -> float:
 
 
 def signed_errors(prediction: Tensor, labels: Tensor) -> Tensor:
-    """Return ŷ − y, (N,) fp64; UserError for other shapes, no images, and numbers not finite."""
+    """Return ŷ − y, (N,) fp64; UserError for wrong shapes, no images, or non-finite numbers."""
     fits = prediction.shape in (labels.shape, (len(labels), 1))
     if labels.ndim != 1 or not fits or len(labels) == 0:
         raise UserError(

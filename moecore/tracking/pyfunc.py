@@ -22,7 +22,7 @@ class Classifier(PythonModel):
         # No type hints: MLflow would derive a signature from them.
         import torch
 
-        from moecore.tasks.image_text import similarity_matrix
+        from moecore.tasks.image_text import similarity_logits
 
         fields = dict(model_input) if isinstance(model_input, dict) else {"images": model_input}
         captions = fields.pop("captions", None)
@@ -31,7 +31,7 @@ class Classifier(PythonModel):
             scores: Any = self.model(torch.as_tensor(inputs)).prediction.float()
             if captions is not None:
                 targets = self.model.targets(torch.as_tensor(captions))[:, 0]
-                scores = similarity_matrix(scores, targets)
+                scores = similarity_logits(scores, targets)
             return scores.numpy()
 
 

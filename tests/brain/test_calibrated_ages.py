@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.brain import age_errors, age_measurement, prediction_table
+from moecore.brain import age_correction, age_errors, prediction_table
 from moecore.brain.age_calibration import write_calibration_folder
+from moecore.brain.age_correction import AgeData, CalibratorFit, conformal_radius, fit_age_line
 from moecore.brain.age_errors import measure_age_errors
-from moecore.brain.age_measurement import Ages, CalibratorFit, conformal_radius, fit_age_line
 from moecore.brain.prediction_table import read_predictions, write_predictions
 from moecore.core.files import UserError, read_json
 from moecore.measure.calibrators.linear import Linear
@@ -25,7 +25,7 @@ def ages(tmp_path_factory):
     root = tmp_path_factory.mktemp("ages")
     data = write_cohort(root / "data")
     (root / "model.safetensors").write_bytes(b"weights")
-    return Ages.of(data, leaning(data), root / "model.safetensors")
+    return AgeData.of(data, leaning(data), root / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def line(ages):
 
 @pytest.fixture(scope="module")
 def found(ages, line):
-    return age_measurement.summarize_age_errors(ages, line)
+    return age_correction.summarize_age_errors(ages, line)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_the_interval(found, ages, line):
     assert found.interval.coverage.value == pytest.approx((errors <= found.interval.radius).mean())
     assert "also fitted" not in found.interval.method
     other = fit_age_line(ages, Linear(fit_on="validation"), None)
-    assert "also fitted" in age_measurement.summarize_age_errors(ages, other).interval.method
+    assert "also fitted" in age_correction.summarize_age_errors(ages, other).interval.method
 
 
 def test_predictions_of_every_volume(folder, ages, line, found):
@@ -135,8 +135,8 @@ def test_the_card_says_simulated_and_what_it_is_not_for(folder, ages, line, foun
     assert f"{found.raw.mae.value:.3f}" in text and f"MAE of {found.median_mae:.2f} years" in text
     assert "train: 60 volumes (F 30, M 29, unknown 1)" in text
     weights = ages.data.folder.parent / "model.safetensors"
-    real = Ages.of(write_cohort(tmp_path / "data", simulated=False), ages.predicted, weights)
-    measured = age_measurement.summarize_age_errors(real, line)
+    real = AgeData.of(write_cohort(tmp_path / "data", simulated=False), ages.predicted, weights)
+    measured = age_correction.summarize_age_errors(real, line)
     write_calibration_folder(tmp_path / "out", real, line, measured, "pretrain/vmoe/0")
     text = (tmp_path / "out/MODEL_CARD.md").read_text()
     assert "SIMULATED" not in text and "scans of people" in text
@@ -149,7 +149,7 @@ def test_a_refused_fit_stops_or_is_reported(ages, tmp_path):
         fit_age_line(flat, Linear(), None)
     with pytest.warns(UserWarning, match="Nothing is corrected"):
         refused = fit_age_line(flat, Linear(), None, "report")
-    found = age_measurement.summarize_age_errors(flat, refused)
+    found = age_correction.summarize_age_errors(flat, refused)
     assert "slope of 0" in found.refused and found.pooled is None and found.sex_specific is None
     assert found.raw.slope.value == pytest.approx(0)
     write_calibration_folder(tmp_path / "out", flat, refused, found, "pretrain/vmoe/0")
@@ -180,13 +180,13 @@ def test_out_of_fold_predictions_are_read(ages, tmp_path):
 def test_predictions_that_are_no_numbers_are_refused(ages, tmp_path):
     broken = {**ages.predicted, "test": np.array([np.nan, *ages.predicted["test"][1:]])}
     with pytest.raises(UserError, match="1 of 40 predictions of the split test are NaN"):
-        Ages.of(ages.data, broken, tmp_path / "model.safetensors")
+        AgeData.of(ages.data, broken, tmp_path / "model.safetensors")
 
 
 def test_too_few_validation_participants_have_no_interval(ages, line, tmp_path):
     one = ages.subjects["validation"][:1]
     few = ages._replace(subjects={**ages.subjects, "validation": one * 24})
-    found = age_measurement.summarize_age_errors(few, line)
+    found = age_correction.summarize_age_errors(few, line)
     assert found.interval.radius is None and found.interval.coverage is None
     fit = CalibratorFit(line.fitted, None, 60, "train")
     write_calibration_folder(tmp_path / "out", few, fit, found, "x")

@@ -7,14 +7,14 @@ from pydantic import ValidationError
 from moecore import Prepared, UserError
 from moecore.brain import tissue_ridge
 from moecore.brain.age_calibration import write_calibration_folder
-from moecore.brain.age_errors import GapRows, measure_diagnosis_gaps
-from moecore.brain.age_measurement import METRICS, Ages, fit_age_line, summarize_age_errors
+from moecore.brain.age_correction import METRICS, AgeData, fit_age_line, summarize_age_errors
+from moecore.brain.age_errors import AgeGaps, measure_diagnosis_gaps
 from moecore.brain.prediction_table import correct_ages, prediction_rows, read_predictions
 from moecore.calibrators import GapOnAge, Linear
 from moecore.data.layouts.volumes import VolumeSplitToWrite, write_volumes
 from moecore.data.volumes.cohorts import VolumeSubject, age_cohort_card
 from moecore.data.volumes.volume_preparation import REGIONS
-from moecore.measure.calibration import TissueRidge
+from moecore.measure.calibration import RidgeSettings
 from moecore.measure.values import Values
 from tests.data.making import Balls, ball, balls, leaning, write_cohort
 from tests.measure.subjects import compute_without_cache
@@ -28,7 +28,7 @@ def ages(tmp_path_factory):
     root = tmp_path_factory.mktemp("gaps")
     (root / "model.safetensors").write_bytes(b"weights")
     data = write_cohort(root / "data")
-    return Ages.of(data, leaning(data), root / "model.safetensors")
+    return AgeData.of(data, leaning(data), root / "model.safetensors")
 
 
 def test_a_line_by_hand_and_beside_the_other_correction():
@@ -98,7 +98,7 @@ def test_what_the_age_went_into_has_no_error(ages, tmp_path):
 
 def rows(ages, gaps, sexes, diagnoses):
     people = [f"p{number}" for number in range(len(ages))]
-    return GapRows(np.array(gaps, float), np.array(ages, float), sexes, diagnoses, people)
+    return AgeGaps(np.array(gaps, float), np.array(ages, float), sexes, diagnoses, people)
 
 
 def test_gaps_of_a_diagnosis_by_hand():
@@ -211,24 +211,24 @@ def write_sites(folder):
 
 def test_ridge_on_tissue_volumes(tmp_path):
     data = balls(tmp_path / "data")
-    volumes = tissue_ridge.read_split_features(data, "test")
+    volumes = tissue_ridge.read_tissue_volumes(data, "test")
     shares = data.regions("test")[3].astype(float) / 255
     assert volumes.features[3] == pytest.approx(shares.sum((1, 2, 3)) / 1000)  # voxels of 1 mm³
-    ridge = tissue_ridge.measure_tissue_ridge(data, TissueRidge())
+    ridge = tissue_ridge.measure_tissue_ridge(data, RidgeSettings())
     ages = data.test.labels
     assert ridge.errors.mae.value < 0.3 * np.abs(ages - np.median(data.train.labels)).mean()
     assert ridge.n_test == len(ages) == len(ridge.absolute) and ridge.reference == {}
     with pytest.raises(UserError, match="this data has no tissue maps"):
-        tissue_ridge.measure_tissue_ridge(balls(tmp_path / "none", regions=False), TissueRidge())
+        tissue_ridge.measure_tissue_ridge(balls(tmp_path / "none", regions=False), RidgeSettings())
 
 
 def test_ridge_where_the_test_is_another_site(tmp_path):
     data = write_sites(tmp_path / "data")
     with pytest.raises(UserError, match="found no training people at 'c'"):
-        tissue_ridge.measure_tissue_ridge(data, TissueRidge(harmonise="combat"))
-    ridge = tissue_ridge.measure_tissue_ridge(data, TissueRidge(harmonise="combat", reference=6))
+        tissue_ridge.measure_tissue_ridge(data, RidgeSettings(harmonise="combat"))
+    ridge = tissue_ridge.measure_tissue_ridge(data, RidgeSettings(harmonise="combat", reference=6))
     assert ridge.reference == {"c": 6} and ridge.n_test == 18 and ridge.absolute is None
     with pytest.raises(UserError, match="found 24, which leaves no test volumes"):
-        tissue_ridge.measure_tissue_ridge(data, TissueRidge(harmonise="combat", reference=24))
+        tissue_ridge.measure_tissue_ridge(data, RidgeSettings(harmonise="combat", reference=24))
     with pytest.raises(ValidationError, match="allowed: 0, or harmonise: combat"):
-        TissueRidge(reference=3)
+        RidgeSettings(reference=3)

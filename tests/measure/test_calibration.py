@@ -16,17 +16,17 @@ from moecore.data.sources.dialects import Dialects
 from moecore.measure.base import MeasuredModel, read_result
 from moecore.measure.calibration import (
     Calibrate,
-    CalibrationFiles,
+    CalibrationPaths,
     ClassCalibration,
     check_calibrator_fits_task,
     labels_as_tensor,
     prediction_quality,
 )
-from moecore.measure.calibrators.base import read_fitted
+from moecore.measure.calibrators.base import read_calibrator
 from moecore.measure.calibrators.linear import FittedLine, FittedLinear, Linear
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
 from moecore.measure.cohort_checks import CohortChecks
-from moecore.measure.probes import unseen_people
+from moecore.measure.probes import simulated_people as simulated
 from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.stages import calibrate as stage
@@ -43,11 +43,11 @@ SETTINGS = Calibrate(calibrator={"kind": "temperature"}, batch=16)
 @pytest.fixture(scope="module")
 def made(run):
     folder, models = run
-    files = CalibrationFiles("x", folder, folder, folder / "out")
+    files = CalibrationPaths("x", folder, folder, folder / "out")
     return models["dense"], calibrated(models["dense"], SETTINGS, files), folder
 
 
-def calibrated(subject: MeasuredModel, settings: Calibrate, files: CalibrationFiles) -> Found:
+def calibrated(subject: MeasuredModel, settings: Calibrate, files: CalibrationPaths) -> Found:
     calibration = ClassCalibration(settings=settings, files=files)
     return calibration.collect_result(subject, compute_without_cache)
 
@@ -85,7 +85,7 @@ def test_one_temperature_is_fitted_to_all_cells(tmp_path):
     torch.manual_seed(0)
     backbone = Vit(patch=8, width=16, depth=1, heads=2, pooling="mean")
     model = backbone.build(ImageSpec.from_card(data.card)).eval()
-    files = CalibrationFiles("x", tmp_path, tmp_path, tmp_path / "out")
+    files = CalibrationPaths("x", tmp_path, tmp_path, tmp_path / "out")
     result = calibrated(MeasuredModel(model, data), SETTINGS, files)
     logits, _ = predict_in_batches(model, data.validation.images, 16, routing=False)
     rows = torch.cat(list(logits.unflatten(1, (4, 10))))
@@ -177,17 +177,17 @@ def test_a_calibrator_of_ones_own(made, tmp_path, monkeypatch):
     with more_packages(["my_lab"]):
         own = Calibrate(calibrator={"kind": "my_lab.biased"}, batch=16)
         check_calibrator(own.calibrator)
-        files = CalibrationFiles("x", folder, folder, tmp_path)
+        files = CalibrationPaths("x", folder, folder, tmp_path)
         result = calibrated(subject, own, files)
         assert result.find("temperature") is None
         assert result.interval("nll_after") != result.interval("nll_before")
-        read = read_fitted(tmp_path / "calibrator.json", "classes")
+        read = read_calibrator(tmp_path / "calibrator.json", "classes")
         assert (read.kind, len(read.bias), read.summary) == ("my_lab.biased", 10, "my_lab.biased")
         with pytest.raises(UserError, match="my_lab.biased, which calibrates classes; allowed"):
-            read_fitted(tmp_path / "calibrator.json", "numbers")
+            read_calibrator(tmp_path / "calibrator.json", "numbers")
     forget_package()
     with pytest.raises(UserError, match="calibrator.json: kind: my_lab.biased is of a package"):
-        read_fitted(tmp_path / "calibrator.json", "classes")
+        read_calibrator(tmp_path / "calibrator.json", "classes")
 
 
 def settings(**changes) -> CohortChecks:
@@ -206,7 +206,7 @@ def subject(cohort) -> MeasuredModel:
 def found(subject) -> Found:
     assert CohortChecks.applies(subject) is None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unseen_people, "RESCAN_YEARS", 200)
+        patch.setattr(simulated, "RESCAN_YEARS", 200)
         return check_measurement(settings(), subject)
 
 

@@ -13,11 +13,12 @@ from moecore.attacks import Fgsm, Pgd
 from moecore.backbones import SingleLayer, Vit
 from moecore.data.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.prepared import Prepared, Split, evenly_spaced_indices
-from moecore.measure import corruptions, transfer
+from moecore.measure import corruptions
+from moecore.measure import transfer_attacks as transfer
 from moecore.measure.base import read_result
 from moecore.measure.corruptions import Corruptions, mean_corruption_error
-from moecore.measure.routing_metrics.layer_metrics import changes_by_image
-from moecore.measure.stability import count_jumps, true_probability
+from moecore.measure.routing_metrics.layer_metrics import choice_changes
+from moecore.measure.stability import count_jumps, label_probability
 from moecore.measure.values import Found, Values
 from moecore.stages import transfer as stage
 from moecore.statistics.comparisons import count_paired_hits, paired_share_difference
@@ -61,7 +62,7 @@ def test_images_of_one_picture_belong_together():
     out = Values(corruptions.METRICS, Classification(classes=("a", "b")), compute_without_cache)
     settings = Corruptions(severities=(1, 2))
     right = lambda pixels: torch.arange(len(pixels)) != 3
-    wrong = corruptions.put_errors(right, images, np.arange(20), settings, out)
+    wrong = corruptions.put_corruption_errors(right, images, np.arange(20), settings, out)
     assert len(out.values) == 30 and wrong.tolist() == [float(i == 3) for i in range(20)]
     assert list(corruptions.errors_of(out.found())) == list(CORRUPTIONS)
     mean = bootstrap_mean(wrong)
@@ -76,7 +77,7 @@ def two_classes(*first: float) -> torch.Tensor:
 
 def test_the_true_class_is_each_images_own():
     probs = torch.tensor([[[0.7, 0.2, 0.1], [0.1, 0.2, 0.7]]] * 2, dtype=torch.float64)
-    assert true_probability(probs, torch.tensor([1, 2])).tolist() == [[0.2, 0.2], [0.1, 0.7]]
+    assert label_probability(probs, torch.tensor([1, 2])).tolist() == [[0.2, 0.2], [0.1, 0.7]]
     assert count_jumps(probs, torch.tensor([1, 2]), 0.1).tolist() == [0, 1]
     # a jump is more than the threshold
     probs = two_classes(0.5, 0.625, 0.75, 1.0)  # exact in binary: steps 0.125, 0.125 and 0.25
@@ -98,7 +99,7 @@ def test_change_of_each_image():
     sides = [
         [RoutingRecord(*[one.float()] * 3, one.bool(), one.float())] for one in (before, after)
     ]
-    (found,) = changes_by_image(*sides)
+    (found,) = choice_changes(*sides)
     assert found.tolist() == pytest.approx([1 / 3, 1 / 2])
 
 

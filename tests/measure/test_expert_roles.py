@@ -11,13 +11,13 @@ from pydantic import ValidationError
 from moecore import UserError, predict_in_batches
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics import choice_patterns as patterns
-from moecore.measure.routing_metrics import expert_information as information
 from moecore.measure.routing_metrics import expert_similarity as similarity
+from moecore.measure.routing_metrics import label_information as information
 from moecore.measure.routing_metrics.alternative_choices import list_routers
 from moecore.measure.routing_metrics.expert_roles import (
     ExpertRoles,
     read_encoded_choices,
-    read_layers,
+    read_layer_roles,
 )
 from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, max_load_violation
 from moecore.nn.balances.loss_free import LossFree
@@ -52,7 +52,7 @@ def test_coactivation():
 def test_follow_ups():
     """Of the two tokens that chose 0 before, one goes to 1 and both to 2; nobody chose 2 before."""
     before = sets_of((0,), (0,), (1,), experts=3)
-    after = patterns.follow_up_shares(before, sets_of((1, 2), (2, 3), (2, 0), experts=4))
+    after = patterns.layer_transitions(before, sets_of((1, 2), (2, 3), (2, 0), experts=4))
     assert after.tolist() == [[0, 0.5, 1, 0.5], [1, 0, 1, 0], [0, 0, 0, 0]]
 
 
@@ -73,7 +73,7 @@ def test_information_of_classes():
     chosen = experts_by_count((4, 0), (2, 2), (1, 3), (0, 4)).numpy()
     labels = np.array([0, 0, 1, 1])[:, None].repeat(4, 1)
     _, *others = [labels[list(order)] for order in permutations(range(4))]
-    told, by_image = information.expert_information(chosen, labels, others)
+    told, by_image = information.measure_information(chosen, labels, others)
     assert told.information == pytest.approx(0.215762, abs=1e-6)
     assert (23 * told.chance + told.information) / 24 == pytest.approx(0.099029, abs=1e-6)
     assert told.p == pytest.approx(1 / 3)
@@ -81,13 +81,13 @@ def test_information_of_classes():
     assert by_image["information"].mean() == pytest.approx(told.normalised)
     partly = np.concatenate([labels, [[-1] * 4]])
     five = np.concatenate([chosen, chosen[:1]])
-    unknown, _ = information.expert_information(five, partly, [partly])
+    unknown, _ = information.measure_information(five, partly, [partly])
     assert unknown.information == pytest.approx(told.information)
     with pytest.raises(UserError, match="fewer than two labels"):
-        information.expert_information(chosen, labels * 0, others)
+        information.measure_information(chosen, labels * 0, others)
     with pytest.raises(UserError, match="found 3 images .*; allowed: 4 and more"):
-        orders = information.permute_images(labels[:3], 200, 0)
-        information.expert_information(chosen[:3], labels[:3], orders)
+        orders = information.permute_labels(labels[:3], 200, 0)
+        information.measure_information(chosen[:3], labels[:3], orders)
 
 
 def test_specialisation_of_words():
@@ -97,12 +97,12 @@ def test_specialisation_of_words():
     words = np.array([7, 7, 7, 8, 8, 8, 9])[:, None]
     # exchanged: 7 is at (0, 1), (0, 2), (3, 2), 8 at (1, 2), (3, 1), (3, 0): at most two of three
     swapped = np.array([7, 7, 8, 8, 8, 7, 9])[:, None]
-    told, by_image = information.expert_information(chosen, words, [swapped], min_tokens=3)
+    told, by_image = information.measure_information(chosen, words, [swapped], min_tokens=3)
     special = told.specialisation
     assert special.share == pytest.approx(0.833333, abs=1e-6) and special.labels == 2
     assert special.chance == pytest.approx((2 / 3 + 2 / 3) / 2)
     assert by_image["specialisation"].mean() == pytest.approx(special.share - special.chance)
-    told, by_image = information.expert_information(chosen, words, [swapped], min_tokens=4)
+    told, by_image = information.measure_information(chosen, words, [swapped], min_tokens=4)
     assert told.specialisation is None and list(by_image) == ["information"]
 
 
@@ -110,10 +110,10 @@ def test_an_images_weight_in_specialisation():
     """What an image adds is the derivative by its weight: here it is there twice as often."""
     random = np.random.default_rng(0)
     chosen, labels = random.random((400, 3, 4)) < 0.4, random.integers(-1, 5, (400, 3))
-    before, by_image = information.expert_information(chosen, labels, [labels])
+    before, by_image = information.measure_information(chosen, labels, [labels])
     values = by_image["specialisation"]
     again = [np.concatenate([one, one[:1]]) for one in (chosen, labels)]
-    told, _ = information.expert_information(*again, [again[1]])
+    told, _ = information.measure_information(*again, [again[1]])
     change = told.specialisation.share - before.specialisation.share
     assert 401 * change == pytest.approx(values[0] - values.mean(), rel=0.05)
 
@@ -125,11 +125,11 @@ def test_margin_and_load():
     assert patterns.choice_margin(scores, sets_of((), (0, 1, 2, 3), experts=4)).isnan().all()
     batches = experts_by_count((30, 20, 10, 0), (30, 10, 19, 1))
     counts = batches.flatten(0, 1).sum(dim=0)
-    assert max_load_violation(counts) == 1 and patterns.mean_batch_violation(batches, 1) == 1
+    assert max_load_violation(counts) == 1 and patterns.mean_batch_maxvio(batches, 1) == 1
     assert dead_expert_share(counts, 0.1) == 0.25
     assert patterns.cumulative_load_shares(counts)[1] == 0.75
     assert patterns.cumulative_load_shares(counts)[-1] == 1
-    assert patterns.chance_violation(10**6, 4) < 0.01 < patterns.chance_violation(100, 4) < 0.5
+    assert patterns.chance_maxvio(10**6, 4) < 0.01 < patterns.chance_maxvio(100, 4) < 0.5
 
 
 def test_predictability():
@@ -154,7 +154,7 @@ def test_similarity_by_chance_is_of_other_people():
     # one number is r²: of these (2 / 5)². By images 2, 3, 2, 4, 3, 1, 1, 4: r = -1 / 10.
     first = torch.arange(1, 5).double().repeat_interleave(2).view(8, 1, 1).expand(8, 2, 1)
     groups, pair = (np.arange(8) // 2, np.arange(8), None), [first, 5 * first + 1]
-    found = [similarity.expert_similarity(pair, people) for people in groups]
+    found = [similarity.compare_experts(pair, people) for people in groups]
     chances = [one.chances["expert_cka"] for one in found]
     assert chances == pytest.approx([0.16, 0.01, 0.01])
 
@@ -167,7 +167,7 @@ def test_early_choices_are_the_routers_of_the_tokens_before(made):
     (first, second) = [one for one in measured.model.modules() if isinstance(one, MoEFeedForward)]
     tokens = []
     first.register_forward_hook(lambda *given: tokens.append(given[1][0]))
-    with patterns.choose_one_layer_early(measured.model) as early:
+    with patterns.record_early_choices(measured.model) as early:
         predict_in_batches(measured.model, images, prediction=False)
     none, parts = early.values()
     assert none == []
@@ -175,7 +175,7 @@ def test_early_choices_are_the_routers_of_the_tokens_before(made):
         choices = similarity.cat_last_calls(parts, len(images))
         assert torch.equal(choices, second.router(tokens[-1])[1].chosen)
     told = made(Told())
-    with patterns.choose_one_layer_early(told.model) as early:
+    with patterns.record_early_choices(told.model) as early:
         predict_in_batches(told.model, told.data.test.images, prediction=False)
     assert list(early.values()) == [[], []]
 
@@ -194,7 +194,7 @@ def test_experts_that_are_told_the_truth_tell_it(made):
     found = check_measurement(routing_with_roles(windows=(2, 9)), made(Told()))
     assert found.find("information_truth").value == pytest.approx(1, abs=0.05)
     assert found.find("information_layer_before").value == pytest.approx(1, abs=0.05)
-    layers = read_layers(found)
+    layers = read_layer_roles(found)
     for layer in layers:
         assert layer.labels["truth"].p == pytest.approx(1 / 201)
         assert layer.labels["position"].p > 0.01 and "pair_lift" not in layer.values
@@ -205,7 +205,7 @@ def test_experts_that_are_told_the_truth_tell_it(made):
     assert ("word" in layers[0].labels) == (made is text_subject)
     # Of 20 images, the tokens that Mixture-of-Depths processes last are of one class's.
     if made is subject:
-        first, second = read_layers(expert_roles(subject(Depth()), images=20))
+        first, second = read_layer_roles(expert_roles(subject(Depth()), images=20))
         assert "class" in first.labels and "class" not in second.labels
 
 
@@ -224,8 +224,8 @@ def test_all_of_it_is_of_one_pass():
     assert {"pair_lift", "expert_cka", "early_choice", "information_truth"} <= named
     assert sum(seen) == 2 * images
     first, second = (record.chosen for record in records)
-    after = patterns.follow_up_shares(first, second)
-    before = patterns.follow_up_shares(second, first)
+    after = patterns.layer_transitions(first, second)
+    before = patterns.layer_transitions(second, first)
     second_layer = out.facts["roles"]["layers"][1]
     assert np.array(second_layer.after) == pytest.approx(after.numpy())
     assert np.array(second_layer.before) == pytest.approx(before.numpy())
@@ -260,7 +260,7 @@ def test_margins_are_of_what_the_choice_is_by():
     for router in list_routers(measured.model):
         router.balance.bias.copy_(torch.tensor([0.0, 2.0, 4.0]))
     _, records = predict_in_batches(measured.model, measured.data.test.images, prediction=False)
-    for layer, record in zip(read_layers(expert_roles(measured)), records, strict=True):
+    for layer, record in zip(read_layer_roles(expert_roles(measured)), records, strict=True):
         scores = record.logits.sigmoid()
         margin = (scores[..., 1] + 2 - scores[..., 0]).mean().item()
         assert margin > 1 and layer.values["margin"] == pytest.approx(margin, rel=1e-6)
@@ -295,14 +295,14 @@ def test_expert_similarity(monkeypatch):
     first = torch.tensor([[1.0, 0], [0, 1], [2, 1], [-1, 1]]).double()
     second = torch.tensor([[2.0, 1], [1, 1], [3, 0], [0, 2]]).double()
     pair = [one.view(2, 2, 2) for one in (first, second, torch.full((4, 2), 0.1).double())]
-    assert similarity.expert_similarity(pair) is None
+    assert similarity.compare_experts(pair) is None
     monkeypatch.setattr(similarity, "MIN_TOKENS_PER_DIMENSION", 1)
-    alike = similarity.expert_similarity(pair)
+    alike = similarity.compare_experts(pair)
     expected = [[1, 0.978596, np.nan], [0.978596, 1, np.nan], [np.nan] * 3]
     assert alike.cka.numpy() == pytest.approx(np.array(expected), abs=1e-6, nan_ok=True)
     assert alike.cosine[0, 1] == pytest.approx(0.800767, abs=1e-6)
     assert alike.by_image["expert_cka"].mean() == pytest.approx(0.978596, abs=1e-6)
-    assert similarity.expert_similarity(pair[1:]) is None
+    assert similarity.compare_experts(pair[1:]) is None
 
 
 def test_similarity_of_images_by_the_slow_formula():
@@ -310,13 +310,13 @@ def test_similarity_of_images_by_the_slow_formula():
     random = torch.Generator().manual_seed(0)
     outputs = torch.randn(3, 20, 4, 5, generator=random, dtype=torch.float64)
     outputs[2] = 3 * outputs[0] @ torch.linalg.qr(outputs[1, :2].view(-1, 5)[:5]).Q + 7
-    alike = similarity.expert_similarity(outputs.unbind())
+    alike = similarity.compare_experts(outputs.unbind())
     assert alike.cka[0, 1] == pytest.approx(slow_similarity(outputs[:2].flatten(1, 2)))
     assert alike.cka[0, 2] == pytest.approx(1) and alike.chances["expert_cka"] < 0.1
     first, second = outputs[:2]
     again = [torch.cat([one[:1], *[one] * 499]) for one in (first, second)]
-    step = similarity.expert_similarity(again).cka[0, 1] - alike.cka[0, 1]
-    values = similarity.expert_similarity([first, second]).by_image["expert_cka"]
+    step = similarity.compare_experts(again).cka[0, 1] - alike.cka[0, 1]
+    values = similarity.compare_experts([first, second]).by_image["expert_cka"]
     assert step * len(again[0]) == pytest.approx(values[0] - values.mean(), rel=0.01)
 
 
@@ -328,8 +328,8 @@ def test_kept_tokens_are_those_of_the_images_own_pass(made):
     (layer, *_) = [one for one in measured.model.modules() if isinstance(one, MoEFeedForward)]
     outputs = []
     layer.register_forward_hook(lambda *given: outputs.append(given[2]))
-    counted = similarity.CountedImages(images)
-    with similarity.keep_layer_tokens(measured.model, counted) as kept:
+    counted = similarity.BatchTracker(images)
+    with similarity.store_layer_tokens(measured.model, counted) as kept:
         predict_in_batches(measured.model, counted, prediction=False)
     tokens, (record,) = outputs[-1]
     said = torch.stack(next(iter(kept.values())).outputs(len(images)), dim=2)

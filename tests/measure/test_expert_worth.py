@@ -20,10 +20,10 @@ from moecore.measure.routing_metrics.alternative_choices import (
     bar_experts,
     drop_choices,
     drop_weights,
+    expert_subsets,
     find_ranked_choice,
     fixed_subset_gain,
     list_routers,
-    list_subsets,
 )
 from moecore.measure.values import Found
 from moecore.nn.backbones.vit import Vit
@@ -188,7 +188,7 @@ def test_one_token_by_hand():
     """Its layer's output is the class scores, the weights a softmax over the set."""
     logits = torch.tensor([0.2, 1, -0.5, 0.5], dtype=torch.float64)
     outputs = torch.tensor([[1, 0], [2, -1], [-1, 1], [0.5, 0.5]], dtype=torch.float64)
-    sets = list_subsets(4, 2)
+    sets = expert_subsets(4, 2)
     assert [tuple(one.nonzero()[0]) for one in sets] == list(combinations(range(4), 2))
     answers = [logits[one].softmax(0) @ outputs[one] for one in torch.from_numpy(sets)]
     losses = np.array([float(cross_entropy(answer, torch.tensor(0))) for answer in answers])
@@ -198,9 +198,9 @@ def test_one_token_by_hand():
     assert found["router_regret"] == pytest.approx(0.055173, abs=1e-6) and losses.argmin() == 0
     assert found["better_sets"] == pytest.approx(1 / 3)
     assert found["router_regret_normalised"] == pytest.approx(0.164737, abs=1e-6)
-    many = list_subsets(40, 3)
+    many = expert_subsets(40, 3)
     assert many.shape == (256, 40) and (many.sum(axis=1) == 3).all()
-    assert np.array_equal(many, list_subsets(40, 3))
+    assert np.array_equal(many, expert_subsets(40, 3))
 
 
 def test_a_fixed_set_is_chosen_on_the_other_half():
@@ -216,7 +216,7 @@ def test_losses_are_those_of_a_slow_reference():
     settings = RouterRegret(images=4, tokens=2, batch=5)
     drawn = settings.draw_tokens(measured.model, 0, evenly_spaced_indices(40, 4))
     losses = np.array(
-        router_regret.layer_losses(measured, 0, drawn, list_subsets(3, 2), settings.batch)
+        router_regret.subset_losses(measured, 0, drawn, expert_subsets(3, 2), settings.batch)
     )
     assert losses.shape == (4, 2, 4)
     model, test = measured.model, measured.data.test
@@ -274,7 +274,7 @@ def test_losses_of_a_text_are_those_of_a_slow_reference():
     measured = text_subject(NoisyTopK(k=2, renormalise=True))
     model, test = measured.model, measured.data.test
     drawn = DrawnTokens(np.array([3, 7]), np.array([[2], [0]]))
-    losses = np.array(router_regret.layer_losses(measured, 0, drawn, list_subsets(3, 2), 3))
+    losses = np.array(router_regret.subset_losses(measured, 0, drawn, expert_subsets(3, 2), 3))
     assert losses.shape == (2, 1, 4)
     first, _ = list_routers(model)
     for place, index in enumerate(drawn.images):
@@ -283,7 +283,7 @@ def test_losses_of_a_text_are_those_of_a_slow_reference():
         with torch.no_grad():
             own = model(words).routing[0].chosen[0, drawn.tokens[place, 0]]
             later = model(words).routing[1].chosen
-        sets = [torch.from_numpy(one) for one in list_subsets(3, 2)]
+        sets = [torch.from_numpy(one) for one in expert_subsets(3, 2)]
         for column, allowed in enumerate([*sets, own]):
             expected = text_loss(model, first, words, right, drawn.tokens[place, 0], allowed, later)
             assert losses[place, 0, column] == pytest.approx(expected, abs=1e-5)
@@ -326,7 +326,7 @@ def test_best_choices_of_the_explorers_images():
     model = SimpleNamespace(layouts=layouts)
     drawn = DrawnTokens(np.array([5]), np.array([[1, 0]]))
     losses = [[[0.9, 0.25, 0.5], [0.9, 0.8, 0.8]]]
-    first, second = router_regret.best_choices(model, 0, drawn, losses, list_subsets(2, 1))
+    first, second = router_regret.find_best_choices(model, 0, drawn, losses, expert_subsets(2, 1))
     assert (first.image, first.tokens, first.experts, first.saved) == (5, [1, 2, 3, 4], [1], 0.25)
     assert (second.tokens, second.experts, second.saved) == ([0], [], 0)
 

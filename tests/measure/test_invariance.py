@@ -70,7 +70,7 @@ def test_the_identity_moves_nothing(data, vit, monkeypatch):
 
 def test_a_distance_is_held_against_that_between_different_images(results, vit, images):
     _, clean = predict_in_batches(vit, images, 40)
-    pairs = layer_metrics.partner_images(40, 0).tolist()
+    pairs = layer_metrics.draw_partners(40, 0).tolist()
     probs = invariance.probs_by_layer(clean)
     sides = [[tuple(layer[[i]] for layer in probs) for i in pair] for pair in enumerate(pairs)]
     one_by_one = [float(imed_by_image(*side)) for side in sides]
@@ -85,7 +85,7 @@ def test_values_are_those_of_the_images_moved_by_hand(results, vit, images):
     _, before = predict_in_batches(vit, images, 40)
     for name, batch in (("shear 15", 40), ("translation (0.1, 0.1)", 7)):
         drawn = draw_affines(name, 40, (12, 12), 0)
-        _, after = predict_in_batches(vit, invariance.move_images(images, drawn, batch), 40)
+        _, after = predict_in_batches(vit, invariance.transform_images(images, drawn, batch), 40)
         best = [[layer.probs.argmax(-1) for layer in side] for side in (before, after)]
         same = [(a == b).double().mean() for a, b in zip(*best, strict=True)]
         agreement = results["vit"].find("agreement_transformed", transform=name).value
@@ -99,10 +99,10 @@ def test_flat_routing_has_a_small_distance_but_not_a_small_normalised_one(images
     # A router whose probs are all moved ten times closer to even ones.
     d = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
     between = 2 * d[::-1].copy()
-    sure = invariance.imed_over_between_images(d, between)
-    flat = invariance.imed_over_between_images(d / 10, between / 10)
+    sure = invariance.normalise_imed(d, between)
+    flat = invariance.normalise_imed(d / 10, between / 10)
     assert flat.value == pytest.approx(sure.value)
-    assert invariance.imed_over_between_images(d, np.zeros(40)) is None
+    assert invariance.normalise_imed(d, np.zeros(40)) is None
 
 
 def test_few_images(data, vit):
@@ -180,19 +180,19 @@ def test_the_same_routing_has_no_distance():
 
 @given(st.integers(2, 60), st.integers(0, 10**6))
 def test_partners_are_other_images_each_once_and_on_one_circle(images, seed):
-    found = layer_metrics.partner_images(images, seed).tolist()
+    found = layer_metrics.draw_partners(images, seed).tolist()
     assert sorted(found) == list(range(images))
     place, seen = 0, []
     for _ in range(images):
         place = found[place]
         seen.append(place)
     assert sorted(seen) == list(range(images)) and seen[-1] == 0
-    assert found == layer_metrics.partner_images(images, seed).tolist()
+    assert found == layer_metrics.draw_partners(images, seed).tolist()
 
 
 def test_two_images_are_compared_with_each_other():
     probs = torch.stack([one_hot(16, 0)[None], one_hot(16, 1)[None]])
     adjacent = math.sqrt((1 - math.exp(-0.5)) / math.pi)
-    assert layer_metrics.imed_between((probs,), 0).tolist() == pytest.approx([adjacent, adjacent])
+    assert layer_metrics.imed_to_others((probs,), 0).tolist() == pytest.approx([adjacent, adjacent])
     with pytest.raises(ValueError, match="two are needed"):
-        layer_metrics.partner_images(1, 0)
+        layer_metrics.draw_partners(1, 0)

@@ -102,7 +102,9 @@ def test_the_result_does_not_depend_on_the_batch(data, models, images, results):
     found = results["vmoe"]
     for batch in (1, 6):
         again = Values(lipschitz.Lipschitz.metrics, data.task, compute_without_cache)
-        lipschitz.put_slopes(lipschitz.slopes_at(model, images, labels, batch, 0.5, 10, 10), again)
+        lipschitz.put_slopes(
+            lipschitz.find_slopes(model, images, labels, batch, 0.5, 10, 10), again
+        )
         for value in again.values[:3]:
             assert value.value == pytest.approx(found.find(value.metric).value, rel=1e-6)
         terms = lipschitz.lemma_terms_by_layer(model, images, 5, batch, 0, "cpu")
@@ -112,7 +114,7 @@ def test_the_result_does_not_depend_on_the_batch(data, models, images, results):
 
 def test_the_tokens_are_what_the_layers_get(models, images):
     model = models["vmoe"]
-    found = lipschitz.layer_tokens(model, images, 7, 4, 2, "cpu")
+    found = lipschitz.layer_inputs(model, images, 7, 4, 2, "cpu")
     seen = []
     hooks = [
         block.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, 1)))
@@ -127,7 +129,7 @@ def test_the_tokens_are_what_the_layers_get(models, images):
     for tokens, whole in zip(found, seen, strict=True):
         assert tokens.shape == (7, 16)
         torch.testing.assert_close(tokens, whole[chosen], rtol=1e-4, atol=1e-5)
-    other = lipschitz.layer_tokens(model, images, 7, 4, 3, "cpu")
+    other = lipschitz.layer_inputs(model, images, 7, 4, 3, "cpu")
     assert not torch.equal(found[0], other[0])
 
 
@@ -165,7 +167,7 @@ class Function(nn.Module):
 
 def estimates(model, images, labels=None, batch=7, radius=0.2, steps=4, halvings=8):
     labels = torch.zeros(len(images), dtype=torch.long) if labels is None else labels
-    return lipschitz.slopes_at(model, images, labels, batch, radius, steps, halvings)
+    return lipschitz.find_slopes(model, images, labels, batch, radius, steps, halvings)
 
 
 def test_a_linear_model_has_its_spectral_norm_everywhere():
@@ -263,7 +265,7 @@ def test_the_jump_is_the_change_between_ends_that_choose_differently():
         line = lambda x: torch.cat([x, -x], 1)
         model = Function(line, lambda x, border=border: x[:, 0] > border).double()
         flat = lipschitz.ImagePairSlope(*ends, torch.zeros(1, dtype=torch.float64))
-        pair, crossed, jump = lipschitz.halve_to_steeper(model, flat, 0)
+        pair, crossed, jump = lipschitz.bisect_steepest(model, flat, 0)
         assert float(pair.ratio) == pytest.approx(math.sqrt(2)) and bool(crossed) == crosses
         assert float(jump) == pytest.approx(0.2 * math.sqrt(2) if crosses else 0)
 
@@ -278,7 +280,7 @@ def test_halving_never_lowers_the_ratio(seed):
     direction = torch.randn(3, 4, generator=generator, dtype=torch.float64)
     direction = nn.functional.normalize(direction).view_as(images)
     pair = lipschitz.find_steepest_pair(model.double(), images, direction, 0.3, 3)
-    ratios = [lipschitz.halve_to_steeper(model, pair, number)[0].ratio for number in (0, 1, 4, 9)]
+    ratios = [lipschitz.bisect_steepest(model, pair, number)[0].ratio for number in (0, 1, 4, 9)]
     torch.testing.assert_close(ratios[0], pair.ratio)
     assert all((after >= before * (1 - 1e-12)).all() for before, after in pairwise(ratios))
     for end in (pair.first, pair.second):

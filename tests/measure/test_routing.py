@@ -14,7 +14,7 @@ from moecore.measure.routing_metrics import layer_metrics
 from moecore.measure.routing_metrics.alternative_choices import score_threshold
 from moecore.measure.routing_metrics.expert_gallery import (
     TWO_CROPS,
-    overlapping_crops,
+    overlapping_views,
     parse_expert_grid,
 )
 from moecore.measure.routing_metrics.two_view_agreement import draw_two_views
@@ -166,7 +166,7 @@ def test_the_sweep_at_the_trained_setting_is_the_model_itself(data, models, resu
 def test_an_augmentation_does_not_depend_on_the_others(models, images, results):
     settings = Routing(augmentations=("flip",), augmentation_images=15, batch=8)
     alone = Values(Routing.metrics, models["vmoe"].image.task, compute_without_cache)
-    routing.put_augmented(models["vmoe"], images, settings, alone)
+    routing.put_augmented_views(models["vmoe"], images, settings, alone)
     views = {"metric": "match_top1_augmented", "augmentation": "flip"}
     flipped = (number(one, **views) for one in (alone.found(), results["vmoe"]))
     assert next(flipped) == pytest.approx(next(flipped))
@@ -174,8 +174,8 @@ def test_an_augmentation_does_not_depend_on_the_others(models, images, results):
 
 def test_two_crops_and_their_corresponding_patches(images):
     layout = TokenLayout(1, (4, 4), (12, 12))
-    found = overlapping_crops(images[:8], layout, 3)
-    assert found == overlapping_crops(images[:8], layout, 3)
+    found = overlapping_views(images[:8], layout, 3)
+    assert found == overlapping_views(images[:8], layout, 3)
     first, second = (parse_expert_grid(rows).flatten().tolist() for rows in found.numbers)
     assert found.views.shape == (2, 1, 12, 12)
     shared = {number for number in first if number >= 0}
@@ -184,8 +184,8 @@ def test_two_crops_and_their_corresponding_patches(images):
     pixels = (draw_two_views(images[:8], TWO_CROPS, 3).images.numpy() * 255).round()
     pairs = [sorted(pixels[[view, 8 + view]].tolist()) for view in range(8)]
     assert pairs.count(sorted(found.views.array().tolist())) == 1
-    assert overlapping_crops(images, TokenLayout(0, (1, 1), (12, 12)), 3) is None
-    assert overlapping_crops(images[..., None], TokenLayout(0, (2, 2, 1), (12, 12, 1)), 3) is None
+    assert overlapping_views(images, TokenLayout(0, (1, 1), (12, 12)), 3) is None
+    assert overlapping_views(images[..., None], TokenLayout(0, (2, 2, 1), (12, 12, 1)), 3) is None
 
 
 @pytest.mark.parametrize("name", NAMES)

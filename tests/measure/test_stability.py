@@ -10,10 +10,10 @@ from moecore.backbones import SingleLayer, Vit
 from moecore.core.arrays_as_text import decode_compressed_text
 from moecore.data.corruptions import add_noise, standard_normal_noise
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.explorer import Result
-from moecore.measure.routing_metrics.epochs import explorer_image_indices
+from moecore.measure.explorer import ExplorerData
+from moecore.measure.routing_metrics.epoch_routing import explorer_image_indices
 from moecore.measure.routing_metrics.expert_gallery import Overlays, parse_expert_grid
-from moecore.measure.routing_metrics.layer_metrics import changes_by_image, expert_agreement
+from moecore.measure.routing_metrics.layer_metrics import choice_changes, expert_agreement
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views
 from moecore.measure.stability import Stability, class_probs_by_sigma, put_ramps
 from moecore.measure.values import Found, Values
@@ -111,7 +111,7 @@ def test_routing_values_are_those_of_the_records(data, models, results):
     _, noisy = predict_in_batches(models["vit"], pixels, 30)
     names = ("noise_selection_change", "noise_agreement")
     change, agreement = (results["vit"].find(name, sigma=0.05).value for name in names)
-    layers = changes_by_image(clean, noisy)
+    layers = choice_changes(clean, noisy)
     assert change == pytest.approx(np.mean([float(layer.mean()) for layer in layers]))
     same = [float(layer.mean()) for layer in expert_agreement(clean, noisy)]
     assert agreement == pytest.approx(sum(same) / 2)
@@ -136,7 +136,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def found(model):
-    return Result.model_validate(check_measurement(FEW, model).facts)
+    return ExplorerData.model_validate(check_measurement(FEW, model).facts)
 
 
 def arrays(text: str, images: int, tokens: int, experts: int) -> tuple[np.ndarray, ...]:
@@ -288,7 +288,7 @@ def test_volumes(tmp_path):
     with pytest.raises(UserError, match="explorer.augmentations: found brightness"):
         FEW.explore(model, compute_without_cache)
     asked = OF_VOLUMES.model_copy(update={"images": 24})
-    found = Result.model_validate(check_measurement(asked, model).facts)
+    found = ExplorerData.model_validate(check_measurement(asked, model).facts)
     assert len(found.images) == 6 and found.grid == (4, 4, 4)
     assert found.shown[0].picture.shape == (6, 1, 16, 16, 16)
     assert [one.picture for one in found.shown[1:]] == [None] * 8

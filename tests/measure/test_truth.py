@@ -13,16 +13,17 @@ from moecore.backbones import LanguageModel, Vit
 from moecore.core.files import UserError, to_jsonable
 from moecore.data.corruptions import SIGMAS, add_noise, standard_normal_noise
 from moecore.data.prepared import Prepared, Split
-from moecore.measure import Cost, baselines, cost, truth
+from moecore.measure import Cost, cost, truth
+from moecore.measure import pixel_baselines as baselines
 from moecore.measure.base import Skipped, read_result
-from moecore.measure.routing_metrics.epochs import (
-    EpochWatch,
+from moecore.measure.routing_metrics.epoch_routing import (
+    EpochRecorder,
     expert_purity,
     expert_truth_tables,
     purity_by_epoch,
     purity_by_image,
 )
-from moecore.measure.truth import Truth, truth_layer
+from moecore.measure.truth import Truth, measure_truth
 from moecore.measure.values import Found
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoEFeedForward
@@ -79,7 +80,7 @@ def test_by_hand():
     # seven tokens 2, 2 and 1 are of their expert's most frequent kind. In a second table both
     # experts saw the first kind most: 3 + 3 of 10; by kind it would be 3 + 2.
     assert expert_purity(np.array([[3, 2], [3, 2]])) == 0.6
-    layer = truth_layer(EXPERTS, KINDS, 3, 3)
+    layer = measure_truth(EXPERTS, KINDS, 3, 3)
     assert layer.counts == ((2, 1, 0), (0, 2, 0), (1, 0, 1))
     by_image = purity_by_image(expert_truth_tables(EXPERTS.numpy(), KINDS.numpy(), 3, 3))
     assert by_image.mean() == pytest.approx(5 / 7)
@@ -91,10 +92,10 @@ def test_by_hand():
     adjusted = layer.values["adjusted_mutual_information"].value
     assert adjusted == pytest.approx(adjusted_mutual_info_score(*pair))
     with pytest.raises(UserError, match="found 1 images .*; allowed: 4 and more"):
-        truth_layer(EXPERTS[:1], KINDS[:1], 3, 3)
+        measure_truth(EXPERTS[:1], KINDS[:1], 3, 3)
     # experts are listed by their match
     experts, kinds = 2 - torch.tensor([[0, 1, 2, 2]]), torch.tensor([[1, 2, 3, 3]])
-    layer = truth_layer(experts.repeat(5, 1), kinds.repeat(5, 1), 4, 3)
+    layer = measure_truth(experts.repeat(5, 1), kinds.repeat(5, 1), 4, 3)
     assert layer.counts == ((5, 0, 0), (0, 5, 0), (0, 0, 10), (0, 0, 0))
     assert layer.values["matched_to_truth"].value == 1
 
@@ -115,9 +116,9 @@ def test_purity_by_epoch():
 def test_a_training_keeps_the_purity_of_its_epochs(tmp_path):
     """Of the same images, untrained: what the measurement finds."""
     measured = subject(NoisyTopK(k=1))
-    watch = EpochWatch(tmp_path, measured.model, measured.data, (), epochs=2, seed=0)
-    watch.look(1)
-    watch.look(2)
+    watch = EpochRecorder(tmp_path, measured.model, measured.data, (), epochs=2, seed=0)
+    watch.record(1)
+    watch.record(2)
     purity = Truth().collect_result(measured, compute_without_cache).find("purity").value
     settling = watch.collect_routing()
     assert settling.purity == pytest.approx([purity] * 2) and settling.saturation == (1, 1)
@@ -137,7 +138,7 @@ def test_told_reaches_a_purity_of_one_and_a_shuffled_truth_chance(made):
     assert set(noise.values()) <= {1}, "what is seen changes, the truth not"
     drawn = torch.from_numpy(np.random.default_rng(2).permutation(40))
     kinds = torch.from_numpy(np.random.default_rng(3).integers(1, 4, (40, 4)))
-    shuffled = truth_layer(kinds - 1, kinds[drawn], 3, 3).values
+    shuffled = measure_truth(kinds - 1, kinds[drawn], 3, 3).values
     assert shuffled["purity"].value == pytest.approx(shuffled["purity_chance"].value, abs=0.06)
     assert shuffled["mutual_information_p"].value > 0.05
 
@@ -146,7 +147,7 @@ def test_the_null_covers(monkeypatch):
     """Of unrelated experts and kinds p is uniform: at most a few of 60 are below 0.05."""
     monkeypatch.setattr(truth, "RESAMPLES", 2)
     pairs = torch.from_numpy(np.random.default_rng(4).integers(3, size=(60, 2, 20, 4)))
-    layers = [truth_layer(experts, kinds + 1, 3, 3) for experts, kinds in pairs]
+    layers = [measure_truth(experts, kinds + 1, 3, 3) for experts, kinds in pairs]
     found = [layer.values["mutual_information_p"].value for layer in layers]
     assert np.mean(np.array(found) < 0.05) < 0.15 and np.mean(found) == pytest.approx(0.5, abs=0.12)
 
@@ -358,7 +359,7 @@ def test_times_have_their_parts_and_leave_the_model_alone():
 
     found = cost.pass_and_routing_times(moe, images, rounds=4)
     assert len(found) == 4 and all(0 < part.routing < part.total for part in found)
-    times = cost.unwatched_times(moe, images, rounds=2)
+    times = cost.forward_pass_times(moe, images, rounds=2)
     assert len(times) == 2 and min(times) >= 0
     assert seen == [*range(cost.WARM_UP + 4), *range(cost.WARM_UP + 2)]
     assert moe.training and moe.router.training and torch.equal(torch.get_rng_state(), state)
@@ -370,7 +371,7 @@ def test_times_have_their_parts_and_leave_the_model_alone():
 def test_spans_are_read_at_both_ends():
     ticks = iter(range(100))
     moe = layer().eval()
-    with cost.record_spans(moe, lambda: next(ticks)) as spans:
+    with cost.record_calls(moe, lambda: next(ticks)) as spans:
         moe(torch.randn(1, 5, 16))
     assert [span[:3] for span in spans] == [("experts", 1, 2), ("layer", 0, 3)]
 
@@ -420,7 +421,7 @@ def test_counts_of_the_routed_model(results):
 
 def test_the_passes_go_through_the_images_in_turn():
     images = torch.arange(5, dtype=torch.uint8).view(5, 1, 1, 1).numpy() * 51
-    source = cost.cyclic_batch_function(images, 3, "cpu")
+    source = cost.make_cyclic_batches(images, 3, "cpu")
     passes = [(source(number).flatten() * 5).round().int().tolist() for number in range(3)]
     assert passes == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
     assert source(0).dtype == torch.float32 and source(0).shape == (3, 1, 1, 1)

@@ -12,12 +12,12 @@ from moecore import Prepared, UserError, predict_in_batches
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.data.text.words import read_vocabulary
 from moecore.measure import WordSwaps, ZeroShot, few_shot, retrieval, routing, word_swaps
-from moecore.measure.calibration import Calibrate, CalibrationFiles, ClassCalibration, final_tokens
+from moecore.measure.calibration import Calibrate, CalibrationPaths, ClassCalibration, final_tokens
 from moecore.measure.calibrators.temperature import Temperature, nll_derivative_by_row
-from moecore.measure.explorer import Explorer, Result
+from moecore.measure.explorer import Explorer, ExplorerData
 from moecore.measure.few_shot import BIAS, EPSILON, EXPONENTS, FewShot
 from moecore.measure.routing_metrics.expert_gallery import favourite_words
-from moecore.measure.routing_metrics.expert_roles import read_layers
+from moecore.measure.routing_metrics.expert_roles import read_layer_roles
 from moecore.nn import predict
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.experts.mlp import Mlp
@@ -69,7 +69,7 @@ def test_stop_words_and_punctuation_are_spared(subject):
 def test_stop_words_are_told_and_an_experts_words_by_hand(subject):
     # An untrained router sees which of the ten words a token is; three are stop words
     result = expert_roles(subject, windows=(2,))
-    told = read_layers(result)[1].labels["stop_word"]
+    told = read_layer_roles(result)[1].labels["stop_word"]
     assert told.specialisation.labels == 2 and told.specialisation.share > 0.5
     assert result.find("information_stop_word").value > 0.01 and told.p < 0.01
     # Word 7 chose expert 0 twice of three times, 9 once of two; 4, once there, is rare
@@ -79,7 +79,7 @@ def test_stop_words_are_told_and_an_experts_words_by_hand(subject):
 
 
 def test_the_explorer_of_a_text(subject, tmp_path):
-    found = Result.model_validate(check_measurement(Explorer(images=3), subject).facts)
+    found = ExplorerData.model_validate(check_measurement(Explorer(images=3), subject).facts)
     vocabulary = read_vocabulary(subject.data.folder, 12)
     last = subject.data.test.images[found.images[2]][-1]
     assert found.words[2] == tuple(vocabulary[number] for number in last)
@@ -148,7 +148,7 @@ def test_tokens_are_worth_what_their_logits_are(subject, monkeypatch):
 
 def test_the_temperature_of_a_text(subject, tmp_path):
     settings = Calibrate(calibrator=Temperature())
-    files = CalibrationFiles("pretrain/smoe/0", tmp_path, tmp_path, tmp_path)
+    files = CalibrationPaths("pretrain/smoe/0", tmp_path, tmp_path, tmp_path)
     calibration = ClassCalibration(settings=settings, files=files)
     found = calibration.collect_result(subject, compute_without_cache)
     data = subject.data
@@ -300,12 +300,12 @@ def test_numbers_above_the_smallest_class_are_skipped_with_the_reason(results):
 
 def test_draws_are_the_same_for_all_and_nested(run):
     subjects = run[1]
-    sets = [few_shot.draw_shots(subject, 4, 2, 1) for subject in subjects.values()]
+    sets = [few_shot.draw_few_shots(subject, 4, 2, 1) for subject in subjects.values()]
     assert np.array_equal(*sets)
     labels = subjects["vit"].data.train.labels
     assert (labels[sets[0]] == np.arange(10)[:, None]).all() and len(np.unique(sets[0])) == 40
-    assert np.array_equal(few_shot.draw_shots(subjects["vit"], 2, 2, 1), sets[0][:, :2])
-    assert not np.array_equal(few_shot.draw_shots(subjects["vit"], 4, 2, 0), sets[0])
+    assert np.array_equal(few_shot.draw_few_shots(subjects["vit"], 2, 2, 1), sets[0][:, :2])
+    assert not np.array_equal(few_shot.draw_few_shots(subjects["vit"], 4, 2, 0), sets[0])
     found = FewShot(shots=(2,), draws=1).collect_result(subjects["vit"], compute_without_cache)
     (value,) = found.all("few_shot")
     assert value.interval.limits is None and value.value > 0.1

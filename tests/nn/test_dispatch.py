@@ -164,7 +164,7 @@ def everything(model) -> dict:
     counts = [record.chosen.flatten(0, 1).sum(dim=0) for record in records]
     loads = [sorted(load_shares(count).tolist()) for count in counts]
     drawn = two_view_agreement.draw_two_views(IMAGES, two_view_agreement.PRESETS["affine"], 0)
-    row = two_view_agreement.augmented_row(model, drawn, 20)
+    row = two_view_agreement.match_two_views(model, drawn, 20)
     views = {name: list(interval) for name, (_, interval) in row.items()}
     sweeps = alternative_choices
     swept = {"k": sweeps.sweep_k(model, sample, (1, 3), 10)}

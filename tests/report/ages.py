@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from moecore.brain.age_measurement import METRICS
+from moecore.brain.age_correction import METRICS
 from moecore.core.files import write_json
 from moecore.measure.attack_audit import ScoresAtEpsilon
 from moecore.measure.cohort_checks import CohortChecks, put_agreements
-from moecore.measure.probes.unseen_people import (
+from moecore.measure.probes.simulated_people import (
     RegionExpertAgreement,
     RegionExperts,
     TissueAgreement,

@@ -7,9 +7,9 @@ import numpy as np
 
 from moecore.measure import ExpertRoles, ExpertWorth, RouterRegret
 from moecore.measure.base import MeasuredModel
-from moecore.measure.explorer import Explorer, Result
-from moecore.measure.routing_metrics.epochs import explorer_image_indices
-from moecore.measure.trained import Trained, collect_outcome_values
+from moecore.measure.explorer import Explorer, ExplorerData
+from moecore.measure.routing_metrics.epoch_routing import explorer_image_indices
+from moecore.measure.training import Trained, collect_outcome_values
 from moecore.nn.encoded_routing import encode_routing
 from moecore.nn.predict import predict_in_batches
 from moecore.report.page.explorer_page import explorer
@@ -45,8 +45,8 @@ def measured(model: MeasuredModel, settings: Explorer = FEW, watched: tuple = ()
     return Measured({Explorer: result, Trained: collect_outcome_values(outcome)})
 
 
-def first_explored(results: Results) -> Result:
-    return Result.model_validate(results.phases["pretrain"].first(Explorer)["vmoe"].facts)
+def first_explored(results: Results) -> ExplorerData:
+    return ExplorerData.model_validate(results.phases["pretrain"].first(Explorer)["vmoe"].facts)
 
 
 def skipped() -> Measured:

@@ -15,8 +15,8 @@ from moecore.measure.base import Estimate, Skipped
 from moecore.measure.robustness import METRICS, put_scores
 from moecore.measure.routing_metrics import expert_gallery, layer_metrics
 from moecore.measure.routing_metrics.alternative_choices import fallback_slopes
-from moecore.measure.routing_metrics.expert_gallery import encode_thumbnails, overlapping_crops
-from moecore.measure.trained import Trained, collect_outcome_values
+from moecore.measure.routing_metrics.expert_gallery import encode_thumbnails, overlapping_views
+from moecore.measure.training import Trained, collect_outcome_values
 from moecore.measure.values import Found, Place, Value, Values
 from moecore.report.study_results import Measured
 from moecore.study.stages import MEASURED_STAGES
@@ -365,7 +365,7 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
     facts = {
         "load": [layer_metrics.load_shares(one) for one in counts],
         "overlays": expert_gallery.encode_expert_overlays(images, four),
-        "corresponding": overlapping_crops(images, TokenLayout(1, (4, 4), (28, 28)), 0),
+        "corresponding": overlapping_views(images, TokenLayout(1, (4, 4), (28, 28)), 0),
         "roles": None,
     }
     return Found(values=values, facts=to_jsonable(facts))

@@ -213,7 +213,7 @@ def test_items_and_seeds_both_widen_the_interval():
     assert found.difference.interval() == pytest.approx(expected.interval(), abs=1e-3)
     # The seeds alone would leave no doubt.
     apart = np.mean(ours, axis=1) - np.mean(theirs, axis=1)
-    assert np.ptp(apart) < 1e-9 and found.difference.half() > 0.1
+    assert np.ptp(apart) < 1e-9 and found.difference.half_width() > 0.1
     alone = evaluate_claims([claim()], of_items(ours[:1], theirs[:1]))[0]
     assert alone.difference.kind == comparisons.ITEMS and alone.difference.interval().limits
     entry = next(iter(flat_claims([alone]).values()))
@@ -236,9 +236,9 @@ def test_an_open_verdict_says_what_could_have_been_seen():
     shown = study(vmoe=[0.1, 0.5, 0.2], prc=[0.2, 0.7, 0.5])
     found = evaluate_claims([claim()], shown)[0]
     # deviation 0.1, standard error 0.1/√3; t(2): 4.302653 and 1.060660
-    assert found.difference.smallest == pytest.approx((4.302653 + 1.060660) * 0.1 / math.sqrt(3))
+    assert found.difference.detectable == pytest.approx((4.302653 + 1.060660) * 0.1 / math.sqrt(3))
     assert "detectable: 31" in claims_markdown([found])
-    assert next(iter(flat_claims([found]).values()))["smallest"] == found.difference.smallest
+    assert next(iter(flat_claims([found]).values()))["smallest"] == found.difference.detectable
     assert "detectable: 31" in claim_lines(flat_claims([found]))[0]
     sure = evaluate_claims([claim()], study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89]))[0]
     assert sure.verdict == "holds" and "detectable" not in claims_markdown([sure]).splitlines()[-1]

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from moecore.measure import Robustness, Routing
-from moecore.measure.corruptions import Corruptions, errors_of, errors_of_dense, relative_error
+from moecore.measure.corruptions import Corruptions, errors_of, mean_dense_errors, relative_mce
 from moecore.measure.robustness import METRICS
-from moecore.measure.trained import collect_outcome_values
+from moecore.measure.training import collect_outcome_values
 from moecore.measure.values import Found, Value, Values
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.column import column_context
@@ -52,7 +52,7 @@ def test_mce_is_relative_to_the_mean_of_dense_over_its_seeds(tmp_path, whole):
     assert cells(whole, "vmoe")["mce"].value == pytest.approx((0.8 / 0.6 + 0.4 / 0.4) / 2)
     assert cells(whole, "dense")["mce"].value == pytest.approx(1)
     found = study(tmp_path, seeds=(0, 1), stages=("corruptions",))
-    errors = errors_of_dense(column_context(found.phases["pretrain"], Corruptions).of_dense)
+    errors = mean_dense_errors(column_context(found.phases["pretrain"], Corruptions).of_dense)
     assert errors["noise"] == pytest.approx({1: 0.205, 5: 0.405})
     assert errors["blur"] == pytest.approx({1: 0.1, 5: 0.3})
     # dense, seed 0: 0.6 / 0.61, seed 1: 0.62 / 0.61; blur 1
@@ -69,7 +69,7 @@ def test_without_dense_or_without_its_errors_there_is_no_mce(tmp_path, whole):
     ]
     perfect = Found(values=values)
     assert errors_of(perfect)["blur"] == {1: 0.0, 5: 0.0}
-    assert errors_of_dense([perfect]) is relative_error(dense, [perfect]) is None
+    assert mean_dense_errors([perfect]) is relative_mce(dense, [perfect]) is None
 
 
 def test_timings_have_quartiles_and_trainings_are_relative_to_the_baseline(whole):

@@ -15,8 +15,8 @@ from moecore.measure.routing_metrics.expert_roles import (
     read_encoded_choices,
 )
 from moecore.measure.routing_metrics.expert_similarity import decode_choices, seed_agreement
-from moecore.measure.trained import Trained, collect_outcome_values
-from moecore.measure.truth import Truth, truth_layer
+from moecore.measure.training import Trained, collect_outcome_values
+from moecore.measure.truth import Truth, measure_truth
 from moecore.measure.values import Found, Value
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.column import Column
@@ -85,10 +85,10 @@ def test_mean_over_pairs():
     half = 4.302653 * (2 / 3 * 0.08) ** 0.5
     assert interval.value == pytest.approx(0.4)
     assert (interval.low, interval.high) == pytest.approx((0.4 - half, 0.4 + half), abs=1e-5)
-    assert intervals.seed_pseudo_values(values) == pytest.approx([0, 0.4, 0.8])
-    pseudo_values = intervals.seed_pseudo_values(values)
+    assert intervals.jackknife_pseudo_values(values) == pytest.approx([0, 0.4, 0.8])
+    pseudo_values = intervals.jackknife_pseudo_values(values)
     assert intervals.mean_over_seeds(pseudo_values) == pytest.approx(interval)
-    assert intervals.seed_pseudo_values(values[:2, :2]) == pytest.approx([0.2, 0.2])
+    assert intervals.jackknife_pseudo_values(values[:2, :2]) == pytest.approx([0.2, 0.2])
     assert intervals.mean_over_seed_pairs(values[:2, :2]).limits is None
     with pytest.raises(ValueError, match="fewer than two"):
         intervals.mean_over_seed_pairs(values[:1, :1])
@@ -238,7 +238,7 @@ def test_a_method_between_floor_and_ceiling():
     assert share.value == pytest.approx(0.4) and (share.seeds, share.items) == (3, 10)
     (block,) = experts.truth_blocks(phase(**RIGHT))
     said = [line for line in block.words if line.startswith("vmoe finds 40 % [")]
-    half = 100 * share.half()
+    half = 100 * share.half_width()
     assert f"[{40 - half:.0f} – {40 + half:.0f}]" in said[0], "the lower limit first"
     assert len(said) == 1 and not any(line.startswith("told") for line in block.words)
     results = Results({"pretrain": phase(**RIGHT)})
@@ -320,7 +320,7 @@ def as_cells(values: dict[str, float]) -> dict[str, Cell]:
 def test_experts_beyond_the_kinds_are_said_to_match_none():
     kinds = torch.tensor([[1, 2]]).repeat(5, 1)
     for number, said in (2, "Percent of each expert's tokens."), (4, "the last 2 are matched to "):
-        counts = truth_layer(kinds - 1, kinds, number, 2).counts
+        counts = measure_truth(kinds - 1, kinds, number, 2).counts
         ((_, figure),) = experts.draw_groups_of_tokens(Found(values=(), facts={"counts": [counts]}))
         assert said in figure.caption
 

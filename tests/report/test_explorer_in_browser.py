@@ -362,7 +362,7 @@ def test_two_seeds_side_by_side(browser, tmp_path):
         panel.locator(f"[data-token='{other}']").first.click()
         tried = settled(page).locator(".panel >> nth=0 >> .best").inner_text()
         assert tried.startswith("other experts were tried of: ")
-        margin = expert_roles.read_layers(roles)[1].values["margin"]
+        margin = expert_roles.read_layer_roles(roles)[1].values["margin"]
         mean = f"layer mean {100 * margin:.{int(margin < 0.0995)}f} %"
         assert f"% more probable than the next expert; margin of the choice, {mean}" in texts
         biased = page.evaluate("marginOf = () => -0.03, marginWords(views[0], 1)")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.text import Text
 
-from moecore.measure.trained import steps_until_baseline_loss, trailing_epoch_losses
+from moecore.measure.training import steps_until_baseline_loss, trailing_epoch_losses
 from moecore.report.figures import charts, model_figures
 from moecore.report.figures.drawing import INK, PALETTE, expert_colours, line_look
 from moecore.report.figures.model_figures import draw_expert_grids_by_class, expert_load

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from moecore.measure import Routing, invariance
-from moecore.measure.trained import halfway_agreement
+from moecore.measure.training import value_halfway
 from moecore.measure.values import place_slug
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.column import PlannedPhase
@@ -66,7 +66,7 @@ def test_the_values_come_from_where_they_are_stored(whole):
 
 
 def test_half_of_training():
-    assert [halfway_agreement(range(1, last + 1)) for last in (1, 2, 5, 10)] == [1, 1, 3, 5]
+    assert [value_halfway(range(1, last + 1)) for last in (1, 2, 5, 10)] == [1, 1, 3, 5]
 
 
 def test_a_dense_model_has_none_of_it(whole):

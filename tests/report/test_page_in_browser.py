@@ -247,13 +247,13 @@ def hostile_explorer(folder: Path) -> str:
 
 def hostile_predictions(folder: Path) -> str:
     pixels, experts = np.zeros((1, 8, 8), np.uint8), [np.zeros((2, 2, 1), np.int16)]
-    tile = predicted.picture_tile(pixels, experts, EVIL["data"])
-    shown = [predicted.Shown(EVIL["participant"], EVIL["class"], [tile], (EVIL["caption"],))]
+    tile = predicted.build_picture_tile(pixels, experts, EVIL["data"])
+    shown = [predicted.ShownFile(EVIL["participant"], EVIL["class"], [tile], (EVIL["caption"],))]
     caption, reason = EVIL["caption"], EVIL["reason"]
     spoken = [predicted.RoutedText(caption, [[(caption, [0])]], [EVIL["class"]], reason)]
     failures = [(EVIL["participant"], EVIL["reason"])]
     about = (EVIL["method"], EVIL["data"], [EVIL["reason"]])
-    page = predicted.PredictedPage(*about, shown, 2, failures, 2, spoken, 2)
+    page = predicted.PredictionsPage(*about, shown, 2, failures, 2, spoken, 2)
     return predicted.render_predictions(page)
 
 

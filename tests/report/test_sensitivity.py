@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from moecore.core.files import UserError, write_whole
-from moecore.measure.baselines import LOGISTIC, Baselines
-from moecore.measure.trained import Trained, collect_outcome_values
+from moecore.measure.pixel_baselines import LOGISTIC, Baselines
+from moecore.measure.training import Trained, collect_outcome_values
 from moecore.measure.values import Found, Value
 from moecore.report.claims import evaluation, result_evidence
 from moecore.report.claims.answers import collect_answers, evaluate_results
@@ -377,7 +377,7 @@ def test_a_damaged_file_of_earlier_answers_is_one_line(tmp_path, change, message
     assert load_earlier_answers(tmp_path, named) == ()
     write_whole(path, json.dumps({"answers": [ANSWER]}))
     (answer,) = load_earlier_answers(tmp_path, named)
-    assert answer.difference is not None and answer.difference.half() is not None
+    assert answer.difference is not None and answer.difference.half_width() is not None
     write_whole(path, json.dumps({"answers": [ANSWER | change]}))
     with pytest.raises(UserError, match=message) as caught:
         load_earlier_answers(tmp_path, named)
@@ -393,12 +393,12 @@ def test_variances_follow_from_the_interval_and_the_detectable_difference():
     interval = known.interval()
     stored = {"mean": 0.02, "low": interval.low, "high": interval.high, "items": 200}
     entry = {"difference": stored | {"interval": "items × seeds"}}
-    for more in ({"smallest": known.smallest}, {"p": known.p}):
+    for more in ({"smallest": known.detectable}, {"p": known.p}):
         derived = derive_variances(entry | more, 5, None)
         assert derived is not None and derived[0] == pytest.approx([4e-4, 1e-4], rel=1e-6)
     assert derive_variances(entry, 5, None) is None, "one number does not give two"
     by_seeds = {"difference": stored | {"interval": "t"}}
     assert derive_variances(by_seeds, 5, None) == (
-        [pytest.approx((known.half() / 2.776445) ** 2)],
+        [pytest.approx((known.half_width() / 2.776445) ** 2)],
         [4],
     )

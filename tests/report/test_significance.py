@@ -10,7 +10,7 @@ from scipy.special import stdtr
 from moecore.core.arrays_as_text import encode_exact
 from moecore.core.files import UserError
 from moecore.measure.robustness import Robustness
-from moecore.measure.trained import Trained
+from moecore.measure.training import Trained
 from moecore.parts import Classification, Config
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.claims.significance import differences_from, possible_test

@@ -11,7 +11,7 @@ import pytest
 
 from moecore import Prepared, UserError
 from moecore.brain import prediction_table as brain
-from moecore.brain.age_measurement import Ages, fit_age_line
+from moecore.brain.age_correction import AgeData, fit_age_line
 from moecore.brain.prediction_table import assign_folds, read_predictions
 from moecore.core.config import find_class
 from moecore.core.files import read_json
@@ -98,7 +98,7 @@ def test_a_killed_measurement_goes_on_with_the_same_bits(monkeypatch):
     path = "artifacts/measured/stability/pretrain/dense/0.json"
     whole = json.loads(open(path).read())
     compared = []
-    changes = stability.changes_by_image
+    changes = stability.choice_changes
 
     def compare(*records):
         compared.append(records)
@@ -210,7 +210,7 @@ def test_every_volume_is_predicted_by_a_model_without_its_participant(tmp_path, 
         kept = trained[int(row["qc_flags"].rpartition("fold ")[2])]
         assert place not in kept and people[place] not in {people[other] for other in kept}
     (tmp_path / "w").write_bytes(b"")
-    ages = Ages.of(data, leaning(data), tmp_path / "w")
+    ages = AgeData.of(data, leaning(data), tmp_path / "w")
     assert fit_age_line(ages, Linear(fit_on="out_of_fold", min_slope=1e-9), path).n == 12
     result = read_result(tmp_path / RESULT, brain.OutOfFoldResult, "out_of_fold")
     predicted = np.array([float(row["predicted_age"]) for row in rows])

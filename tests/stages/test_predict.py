@@ -14,7 +14,7 @@ from PIL import Image
 
 from moecore.backbones import Vit, Vit3d
 from moecore.brain.age_calibration import write_calibration_folder
-from moecore.brain.age_measurement import Ages, fit_age_line, summarize_age_errors
+from moecore.brain.age_correction import AgeData, fit_age_line, summarize_age_errors
 from moecore.brain.prediction_table import read_predictions
 from moecore.core.arrays_as_text import escape_spreadsheet_formula
 from moecore.core.config import read_json_settings
@@ -58,7 +58,7 @@ def trained(tmp_path_factory):
     save_model(target, model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ages = Ages.of(data, leaning(data), target / "model.safetensors")
+        ages = AgeData.of(data, leaning(data), target / "model.safetensors")
         line = fit_age_line(ages, Linear(), None)
         errors = summarize_age_errors(ages, line)
         write_calibration_folder(calibrator_folder(target), ages, line, errors, "pretrain/dense/0")

@@ -11,7 +11,7 @@ from moecore.core import streams
 from moecore.core.config import read_json_settings
 from moecore.measure.base import read_result
 from moecore.measure.calibrators.linear import FittedLinear
-from moecore.measure.routing_metrics.epochs import EpochWatch
+from moecore.measure.routing_metrics.epoch_routing import EpochRecorder
 from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit3d import Vit3d
@@ -155,17 +155,17 @@ def test_a_seed_shares_no_stream_with_its_teacher(study, monkeypatch):
 def test_killed_after_an_epoch_it_goes_on_to_the_same_model(study, monkeypatch):
     expected = Path("artifacts/pretrain/ermoe_ba/0/model.safetensors").read_bytes()
     rows = measured("ermoe_ba").region_routing
-    look = EpochWatch.look
+    look = EpochRecorder.record
 
     def killed(self, epoch):
         if epoch == 3:
             raise KeyboardInterrupt
         look(self, epoch)
 
-    monkeypatch.setattr(EpochWatch, "look", killed)
+    monkeypatch.setattr(EpochRecorder, "record", killed)
     with pytest.raises(KeyboardInterrupt):
         pretrain("ermoe_ba", 0)
-    monkeypatch.setattr(EpochWatch, "look", look)
+    monkeypatch.setattr(EpochRecorder, "record", look)
     pretrain("ermoe_ba", 0)
     assert Path("artifacts/pretrain/ermoe_ba/0/model.safetensors").read_bytes() == expected
     assert measured("ermoe_ba").region_routing == rows

@@ -188,7 +188,7 @@ def test_by_hand():
     found = compare.crossed_difference(np.array([[0, 0, 0, 1], [0, 0, 2, 1.0]]))
     assert found.value == 0.5 and (found.kind, found.seeds, found.items) == (compare.BOTH, 2, 4)
     half = math.sqrt(12.70620**2 * 0.0625 + 3.182446**2 / 12)
-    assert found.half() == pytest.approx(half, rel=1e-5)
+    assert found.half_width() == pytest.approx(half, rel=1e-5)
     assert found.interval() == pytest.approx((0.5, 0.5 - half, 0.5 + half), rel=1e-5)
 
 
@@ -207,14 +207,14 @@ def test_without_items_it_is_student_over_seeds():
     assert found.interval() == pytest.approx(intervals.mean_over_seeds([0.1, 0.2, 0.3]))
     assert found.p == pytest.approx(ttest_1samp([0.1, 0.2, 0.3], 0).pvalue)
     alone = compare.paired_seed_difference([0.1])
-    assert (alone.kind, alone.p, alone.smallest) == ("", None, None)
+    assert (alone.kind, alone.p, alone.detectable) == ("", None, None)
     assert alone.interval() == (0.1, None, None)
 
 
 def test_where_seeds_change_nothing_only_items_count():
     row = np.random.default_rng(1).standard_normal(50)
     both = compare.crossed_difference(np.stack([row, row, row]))
-    assert both.half() == pytest.approx(compare.crossed_difference(row[None]).half())
+    assert both.half_width() == pytest.approx(compare.crossed_difference(row[None]).half_width())
 
 
 @pytest.mark.parametrize("level", [0.5, 0.9, 0.95, 0.999])
@@ -222,7 +222,7 @@ def test_p_and_interval_say_the_same(level):
     generator = np.random.default_rng(2)
     values = generator.standard_normal((3, 40)) + generator.standard_normal((3, 1))
     found = compare.crossed_difference(values)
-    assert found.p_at_distance(found.half(level)) == pytest.approx(1 - level, rel=1e-6)
+    assert found.p_at_distance(found.half_width(level)) == pytest.approx(1 - level, rel=1e-6)
     assert found.p_at_distance(0) == 1 and found.p_at_distance(1e6) < 1e-9
 
 
@@ -232,7 +232,7 @@ def test_what_never_varies_and_the_smallest_effect_seen_four_times_in_five():
     for value, p in ((2.0, 0), (0.0, 1)):
         assert compare.paired_seed_difference([value, value]).p == p
     generator = np.random.default_rng(3)
-    effect = compare.crossed_difference(generator.standard_normal((1, 2000))).smallest
+    effect = compare.crossed_difference(generator.standard_normal((1, 2000))).detectable
     assert effect == pytest.approx((1.9612 + 0.8418) / math.sqrt(2000), rel=0.05)
     drawn = (generator.standard_normal((1, 2000)) + effect for _ in range(400))
     seen = [compare.crossed_difference(values).p < 0.05 for values in drawn]
@@ -268,7 +268,7 @@ def test_headroom_recovered_by_hand():
     floor = np.array([[0.5, 0.4, 0.6, 0.7], [0.5, 0.5, 0.6, 0.6], [0.6, 0.4, 0.7, 0.6]])
     ceiling = np.array([[0.9, 0.8, 1, 1], [0.9, 0.8, 0.9, 1], [1, 0.8, 1, 0.9]])
     room = compare.crossed_difference(ceiling - floor)
-    assert (room.value, room.half()) == pytest.approx((0.358333, 0.062165), abs=1e-6)
+    assert (room.value, room.half_width()) == pytest.approx((0.358333, 0.062165), abs=1e-6)
     share = compare.headroom_recovered(scores, floor, ceiling)
     assert share.value == pytest.approx(2.2 / 4.3)
     variances = [source.variance for source in share.sources]
@@ -280,19 +280,19 @@ def test_headroom_recovered_by_hand():
 @pytest.mark.parametrize("people", [None, np.array([4, 0, 3, 1, 2])])
 def test_images_of_as_many_people_are_exchanged_freely(people):
     random = np.random.default_rng(7)
-    for order in intervals.permuted_orders(5, 3, 7, people):
+    for order in intervals.draw_image_permutations(5, 3, 7, people):
         assert order.tolist() == random.permutation(5).tolist()
-    assert intervals.first_half(5).tolist() == [True, False, True, False, True]
+    assert intervals.every_second_mask(5).tolist() == [True, False, True, False, True]
 
 
 def test_people_are_exchanged_among_alike_and_halved_whole():
     # Only a and c, of two images each: exchanged or not
     exchanged, kept = [0, 4, 2, 8, 1, 5, 6, 7, 3], list(range(9))
-    orders = [order.tolist() for order in intervals.permuted_orders(9, 20, 0, PEOPLE)]
+    orders = [order.tolist() for order in intervals.draw_image_permutations(9, 20, 0, PEOPLE)]
     assert exchanged in orders and kept in orders
     assert all(order in (exchanged, kept) for order in orders)
     # In their order: a and c, b and d
-    is_first = intervals.first_half(9, PEOPLE)
+    is_first = intervals.every_second_mask(9, PEOPLE)
     assert is_first.tolist() == [False, True, False, True, True, False, False, False, True]
 
 

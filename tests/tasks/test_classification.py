@@ -15,7 +15,7 @@ from moecore.statistics import comparisons
 from moecore.statistics.comparisons import count_paired_hits, paired_bootstrap
 from moecore.tasks import Cells, Classification, MultiLabel, class_task
 from moecore.tasks.class_task import calibration_error, class_nll, reliability_bins, top1_hits
-from moecore.tasks.regression import Regression, age_fit
+from moecore.tasks.regression import Regression, measure_age_bias
 from tests.measure.test_truth import IMAGE
 
 # Four images, two classes. Confidences 0.9, 0.9, 0.6, 0.6; right, wrong, right, right.
@@ -118,7 +118,7 @@ def test_the_fit_by_hand():
     # y = 60 70 80, ŷ = 64 70 73: errors 4 0 −7; centred y −10 0 10; centred errors 5 1 −6 (mean −1)
     # slope = 1 + (−10·5 + 10·(−6)) / 200 = 0.45 ; intercept = mean ŷ 69 − 0.45 · 70 = 37.5
     # corr = −110 / sqrt(200 · (25 + 1 + 36)) = −0.98781
-    found = age_fit(torch.tensor([[64.0], [70.0], [73.0]]), AGES)
+    found = measure_age_bias(torch.tensor([[64.0], [70.0], [73.0]]), AGES)
     expected = {"mae": 11 / 3, "corr": -110 / (200 * 62) ** 0.5, "slope": 0.45, "intercept": 37.5}
     assert found == pytest.approx(expected)
 
@@ -134,7 +134,7 @@ def test_the_fit_is_numpys(ages, slope, intercept, seed):
     if np.ptp(labels) < 1:
         return
     predicted = intercept + slope * labels + np.random.default_rng(seed).normal(0, 3, len(labels))
-    found = age_fit(torch.tensor(predicted), torch.tensor(labels))
+    found = measure_age_bias(torch.tensor(predicted), torch.tensor(labels))
     expected = np.polyfit(labels, predicted, 1)
     assert (found["slope"], found["intercept"]) == pytest.approx(tuple(expected), abs=1e-6)
     assert found["corr"] == pytest.approx(np.corrcoef(predicted - labels, labels)[0, 1], abs=1e-9)
@@ -142,7 +142,7 @@ def test_the_fit_is_numpys(ages, slope, intercept, seed):
 
 def test_one_answer_for_all_has_slope_0_and_correlation_minus_1():
     told = pytest.approx({"mae": 25 / 3, "corr": -1.0, "slope": 0.0, "intercept": 65.0})
-    assert age_fit(torch.full((3, 1), 65.0), AGES) == told
+    assert measure_age_bias(torch.full((3, 1), 65.0), AGES) == told
 
 
 YEARS = Regression(target="age", unit="years", mean=50.0, deviation=10.0)

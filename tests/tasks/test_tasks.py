@@ -281,7 +281,7 @@ def test_a_tie_counts_for_the_share_of_its_orders_that_hit(above, others, own, k
     orders = list(permutations([False] * others + [True] * own))
     wanted = sum(any(([False] * above + list(order))[:k]) for order in orders) / len(orders)
     given = (torch.tensor([number]) for number in (above, others, own))
-    assert float(image_text.hit_probability(*given, (k,))) == pytest.approx(wanted)
+    assert float(image_text.tie_hit_probability(*given, (k,))) == pytest.approx(wanted)
 
 
 def test_two_images_with_one_caption_share_the_hit_whichever_comes_first():

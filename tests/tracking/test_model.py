@@ -23,7 +23,7 @@ from moecore.parts import Classification, ImageSpec, MoESettings
 from moecore.report.report_files import name_for_mlflow
 from moecore.run.run_record import record_run
 from moecore.statistics.intervals import Interval
-from moecore.tasks.image_text import ImageText, similarity_matrix
+from moecore.tasks.image_text import ImageText, similarity_logits
 from moecore.tasks.next_token import NextToken
 from moecore.tracking import sync as module
 from moecore.tracking import ui
@@ -96,7 +96,7 @@ def test_two_towers_are_logged_linked_and_take_captions_too(study):
         assert len(run.outputs.model_outputs) == 1
     with torch.inference_mode():
         sides = model(torch.from_numpy(images)).prediction
-        expected = similarity_matrix(sides, model.targets(torch.from_numpy(captions))[:, 0])
+        expected = similarity_logits(sides, model.targets(torch.from_numpy(captions))[:, 0])
     numpy.testing.assert_allclose(scores, expected.numpy(), rtol=1e-4, atol=1e-5)
 
 

@@ -15,7 +15,7 @@ from moecore.data.layouts.text import block_windows
 from moecore.data.loader import TextStreams, load_split_where_it_fits
 from moecore.data.prepared import Split
 from moecore.experts import Eigen, Mlp
-from moecore.measure.routing_metrics.epochs import region_rows
+from moecore.measure.routing_metrics.epoch_routing import tissue_rows
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.predict import eval_mode, text_block_scores, text_perplexity
 from moecore.nn.routers.expert_choice import ExpertChoice
@@ -185,7 +185,7 @@ def test_scores_find_their_tissue_more_than_the_random_control(data):
     terms = [one.values["region_routing"] for one in iterate_training(made, settings, 0, CPU)]
     assert terms[-1] < terms[0] / 4 and not torch.equal(model.blocks[1].mlp.router.target, before)
     images, maps = data.validation.images, data.regions("validation")
-    found = region_rows(model, images, maps, data.card["regions"], METHOD.expert_names)
+    found = tissue_rows(model, images, maps, data.card["regions"], METHOD.expert_names)
     rows, lead = {row.region: row for row in found}, 0.0
     for tissue in ("wm", "gm", "csf"):
         assert rows[tissue].experts[0][0] == tissue

@@ -278,9 +278,9 @@ def mix_images(
     if take_partners is None:
         rows = send(partner)
         return torch.lerp(images[rows], images, weights), torch.lerp(hard[rows], hard, shares)
-    partner_images, partner_labels = take_partners(partner)
+    draw_partners, partner_labels = take_partners(partner)
     partner_hard = F.one_hot(partner_labels, task.outputs).to(torch.float32)
-    return torch.lerp(partner_images, images, weights), torch.lerp(partner_hard, hard, shares)
+    return torch.lerp(draw_partners, images, weights), torch.lerp(partner_hard, hard, shares)
 
 
 def _draw_shares(settings: Mix, draws: BatchDraws) -> tuple[Tensor, Tensor]:

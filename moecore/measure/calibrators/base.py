@@ -1,4 +1,4 @@
-"""Interfaces of calibrators and of what they fit: all pairs of numbers, or those of each sex."""
+"""Base classes of calibrators and of fitted calibrators, and fits per group (sex)."""
 
 import warnings
 from abc import ABC, abstractmethod
@@ -42,7 +42,7 @@ class FittedCalibrator(Config, ABC):
         """
 
     def used(self, groups: Sequence[str]) -> list[str]:
-        """Return, per prediction, the fit that calibrates it: the name of its group or "pooled"."""
+        """Return the name of the fit that calibrates each prediction: its group, or "pooled"."""
         return [POOLED] * len(groups)
 
     @property
@@ -52,7 +52,7 @@ class FittedCalibrator(Config, ABC):
 
 
 class Calibrator(Part, ABC):
-    """A calibrator of predictions, a family of parts; for words, a subclass of Temperature."""
+    """Base of calibrators, a family of parts; a calibrator of words subclasses Temperature."""
 
     predicts: ClassVar[Literal["classes", "numbers"]]  # its input: logits (N, K), or numbers (N,)
     tasks: ClassVar[tuple[str, ...]]  # kinds of tasks whose predictions it calibrates
@@ -82,8 +82,8 @@ class Calibrator(Part, ABC):
         """
 
 
-def read_fitted(path: Path, predicts: Literal["classes", "numbers"]) -> FittedCalibrator:
-    """Return the calibrator in a calibrator.json; UserError if it is not for ``predicts``."""
+def read_calibrator(path: Path, predicts: Literal["classes", "numbers"]) -> FittedCalibrator:
+    """Read a fitted calibrator from a file; UserError if it does not calibrate ``predicts``."""
     content = read_json(path)
     kind = str(content.get("kind")) if isinstance(content, dict) else ""
     try:
@@ -101,8 +101,8 @@ def read_fitted(path: Path, predicts: Literal["classes", "numbers"]) -> FittedCa
 Fit = TypeVar("Fit")
 
 
-class FittedNumbers(FittedCalibrator, ABC):
-    """The fits of a number calibrator: one of all pairs, and one of each group that allows one."""
+class FittedByGroup(FittedCalibrator, ABC):
+    """Base of fitted number calibrators: a pooled fit, and a fit of each group that allows one."""
 
     fit_on: FitOn = Field(description="Split whose predictions it was fitted to.")
     pooled: Any
@@ -127,7 +127,7 @@ class NumberCalibrator(Calibrator, ABC):
 
     @abstractmethod
     def fit_pairs(self, predictions: np.ndarray, ages: np.ndarray) -> Any:
-        """Return the fit of finite pairs (N,) and (N,). Raises NoFitError where they allow none."""
+        """Fit pairs of predictions (N,) and ages (N,); raise NoFitError if they allow no fit."""
 
     def fit(
         self, predictions: np.ndarray, labels: np.ndarray, groups: Sequence[str] | None = None
@@ -139,7 +139,7 @@ class NumberCalibrator(Calibrator, ABC):
 
 
 class NoFitError(ValueError):
-    """The pairs allow no fit; the text is for the user."""
+    """Raised if pairs of numbers allow no fit; the message is shown to the user."""
 
 
 def fit_by_group(
@@ -149,7 +149,7 @@ def fit_by_group(
     fit: Callable[[np.ndarray, np.ndarray], Fit],  # of (N,), (N,); may raise NoFitError
     name: str,  # for messages, as "linear, fitted on train"
 ) -> dict[str, Any]:
-    """Return the fields of ``FittedNumbers``: ``pooled``, ``groups`` and ``fallbacks``."""
+    """Return the fields of ``FittedByGroup``: ``pooled``, ``groups`` and ``fallbacks``."""
     # A group without a fit uses the fit of all, with a warning.
     predictions = check_finite("predictions", predictions)
     targets = check_finite("ages", labels)
@@ -173,8 +173,8 @@ def fit_by_group(
     return {"pooled": pooled, "groups": fits, "fallbacks": fallbacks}
 
 
-def fit_of_each(fits: Mapping[str, Fit], pooled: Fit, groups: Sequence[str], n: int) -> list[Fit]:
-    """Return the fit of each of n predictions: its group's, or the pooled one, with a warning."""
+def select_fits(fits: Mapping[str, Fit], pooled: Fit, groups: Sequence[str], n: int) -> list[Fit]:
+    """Return each prediction's fit: its group's, or the pooled one with a warning; n of them."""
     if len(groups) != n:
         raise UserError(
             f"calibrate: {len(groups)} groups for {n} predictions; allowed: one "

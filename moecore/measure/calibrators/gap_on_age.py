@@ -32,7 +32,7 @@ class FittedGap(Config):
         return Polynomial(self.coefficients)(ages)
 
 
-class FittedGapOnAge(base.FittedNumbers):
+class FittedGapOnAge(base.FittedByGroup):
     """The fitted curves: one for all pairs, and one for each group that allows a fit."""
 
     uses_age: ClassVar[bool] = True
@@ -58,7 +58,7 @@ class FittedGapOnAge(base.FittedNumbers):
         ages = base.check_finite("ages", ages)
         if groups is None:
             return predictions - self.pooled.expected_gap(ages)
-        curves = base.fit_of_each(self.groups, self.pooled, groups, len(predictions))
+        curves = base.select_fits(self.groups, self.pooled, groups, len(predictions))
         gaps = [curve.expected_gap(age) for curve, age in zip(curves, ages, strict=True)]
         return predictions - np.array(gaps, np.float64)
 

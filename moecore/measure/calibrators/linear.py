@@ -36,7 +36,7 @@ class FittedLine(Config):
         return (predictions - self.intercept) / self.slope
 
 
-class FittedLinear(base.FittedNumbers):
+class FittedLinear(base.FittedByGroup):
     """The fitted lines: one for all pairs, and one for each group that allows a fit."""
 
     kind: Literal["linear"] = "linear"
@@ -49,7 +49,7 @@ class FittedLinear(base.FittedNumbers):
         predictions = base.check_finite("predictions", predictions)
         if groups is None:
             return self.pooled.invert(predictions)
-        lines = base.fit_of_each(self.groups, self.pooled, groups, len(predictions))
+        lines = base.select_fits(self.groups, self.pooled, groups, len(predictions))
         inverted = [line.invert(value) for line, value in zip(lines, predictions, strict=True)]
         return np.array(inverted, np.float64)
 

@@ -1,1 +1,1 @@
-"""Probes of frozen models: linear probes, simulated ageing and rescans, tissues and cubes."""
+"""Probes of frozen models: linear probes, and tests of brain-age models on simulated people."""

@@ -1,4 +1,4 @@
-"""Linear probe: a new head on a frozen model's F features (Alain & Bengio, 2016); ages in years."""
+"""Linear probes: new linear heads on a frozen model's F features (Alain & Bengio, 2016)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # per image; features have standard d
 def predict_with_features(
     model: Model, images: np.ndarray | Tensor, batch: int = BATCH
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return predictions (N,) of one number per image, and inputs of the head (N, F); fp64."""
+    """Return a number model's predictions (N,), and its head's inputs (N, F); both fp64."""
     features: list[Tensor] = []
     hook = model.head.register_forward_pre_hook(
         lambda head, inputs: features.append(inputs[0].detach().cpu())

@@ -1,1 +1,1 @@
-"""What routing records say: load, views, IMED, consistency over epochs, regions, galleries."""
+"""Metrics of routing records: load, agreement of views and epochs, similarity, galleries."""

@@ -1,4 +1,4 @@
-"""Losses with barred experts or choices, other sets of k experts, or another k or threshold."""
+"""Run a model with other choices: barred experts, dropped choices, another k or threshold."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,11 +40,11 @@ def bar_experts(model: Model, barred: Sequence[Tensor | None]) -> Iterator[None]
 
 def list_routers(model: Model) -> list[Any]:
     """Return the routers of the MoE layers in order, without a teacher's routers."""
-    layers = find_own_model(model).modules()
+    layers = unguided_model(model).modules()
     return [layer.router for layer in layers if isinstance(layer, MoEFeedForward)]
 
 
-def find_own_model(model: Model) -> Model:
+def unguided_model(model: Model) -> Model:
     return model.model if isinstance(model, GuidedModel) else model
 
 
@@ -130,7 +130,7 @@ SAMPLED_SUBSETS = 256  # drawn from larger numbers of sets
 TOLERANCE = 1e-6  # differences of losses below it are rounding
 
 
-def list_subsets(experts: int, k: int, seed: int = 0) -> np.ndarray:
+def expert_subsets(experts: int, k: int, seed: int = 0) -> np.ndarray:
     """Return sets of k experts, (S, E) bool: all in order, or a sample of more than MAX_SUBSETS."""
     if comb(experts, k) <= MAX_SUBSETS:
         chosen = np.array(list(combinations(range(experts), k)))
@@ -181,7 +181,7 @@ class SweepImages(NamedTuple):
 def copy_with_router(model: Model, router: Router) -> Model:
     """Return a new model with the same weights, device and mode whose MoE layers use ``router``."""
     # A guided model's copy shares its guide. ``router`` is of the model's own kind.
-    unguided = find_own_model(model)
+    unguided = unguided_model(model)
     moe = unguided.experts_and_router.model_copy(update={"router": router})
     with torch.random.fork_rng(devices=[]):  # build() draws weights, which are overwritten below
         copy = unguided.config.build(unguided.image, moe)
@@ -208,7 +208,7 @@ def sweep_k(model: Model, sample: SweepImages, numbers: Experts, batch: int) -> 
         if other is not None:
             # if the experts are split into pieces, the keys count pieces
             pieces = other.experts_and_router.experts.scale_k(k)
-            outcomes[pieces] = setting_numbers(other, pieces, sample, batch)
+            outcomes[pieces] = measure_setting(other, pieces, sample, batch)
     return outcomes
 
 
@@ -221,7 +221,7 @@ def sweep_threshold(
     k = model.experts_and_router.experts.scale_k(router.k)
     routers = {value: router.model_copy(update={"threshold": value}) for value in thresholds}
     return {
-        threshold: setting_numbers(copy_with_router(model, changed), k, sample, batch)
+        threshold: measure_setting(copy_with_router(model, changed), k, sample, batch)
         for threshold, changed in routers.items()
     }
 
@@ -231,7 +231,7 @@ def score_threshold(router: Any) -> float | None:
     return router.threshold if router.has_score_threshold else None
 
 
-def setting_numbers(model: Model, k: int, sample: SweepImages, batch: int) -> Numbers:
+def measure_setting(model: Model, k: int, sample: SweepImages, batch: int) -> Numbers:
     """Return "score" → the task's mean score, and the means of ``routing_means_over_layers``."""
     prediction, records = predict_in_batches(model, sample.images, batch)
     threshold = score_threshold(model.experts_and_router.router)
@@ -242,7 +242,7 @@ def setting_numbers(model: Model, k: int, sample: SweepImages, batch: int) -> Nu
 def routing_means_over_layers(
     records: Sequence[RoutingRecord], k: int, threshold: float | None
 ) -> Numbers:
-    # tail_mass: ``eligible_tail_mass`` with a threshold, else ``tail_by_token``; fallback: share of
+    # tail_mass: ``eligible_tail_mass`` with a threshold, else ``tail_masses``; fallback: share of
     # tokens without an eligible expert, with a threshold only.
     layers: list[Numbers] = []
     for record in records:
@@ -251,7 +251,7 @@ def routing_means_over_layers(
         if counts.any():
             layer["load_cv2"] = layer_metrics.load_cv2(counts)
         if threshold is None:
-            layer["tail_mass"] = float(layer_metrics.tail_by_token(record.probs, k).mean())
+            layer["tail_mass"] = float(layer_metrics.tail_masses(record.probs, k).mean())
         else:
             flags = layer_metrics.below_k_eligible_flags(record.logits, threshold, 1)
             layer["fallback"] = float(flags.mean())

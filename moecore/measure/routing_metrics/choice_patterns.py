@@ -17,7 +17,7 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord, choice_margin
 from moecore.measure.base import SEED
 from moecore.measure.routing_metrics import layer_metrics
-from moecore.measure.routing_metrics.alternative_choices import find_own_model
+from moecore.measure.routing_metrics.alternative_choices import unguided_model
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.statistics.comparisons import linearize_ratio
@@ -38,8 +38,8 @@ def conditional_coactivation(counts: Tensor) -> Tensor:
     return pairs / _divisors(counts).unsqueeze(-1)
 
 
-def follow_up_shares(before: Tensor, chosen: Tensor) -> Tensor:
-    """Return P(b chosen | a chosen in the layer before), (E', E) fp64, rows a; by chance P(b)."""
+def layer_transitions(before: Tensor, chosen: Tensor) -> Tensor:
+    """Return P(expert b | expert a in the layer before), (E', E) fp64, rows a; by chance P(b)."""
     # before: (B, T, E') bool, of the same tokens. A row is 0 if no token chose a.
     first = before.flatten(0, 1).double()
     return first.T @ chosen.flatten(0, 1).double() / first.sum(dim=0).clamp_min(1).unsqueeze(-1)
@@ -128,7 +128,7 @@ def window_consistency(
 SMALLEST_QUANTILE = 0.01  # of the margins
 
 
-def mean_batch_violation(chosen: Tensor, images: int) -> float:
+def mean_batch_maxvio(chosen: Tensor, images: int) -> float:
     """Return the mean MaxVio over shuffled batches of ``images`` images; chosen: (B, T, E)."""
     # Shuffled, as a split may be sorted by class.
     order = np.random.default_rng(0).permutation(len(chosen))
@@ -139,7 +139,7 @@ def mean_batch_violation(chosen: Tensor, images: int) -> float:
     return float(np.mean(violations))
 
 
-def chance_violation(choices: int, experts: int) -> float:
+def chance_maxvio(choices: int, experts: int) -> float:
     """Return the mean MaxVio if ``choices`` fall on ``experts`` uniformly at random, 200 draws."""
     counts = np.random.default_rng(0).multinomial(choices, [1 / experts] * experts, 200)
     return float((counts.max(axis=1) * experts / choices - 1).mean())
@@ -151,8 +151,8 @@ def cumulative_load_shares(counts: Tensor) -> Tensor:
     return ordered.cumsum(dim=0) / ordered.sum()
 
 
-def margin_values(scores: Tensor, chosen: Tensor) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Return "margin" → (B,), and "smallest_margin" → its 1 % quantile; {} if no token has one."""
+def token_margins(scores: Tensor, chosen: Tensor) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Return tokens' margins: "margin" → means per image (B,), "smallest_margin" → 1 % quantile."""
     margins = choice_margin(scores, chosen)
     is_known = margins.isfinite()
     if not is_known.any():
@@ -168,7 +168,7 @@ EXPERTS_PER_HOT = 8  # one of this many experts counts as hot, at least one in a
 
 
 @contextmanager
-def choose_one_layer_early(model: Model) -> Iterator[dict[str, list[Tensor]]]:
+def record_early_choices(model: Model) -> Iterator[dict[str, list[Tensor]]]:
     """Record, inside the ``with``, what each router chooses from the tokens of the layer before."""
     early: dict[str, list[Tensor]] = {}  # layer, in order → (B, T, E) bool per call
     latest: dict[str, Tensor] = {}  # name → latest tokens of the layer
@@ -186,14 +186,14 @@ def choose_one_layer_early(model: Model) -> Iterator[dict[str, list[Tensor]]]:
             _, early_record = layer.router.forward(earlier, RoutingContext(basis=basis))
             choices.append(early_record.chosen.cpu())
 
-    with watching_layers(find_own_model(model), choose_early):
+    with watching_layers(unguided_model(model), choose_early):
         yield early
 
 
 def choice_predictability(
     predicted: Tensor, chosen: Tensor
 ) -> tuple[dict[str, np.ndarray], dict[str, float], dict[str, float]]:
-    """Return how well early choices predict a layer's choices, both (B, T, E) bool."""
+    """Measure how well the early choices predict a layer's choices, both (B, T, E) bool."""
     # Name → (B,) with the metric as mean, → chance, and → metric without values per image.
     # early_choice: share of a token's experts that are among its early ones; by chance k / E.
     # early_load: cosine of both loads; by chance with an even load. early_load_rank: Spearman's

@@ -18,8 +18,8 @@ from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import Split, evenly_spaced_indices
 from moecore.data.text.tokenizers import Tokenizer
 from moecore.data.views.views import CropRanges, ViewSettings
-from moecore.measure.routing_metrics.alternative_choices import find_own_model
-from moecore.measure.routing_metrics.epochs import token_kinds
+from moecore.measure.routing_metrics.alternative_choices import unguided_model
+from moecore.measure.routing_metrics.epoch_routing import true_kinds
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views
 from moecore.nn.backbones.base_model import Model
@@ -54,8 +54,8 @@ def encode_thumbnails(pixels: Tensor, side: int = SIDE) -> EncodedImages:
     return EncodedImages(shape=data.shape, pixels=encode_concatenated_arrays(data))
 
 
-def patch_crop(image: Tensor, patch: int, layout: TokenLayout) -> Tensor:
-    """Return a patch with half a patch on each side, black outside of the image; (C, h, w)."""
+def crop_patch(image: Tensor, patch: int, layout: TokenLayout) -> Tensor:
+    """Crop a patch and half a patch on each side; black outside of the image, (C, h, w)."""
     # image: fp32 (C, H, W), or a volume (C, D, H, W) with axes right, anterior, superior: the axial
     # slice through the patch, anterior up. h and w are twice the patch's.
     position = [int(index) for index in np.unravel_index(patch, layout.grid)]
@@ -98,7 +98,7 @@ class MatchedCrops(Config):
     """Rows of text as in Overlays: the index of the patch in the second view, "-": no partner."""
 
 
-def overlapping_crops(images: np.ndarray, layout: TokenLayout, seed: int) -> MatchedCrops | None:
+def overlapping_views(images: np.ndarray, layout: TokenLayout, seed: int) -> MatchedCrops | None:
     """Return two random crops of the first image whose crops share half of its patches."""
     # Without such an image: of the one whose crops share most. images: uint8 (N, C, H, W), N ≥ 1.
     # None for volumes and for images of a single patch.
@@ -257,7 +257,7 @@ def expert_galleries_by_layer(
         _, records = predict_in_batches(model, images, CHUNK, prediction=False)
         for chunks, record, layout in zip(uses, records, model.layouts, strict=True):
             kinds = one_hot_kinds(images, layout, model.image.truth)
-            chunks.append(expert_use_by_image(record, layout.special, kinds))
+            chunks.append(count_expert_use(record, layout.special, kinds))
     fine = finest_layout(model.layouts)
     layers = []
     for chunks, layout in zip(uses, model.layouts, strict=True):
@@ -270,11 +270,11 @@ def one_hot_kinds(images: np.ndarray, layout: TokenLayout, kinds: int) -> Tensor
     """Return whether each token is of each kind, (N, T, D) bool; D = 0 without known kinds."""
     if not kinds:
         return torch.zeros(len(images), layout.special + prod(layout.grid), 0, dtype=torch.bool)
-    return token_kinds(torch.from_numpy(images), layout)[..., None] == torch.arange(1, kinds + 1)
+    return true_kinds(torch.from_numpy(images), layout)[..., None] == torch.arange(1, kinds + 1)
 
 
-def expert_use_by_image(record: RoutingRecord, special: int, kinds: Tensor) -> ExpertUseByImage:
-    """Return, per image and expert, how many tokens chose it, and its most probable patch."""
+def count_expert_use(record: RoutingRecord, special: int, kinds: Tensor) -> ExpertUseByImage:
+    """Count, per image and expert, the tokens that chose it; find its most probable patch."""
     # special: number of tokens before the patches; kinds: (N, T, D) bool, each token's true kind.
     highest, patch = torch.where(record.chosen, record.probs, -1.0)[:, special:].max(dim=1)
     counts = torch.stack([expert_counts(image) for image in record.chosen])
@@ -318,7 +318,7 @@ def _profile_experts(
             image = int(gallery.places[row])
             patch = int(use.patch[row, expert])
             (pixels,) = image_batches(gallery.split.images[image][None], 1)
-            crops.append(patch_crop(pixels[0, : gallery.channels], patch, layout))
+            crops.append(crop_patch(pixels[0, : gallery.channels], patch, layout))
             first = int((covering == patch).nonzero()[0])
             probability = round(probability, 4)
             favourites.append(FavouritePatch(image=image, patch=first, probability=probability))
@@ -348,7 +348,7 @@ WORDS = 8  # per expert
 RARE = 10  # words that occur less often in the blocks are ignored
 
 
-def word_numbers(blocks: np.ndarray, has_truth: bool) -> np.ndarray:
+def last_block_words(blocks: np.ndarray, has_truth: bool) -> np.ndarray:
     """Return the vocabulary indices (N, T) of the words of the last block of the context."""
     # blocks: (N, C, T); channels: blocks of context, with known truth followed by as many of kinds.
     return blocks[:, blocks.shape[1] // (1 + has_truth) - 1].astype(np.int64)
@@ -359,7 +359,7 @@ def word_galleries_by_layer(
 ) -> list[LayerGallery]:
     """Return the profiles of every MoE layer's experts on blocks (N, C, T) of text."""
     _, records = predict_in_batches(model, blocks, CHUNK, prediction=False)
-    word_ids = word_numbers(blocks, bool(model.image.truth))
+    word_ids = last_block_words(blocks, bool(model.image.truth))
     galleries = []
     for record, layout in zip(records, model.layouts, strict=True):
         chosen = record.chosen
@@ -406,7 +406,7 @@ Read = list[tuple[str, list[int]]]  # words with their experts, largest weight f
 
 
 def find_two_towers(model: Model) -> TwoTowerModel | None:
-    student = find_own_model(model)
+    student = unguided_model(model)
     return student if isinstance(student, TwoTowerModel) else None
 
 

@@ -1,4 +1,4 @@
-"""The part ``roles`` of ``routing``: which experts go together, know a label, are similar."""
+"""Measure the roles of experts: co-activation, information about labels, similarity."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, NamedTuple
@@ -13,8 +13,8 @@ from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, MeasuredPart, Number
-from moecore.measure.routing_metrics import choice_patterns, expert_information, expert_similarity
-from moecore.measure.routing_metrics.alternative_choices import find_own_model
+from moecore.measure.routing_metrics import choice_patterns, expert_similarity, label_information
+from moecore.measure.routing_metrics.alternative_choices import unguided_model
 from moecore.measure.routing_metrics.expert_similarity import EncodedChoices
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.measure.values import Found, Metric, OnPage, Place, Values
@@ -186,19 +186,19 @@ def put_roles(
     subject: MeasuredModel,
     indices: np.ndarray,
     records: Sequence[RoutingRecord],
-    tokens: Mapping[str, expert_similarity.KeptTokens],
+    tokens: Mapping[str, expert_similarity.LayerTokens],
     early: Mapping[str, list[Tensor]],
     settings: ExpertRoles,
     out: Values,
 ) -> None:
-    """Put ``ExpertRoles.metrics`` as means over layers, and each ``RolesLayer`` in facts.roles."""
+    """Put ``ExpertRoles.metrics`` as means over layers, and each ``LayerRoles`` in facts.roles."""
     # All are of one pass over the test images with these indices, (N,). tokens, early: what
-    # ``keep_layer_tokens`` and ``choose_one_layer_early`` stored.
+    # ``store_layer_tokens`` and ``record_early_choices`` stored.
     test = subject.data.test
     images = np.array(test.images[indices])
     people = test.people_at(indices)
     similarity = [
-        expert_similarity.expert_similarity(layer_tokens.outputs(len(images)), people)
+        expert_similarity.compare_experts(layer_tokens.outputs(len(images)), people)
         for layer_tokens in tokens.values()
     ]
     predicted = [
@@ -207,12 +207,12 @@ def put_roles(
     ]
     scores = selection_scores(subject.model, list(early), records)
     labels = torch.from_numpy(np.array(test.labels[indices]))
-    classes = expert_information.class_label_of_images(subject, labels)
+    classes = label_information.class_label_of_images(subject, labels)
     labels_on_grid = {
-        layout: classes | expert_information.token_labels_by_name(subject, indices, images, layout)
+        layout: classes | label_information.token_labels_by_name(subject, indices, images, layout)
         for layout in dict.fromkeys(subject.model.layouts)
     }
-    layers: list[RolesLayer] = []
+    layers: list[LayerRoles] = []
     by_image: list[ByImage] = []
     for index, (record, layout) in enumerate(zip(records, subject.model.layouts, strict=True)):
         layer_labels = dict(labels_on_grid[layout])
@@ -233,7 +233,7 @@ def put_roles(
             metric, at = metric_and_place(name)
             having = [values[name] for values in by_image if name in values]
             out.put(metric, np.mean(having, axis=0), **at)
-    put_without_items(layers, out)
+    put_mean_metrics(layers, out)
     out.facts["roles"] = {"images": len(images), "batch": settings.batch, "layers": layers}
 
 
@@ -245,7 +245,7 @@ def metric_and_place(name: str, suffix: str = "") -> tuple[str, dict[str, Place]
     return f"{metric}{suffix}", {"window": int(window)}
 
 
-def put_without_items(layers: Sequence["RolesLayer"], out: Values) -> None:
+def put_mean_metrics(layers: Sequence["LayerRoles"], out: Values) -> None:
     """Put means over layers of metrics without values per image; each label's largest p-value."""
     for name in ("smallest_margin", "early_load_rank", "early_hottest", "batch_violation"):
         if values := [layer.values[name] for layer in layers if name in layer.values]:
@@ -261,7 +261,7 @@ def put_without_items(layers: Sequence["RolesLayer"], out: Values) -> None:
     out.put("coverage", sum(shares) / len(shares))
 
 
-class RolesLayer(Config):
+class LayerRoles(Config):
     """Roles of one MoE layer's experts."""
 
     share: tuple[float, ...]  # of tokens that chose the expert
@@ -269,7 +269,7 @@ class RolesLayer(Config):
     # P(b chosen here | a chosen in the layer before), rows a, and P(a there | b here), rows b
     after: tuple[tuple[float, ...], ...] = ()
     before: tuple[tuple[float, ...], ...] = ()
-    labels: dict[str, expert_information.LabelInformation]
+    labels: dict[str, label_information.LabelInformation]
     values: dict[str, float]
     chances: dict[str, float]
     coverage: tuple[float, ...]  # share of the choices that the m most used experts have
@@ -279,8 +279,8 @@ class RolesLayer(Config):
     kept: EncodedChoices
 
 
-def read_layers(result: Found) -> list[RolesLayer]:
-    return [RolesLayer.model_validate(layer) for layer in result.facts["roles"]["layers"]]
+def read_layer_roles(result: Found) -> list[LayerRoles]:
+    return [LayerRoles.model_validate(layer) for layer in result.facts["roles"]["layers"]]
 
 
 def read_encoded_choices(result: Found) -> tuple[EncodedChoices, ...]:
@@ -301,7 +301,7 @@ class RoleAnalysisInputs(NamedTuple):
     """Inputs of a layer's analysis in addition to its record; None if not available."""
 
     people: People = None  # (N,), the person of each image
-    similarity: expert_similarity.Similarity | None = None
+    similarity: expert_similarity.ExpertSimilarity | None = None
     predicted: Tensor | None = None  # (N, T, E) bool, choices from the tokens of the layer before
     before: Tensor | None = None  # (N, T, E') bool, choices of the tokens in the layer before
     scores: Tensor | None = None  # (N, T, E), that decide the choice; None: the probabilities
@@ -313,29 +313,29 @@ def measure_layer_roles(
     labels: dict[str, Tensor],
     settings: ExpertRoles,
     inputs: RoleAnalysisInputs,
-) -> tuple[RolesLayer, ByImage]:
+) -> tuple[LayerRoles, ByImage]:
     """Return one layer's roles, and metric → values per image, (N,)."""
     # labels: name → (N or 1, T or 1), -1 if unknown; special tokens have none.
     chosen = record.chosen
     counts = expert_counts(chosen)
     tokens = chosen[..., 0].numel()
     experts = len(counts)
-    information, by_image = expert_information.label_information(
+    information, by_image = label_information.information_by_label(
         chosen, layout, labels, inputs.people
     )
     consistency, chances = choice_patterns.window_consistency(
         chosen[:, layout.special :], settings.windows
     )
     by_image |= consistency
-    extra = {"batch_violation": choice_patterns.mean_batch_violation(chosen, settings.batch)}
+    extra = {"batch_violation": choice_patterns.mean_batch_maxvio(chosen, settings.batch)}
     in_batch = round(int(counts.sum()) * min(1, settings.batch / len(chosen)))
-    chances["batch_violation"] = choice_patterns.chance_violation(in_batch, experts)
+    chances["batch_violation"] = choice_patterns.chance_maxvio(in_batch, experts)
     if int(chosen.sum(dim=-1).max()) > 1:
         by_image["pair_lift"] = choice_patterns.pair_lift_by_image(chosen).numpy()
         k = float(counts.sum() / tokens)
         chances["pair_lift"] = (k - 1) * experts / ((experts - 1) * k)
     scores = record.probs if inputs.scores is None else inputs.scores
-    margins, smallest = choice_patterns.margin_values(scores, chosen)
+    margins, smallest = choice_patterns.token_margins(scores, chosen)
     by_image |= margins
     extra |= smallest
     if inputs.predicted is not None:
@@ -348,10 +348,10 @@ def measure_layer_roles(
         chances |= similarity.chances
         matrices = {"cka": similarity.cka.tolist(), "cosine": similarity.cosine.tolist()}
     if inputs.before is not None:
-        matrices["after"] = choice_patterns.follow_up_shares(inputs.before, chosen).tolist()
-        matrices["before"] = choice_patterns.follow_up_shares(chosen, inputs.before).tolist()
+        matrices["after"] = choice_patterns.layer_transitions(inputs.before, chosen).tolist()
+        matrices["before"] = choice_patterns.layer_transitions(chosen, inputs.before).tolist()
     coactivation = choice_patterns.count_coactivation(chosen).sum(dim=0)
-    layer = RolesLayer(
+    layer = LayerRoles(
         share=(counts / tokens).tolist(),
         together=choice_patterns.conditional_coactivation(coactivation).tolist(),
         labels=information,
@@ -359,12 +359,12 @@ def measure_layer_roles(
         chances=chances,
         coverage=choice_patterns.cumulative_load_shares(counts).tolist(),
         **matrices,
-        kept=encode_some_choices(chosen, inputs.people),
+        kept=encode_choice_sample(chosen, inputs.people),
     )
     return layer, by_image
 
 
-def encode_some_choices(chosen: Tensor, people: People) -> EncodedChoices:
+def encode_choice_sample(chosen: Tensor, people: People) -> EncodedChoices:
     """Return the choices (N, T, E) of some images, evenly spread, to compare seeds."""
     few = evenly_spaced_indices(len(chosen), max(2, STORED_TOKENS // chosen.shape[1]))
     numbers = None
@@ -384,7 +384,7 @@ def selection_scores(
     device = model_device(model)
     scores = []
     for name, record in zip(layers, records, strict=True):
-        router = find_own_model(model).get_submodule(name).router
+        router = unguided_model(model).get_submodule(name).router
         score_record = getattr(router, "selection_scores", None)
         if score_record is None:
             scores.append(record.probs)

@@ -20,12 +20,12 @@ from moecore.core.arrays_as_text import decode_compressed_text
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
-from moecore.measure.routing_metrics.alternative_choices import find_own_model
+from moecore.measure.routing_metrics.alternative_choices import unguided_model
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import BATCH, ImageSequence
 from moecore.statistics.comparisons import linearize_ratio
-from moecore.statistics.intervals import People, first_half, permuted_orders
+from moecore.statistics.intervals import People, draw_image_permutations, every_second_mask
 from moecore.training.surgery.expert_reduction import compute_all_outputs, watching_layers
 
 DRAWS = 20  # permutations of chance_agreement
@@ -34,8 +34,8 @@ MIN_TOKENS_PER_DIMENSION = 10  # with few tokens, CKA is near 1 for any two expe
 NAMES = ("expert_cka", "expert_cosine")
 
 
-class CountedImages:
-    """Images (N, C, *pixels) that remember the start of the latest batch that was read."""
+class BatchTracker:
+    """Wraps images (N, C, *pixels) and remembers where the latest batch that was read starts."""
 
     def __init__(self, images: ImageSequence) -> None:
         self.images = images
@@ -53,7 +53,7 @@ class CountedImages:
         return self.images[places]
 
 
-class KeptTokens(NamedTuple):
+class LayerTokens(NamedTuple):
     layer: MoEFeedForward
     parts: list[Tensor]  # (B, c, d), per call of its router
 
@@ -66,19 +66,19 @@ class KeptTokens(NamedTuple):
 
 
 def cat_last_calls(parts: list[Tensor], images: int) -> Tensor:
-    """Return (N, …): the last call for each image, of ``parts`` (B, …) per call of a router."""
+    """Concatenate each image's last call, (N, …), from ``parts`` (B, …) per call of a router."""
     # A text is read with the blocks before it, which are calls, too: the last call is its own.
     calls = sum(map(len, parts)) // images
     return torch.cat(parts[calls - 1 :: calls])
 
 
 @contextmanager
-def keep_layer_tokens(model: Model, images: CountedImages) -> Iterator[dict[str, KeptTokens]]:
+def store_layer_tokens(model: Model, images: BatchTracker) -> Iterator[dict[str, LayerTokens]]:
     """Store some tokens of each MoE layer while these images pass inside the ``with``."""
     # c is the smallest number with MIN_TOKENS_PER_DIMENSION · d tokens over all images, or T.
     # Tokens are evenly spread in an image; they start one token later in each next image, and again
     # at 0 every BATCH images, whatever the batch size.
-    stored: dict[str, KeptTokens] = {}
+    stored: dict[str, LayerTokens] = {}
 
     def keep(name: str, layer: MoEFeedForward, tokens: Tensor, record: RoutingRecord) -> None:
         batch, length, width = tokens.shape
@@ -86,14 +86,14 @@ def keep_layer_tokens(model: Model, images: CountedImages) -> Iterator[dict[str,
         rows = torch.arange(batch, device=tokens.device).unsqueeze(-1)
         spread = torch.arange(number, device=tokens.device) * (length // number)
         first = (images.start + rows) % BATCH
-        layer_tokens = stored.setdefault(name, KeptTokens(layer, []))
+        layer_tokens = stored.setdefault(name, LayerTokens(layer, []))
         layer_tokens.parts.append(tokens[rows, (first + spread) % length])
 
-    with watching_layers(find_own_model(model), keep):
+    with watching_layers(unguided_model(model), keep):
         yield stored
 
 
-class Similarity(NamedTuple):
+class ExpertSimilarity(NamedTuple):
     """Similarity of all pairs of experts; NaN for experts with the same output for all tokens."""
 
     cka: Tensor  # (E, E) fp64
@@ -102,7 +102,7 @@ class Similarity(NamedTuple):
     chances: dict[str, float]  # one of a pair reads another image's, or person's, tokens
 
 
-def expert_similarity(outputs: Sequence[Tensor], people: People = None) -> Similarity | None:
+def compare_experts(outputs: Sequence[Tensor], people: People = None) -> ExpertSimilarity | None:
     """Return the similarity of experts; None for too few tokens, or without a pair that varies."""
     # outputs: E times (N, c, d), for the same tokens. Linear CKA (Kornblith et al., 2019), and mean
     # cosine of two outputs, 0 for a zero vector. Chance permutes images, or people if given.
@@ -111,7 +111,7 @@ def expert_similarity(outputs: Sequence[Tensor], people: People = None) -> Simil
     varied = [index for index, expert in enumerate(experts) if expert.strength > 0]
     if images * number < MIN_TOKENS_PER_DIMENSION * width or len(varied) < 2:
         return None
-    (order,) = permuted_orders(images, 1, 0, people)
+    (order,) = draw_image_permutations(images, 1, 0, people)
     pairs = torch.full((2, len(experts), len(experts)), torch.nan, dtype=torch.float64)
     pairs[:, varied, varied] = 1
     total, exchanged = torch.zeros(2, 2, images, dtype=torch.float64)
@@ -121,7 +121,7 @@ def expert_similarity(outputs: Sequence[Tensor], people: People = None) -> Simil
         total += by_image
         exchanged += experts[a].similarities(experts[b].exchange_images(order)).cpu()
     count = comb(len(varied), 2)
-    return Similarity(
+    return ExpertSimilarity(
         pairs[0],
         pairs[1],
         dict(zip(NAMES, (total / count).numpy(), strict=True)),
@@ -140,7 +140,7 @@ class ExpertOutputs(NamedTuple):
         """Return values (N, c, d) with the terms of CKA that depend on this expert alone."""
         moved = values - values[0, 0]  # equal outputs then have strength 0 without rounding error
         centred = moved - moved.mean(dim=(0, 1))
-        return cls(values, centred, *cross_strength(centred, centred))
+        return cls(values, centred, *cross_covariance(centred, centred))
 
     def exchange_images(self, order: np.ndarray) -> "ExpertOutputs":
         return self._replace(
@@ -150,7 +150,7 @@ class ExpertOutputs(NamedTuple):
     def similarities(self, other: "ExpertOutputs") -> Tensor:
         """Return linear CKA, ‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖), and cosine per image, (2, N)."""
         # CKA's values are mean plus influence of each image (infinitesimal jackknife).
-        strength, by_image = cross_strength(self.centred, other.centred)
+        strength, by_image = cross_covariance(self.centred, other.centred)
         scale = (self.strength * other.strength).sqrt()
         cka = strength / scale
         relative = self.by_image / self.strength + other.by_image / other.strength
@@ -159,7 +159,7 @@ class ExpertOutputs(NamedTuple):
         return torch.stack([cka + influence, cosines])
 
 
-def cross_strength(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+def cross_covariance(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """Return ‖XᵀY‖² of centred outputs (N, c, d), and each image's part of it, (N,)."""
     product = torch.einsum("nci,ncj->ij", first, second)
     return product.square().sum(), torch.einsum("nci,ij,ncj->n", first, product, second)
@@ -250,7 +250,7 @@ def chance_agreement(
 ) -> tuple[float, float]:
     """Return correlation and overlap if the second training's images (people) are permuted."""
     # Matched and compared like the real one; it measures what experts share by position alone.
-    orders = permuted_orders(len(theirs), DRAWS, 0, people)
+    orders = draw_image_permutations(len(theirs), DRAWS, 0, people)
     nulls = [seed_agreement(ours, theirs[order], is_fit) for order in orders]
     correlations, overlaps = zip(*((null.correlation, null.overlap) for null in nulls), strict=True)
     return float(np.mean(correlations)), float(np.mean(overlaps))
@@ -270,7 +270,7 @@ def compare_encoded_choices(
 ) -> PairAgreement:
     """Return the agreement of two models' choices after matching experts, mean over layers."""
     people = None if ours[0].people is None else np.array(ours[0].people)
-    is_fit = first_half(ours[0].shape[0], people)
+    is_fit = every_second_mask(ours[0].shape[0], people)
     layers = []
     for our_layer, their_layer in zip(ours, theirs, strict=True):
         choices = decode_choices(our_layer), decode_choices(their_layer)

@@ -96,7 +96,7 @@ def choice_iou(before: Tensor, after: Tensor) -> Tensor:
     return torch.where(either > 0, common / either.clamp(min=1), 1.0)
 
 
-def kept_choices(before: Tensor, after: Tensor) -> Tensor:
+def kept_share(before: Tensor, after: Tensor) -> Tensor:
     """Return the share of each token's experts in ``after`` that ``before`` has, (…) fp64."""
     # Without experts after: 1 if none before, else 0. One minus this is the switch fraction; by
     # chance, at an even load, it is k/E.
@@ -119,9 +119,7 @@ def linearize_mean(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor
     return value.detach() + (rows - mean) @ gradient
 
 
-def changes_by_image(
-    before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
-) -> list[Tensor]:
+def choice_changes(before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]) -> list[Tensor]:
     """Return 1 − IoU of the experts that each image's tokens chose, per layer (N,) fp64."""
     return [1 - choice_iou(a.chosen, b.chosen).mean(-1) for a, b in zip(before, after, strict=True)]
 
@@ -190,7 +188,7 @@ def _eligible_tails(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, T
     return _share_beyond(weights, k), eligible.any(dim=-1)
 
 
-def tail_by_token(probs: Tensor, k: int) -> Tensor:
+def tail_masses(probs: Tensor, k: int) -> Tensor:
     """Return the share of the probability outside each token's best ``k`` experts, (B, T) fp64."""
     # Eq. 12 with all experts eligible: Σ_{e > k} p_(e) / Σ_e p_(e), p_(1) ≥ p_(2) ≥ …; from 0
     # (k ≥ E) to 1 − k/E (no expert is preferred).
@@ -253,10 +251,10 @@ def load_shares(counts: Tensor) -> Tensor:
 def _token_metrics(
     layer: RoutingRecord, threshold: float | None, k: int | None
 ) -> dict[str, Tensor]:
-    """Return metric → its value of every token, (B, T) fp64."""
+    """Return each metric's value per token, (B, T) fp64."""
     metrics = {"token_entropy": torch.special.entr(layer.probs.double()).sum(dim=-1)}
     if k is not None:
-        metrics["tail_of_probs"] = tail_by_token(layer.probs, k)
+        metrics["tail_of_probs"] = tail_masses(layer.probs, k)
     if threshold is not None:
         metrics["fallback"] = below_k_eligible_flags(layer.logits, threshold, 1)
     if threshold is not None and k is not None:
@@ -358,7 +356,7 @@ def imed_by_image(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> Tens
     return torch.stack([d2.sqrt().mean(dim=1) for d2 in layers]).mean(dim=0)
 
 
-def partner_images(images: int, seed: int) -> Tensor:
+def draw_partners(images: int, seed: int) -> Tensor:
     """Return another image for each of N images, (N,) int64: the next on a random circle."""
     # No image is its own partner and each is a partner once: all methods compare the same N pairs.
     if images < 2:
@@ -369,11 +367,11 @@ def partner_images(images: int, seed: int) -> Tensor:
     return partner
 
 
-def imed_between(probs: tuple[Tensor, ...], seed: int) -> Tensor:
-    """Return each image's IMED to another image (``partner_images``), untransformed; (N,) fp64."""
+def imed_to_others(probs: tuple[Tensor, ...], seed: int) -> Tensor:
+    """Return each image's IMED to another image (``draw_partners``), untransformed; (N,) fp64."""
     # The reference for IMED under a transform: a router that does not distinguish images has small
     # distances of both kinds. probs: (N, T, E) per MoE layer.
-    partners = partner_images(len(probs[0]), seed)
+    partners = draw_partners(len(probs[0]), seed)
     return imed_by_image(probs, tuple(layer[partners] for layer in probs))
 
 

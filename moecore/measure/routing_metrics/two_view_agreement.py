@@ -1,4 +1,4 @@
-"""Two random views of an image, by (seed, name, index): the same for all methods (PRC, table 4)."""
+"""Draw two views of each image, and count tokens with equal experts in both (PRC, table 4)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -14,8 +14,8 @@ from moecore.core.routing_records import chosen_first_scores
 from moecore.core.streams import derived_seed, generator_for
 from moecore.data.views.views import ViewSettings, ViewsWithAffines, make_random_views
 from moecore.measure.base import SEED
-from moecore.measure.routing_metrics.epochs import match_counts_by_image
-from moecore.measure.routing_metrics.layer_metrics import average_layers, kept_choices
+from moecore.measure.routing_metrics.epoch_routing import count_matching_pairs
+from moecore.measure.routing_metrics.layer_metrics import average_layers, kept_share
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.correspondence import token_pairs_by_layer, values_of_pairs
 from moecore.nn.predict import predict_in_batches
@@ -163,7 +163,7 @@ def view_match_shares(
     return [(layer.shares(), layer.by_image()) for layer in layers]
 
 
-def augmented_row(
+def match_two_views(
     model: Model, views: ViewsWithAffines, batch: int, people: People = None
 ) -> dict[str, tuple[np.ndarray, Interval]]:
     """Return match or switch metric → (N,) by image, and mean over layers with its interval."""
@@ -183,10 +183,10 @@ def count_matches_by_layer(model: Model, views: ViewsWithAffines, batch: int) ->
         # Logits, as an eigenbasis router clamps probs, which gives ties.
         scores = chosen_first_scores(record.logits, record.chosen)
         both_scores = values_of_pairs(scores, pairs, layout)
-        switched = 1 - kept_choices(*values_of_pairs(record.chosen, pairs, layout))
+        switched = 1 - kept_share(*values_of_pairs(record.chosen, pairs, layout))
         layers.append(
             LayerMatches(
-                match_counts_by_image(*both_scores, pairs.mask),
+                count_matching_pairs(*both_scores, pairs.mask),
                 switched * pairs.mask,
                 pairs.mask.sum(dim=1),
             )

@@ -167,7 +167,7 @@ def needed_sample(difference: Difference, effect: float) -> RequiredSampleSizes:
     # effect: what the paper prints. Of the difference only the variances are used, not the value.
 
     def is_precise(seeds: int, items: int) -> bool:
-        half = _with_sample(difference, seeds, items).half()
+        half = _with_sample(difference, seeds, items).half_width()
         return half is not None and half <= abs(effect) / 2
 
     seeds, items = difference.seeds, difference.items
@@ -225,7 +225,7 @@ def _describe_table(
     for answer, effect in claims:
         difference = evaluation.difference_from_json(answer.entry)
         samples.append(needed_sample(difference, effect))
-        half = difference.half() or 0.0
+        half = difference.half_width() or 0.0
         shown = NumberFormat(answer.entry["form"])
         text = f"±{shown.size(half)} where half of the paper's effect is {shown.size(effect / 2)}"
         widths.append((2 * half / effect, f"{text} ({answer.claim.words})"))

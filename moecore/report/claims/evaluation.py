@@ -194,7 +194,8 @@ def verdict_to_json(
     if difference.sources:
         cell["variances"], cell["freedoms"] = map(list, zip(*difference.sources, strict=True))
     entry: dict[str, Any] = {"difference": cell, "verdict": verdict, "p": p, "p_holm": p_holm}
-    entry |= {"verdict_holm": verdict_after_holm(verdict, p_holm), "smallest": difference.smallest}
+    entry["verdict_holm"] = verdict_after_holm(verdict, p_holm)
+    entry["smallest"] = difference.detectable
     return {name: value for name, value in entry.items() if value not in (None, "")}
 
 
@@ -214,7 +215,7 @@ def verdict_after_holm(verdict: str, p_holm: float | None) -> str:
 
 
 def drop_zero_width_interval(difference: Difference) -> Difference:
-    half = difference.half()
+    half = difference.half_width()
     if half is not None and half < cells.ROUNDING_WIDTH:
         return difference._replace(sources=(), kind="")
     return difference

@@ -8,10 +8,10 @@ import numpy as np
 
 from moecore.measure.base import MeasuredPart
 from moecore.measure.expert_worth import ExpertWorth
-from moecore.measure.explorer import Explorer, Result
+from moecore.measure.explorer import Explorer, ExplorerData
 from moecore.measure.router_regret import RouterRegret
 from moecore.measure.routing_metrics import expert_roles, expert_similarity
-from moecore.measure.routing_metrics.expert_roles import LABELS, ExpertRoles, RolesLayer
+from moecore.measure.routing_metrics.expert_roles import LABELS, ExpertRoles, LayerRoles
 from moecore.measure.routing_metrics.expert_similarity import decode_choices
 from moecore.measure.values import Found
 from moecore.report.page.report_page import template_environment
@@ -49,7 +49,7 @@ def expert_answers(
     """Return "layers": facts about experts per MoE layer, and "open": what was not measured."""
     facts: list[dict[str, Any]] = [{} for _ in range(layers)]
     if roles := measured.of(ExpertRoles):
-        facts = roles_answers(expert_roles.read_layers(roles))
+        facts = roles_answers(expert_roles.read_layer_roles(roles))
     if worth := measured.of(ExpertWorth):
         values = [value for value in worth.all("expert_worth") if "expert" in value.at]
         for layer, answers in enumerate(facts, 1):
@@ -67,7 +67,7 @@ def expert_answers(
     return {"layers": facts, "open": open_questions(measured)}
 
 
-def roles_answers(layers: Sequence[RolesLayer], partners: int = PARTNERS) -> list[dict[str, Any]]:
+def roles_answers(layers: Sequence[LayerRoles], partners: int = PARTNERS) -> list[dict[str, Any]]:
     """Return per layer each expert's partners, what experts reveal of tokens, and the margin."""
     facts: list[dict[str, Any]] = []
     for layer in layers:
@@ -226,7 +226,7 @@ def explored_model_data(item: ExploredModel, phase: Phase, pool: dict[str, int])
     measurement = measured.of(Explorer)
     if measurement is None:
         return {"name": name, "reason": skip_reason(measured, Explorer) or "it was not measured"}
-    result = Result.model_validate(measurement.facts)
+    result = ExplorerData.model_validate(measurement.facts)
     if not is_first:  # changed images and favourite patches are most of its size
         layers = []
         for layer in result.layers:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from moecore.measure.baselines import Baselines
+from moecore.measure.pixel_baselines import Baselines
 from moecore.measure.values import place_slug
 from moecore.report import headline_quantities
 from moecore.report.claims.claims_table import ANSWERS

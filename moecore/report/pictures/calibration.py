@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from moecore.brain.age_calibration import AgeCalibration
-from moecore.brain.age_measurement import PREDICTIONS
+from moecore.brain.age_correction import PREDICTIONS
 from moecore.measure.calibration import ClassCalibration
 from moecore.measure.cohort_checks import CohortChecks
-from moecore.measure.probes.unseen_people import rising_step_share
-from moecore.measure.trained import TISSUES
+from moecore.measure.probes.simulated_people import rising_step_share
+from moecore.measure.training import TISSUES
 from moecore.measure.values import Found
 from moecore.report.column import Column
 from moecore.report.figures import drawing

@@ -11,7 +11,7 @@ from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics import expert_roles
 from moecore.measure.routing_metrics.expert_gallery import MatchedCrops, Overlays, parse_expert_grid
 from moecore.measure.stability import Stability
-from moecore.measure.trained import Trained, outcome_of
+from moecore.measure.training import Trained, outcome_of
 from moecore.measure.truth import PIXEL, Truth
 from moecore.measure.values import Chart, Found
 from moecore.report.column import CEILING, DENSE, MetricColumns, column_context
@@ -119,7 +119,7 @@ SEEDS_WORDS = (
 
 def draw_roles(result: Found) -> Figures:
     """Yield (name, heatmap): information by layer, then coactivation and similarity per layer."""
-    layers = expert_roles.read_layers(result)
+    layers = expert_roles.read_layer_roles(result)
     if any(layer.labels for layer in layers):
         yield "expert_information", draw_expert_information(layers)
     for number, layer in enumerate(layers, 1):
@@ -141,7 +141,7 @@ def draw_roles(result: Found) -> Figures:
             yield f"expert_similarity_{number}", figure
 
 
-def draw_expert_information(layers: Sequence[expert_roles.RolesLayer]) -> drawing.Figure:
+def draw_expert_information(layers: Sequence[expert_roles.LayerRoles]) -> drawing.Figure:
     """Draw a heatmap of how much experts reveal about each label of a token, a row per layer."""
     names = [name for name in expert_roles.LABELS if any(name in layer.labels for layer in layers)]
     shares = np.full((len(layers), len(names)), np.nan)
@@ -307,7 +307,7 @@ def share_of_routings_worth(phase: Phase, method: str) -> Difference | None:
 def describe_routings_worth(phase: Phase, method: str) -> str | None:
     """Return a sentence on the method's share of told's gain over dense; None without interval."""
     share = share_of_routings_worth(phase, method)
-    if share is None or (half := share.half()) is None:
+    if share is None or (half := share.half_width()) is None:
         return None
     value, low, high = (f"{100 * (share.value + off):.0f}" for off in (0, -half, half))
     return (

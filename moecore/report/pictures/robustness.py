@@ -12,7 +12,7 @@ from moecore.data.card import parse_card_task
 from moecore.measure.attack_audit import AttackedGallery
 from moecore.measure.corruptions import Corruptions, errors_of
 from moecore.measure.robustness import Robustness
-from moecore.measure.transfer import Transfer
+from moecore.measure.transfer_attacks import Transfer
 from moecore.measure.values import Found, Metric, Place, Value, place_slug
 from moecore.report.column import references, score_slug, score_title
 from moecore.report.figures import charts

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from moecore.measure.base import Skipped, read_result
-from moecore.measure.trained import CONTROL, TISSUES, Trained, collect_outcome_values, outcome_of
+from moecore.measure.training import CONTROL, TISSUES, Trained, collect_outcome_values, outcome_of
 from moecore.measure.values import Found
 from moecore.report.column import score_slug
 from moecore.report.figures import charts, model_figures

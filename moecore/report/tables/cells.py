@@ -187,7 +187,7 @@ def cell_over_seeds(metric: Column, models: Sequence[Measured]) -> Cell | None:
     items = list_without_none(metric.items(model) for model in models)
     counts = {len(values) for values in items}
     has_items = len(items) == len(models) and len(counts) == 1 and counts != {1}
-    if has_items and (half := crossed_difference(np.stack(items)).half()):
+    if has_items and (half := crossed_difference(np.stack(items)).half_width()):
         mean = Interval(mean.value, mean.value - half, mean.value + half)
         kind = BOTH
     if metric.form == "share" and mean.limits:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
-from moecore.measure.baselines import LOGISTIC
+from moecore.measure.pixel_baselines import LOGISTIC
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.claims.evaluation import describe_sensitivity
 from moecore.report.claims.significance import LEVEL, differences_from

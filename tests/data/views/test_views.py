@@ -23,7 +23,7 @@ from moecore.data.views.views import (
     mix_images,
 )
 from moecore.data.views.warping import MixedSizeImageList, clamp_or_reflect_indices, in_range_mask
-from moecore.measure.invariance import draw_affines, move_images
+from moecore.measure.invariance import draw_affines, transform_images
 from moecore.nn.correspondence import match_patches
 from moecore.parts import Classification, TokenLayout
 
@@ -205,7 +205,7 @@ def test_a_translation_moves_pixels_and_leaves_black():
     images = IMAGES[:1].clamp(min=1)
     affine = torch.eye(3, dtype=torch.float64)[None].clone()
     affine[0, :2, 2] = torch.tensor([2.0, -1.0])  # two down, one to the left
-    moved = move_images(images.numpy(), affine, len(images))
+    moved = transform_images(images.numpy(), affine, len(images))
     assert torch.equal(moved[..., 2:, :-1], images[..., :-2, 1:]) and not moved[..., :2, :].any()
     assert not moved[..., -1].any()
 

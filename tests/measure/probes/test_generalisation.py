@@ -12,9 +12,10 @@ from torch import nn
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.measure.cohort_checks import CohortChecks, put_region_experts
-from moecore.measure.probes import linear_probe, unseen_people
+from moecore.measure.probes import linear_probe
+from moecore.measure.probes import simulated_people as simulated
 from moecore.measure.probes.linear_probe import PENALTIES, ModelAndProbeErrors, predict_volumes
-from moecore.measure.probes.unseen_people import FIRST_SEED, RegionExperts, RoutedCubes
+from moecore.measure.probes.simulated_people import FIRST_SEED, RegionExperts, RoutedCubes
 from moecore.parts import MeasuredModel, Values
 from tests.data.making import GREY, balls, write_cohort
 from tests.measure.subjects import Brightness, Source, compute_without_cache
@@ -77,7 +78,7 @@ def slow(found: RoutedCubes) -> tuple[list[float], list[float], list[list[float]
 def test_agreement_against_loops_over_all_orders(seed):
     cubes = drawn(seed)
     rights, chances, rates, placed = slow(cubes)
-    found = unseen_people.cube_tissue_agreement([cubes])
+    found = simulated.cube_tissue_agreement([cubes])
     assert found.people == 5 and found.cubes == int(cubes.amounts.any(axis=-1).sum())
     assert found.agreement.value == pytest.approx(np.mean(rights))
     assert found.permuted == pytest.approx(np.mean(chances))
@@ -90,12 +91,10 @@ def test_agreement_against_loops_over_all_orders(seed):
 def test_an_expert_for_everything_is_no_better_than_chance():
     cubes = drawn(3)
     same = cubes._replace(scores=np.broadcast_to([0.0, 1.0, 0.5], cubes.scores.shape))
-    found = unseen_people.cube_tissue_agreement([same])
+    found = simulated.cube_tissue_agreement([same])
     assert found.over_chance.value == pytest.approx(0)
     assert found.agreement.value == pytest.approx(found.permuted)
-    right = unseen_people.cube_tissue_agreement(
-        [cubes._replace(scores=cubes.amounts.astype(float))]
-    )
+    right = simulated.cube_tissue_agreement([cubes._replace(scores=cubes.amounts.astype(float))])
     assert right.agreement.value == right.agreement.high == 1
 
 
@@ -103,17 +102,15 @@ def test_who_holds_no_tissue_is_left_out():
     """Several sorts of volumes are one set of cubes."""
     one, other = drawn(0), drawn(1)
     joined = RoutedCubes(*(np.concatenate(parts, axis=1) for parts in zip(one, other, strict=True)))
-    assert unseen_people.cube_tissue_agreement([one, other]) == unseen_people.cube_tissue_agreement(
+    assert simulated.cube_tissue_agreement([one, other]) == simulated.cube_tissue_agreement(
         [joined]
     )
     cubes = drawn(4)
     cubes.amounts[2] = 0
     left = [0, 1, 3, 4]
     without = RoutedCubes(cubes.amounts[left], cubes.scores[left])
-    assert unseen_people.cube_tissue_agreement([cubes]) == unseen_people.cube_tissue_agreement(
-        [without]
-    )
-    alone = unseen_people.cube_tissue_agreement([RoutedCubes(cubes.amounts[:1], cubes.scores[:1])])
+    assert simulated.cube_tissue_agreement([cubes]) == simulated.cube_tissue_agreement([without])
+    alone = simulated.cube_tissue_agreement([RoutedCubes(cubes.amounts[:1], cubes.scores[:1])])
     assert alone.same_place is alone.agreement.low is None
 
 
@@ -124,15 +121,15 @@ def test_correlation_is_spearmans_over_the_cubes_of_a_person():
         places = held.sum(axis=1) > 0
         shares = held[places, 1] / held[places].sum(axis=1)
         wanted.append(spearmanr(shares, scores[places, 1]).statistic)
-    found = unseen_people.cube_tissue_score_correlation(cubes, 1)
+    found = simulated.cube_tissue_score_correlation(cubes, 1)
     assert found.value == pytest.approx(np.mean(wanted))
     flat = cubes._replace(scores=np.zeros_like(cubes.scores))
-    assert unseen_people.cube_tissue_score_correlation(flat, 1).value == 0
+    assert simulated.cube_tissue_score_correlation(flat, 1).value == 0
 
 
 def test_amounts_are_sums_over_cubes():
     shares = np.random.default_rng(0).integers(0, 256, (2, 3, 4, 6, 2)).astype(np.uint8)
-    found = unseen_people.tissue_sums_by_cube(shares, (2, 3, 1))
+    found = simulated.tissue_sums_by_cube(shares, (2, 3, 1))
     assert found.shape == (2, 6, 3)
     for person, tissue, (a, b) in product(range(2), range(3), product(range(2), range(3))):
         cube = shares[person, tissue, 2 * a : 2 * a + 2, 2 * b : 2 * b + 2]
@@ -141,8 +138,8 @@ def test_amounts_are_sums_over_cubes():
 
 def test_a_mixture_keeps_one_tissue_and_a_share_of_another():
     shares = np.random.default_rng(1).integers(1, 80, (3, 16, 16, 16)).astype(np.uint8)
-    little = unseen_people.tissue_mixture_filter(0, 2, 0.25, seed=3)(5, shares)
-    much = unseen_people.tissue_mixture_filter(0, 2, 0.75, seed=3)(5, shares)
+    little = simulated.tissue_mixture_filter(0, 2, 0.25, seed=3)(5, shares)
+    much = simulated.tissue_mixture_filter(0, 2, 0.75, seed=3)(5, shares)
     for left, found in ((0.25, little), (0.75, much)):
         assert (found[0] == shares[0]).all() and (found[1] == 0).all()
         some = found[2] > 0
@@ -150,7 +147,7 @@ def test_a_mixture_keeps_one_tissue_and_a_share_of_another():
         assert some.mean() == pytest.approx(left, abs=0.03)
     assert ((little[2] > 0) <= (much[2] > 0)).all(), "what is left at 0.25 is left at 0.75"
     for seed, person in ((3, 6), (4, 5)):
-        other = unseen_people.tissue_mixture_filter(0, 2, 0.25, seed=seed)(person, shares)
+        other = simulated.tissue_mixture_filter(0, 2, 0.25, seed=seed)(person, shares)
         assert not np.array_equal(little, other)
 
 
@@ -166,15 +163,15 @@ def test_what_is_left_is_what_the_model_sees():
     images = random.random((4, 1, 16, 16, 16)).astype(np.float16)
     images[:, :, :3] = 0
     shares = random.integers(0, 86, (4, 3, 16, 16, 16)).astype(np.uint8)
-    scans = unseen_people.VolumesAndTissues(images, shares)
-    first = unseen_people.one_tissue_filter(1)
-    found = unseen_people.route_tissue_masked_volumes(Watching(), scans, first, 3)
+    scans = simulated.VolumesAndTissues(images, shares)
+    first = simulated.one_tissue_filter(1)
+    found = simulated.route_tissue_masked_volumes(Watching(), scans, first, 3)
     kept = images * (shares[:, 1:2] / np.float16(255))
     np.testing.assert_allclose(torch.cat(seen).numpy(), kept, atol=1e-3)
     assert (found.amounts[..., [0, 2]] == 0).all()
     inside = np.where(images[:, 0] > 0, shares[:, 1], 0).astype(int)
     np.testing.assert_array_equal(found.amounts[..., 1].sum(axis=1), inside.sum(axis=(1, 2, 3)))
-    whole = unseen_people.route_tissue_masked_volumes(Watching(), scans, None, 3)
+    whole = simulated.route_tissue_masked_volumes(Watching(), scans, None, 3)
     assert torch.equal(seen[-1], torch.from_numpy(images[3:]).float())
     assert whole.scores.shape == (4, 64, 3), "without the special token and the free expert"
 
@@ -185,9 +182,9 @@ def balls_cohort(tmp_path_factory) -> Prepared:
 
 
 def measured(balls_cohort, tissues=TISSUES, batch: int = 3, **model) -> RegionExperts:
-    settings = unseen_people.RegionGeneralisationSettings(volumes=6)
+    settings = simulated.RegionGeneralisationSettings(volumes=6)
     subject = MeasuredModel(ByBrightness(**model), balls_cohort, regions=tissues)
-    return unseen_people.measure_generalisation(subject, settings, (20, 90), 0, batch)
+    return simulated.measure_region_experts(subject, settings, (20, 90), 0, batch)
 
 
 def test_experts_that_know_their_tissue(balls_cohort):
@@ -215,19 +212,19 @@ def test_the_order_of_names_is_the_order_of_experts(balls_cohort):
 
 def test_a_volume_of_each_participant(tmp_path):
     data = write_cohort(tmp_path)  # the first participant has two of the 40
-    assert len(unseen_people.select_scans(data, TISSUES, 100).images) == 39
-    few = unseen_people.select_scans(data, ("csf",), 3)
+    assert len(simulated.select_volumes(data, TISSUES, 100).images) == 39
+    few = simulated.select_volumes(data, ("csf",), 3)
     assert few.images.shape == few.shares.shape == (3, 1, 16, 16, 16)
     np.testing.assert_array_equal(few.images[0], data.test.images[0])
 
 
 def test_people_of_the_other_generator():
-    found = unseen_people.simulate_ellipsoid_cohort(("csf", "gm"), 2, (30.0, 80.0), 1)
+    found = simulated.simulate_ellipsoid_cohort(("csf", "gm"), 2, (30.0, 80.0), 1)
     assert found.images.shape == (2, 1, 64, 64, 64) and found.images.dtype == np.float16
     assert found.shares.shape == (2, 2, 64, 64, 64) and found.shares.dtype == np.uint8
-    again = unseen_people.simulate_ellipsoid_cohort(("gm",), 2, (30.0, 80.0), 1)
+    again = simulated.simulate_ellipsoid_cohort(("gm",), 2, (30.0, 80.0), 1)
     np.testing.assert_array_equal(again.shares[:, 0], found.shares[:, 1])
-    other = unseen_people.simulate_ellipsoid_cohort(("gm",), 2, (30.0, 80.0), 2)
+    other = simulated.simulate_ellipsoid_cohort(("gm",), 2, (30.0, 80.0), 2)
     assert not np.array_equal(other.images, found.images)
     assert FIRST_SEED > 1_000_000 * 400, "above the seeds of every cohort"
 
@@ -361,19 +358,19 @@ def test_tissues_are_compared_on_the_same_volumes():
 def test_rising_steps_and_rank_correlations():
     # 5 of 6: the second subject's last step falls; standing still is no rise.
     told = pytest.approx(5 / 6)
-    assert unseen_people.rising_step_share(np.array([[1.0, 2, 3, 4], [1, 2, 3, 2.5]])) == told
-    assert unseen_people.rising_step_share(np.array([[1.0, 1.0, 2.0]])) == 0.5
+    assert simulated.rising_step_share(np.array([[1.0, 2, 3, 4], [1, 2, 3, 2.5]])) == told
+    assert simulated.rising_step_share(np.array([[1.0, 1.0, 2.0]])) == 0.5
     ages, tied = [20, 40, 60, 90], [1, 1, 2, 2]
     predictions = np.array([[1.0, 4, 9, 16], [4, 3, 2, 1], tied, [5, 5, 5, 5], [2, 1, 4, 3]])
     # the last: 1 − 6·4/(4·15)
     expected = [1, -1, spearmanr(ages, tied).statistic, 0, 0.6]
-    assert unseen_people.rank_correlations(ages, predictions) == pytest.approx(expected)
+    assert simulated.rank_correlations(ages, predictions) == pytest.approx(expected)
 
 
 def test_only_age_changes_when_a_subject_is_aged():
     source = Source()
-    people = unseen_people.UnseenPeopleSimulator(source)
-    found = unseen_people.predict_ageing(Brightness(), people, 3, (20, 50, 80), 2)
+    people = simulated.UnseenPeopleSimulator(source)
+    found = simulated.predict_ageing(Brightness(), people, 3, (20, 50, 80), 2)
     assert np.allclose(found, [[20, 50, 80]] * 3, atol=1e-4)
     # people from number 40 on are in no split
     asked = [(age, "FMF"[n], 7_000_040 + n, 0, 0) for n in range(3) for age in (20, 50, 80)]
@@ -383,8 +380,8 @@ def test_only_age_changes_when_a_subject_is_aged():
 def test_a_scan_again_and_at_another_site():
     source = Source()
     ages = np.linspace(20, 80, 4)
-    people = unseen_people.UnseenPeopleSimulator(source)
-    same, other = unseen_people.measure_simulated_rescans(Brightness(), people, ages, 2)
+    people = simulated.UnseenPeopleSimulator(source)
+    same, other = simulated.measure_simulated_rescans(Brightness(), people, ages, 2)
     assert (same.value, other.value) == pytest.approx((0.1, 10.1), abs=1e-4)
     assert [asked[0] for asked in source.asked[:4]] == [20, 40, 60, 80]
     assert {asked[3:] for asked in source.asked} == {(0, 0), (1, 0), (1, 1)}
@@ -396,19 +393,19 @@ def test_sessions_within_the_time_are_pairs():
     rows = [("a", 50.0), ("b", 30.0), ("a", 51.0), ("a", 53.0), ("b", 30.5), ("c", 30.6)]
     subjects = [{"participant_id": name, "age": str(age)} for name, age in rows]
     # a: 50 → 51 yes, 51 → 53 no; b: 30 → 30.5; c is another person
-    assert unseen_people.session_pairs(subjects) == [(0, 2), (1, 4)]
-    assert unseen_people.session_pairs(subjects[:2]) == []
+    assert simulated.session_pairs(subjects) == [(0, 2), (1, 4)]
+    assert simulated.session_pairs(subjects[:2]) == []
 
 
 def test_sessions_of_one_person_are_compared_less_the_years_between(cohort, monkeypatch):
     rows = cohort.subjects("test")
     (a, b) = [place for place, row in enumerate(rows) if row["participant_id"] == "sub-test001"]
     years = abs(float(rows[a]["age"]) - float(rows[b]["age"]))
-    monkeypatch.setattr(unseen_people, "RESCAN_YEARS", years / 2)
-    assert unseen_people.session_pairs(rows) == []
-    monkeypatch.setattr(unseen_people, "RESCAN_YEARS", years + 1)
-    pairs = unseen_people.session_pairs(rows)
+    monkeypatch.setattr(simulated, "RESCAN_YEARS", years / 2)
+    assert simulated.session_pairs(rows) == []
+    monkeypatch.setattr(simulated, "RESCAN_YEARS", years + 1)
+    pairs = simulated.session_pairs(rows)
     assert len(pairs) == 1
-    found = unseen_people.compare_sessions(Brightness(), cohort, pairs, 2)
-    over = unseen_people.predicted_ages(Brightness(), cohort.test.images, 16) - cohort.test.labels
+    found = simulated.compare_sessions(Brightness(), cohort, pairs, 2)
+    over = simulated.predict_years(Brightness(), cohort.test.images, 16) - cohort.test.labels
     assert found.value == pytest.approx(abs(over[a] - over[b]))

@@ -16,13 +16,13 @@ from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.data.views.views import ViewsWithAffines
 from moecore.measure.robustness import expert_overlaps
 from moecore.measure.routing_metrics import expert_gallery, two_view_agreement
-from moecore.measure.routing_metrics.epochs import (
-    agreement_items,
+from moecore.measure.routing_metrics.epoch_routing import (
     agreement_over_epochs,
-    match_counts_by_image,
+    count_matching_pairs,
+    encode_agreement_items,
     saturation_by_image,
 )
-from moecore.measure.routing_metrics.expert_gallery import expert_use_by_image, parse_expert_grid
+from moecore.measure.routing_metrics.expert_gallery import count_expert_use, parse_expert_grid
 from moecore.measure.routing_metrics.layer_metrics import (
     agreement_by_image,
     below_k_eligible_flags,
@@ -31,15 +31,15 @@ from moecore.measure.routing_metrics.layer_metrics import (
     dead_expert_share,
     eligible_tail_mass,
     expert_counts,
-    kept_choices,
+    kept_share,
     load_cv2,
     map_border_shares,
     max_load_violation,
     normalised_load_entropy,
     routing_confidence,
-    tail_by_token,
+    tail_masses,
 )
-from moecore.measure.routing_metrics.two_view_agreement import NAMES, PRESETS, augmented_row
+from moecore.measure.routing_metrics.two_view_agreement import NAMES, PRESETS, match_two_views
 from tests.measure.subjects import match_ratios
 from tests.methods import tiny
 
@@ -59,7 +59,7 @@ def test_counts_and_kept_choices_by_hand():
     assert expert_counts(masks("xx..", "x.x.")).tolist() == [2, 1, 1, 0]
     before = masks("xx..", "x.x.", ".x.x", "....", "x...", "xx..", "x...")
     after = masks("xx..", "..xx", ".x.x", "....", "....", "x...", "xx..")
-    kept = kept_choices(before, after)[0]
+    kept = kept_share(before, after)[0]
     assert kept.tolist() == [1, 0.5, 1, 1, 0, 1, 0.5]
     assert 1 - float(kept[:3].mean()) == pytest.approx(0.166667, abs=1e-6)
 
@@ -68,7 +68,7 @@ def test_places_and_kinds_by_hand():
     """Two images of a class token, of no kind, and two patches; expert 2 is nobody's."""
     chosen = torch.cat([masks("x..", "xx.", "x.."), masks("x..", ".x.", "xx.")])
     kinds = torch.tensor([[0, 1, 2], [0, 1, 1]])[..., None] == torch.tensor([1, 2])
-    use = expert_use_by_image(record(chosen), 1, kinds)
+    use = count_expert_use(record(chosen), 1, kinds)
     assert use.at_place[0].tolist() == [[1, 2, 0], [2, 1, 0]]
     assert use.of_kind[0].tolist() == [[2, 3, 0], [1, 0, 0]]
 
@@ -243,7 +243,7 @@ def test_tail_of_probs_by_hand():
     # Sorted 0.6, 0.3, 0.1, 0 and four quarters.
     probs = torch.tensor([[[0.1, 0.6, 0.3, 0.0], [0.25, 0.25, 0.25, 0.25]]])
     masses = [(0.4 + 0.75) / 2, (0.1 + 0.5) / 2, 0.125, 0, 0]
-    assert [float(tail_by_token(probs, k).mean()) for k in (1, 2, 3, 4, 9)] == pytest.approx(masses)
+    assert [float(tail_masses(probs, k).mean()) for k in (1, 2, 3, 4, 9)] == pytest.approx(masses)
 
 
 @given(scores(0.001, width=64), st.integers(1, 7))
@@ -251,11 +251,11 @@ def test_tail_of_probs_by_hand():
 def test_bounds_of_the_tail_of_probs(weights, k):
     probs = weights / weights.sum(-1, keepdim=True)
     experts = probs.shape[-1]
-    mass, largest = float(tail_by_token(probs, k).mean()), max(0, 1 - k / experts)
+    mass, largest = float(tail_masses(probs, k).mean()), max(0, 1 - k / experts)
     assert 0 <= mass <= largest + 1e-12 and (mass == 0) == (k >= experts)
-    assert float(tail_by_token(torch.ones(1, 2, experts), k).mean()) == pytest.approx(largest)
-    assert float(tail_by_token(probs, k + 1).mean()) <= mass, "more experts leave less outside"
-    assert float(tail_by_token(probs.flip(-1), k).mean()) == pytest.approx(mass), "relabelled"
+    assert float(tail_masses(torch.ones(1, 2, experts), k).mean()) == pytest.approx(largest)
+    assert float(tail_masses(probs, k + 1).mean()) <= mass, "more experts leave less outside"
+    assert float(tail_masses(probs.flip(-1), k).mean()) == pytest.approx(mass), "relabelled"
     # eq. 12 where every expert is eligible
     assert eligible_tail_mass(probs, 0.0, k) == pytest.approx(mass)
 
@@ -290,10 +290,10 @@ def test_partners_of_mirrored_views_are_found_through_the_affines():
     views = two_view_agreement.draw_two_views(coded(250), PRESETS["flip"], 0)
     mirrored = (views.affines[:250] != views.affines[250:]).flatten(1).any(1)
     assert 90 < mirrored.sum() < 160, "about half of the pairs differ"
-    found = shares(augmented_row(ByPixel(), views, 64))
+    found = shares(match_two_views(ByPixel(), views, 64))
     assert found == {**dict.fromkeys(NAMES, 1), "switch_fraction": 0}
     still = views._replace(affines=torch.eye(3).expand(500, 3, 3))
-    unmatched = shares(augmented_row(ByPixel(), still, 64))
+    unmatched = shares(match_two_views(ByPixel(), still, 64))
     # Half of the pairs are at the wrong place, where one of eight experts matches by chance.
     assert unmatched["match_top1"] == pytest.approx(0.5 + 0.5 / 8, abs=0.07)
 
@@ -302,7 +302,7 @@ def test_items_of_epochs_by_hand():
     # Two images of one layer and two tokens: between epochs 1 and 2 they keep 1 and 2 experts,
     # between epochs 2 and 3 both and none.
     first = [np.array(of_epoch).reshape(2, 1, 2) for of_epoch in ([0, 1, 2, 3], [0, 2, 2, 3])]
-    items = agreement_items([*first, np.array([[[0, 2]], [[3, 2]]])], None)
+    items = encode_agreement_items([*first, np.array([[[0, 2]], [[3, 2]]])], None)
     found = {name: decode_float_array(text).tolist() for name, text in items.items()}
     assert found["consecutive_quarter"] == [0.5, 1] and found["consecutive_last"] == [1, 0]
     assert found["consecutive_mean"] == [0.75, 0.5]
@@ -326,7 +326,7 @@ def test_shares_by_hand():
     second[0, :, :, :2] = (second[0, :, :, :2] + 16) % 128
     second[1, :, :, :6] = (second[1, :, :, :6] + 16) % 128
     pixels = torch.from_numpy(np.concatenate([first, second])).float() / 255
-    found = augmented_row(ByPixel(), ViewsWithAffines(pixels, torch.eye(3).expand(4, 3, 3)), 4)
+    found = match_two_views(ByPixel(), ViewsWithAffines(pixels, torch.eye(3).expand(4, 3, 3)), 4)
     assert [shares(found)[name] for name in NAMES] == [0.5, 0.5, 0.5]
     # Resamples of two images have 12/16, 8/16 or 4/16; reflected at 0.5 the limits stay.
     assert found["match_top1"][1].limits == (0.25, 0.75)
@@ -334,7 +334,7 @@ def test_shares_by_hand():
 
 def test_the_same_view_twice_matches_everywhere():
     views = two_view_agreement.draw_two_views(IMAGES, PRESETS["identity"], 0)
-    found = augmented_row(tiny("vmoe"), views, 24)
+    found = match_two_views(tiny("vmoe"), views, 24)
     assert [shares(found)[name] for name in NAMES] == [1] * 3
     assert found["match_top1"][1].limits == (1, 1)
 
@@ -342,7 +342,7 @@ def test_the_same_view_twice_matches_everywhere():
 @pytest.mark.parametrize(("name", "kind"), [("vmoe", "randaugment"), ("ermoe", "crop")])
 def test_ratios_are_ordered_have_intervals_and_do_not_depend_on_the_batch(name, kind):
     views = two_view_agreement.draw_two_views(IMAGES, PRESETS[kind], 3)
-    found, parts = (augmented_row(tiny(name), views, batch) for batch in (24, 5))
+    found, parts = (match_two_views(tiny(name), views, batch) for batch in (24, 5))
     first, ordered, sets = (shares(found)[key] for key in NAMES)
     assert ordered <= min(first, sets) and first < 1
     for key in NAMES:
@@ -396,7 +396,7 @@ def test_epochs_and_pairs_by_hand():
     ours, theirs = OURS.expand(2, -1, -1), torch.cat([THEIRS, THEIRS.roll(1, dims=1)])
     found = torch.tensor([[True, True, True, True, True], [False, True, True, False, False]])
     # Second image: theirs is (1, 2), (0, 1), (1, 0), (0, 2), (2, 1); second and third are there.
-    assert match_counts_by_image(ours, theirs, found).tolist() == [[2, 1, 2], [1, 1, 2]]
+    assert count_matching_pairs(ours, theirs, found).tolist() == [[2, 1, 2], [1, 1, 2]]
     assert match_ratios(ours, theirs, found) == [3 / 7, 2 / 7, 4 / 7]
 
 

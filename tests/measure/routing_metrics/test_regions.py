@@ -12,7 +12,8 @@ from moecore import UserError, predict_in_batches
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.core.streams import derived_seed, generator_for
 from moecore.data.views.views import make_random_views
-from moecore.measure.routing_metrics import alternative_choices, epochs, two_view_agreement
+from moecore.measure.routing_metrics import alternative_choices, two_view_agreement
+from moecore.measure.routing_metrics import epoch_routing as epochs
 from moecore.measure.routing_metrics.alternative_choices import SweepImages, sweep_k
 from moecore.measure.routing_metrics.layer_metrics import class_expert_probs
 from moecore.measure.routing_metrics.two_view_agreement import PRESETS, Preset, TwoViewAugmentation
@@ -50,7 +51,7 @@ def test_rows_by_hand():
     volumes[:, 0, 0, 0, 0], regions[:, 0, 0, 0, 0] = 0.9, 255
     for volume, place in ((0, (3, 3, 3)), (1, (3, 3, 3)), (1, (0, 3, 3))):
         volumes[(volume, 0, *place)], regions[(volume, 1, *place)] = 0.1, 255
-    rows = {row.region: row for row in epochs.region_rows(Bright(), volumes, regions, "ab", NAMES)}
+    rows = {row.region: row for row in epochs.tissue_rows(Bright(), volumes, regions, "ab", NAMES)}
     assert list(rows) == ["a", "b", "random_a", "random_b"]
     for tissue, best in (("a", "wm"), ("b", "gm")):
         names, scores = zip(*rows[tissue].experts, strict=True)
@@ -134,21 +135,21 @@ def test_noise_has_its_size_and_moves_nothing():
 
 
 def test_places_are_spread_and_stay(tmp_path):
-    assert epochs.spread_places(16, 8) == [0, 8, 4, 12, 2, 10, 6, 14]
+    assert epochs.spread_indices(16, 8) == [0, 8, 4, 12, 2, 10, 6, 14]
     for total in (1, 2, 7, 50, 10_000):
-        every = epochs.spread_places(total, 32)
+        every = epochs.spread_indices(total, 32)
         assert len(every) == len(set(every)) == min(32, total)
         assert all(0 <= place < total for place in every)
-        assert [epochs.spread_places(total, number) for number in (1, 5)] == [every[:1], every[:5]]
-    assert sorted(epochs.spread_places(7, 99)) == list(range(7))
+        assert [epochs.spread_indices(total, number) for number in (1, 5)] == [every[:1], every[:5]]
+    assert sorted(epochs.spread_indices(7, 99)) == list(range(7))
     # of volumes fewer than of images
     assert len(epochs.explorer_image_indices(images(), 32)) == 32
     assert len(epochs.explorer_image_indices(volumes(tmp_path).data, 32)) == 6
 
 
 def test_watched_epochs():
-    assert epochs.watched_epochs(1) == (1,) and epochs.watched_epochs(5) == (1, 2, 3, 4, 5)
-    many = epochs.watched_epochs(300)
+    assert epochs.explorer_epochs(1) == (1,) and epochs.explorer_epochs(5) == (1, 2, 3, 4, 5)
+    many = epochs.explorer_epochs(300)
     assert len(many) == 12 and (many[0], many[-1]) == (1, 300)
     assert {later - earlier for earlier, later in zip(many, many[1:], strict=False)} <= {27, 28}
 
@@ -156,7 +157,9 @@ def test_watched_epochs():
 def test_what_was_kept_is_what_the_model_did(tmp_path):
     models = {epoch: subject(images(), moe(), seed=epoch) for epoch in (1, 2)}
     data = models[1].data
-    first, second = (epochs.EpochWatch(tmp_path, models[e].model, data, (), 2, 0) for e in (1, 2))
+    first, second = (
+        epochs.EpochRecorder(tmp_path, models[e].model, data, (), 2, 0) for e in (1, 2)
+    )
     first.write_trace(1)
     with pytest.raises(UserError, match="traces/0002.json: no such file"):
         first.read_traces()

@@ -1,4 +1,4 @@
-"""Stability of the choice of experts: between two views of an image (PRC), and over epochs (TGR).
+"""Record routing after each epoch; agreement of views (PRC) and epochs (TGR), and purity.
 
 The routing after each epoch is stored next to the checkpoint, so that a resumed training reports
 all epochs; nothing is selected by it. P pairs of corresponding tokens per image. Experts of the
@@ -30,7 +30,7 @@ from moecore.training import outcome
 from moecore.training.single_tissue_volumes import keep_only_tissue
 
 
-def match_counts_by_image(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Tensor:
+def count_matching_pairs(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Tensor:
     """Count each image's pairs that agree, (B, 3) int64; in a tie the lowest expert is best."""
     # Columns: best expert, best and second in this order, two best as a set. probs_1, probs_2:
     # (B, P, E), both sides of each pair; is_pair: (B, P) bool, which pairs exist.
@@ -83,7 +83,7 @@ def expert_truth_tables(
     return counts.reshape(-1, expert_count, kind_count + 1)[:, :, 1:]
 
 
-def token_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
+def true_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
     """Return each token's true kind, (N, T), 0 if unknown, from the images' last channel."""
     (last,) = image_batches(images[:, -1:], len(images))
     return majority_token_kinds(last, layout)
@@ -123,8 +123,8 @@ def purity_by_epoch(
 VALIDATION_IMAGES = 500  # of the validation split
 
 
-class EpochWatch(NamedTuple):
-    """Records the routing at the end of each epoch of a training, in a ``folder`` that is kept."""
+class EpochRecorder(NamedTuple):
+    """Stores the routing after each epoch of a training in files below ``folder``."""
 
     folder: Path
     model: Model  # as evaluated, on its device
@@ -133,7 +133,7 @@ class EpochWatch(NamedTuple):
     epochs: int
     seed: int  # of the random control of tissues, the same at all epochs
 
-    def look(self, epoch: int) -> float | None:
+    def record(self, epoch: int) -> float | None:
         """Store the routing of validation images after ``epoch`` (from 1)."""
         # Return the share of tokens with the same first expert as after the previous epoch, mean
         # over layers; None for the first epoch and for a dense model.
@@ -157,9 +157,9 @@ class EpochWatch(NamedTuple):
             maps = layer_metrics.class_expert_probs(routed, classes, self.data.task.outputs)
             tensors["maps"] = maps.float()  # (K, layers, E)
         write_tensors(self.folder / f"epochs/{epoch:04d}.safetensors", tensors)
-        if epoch in probed_epochs(self.epochs):
+        if epoch in tissue_epochs(self.epochs):
             self.write_tissue_routing(epoch)
-        if epoch in watched_epochs(self.epochs) and not self.data.task.long:
+        if epoch in explorer_epochs(self.epochs) and not self.data.task.long:
             self.write_trace(epoch)
         if epoch == 1:
             return None
@@ -183,7 +183,7 @@ class EpochWatch(NamedTuple):
         purity = []
         if kind_count := self.model.image.truth:
             images = torch.from_numpy(np.array(self.data.validation.images[:VALIDATION_IMAGES]))
-            kinds = token_kinds(images, encoded_routing.finest_layout(self.model.layouts)).numpy()
+            kinds = true_kinds(images, encoded_routing.finest_layout(self.model.layouts)).numpy()
             number = self.model.experts_and_router.experts.choices
             purity = purity_by_epoch(first, kinds, number, kind_count)
         maps = {}
@@ -197,7 +197,7 @@ class EpochWatch(NamedTuple):
             agreement_with_final=agreement["with_final"],
             agreement_consecutive=agreement["consecutive"],
             saturation=[float(shares.mean()) for shares in saturation],
-            agreement_items=agreement_items(first, people) | {"saturation_half": half},
+            agreement_items=encode_agreement_items(first, people) | {"saturation_half": half},
             purity=purity,
             class_maps=maps,
             region_routing=self.read_tissue_routing(),
@@ -211,14 +211,14 @@ class EpochWatch(NamedTuple):
         chosen = evenly_spaced_indices(len(self.data.validation.labels), TISSUE_VOLUMES)
         volumes = np.array(self.data.validation.images[chosen])
         maps = np.array(self.data.regions("validation")[chosen])
-        rows = region_rows(self.model, volumes, maps, tissues, self.experts, self.seed)
+        rows = tissue_rows(self.model, volumes, maps, tissues, self.experts, self.seed)
         routing = outcome.EpochTissueRouting(epoch=epoch, rows=rows)
         write_json(self.folder / f"regions/{epoch:04d}.json", routing.model_dump(mode="json"))
 
     def read_tissue_routing(self) -> tuple[outcome.EpochTissueRouting, ...]:
         if not self.data.card.get("regions"):
             return ()
-        epochs = probed_epochs(self.epochs)
+        epochs = tissue_epochs(self.epochs)
         contents = [read_json(self.folder / f"regions/{epoch:04d}.json") for epoch in epochs]
         return tuple(outcome.EpochTissueRouting.model_validate(content) for content in contents)
 
@@ -234,7 +234,7 @@ class EpochWatch(NamedTuple):
         """Return predictions and routing of each watched epoch; UserError if one is missing."""
         places = explorer_image_indices(self.data, IMAGES)
         watched = []
-        for epoch in watched_epochs(self.epochs):
+        for epoch in explorer_epochs(self.epochs):
             content = read_json(self.folder / f"traces/{epoch:04d}.json")
             trace = encoded_routing.EncodedRouting.model_validate(content)
             watched.append(outcome.WatchedEpoch(epoch=epoch, images=places, trace=trace))
@@ -250,13 +250,15 @@ def saturation_by_image(chosen: Sequence[np.ndarray]) -> list[np.ndarray]:
 
     final = unpack(chosen[-1])
     return [
-        layer_metrics.kept_choices(unpack(packed), final).mean(dim=(1, 2)).numpy()
+        layer_metrics.kept_share(unpack(packed), final).mean(dim=(1, 2)).numpy()
         for packed in chosen
     ]
 
 
-def agreement_items(first: Sequence[np.ndarray], people: np.ndarray | None) -> dict[str, str]:
-    """Return name → packed shares (N,) of tokens with the same first expert in two epochs."""
+def encode_agreement_items(
+    first: Sequence[np.ndarray], people: np.ndarray | None
+) -> dict[str, str]:
+    """Encode, per pair of epochs, each image's share of tokens with the same first expert."""
     # "with_final" and "consecutive" at a quarter and half of the epochs, the latter also at the end
     # and as mean. first: per epoch, (N, L, T) integers; people: (N,).
     last = len(first) - 1
@@ -296,7 +298,7 @@ def finetuning_agreement(
 TISSUE_VOLUMES = 24  # of the validation split, evenly spread over it
 
 
-def probed_epochs(epochs: int) -> tuple[int, ...]:
+def tissue_epochs(epochs: int) -> tuple[int, ...]:
     return tuple(sorted({1, (epochs + 1) // 2, epochs}))
 
 
@@ -306,7 +308,7 @@ VOLUMES = 6  # fewer, as volumes are large
 MAX_EPOCHS = 12
 
 
-def spread_places(total: int, number: int) -> list[int]:
+def spread_indices(total: int, number: int) -> list[int]:
     # A larger number extends the list: the indices follow van der Corput's sequence of base 2, that
     # is start, middle, quarters, and so on.
     places: dict[int, None] = {}
@@ -320,10 +322,10 @@ def spread_places(total: int, number: int) -> list[int]:
 def explorer_image_indices(data: Prepared, number: int) -> list[int]:
     """Return indices in the test split of the ``number`` images that the explorer shows first."""
     images = data.test.images
-    return spread_places(len(images), min(number, VOLUMES if images.ndim == 5 else IMAGES))
+    return spread_indices(len(images), min(number, VOLUMES if images.ndim == 5 else IMAGES))
 
 
-def watched_epochs(epochs: int) -> tuple[int, ...]:
+def explorer_epochs(epochs: int) -> tuple[int, ...]:
     spread = np.linspace(epochs, 1, min(epochs, MAX_EPOCHS)).round().astype(int)
     return tuple(np.unique(spread).tolist())
 
@@ -331,7 +333,7 @@ def watched_epochs(epochs: int) -> tuple[int, ...]:
 BEST = 2  # experts named per tissue, as in figure S1
 
 
-def region_rows(
+def tissue_rows(
     model: Model,
     volumes: np.ndarray,  # (N, 1, D, H, W) floating point in [0, 1]
     regions: np.ndarray,  # uint8 (N, R, D, H, W), tissue share × 255
@@ -339,7 +341,7 @@ def region_rows(
     experts: Sequence[str],  # names of the E experts
     seed: int = 0,
 ) -> list[outcome.TissueRoutingRow]:
-    """Return a row for volumes reduced to each tissue, then one for each tissue's control."""
+    """Route volumes reduced to each tissue, and to its control; return a row per reduction."""
     # A control, ``random_<tissue>``, has the tissue's shares permuted among the brain's voxels. A
     # row has the two experts with the highest mean score (the router's logits before noise; cosines
     # for an eigenbasis router), and the share of tokens that chose each expert. Means are over

@@ -1,4 +1,4 @@
-"""Metrics that a finished training has already stored: test scores, losses, routing, costs."""
+"""Metrics that a finished training has stored: test scores, losses, routing, costs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -35,7 +35,7 @@ COUNTED = (  # fields of an outcome that are metrics
 
 def training_overhead(trained: Found, baseline: Sequence[Found], _: Found | None) -> float | None:
     outcomes = [outcome_of(result) for result in baseline]
-    mean = mean_of_known([outcome.seconds for outcome in outcomes if outcome.epochs])
+    mean = mean_without_none([outcome.seconds for outcome in outcomes if outcome.epochs])
     return outcome_of(trained).seconds / mean if mean else None
 
 
@@ -49,7 +49,8 @@ def steps_to_baseline_loss(
 
 
 def hits_reader(fact: str) -> Callable[[Mapping[type, Any]], np.ndarray | None]:
-    """Return a function: results → which test images are right, (N,); fact: "scores" or "top5"."""
+    """Return a function that reads from results which test images are correct, (N,) bool."""
+    # fact: "scores" or "top5"
 
     def read(results: Mapping[type, Any]) -> np.ndarray | None:
         trained, calibrated = results.get(Trained), results.get(ClassCalibration)
@@ -163,7 +164,7 @@ METRICS = {
 
 
 class Trained(MeasuredPart):
-    """The training results of every stage that writes a model."""
+    """Declares the metrics of trainings, which every stage that writes a model stores."""
 
     metrics = METRICS
     page = OnPage("training", place=1)
@@ -177,12 +178,12 @@ def collect_outcome_values(outcome: Outcome) -> Found:
     numbers: dict[str, float | Estimate | None] = {
         "test_score": outcome.test_score,
         "test_loss": outcome.test_loss if outcome.task.kind in LOSSES else None,
-        "agreement_with_final": halfway_agreement(outcome.agreement_with_final),
-        "saturation": halfway_agreement(outcome.saturation),
+        "agreement_with_final": value_halfway(outcome.agreement_with_final),
+        "saturation": value_halfway(outcome.saturation),
         "agreement_consecutive": consecutive[-1],
         "agreement_consecutive_early": consecutive[(len(consecutive) - 1) // 4],
-        "agreement_consecutive_mean": mean_of_known(consecutive),
-        "agreement_before_after": mean_of_known(outcome.routing_agreement_before_after),
+        "agreement_consecutive_mean": mean_without_none(consecutive),
+        "agreement_before_after": mean_without_none(outcome.routing_agreement_before_after),
         "test_accuracy_top5": outcome.test_top5,
         "own_expert": share,
         "own_expert_random": control,
@@ -205,7 +206,7 @@ def outcome_of(trained: Found) -> Outcome:
     return outcome
 
 
-def halfway_agreement(by_epoch: Sequence[float | None]) -> float | None:
+def value_halfway(by_epoch: Sequence[float | None]) -> float | None:
     """Return the agreement at the middle epoch: the 5th of 10, the 3rd of 5; None for []."""
     agreements = by_epoch or (None,)
     return agreements[(len(agreements) - 1) // 2]
@@ -218,7 +219,7 @@ def own_expert_share(outcome: Outcome, prefix: str = "") -> float | None:
         return None
     last = max(outcome.region_routing, key=lambda probe: probe.epoch)
     shares = {row.region: row.share for row in last.rows}
-    return mean_of_known([shares.get(prefix + tissue, {}).get(tissue) for tissue in TISSUES])
+    return mean_without_none([shares.get(prefix + tissue, {}).get(tissue) for tissue in TISSUES])
 
 
 def trailing_epoch_losses(result: Outcome) -> list[tuple[int, float]]:
@@ -252,6 +253,6 @@ def steps_until_baseline_loss(result: Outcome, baseline: Outcome) -> int | None:
     return next((step for step, loss in losses if loss <= final), after)
 
 
-def mean_of_known(values: Sequence[float | None]) -> float | None:
+def mean_without_none(values: Sequence[float | None]) -> float | None:
     numbers = [value for value in values if value is not None]
     return sum(numbers) / len(numbers) if numbers else None

@@ -1,4 +1,4 @@
-"""Attack test images on one method's model and score them by another's (N images).
+"""Attack test images on one method's model, and score them by the other methods' models.
 
 If an attack made on another model does more harm than the direct one, the model hides its
 gradients, and its measured robustness is not reliable (Carlini et al., 2019).
@@ -34,7 +34,7 @@ METRICS = {
 
 
 class Transfer(MeasuredPart):
-    """Settings: which images are attacked, and how."""
+    """Settings of transferred attacks: which images are attacked, and how."""
 
     metrics = METRICS
 
@@ -53,7 +53,7 @@ class Transfer(MeasuredPart):
 def measure(
     models: Mapping[str, Model], data: Prepared, settings: Transfer, parts: PartStore
 ) -> Found:
-    """Return scores of every (attacked, scoring) pair of models; finished pairs are stored."""
+    """Score every model on the images that were attacked on every model; store finished pairs."""
     # facts: the attack's settings; score: of the task; skipped: method → why no image is made on
     # its model; reading: an ``AuditLine``.
     task = data.task

@@ -1,4 +1,4 @@
-"""Test images with noise, under attack or augmented, each kind at several strengths."""
+"""Perturb test images by noise, attacks or augmentations, at several strengths."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
@@ -17,8 +17,8 @@ from moecore.nn.correspondence import original_patches_of_views
 Kind = Literal["clean", "noise", "attack", "augmentation"]
 
 
-class ChangedImages(NamedTuple):
-    """N test images with one change, such as noise of one strength."""
+class PerturbedImages(NamedTuple):
+    """N test images under one perturbation, such as noise of one strength."""
 
     kind: Kind
     label: str
@@ -29,7 +29,7 @@ class ChangedImages(NamedTuple):
 
 def iterate_noisy_images(
     clean: Tensor, places: Sequence[int], sigmas: Sequence[float], seed: int, channels: int
-) -> Iterator[ChangedImages]:
+) -> Iterator[PerturbedImages]:
     """Yield the images with Gaussian noise of each sigma, in one fixed direction per image."""
     # places: indices in the split, which the noise depends on, as in ``stability``. channels: how
     # many get noise.
@@ -38,21 +38,21 @@ def iterate_noisy_images(
     if clean.ndim == 5:
         noise = noise * (clean != 0)  # the background of a volume stays 0
     for sigma in sigmas:
-        yield ChangedImages("noise", f"σ = {sigma:g}", (clean + sigma * noise).clamp(0, 1))
+        yield PerturbedImages("noise", f"σ = {sigma:g}", (clean + sigma * noise).clamp(0, 1))
 
 
 def iterate_attacked_images(
     target: Target, attack: Attack, epsilons: Sequence[float]
-) -> Iterator[ChangedImages]:
+) -> Iterator[PerturbedImages]:
     """Yield the attacked images at each epsilon, every attack started from the clean images."""
     for epsilon in attack.radii(epsilons):
         label = f"ε = {255 * epsilon:.3g}/255"
-        yield ChangedImages("attack", label, target.attacked(attack, epsilon))
+        yield PerturbedImages("attack", label, target.attacked(attack, epsilon))
 
 
 def iterate_augmented_images(
     images: np.ndarray, augmentations: Sequence[TwoViewAugmentation], layout: TokenLayout, seed: int
-) -> Iterator[ChangedImages]:
+) -> Iterator[PerturbedImages]:
     """Yield one random view of the images (uint8, volumes float16) under each augmentation."""
     # Drawn from (seed, name): the same for every method.
     number = len(images)
@@ -61,7 +61,7 @@ def iterate_augmented_images(
         index, has_origin = original_patches_of_views(views.affines[:number], layout)
         origins = torch.where(has_origin, index, -1)
         is_unmoved = bool((origins == torch.arange(origins.shape[1])).all())
-        yield ChangedImages(
+        yield PerturbedImages(
             "augmentation",
             augmentation.name,
             views.images[:number],

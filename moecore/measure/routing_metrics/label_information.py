@@ -1,4 +1,4 @@
-"""Labels of tokens, and the experts' information about them; a pair (token, expert) counts once."""
+"""Labels of tokens, and the mutual information of the tokens' experts and these labels."""
 
 from collections.abc import Iterable, Iterator
 from math import prod
@@ -12,17 +12,17 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import TokenLayout
 from moecore.data.text.words import read_vocabulary, stop_word_labels
 from moecore.measure.base import SEED, MeasuredModel
-from moecore.measure.probes.unseen_people import tissue_sums_by_cube
-from moecore.measure.routing_metrics.epochs import token_kinds
+from moecore.measure.probes.simulated_people import tissue_sums_by_cube
+from moecore.measure.routing_metrics.epoch_routing import true_kinds
 from moecore.statistics.comparisons import linearize_ratio
-from moecore.statistics.intervals import People, permuted_orders
+from moecore.statistics.intervals import People, draw_image_permutations
 
 RARE = 10  # words that occur less often in the texts are ignored
 TEXT = 3  # axes of blocks of text, (N, C, M)
 
 
 def class_label_of_images(subject: MeasuredModel, labels: Tensor) -> dict[str, Tensor]:
-    """Return {"class": (N, 1)} if each image has one class, else {}; labels: the task's, (N, …)."""
+    """Return "class" → (N, 1) if each image has one class, else {}; labels: of the task, (N, …)."""
     members = subject.model.image.task.by_class(labels)
     if members is None or not torch.equal(members[0], torch.arange(len(labels))):
         return {}
@@ -38,7 +38,7 @@ def token_labels_by_name(
     data = subject.data
     labels = {"position": torch.arange(layout.special + prod(layout.grid)).unsqueeze(0)}
     if subject.model.image.truth:
-        labels["truth"] = token_kinds(torch.from_numpy(images), layout) - 1
+        labels["truth"] = true_kinds(torch.from_numpy(images), layout) - 1
     if images.ndim == TEXT:
         blocks = images.shape[1] // (1 + bool(subject.model.image.truth))
         word_ids = images[:, blocks - 1].astype(np.int64)
@@ -95,10 +95,10 @@ def mutual_information(table: np.ndarray) -> float:
     return float((joint[is_used] * np.log(joint[is_used] / independent[is_used])).sum())
 
 
-def expert_information(
+def measure_information(
     chosen: np.ndarray, labels: np.ndarray, permuted: Iterable[np.ndarray], min_tokens: int = 1
 ) -> tuple[LabelInformation, dict[str, np.ndarray]]:
-    """Return information and specialisation of experts, chosen (B, T, E) bool, about labels."""
+    """Measure information and specialisation of experts, chosen (B, T, E), about labels (B, T)."""
     # Also "information" and "specialisation" → (B,), whose means are ``normalised``, and its share
     # above chance. labels: (B, T), integers from 0, −1 if unknown. permuted: the same labels in
     # other orders that break only their link with the experts: whole images' maps permuted, or
@@ -132,16 +132,16 @@ def expert_information(
     return LabelInformation(**values, specialisation=specialisation), by_image
 
 
-def permute_images(
+def permute_labels(
     labels: np.ndarray, number: int, seed: int, people: People = None
 ) -> Iterator[np.ndarray]:
     """Yield ``number`` permutations of labels (B, T) among images, or among people if given."""
-    check_exchangeable(len(labels))
-    for order in permuted_orders(len(labels), number, seed, people):
+    check_enough_images(len(labels))
+    for order in draw_image_permutations(len(labels), number, seed, people):
         yield labels[order]
 
 
-def check_exchangeable(images: int) -> None:
+def check_enough_images(images: int) -> None:
     """Raise UserError for fewer than MIN_IMAGES images, as every result would be chance."""
     if images < MIN_IMAGES:
         raise UserError.at(
@@ -195,7 +195,7 @@ def _specialisation(
     return LabelSpecialisation(share=float(share), chance=float(chance), labels=number), excess
 
 
-def label_information(
+def information_by_label(
     chosen: Tensor, layout: TokenLayout, labels: dict[str, Tensor], people: People = None
 ) -> tuple[dict[str, LabelInformation], dict[str, np.ndarray]]:
     """Return, for kinds of labels that vary, kind → information and metric → per image (N,)."""
@@ -205,10 +205,10 @@ def label_information(
         token_labels = kind_labels.expand(chosen.shape[:2])[:, layout.special :].numpy()
         if len(np.unique(token_labels[(token_labels >= 0) & patches.any(axis=-1)])) < 2:
             continue
-        permuted = permute_images(token_labels, PERMUTATIONS, SEED, people)
+        permuted = permute_labels(token_labels, PERMUTATIONS, SEED, people)
         if name == "position":  # the same in all images, so permuted within each image
             random = np.random.default_rng(SEED)
             permuted = (random.permuted(token_labels, axis=1) for _ in range(PERMUTATIONS))
-        rows[name], by_image = expert_information(patches, token_labels, permuted, RARE)
+        rows[name], by_image = measure_information(patches, token_labels, permuted, RARE)
         values |= {f"{key}_{name}": excess for key, excess in by_image.items()}
     return rows, values

@@ -1,4 +1,4 @@
-"""Predictions and region experts on simulated people of no split: ageing, rescans, tissues.
+"""Test brain-age models on simulated people: ageing, rescans, and experts of tissues.
 
 Agreement is that of a cube's first region expert with the cube's largest tissue. N people with one
 volume each, R tissues that have an expert, P cubes (tokens) per volume. The amount of a tissue in a
@@ -44,7 +44,7 @@ class ScanRequest(NamedTuple):
 
 
 class UnseenPeopleSimulator(NamedTuple):
-    """Simulator of a cohort's people who are in no split."""
+    """Simulates people of a cohort who are in none of its splits."""
 
     source: Phantom
 
@@ -61,7 +61,7 @@ def alternating_sex(number: int) -> str:
     return "FM"[number % 2]
 
 
-def predicted_ages(model: Model, volumes: np.ndarray | Tensor, batch: int) -> np.ndarray:
+def predict_years(model: Model, volumes: np.ndarray | Tensor, batch: int) -> np.ndarray:
     """Return predicted years (N,) fp64 of volumes (N, 1, D, H, W)."""
     prediction, _ = predict_in_batches(model, volumes, batch, routing=False)
     return prediction[:, 0].double().numpy()
@@ -76,7 +76,7 @@ def predict_ageing(
     for number in range(subjects):
         person = people.person(number)
         scans = [ScanRequest(age, alternating_sex(number), person) for age in ages]
-        rows.append(predicted_ages(model, people.draw(scans), batch))
+        rows.append(predict_years(model, people.draw(scans), batch))
     return np.stack(rows)
 
 
@@ -107,7 +107,7 @@ def measure_simulated_rescans(
 
     def predict(scan: int, site: int) -> np.ndarray:
         volumes = people.draw([request._replace(scan=scan, site=site) for request in scans])
-        return predicted_ages(model, volumes, batch)
+        return predict_years(model, volumes, batch)
 
     first, again, elsewhere = predict(0, 0), predict(1, 0), predict(1, 1)
     return bootstrap_mean(np.abs(again - first)), bootstrap_mean(np.abs(elsewhere - first))
@@ -118,7 +118,7 @@ def compare_sessions(
 ) -> Interval:
     """Return the mean |change of predicted age − years between|; pairs: of test sessions."""
     indices, inverse = np.unique(pairs, return_inverse=True)
-    gaps = predicted_ages(model, data.test.images[indices], batch) - data.test.labels[indices]
+    gaps = predict_years(model, data.test.images[indices], batch) - data.test.labels[indices]
     earlier, later = gaps[inverse.reshape(-1, 2)].T
     people = data.test.people_at(np.array(pairs)[:, 0])
     return bootstrap_mean(np.abs(later - earlier), people=people)
@@ -157,12 +157,12 @@ class RoutedCubes(NamedTuple):
     scores: np.ndarray  # fp64 (N, P, R), of the tissues' experts
 
     @property
-    def own(self) -> np.ndarray:
+    def largest_tissue(self) -> np.ndarray:
         """Return the index of each cube's largest tissue, or NONE, (N, P)."""
         return np.where(self.amounts.any(axis=-1), self.amounts.argmax(axis=-1), NONE)
 
     @property
-    def first(self) -> np.ndarray:
+    def best_expert(self) -> np.ndarray:
         """Return the index of the tissue whose expert has the highest score, (N, P)."""
         return self.scores.argmax(axis=-1)
 
@@ -179,9 +179,9 @@ def tissue_sums_by_cube(shares: np.ndarray, grid: tuple[int, ...]) -> np.ndarray
 
 
 def cube_tissue_agreement(sorts: Sequence[RoutedCubes]) -> TissueAgreement:
-    """Return how often cubes' best expert is their tissue's; sorts: versions of the volumes."""
-    cube_tissues = np.concatenate([cubes.own for cubes in sorts], axis=1)
-    first = np.concatenate([cubes.first for cubes in sorts], axis=1)
+    """Return how often a cube's best expert is its tissue's, over several versions of volumes."""
+    cube_tissues = np.concatenate([cubes.largest_tissue for cubes in sorts], axis=1)
+    first = np.concatenate([cubes.best_expert for cubes in sorts], axis=1)
     tissues = np.arange(sorts[0].amounts.shape[-1])
     is_included = (cube_tissues != NONE).any(axis=1)  # people with any cube with tissue
     cube_tissues, first = cube_tissues[is_included], first[is_included]
@@ -264,7 +264,7 @@ class VolumesAndTissues(NamedTuple):
     shares: np.ndarray  # (N, R, D, H, W)
 
 
-def measure_generalisation(
+def measure_region_experts(
     subject: MeasuredModel,
     settings: RegionGeneralisationSettings,
     ages: tuple[float, float],  # youngest and oldest of the other generator's people, in years
@@ -273,7 +273,7 @@ def measure_generalisation(
 ) -> RegionExperts:
     """Return region experts' agreement with tissues on test, mixed and newly simulated volumes."""
     model, data, tissues = subject.model, subject.data, subject.regions
-    test = select_scans(data, tissues, settings.volumes)
+    test = select_volumes(data, tissues, settings.volumes)
     mixed = {}
     for complete, thinned in permutations(range(len(tissues)), 2):
         for share in SHARES:
@@ -298,7 +298,7 @@ def has_generator_voxel_grid(data: Prepared) -> bool:
     return data.card["size"] == [SIDE] * 3 and data.card["voxel_mm"] == [VOXEL_MM] * 3
 
 
-def select_scans(data: Prepared, tissues: tuple[str, ...], count: int) -> VolumesAndTissues:
+def select_volumes(data: Prepared, tissues: tuple[str, ...], count: int) -> VolumesAndTissues:
     """Return the first volume of each of ``count`` test participants, evenly spread."""
     channels = list(region_channels(tissues, data.card))
     first: dict[str, int] = {}
@@ -325,7 +325,7 @@ def simulate_ellipsoid_cohort(
 def measure_tissue_routing(
     model: Model, scans: VolumesAndTissues, tissues: tuple[str, ...], batch: int
 ) -> RegionExpertAgreement:
-    """Return how often cubes' best expert is their tissue's, on complete and one-tissue volumes."""
+    """Measure how often a cube's best expert is its tissue's, on whole and one-tissue volumes."""
     complete = route_tissue_masked_volumes(model, scans, None, batch)
     single = [
         route_tissue_masked_volumes(model, scans, one_tissue_filter(tissue), batch)
@@ -369,7 +369,7 @@ def tissue_mixture_filter(complete: int, thinned: int, share: float, seed: int) 
 def route_tissue_masked_volumes(
     model: Model, scans: VolumesAndTissues, mask: Filter | None, batch: int
 ) -> RoutedCubes:
-    """Return tissue amounts and expert scores of the cubes of volumes, after ``mask`` if any."""
+    """Route volumes, reduced by ``mask`` if given; return tissues and expert scores of cubes."""
     layout = model.layout
     parts = []
     for start in range(0, len(scans.images), batch):

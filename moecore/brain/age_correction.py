@@ -1,4 +1,4 @@
-"""Correct one model's predicted ages, and measure errors before and after: N volumes, in years."""
+"""Correct a model's predicted ages, and summarize their errors in years before and after."""
 
 import math
 import warnings
@@ -19,11 +19,11 @@ from moecore.measure.calibration import OnRefusal
 from moecore.measure.calibrators.base import Calibrator, FitOn, FittedCalibrator
 from moecore.measure.values import Metric, Values
 from moecore.statistics.intervals import Estimate, Interval, mean_share
-from moecore.tasks.regression import Regression, median_mae
+from moecore.tasks.regression import Regression, median_predictor_mae
 
 
-class Ages(NamedTuple):
-    """One model's predictions of all splits, with the data and the subjects of its volumes."""
+class AgeData(NamedTuple):
+    """Ages that one model predicts for the volumes of all splits, with data and subjects."""
 
     data: Prepared
     predicted: Mapping[str, np.ndarray]  # by split, (N,)
@@ -31,8 +31,8 @@ class Ages(NamedTuple):
     sha256: str  # of the model.safetensors
 
     @classmethod
-    def of(cls, data: Prepared, predicted: Mapping[str, np.ndarray], weights: Path) -> "Ages":
-        """Return Ages with subjects and the weights' hash. UserError for non-finite predictions."""
+    def of(cls, data: Prepared, predicted: Mapping[str, np.ndarray], weights: Path) -> "AgeData":
+        """Return the predictions with subjects and the weights' sha256; UserError if not finite."""
         for split, values in predicted.items():
             if bad := int((~np.isfinite(values)).sum()):
                 raise UserError(
@@ -46,7 +46,7 @@ class Ages(NamedTuple):
         return np.asarray(getattr(self.data, split).labels, np.float64)
 
     def column(self, split: str, name: str) -> list[str]:
-        """Return the column ``name`` of a split's subjects, one text per volume, "" if unknown."""
+        """Return the column ``name`` of the subjects table, one text per volume; "" if unknown."""
         return [row[name] for row in self.subjects[split]]
 
     def correct_split(self, split: str, fitted: FittedCalibrator | None) -> CorrectedAges:
@@ -64,12 +64,12 @@ class CalibratorFit(NamedTuple):
 
     @property
     def uses_age(self) -> bool:
-        """True if the correction needs the known age, so that its results are no predictions."""
+        """True if the correction uses the known age, so that corrected ages are no predictions."""
         return self.fitted is not None and self.fitted.uses_age
 
 
 def fit_age_line(
-    ages: Ages, calibrator: Calibrator, out_of_fold: Path, on_refusal: OnRefusal = "stop"
+    ages: AgeData, calibrator: Calibrator, out_of_fold: Path, on_refusal: OnRefusal = "stop"
 ) -> CalibratorFit:
     # out_of_fold: that stage's predictions.csv. on_refusal "report": the reason is returned.
     if calibrator.split == "out_of_fold":
@@ -192,7 +192,7 @@ class AgeResult(NamedTuple):
     tissue_ridge: RidgeResult | None = None  # ridge regression on tissue volumes, if set
 
     def put(self, out: Values) -> None:
-        """Put METRICS: MAE, correlation, slope, gaps, …; other fields become ``out.facts``."""
+        """Put the errors as values of METRICS, and the other fields into ``out.facts``."""
         out.put("median_mae", self.median_mae)
         if self.raw.mae is not None:
             ratio = Interval(self.raw.mae.value / self.median_mae)
@@ -223,7 +223,7 @@ class AgeResult(NamedTuple):
             out.facts["tissue_ridge"] = ridge._replace(absolute=None)
 
 
-def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
+def summarize_age_errors(ages: AgeData, line: CalibratorFit) -> AgeResult:
     task = cast(Regression, ages.data.task)
     test_ages = ages.known("test")
     test = ages.correct_split("test", line.fitted)
@@ -239,7 +239,7 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
 
     diagnoses = ages.column("test", "diagnosis")
     compared = test.raw if test.pooled is None else test.pooled
-    gaps = age_errors.GapRows(compared - test_ages, test_ages, sexes, diagnoses, people)
+    gaps = age_errors.AgeGaps(compared - test_ages, test_ages, sexes, diagnoses, people)
     decades = [int(age // 10) * 10 for age in test_ages]
     return AgeResult(
         kind=line.kind,
@@ -253,7 +253,9 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
         raw=table["raw"],
         pooled=table.get("pooled"),
         sex_specific=table.get("sex_specific"),
-        median_mae=median_mae(torch.from_numpy(ages.known("train")), torch.from_numpy(test_ages)),
+        median_mae=median_predictor_mae(
+            torch.from_numpy(ages.known("train")), torch.from_numpy(test_ages)
+        ),
         age_range=(float(test_ages.min()), float(test_ages.max())),
         by_sex=by(sexes),
         by_decade=by([f"{decade}–{decade + 9}" for decade in decades]),
@@ -269,8 +271,8 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
     )
 
 
-def fit_conformal_interval(ages: Ages, line: CalibratorFit) -> ConformalInterval:
-    """Return the interval of one prediction, by validation errors, and its coverage of the test."""
+def fit_conformal_interval(ages: AgeData, line: CalibratorFit) -> ConformalInterval:
+    """Return the interval of one prediction, from validation errors, and its test coverage."""
     # Volumes of one person are not exchangeable with other people's: only the first one counts.
     places = np.unique(ages.column("validation", "participant_id"), return_index=True)[1]
     residuals = ages.correct_split("validation", line.fitted).best - ages.known("validation")

@@ -1,4 +1,4 @@
-"""Classifiers on the pixels of flat images, which a method is worth little if it does not beat.
+"""Baseline classifiers on the pixels of flat images, which every method should beat.
 
 Logistic regression on standardised pixels, whose penalty the validation images choose, the nearest
 neighbours, and a small convolutional network. N images of P pixel values.
@@ -31,7 +31,7 @@ CNN_RATE = 2e-3  # peak of the learning rate
 
 
 class Baselines(MeasuredPart):
-    """Settings: how much of the data the classifiers see, and the penalties to choose from."""
+    """Settings of the baselines: the numbers of images and pixels, and the penalties."""
 
     metrics = {"baseline": Metric("{score} of {}", SCORE, SCORE, over="classifier", items="hits")}
 
@@ -63,7 +63,7 @@ def measure_baselines(
         parts: Store of finished pieces; each classifier is one.
 
     Returns:
-        ``baseline`` by classifier; facts: ``images`` fitted on, ``penalty``. Or the reason why not.
+        ``baseline`` by classifier; facts: ``images`` fitted on, ``penalty``. Or ``Skipped``.
     """
     if data.train.images.ndim != 4:
         return Skipped(skipped="the classifiers are of flat images, and these data are not")
@@ -104,7 +104,7 @@ def measure_baselines(
 
 
 def read_pixel_values(split: Split, rows: np.ndarray, channels: int, limit: int) -> PixelValues:
-    """Return images ``rows`` of a split, averaged over areas to at most ``limit`` values each."""
+    """Read the images ``rows`` of a split, shrunk to at most ``limit`` pixel values each."""
     height, width = split.images.shape[-2:]
     shrink = min(1.0, math.sqrt(limit / (channels * height * width)))
     size = max(1, int(height * shrink)), max(1, int(width * shrink))
@@ -121,7 +121,7 @@ def read_pixel_values(split: Split, rows: np.ndarray, channels: int, limit: int)
 def fit_logistic_regression(
     train: PixelValues, validation: PixelValues, penalties: tuple[float, ...]
 ) -> tuple[Any, float]:
-    """Return a scikit-learn classifier with the penalty that is best on validation; ties: larger.
+    """Return the classifier and the penalty with the best validation score; in a tie the larger.
 
     Pixels are standardised by the training images.
     """
