@@ -35,7 +35,7 @@ from benchmarks.timing import LEAST, Run, take_turns
 from moecore.core.files import available_cores
 from moecore.core.source_layout import ROOT
 from moecore.nn.layers.moe import MoEFeedForward
-from moecore.pipeline import dvc
+from moecore.pipeline import dvc_yaml
 from moecore.run.history_file import read_lines
 from moecore.study.stages import LAST_STAGES
 from moecore.training.meter import live_training_tensors, measure_peak_memory
@@ -332,9 +332,9 @@ def peak_bytes(run: Run, device: str, tensors: Iterable[Tensor]) -> int:
 def begin_study(folder: Path, params: Mapping[str, Any], stages: Mapping[str, Any]) -> None:
     """Write a DVC project without git, which reads this repository's raw data."""
     (folder / ".dvc").mkdir(exist_ok=True)
-    (folder / ".dvc/config").write_text(dvc.CONFIG + dvc.WITHOUT_GIT, encoding="utf-8")
+    (folder / ".dvc/config").write_text(dvc_yaml.CONFIG + dvc_yaml.WITHOUT_GIT, encoding="utf-8")
     (folder / "params.yaml").write_text(yaml.safe_dump(dict(params)), encoding="utf-8")
-    for name, text in dvc.study_dvc_yaml_texts(stages, params["run"]).items():
+    for name, text in dvc_yaml.study_dvc_yaml_texts(stages, params["run"]).items():
         (folder / name).write_text(text, encoding="utf-8")
     data = folder / "data"
     if (ROOT / "data").exists() and not data.exists():
@@ -401,7 +401,7 @@ def run_pipeline(folder: Path, scale: Scale, arguments: Sequence[str], seconds: 
 
 def jobs_rows(scale: Scale) -> Iterator[dict]:
     """Throughput of several trainings at a time over that of one."""
-    usual = dvc.stage_definitions(JOBS_STAGES)
+    usual = dvc_yaml.build_stage_entries(JOBS_STAGES)
     stages = {name: entry for name, entry in usual.items() if name not in LAST_STAGES}
     title = "trainings at a time"
     rates: dict[int, float] = {}
@@ -440,7 +440,7 @@ def training_seconds(folder: Path, seeds: Iterable[int]) -> float:
 def repro_rows(scale: Scale) -> Iterator[dict]:
     """The wall time of what `make repro` runs after set-up: the stages of params.yaml."""
     params = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
-    stages = dvc.stage_definitions()
+    stages = dvc_yaml.build_stage_entries()
     what = "params.yaml"
     if scale.is_dry:  # prepared data alone
         params["run"] = {"methods": [], "seeds": [], "phases": [], "measurements": []}
@@ -453,7 +453,7 @@ def repro_rows(scale: Scale) -> Iterator[dict]:
     with TemporaryDirectory() as name:
         begin_study(Path(name), params, stages)
         ran = run_pipeline(Path(name), scale, arguments, scale.seconds)
-    count = dvc.count_stages(stages, params["run"])
+    count = dvc_yaml.count_stages(stages, params["run"])
     if ran.status != 0:
         reason = f"{describe_failure(ran)}; {ran.done} of {count} stages are done"
         yield skipped("make repro", what, "", reason) | {"failed": ran.status is not None}

@@ -35,7 +35,7 @@ from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp as MlpExperts
 from moecore.nn.layers import block, moe, patch_embed
 from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.study.settings import read_params
+from moecore.study.params_reader import read_params
 from moecore.tasks.classification import Classification
 from moecore.training.job import Objective
 from moecore.training.method import Method

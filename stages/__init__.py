@@ -12,6 +12,6 @@ if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2].startswith(f"{__name__}."):
 
 if os.environ.keys() & {"MOECORE_LAUNCH", "MOECORE_RANKS"}:
     # Before torch is imported: this process may only start the stage elsewhere.
-    from moecore.run.launch import hand_stage_to_launcher
+    from moecore.run.launcher import hand_stage_to_launcher
 
     hand_stage_to_launcher()

@@ -1,4 +1,4 @@
-"""``moecore.stages.baselines PHASE``: classifiers on the pixels that a phase trains on."""
+"""``moecore.stages.baselines PHASE``: fits simple classifiers on the pixels of a phase's images."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +11,8 @@ from moecore.data.prepared import Prepared
 from moecore.measure.pixel_baselines import Baselines, measure_baselines
 from moecore.run.run_record import record_resumable
 from moecore.run.stage_entry import run_stage
-from moecore.study.sections import Phase
-from moecore.study.settings import ParamsKeyTemplate, read_params
+from moecore.study.params_reader import ParamsKeyTemplate, read_params
+from moecore.study.run_and_claims import PhaseName
 
 
 class Params(Config):
@@ -21,7 +21,7 @@ class Params(Config):
     baselines: Baselines
 
 
-def baselines(phase: Phase) -> None:
+def baselines(phase: PhaseName) -> None:
     """Fit the classifiers on the images that the first seed of ``phase`` trains on."""
     params = read_params(Params, data=phase)
     folder = Path("artifacts/data", phase)

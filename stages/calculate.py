@@ -1,11 +1,11 @@
-"""``moecore.stages.calculate WHAT``: a measurement that needs no trained model."""
+"""``moecore.stages.calculate WHAT``: computes a measurement that needs no trained model."""
 
-from moecore.run.measurement_run import calculate_values
+from moecore.run.measurement_run import run_calculation
 from moecore.run.stage_entry import run_stage
 
 
 def calculate(what: str) -> None:
-    calculate_values(what)
+    run_calculation(what)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``moecore.stages.calibrate PHASE METHOD SEED``: a calibrator, and what it changes on test."""
+"""``moecore.stages.calibrate PHASE METHOD SEED``: fits a calibrator, and evaluates it."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.measure import calibration
 from moecore.measure.base import MeasuredModel
-from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
-from moecore.study.sections import Phase
-from moecore.study.settings import read_params
+from moecore.run.stage_inputs import read_stage_inputs
+from moecore.study.params_reader import read_params
+from moecore.study.run_and_claims import PhaseName
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 
@@ -25,7 +25,7 @@ class Params(Config):
     calibrate: calibration.Calibrate
 
 
-def calibrate(phase: Phase, method: str, seed: int) -> None:
+def calibrate(phase: PhaseName, method: str, seed: int) -> None:
     params = read_params(Params)
     settings = params.calibrate
     data = Prepared.open(Path("artifacts/data") / phase)

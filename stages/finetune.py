@@ -1,4 +1,4 @@
-"""Stages ``finetune`` and ``adversarial`` (adversarial-moe, §4.2): training on other data."""
+"""Stages ``finetune`` and ``adversarial``: train a pretrained model on other or attacked data."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,7 +10,7 @@ from moecore.measure.routing_metrics.epoch_routing import finetuning_agreement
 from moecore.nn.predict import predict_in_batches
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run
-from moecore.study.settings import ParamsKeyTemplate, read_params
+from moecore.study.params_reader import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import guide_folder, save_model, save_vocab
 from moecore.training.method import Method
 from moecore.training.outcome import evaluate_trained, save_model_score

@@ -1,4 +1,4 @@
-"""Not a stage: forks them for ``moecore run``: python -m moecore.stages.fork_server SOCKET."""
+"""Server that forks stages for ``moecore run``: python -m moecore.stages.fork_server SOCKET."""
 
 import pkgutil
 import sys

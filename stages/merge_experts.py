@@ -1,9 +1,9 @@
-"""``moecore.stages.merge_experts METHOD SEED``: a model whose similar experts are one."""
+"""``moecore.stages.merge_experts METHOD SEED``: merges similar experts of a trained model."""
 
 from moecore.core.config import Config
-from moecore.run.measurement_run import reduce_and_record
+from moecore.run.measurement_run import reduce_experts_and_record
 from moecore.run.stage_entry import run_stage
-from moecore.study.settings import read_params
+from moecore.study.params_reader import read_params
 from moecore.training.surgery.merge import Merge
 
 
@@ -13,7 +13,7 @@ class Params(Config):
 
 def merge_experts(method: str, seed: int) -> None:
     params = read_params(Params)
-    reduce_and_record(params, params.merge, method, seed)
+    reduce_experts_and_record(params, params.merge, method, seed)
 
 
 if __name__ == "__main__":

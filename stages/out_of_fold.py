@@ -1,4 +1,4 @@
-"""``moecore.stages.out_of_fold METHOD SEED``: volumes predicted without their participants."""
+"""``moecore.stages.out_of_fold METHOD SEED``: predicts training volumes by cross-validation."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import Backbone
 from moecore.run.run_record import record_resumable, report_progress
 from moecore.run.stage_entry import run_stage
-from moecore.study.settings import ParamsKeyTemplate, read_params
+from moecore.study.params_reader import ParamsKeyTemplate, read_params
 from moecore.training.method import Method
 from moecore.training.runtime import tune_runtime
 from moecore.training.settings import Training

@@ -1,4 +1,4 @@
-"""Stage ``prepare``: raw data → checked, split, memory-mappable arrays with a card.
+"""Stage ``prepare``: converts raw data to checked, split, memory-mappable arrays with a card.
 
 ``moecore.stages.prepare pretrain`` reads ``data.pretrain``, writes artifacts/data/pretrain/.
 """
@@ -10,10 +10,10 @@ from moecore.core.config import Config
 from moecore.core.files import atomic_folder
 from moecore.data.raw_data_changes import scan_raw_folders
 from moecore.data.sources.base import Source
-from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
-from moecore.study.settings import ParamsKeyTemplate, read_params
+from moecore.run.stage_inputs import read_stage_inputs
+from moecore.study.params_reader import ParamsKeyTemplate, read_params
 
 
 class Params(Config):
@@ -21,7 +21,7 @@ class Params(Config):
 
 
 def prepare(name: str) -> None:
-    """Prepare the data set under ``data.<name>`` of params.yaml, in artifacts/data/<name>."""
+    """Prepare the data source ``data.<name>`` of params.yaml in artifacts/data/<name>."""
     params = read_params(Params, data=name)
     target = Path("artifacts/data") / name
     inputs = read_stage_inputs("prepare", params, [], phase=name)

@@ -1,4 +1,4 @@
-"""Stage ``pretrain``: one method trained from scratch with one seed.
+"""Stage ``pretrain``: trains one method from scratch with one seed.
 
 ``moecore.stages.pretrain vmoe 0`` writes artifacts/pretrain/vmoe/0/. After a kill it resumes.
 """
@@ -13,7 +13,7 @@ from moecore.measure.routing_metrics.epoch_routing import EpochRecorder
 from moecore.nn.backbones.base_model import Backbone
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run
-from moecore.study.settings import ParamsKeyTemplate, read_params
+from moecore.study.params_reader import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import GUIDE, save_guide, save_model, save_vocab
 from moecore.training.method import Method
 from moecore.training.outcome import evaluate_trained, save_model_score
@@ -28,7 +28,7 @@ class Params(Config):
 
 
 def pretrain(method: str, seed: int) -> None:
-    """Train ``method`` on artifacts/data/pretrain, guided by its teacher if it has one."""
+    """Train ``method`` on artifacts/data/pretrain, with its teacher if it has one."""
     params = read_params(Params, method=method)
     settings = params.method.merge_pretrain_settings(params.pretrain)
     names = params.method.expert_names

@@ -1,9 +1,9 @@
-"""``moecore.stages.prune_experts METHOD SEED``: a model without its worst experts."""
+"""``moecore.stages.prune_experts METHOD SEED``: removes the worst experts of a trained model."""
 
 from moecore.core.config import Config
-from moecore.run.measurement_run import reduce_and_record
+from moecore.run.measurement_run import reduce_experts_and_record
 from moecore.run.stage_entry import run_stage
-from moecore.study.settings import read_params
+from moecore.study.params_reader import read_params
 from moecore.training.surgery.prune import Prune
 
 
@@ -13,7 +13,7 @@ class Params(Config):
 
 def prune_experts(method: str, seed: int) -> None:
     params = read_params(Params)
-    reduce_and_record(params, params.prune, method, seed)
+    reduce_experts_and_record(params, params.prune, method, seed)
 
 
 if __name__ == "__main__":

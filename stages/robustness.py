@@ -1,11 +1,11 @@
-"""``python -m moecore.stages.robustness PHASE METHOD SEED``: scores under attacks."""
+"""``moecore.stages.robustness PHASE METHOD SEED``: scores a trained model under attack."""
 
 from moecore.run.measurement_run import measure_model
 from moecore.run.stage_entry import run_stage
-from moecore.study.sections import Phase
+from moecore.study.run_and_claims import PhaseName
 
 
-def robustness(phase: Phase, method: str, seed: int) -> None:
+def robustness(phase: PhaseName, method: str, seed: int) -> None:
     measure_model("robustness", phase, method, seed)
 
 

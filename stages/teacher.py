@@ -1,4 +1,4 @@
-"""``moecore.stages.teacher SEED``: a dense model trained here, weights through timm, or none."""
+"""``moecore.stages.teacher SEED``: trains a dense teacher, or loads its weights through timm."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from moecore.measure.base import Skipped
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run
-from moecore.study.settings import read_params
+from moecore.study.params_reader import read_params
 from moecore.training.artifacts import save_model
 from moecore.training.job import Objective, build_training_job
 from moecore.training.outcome import Outcome, evaluate_trained
@@ -26,7 +26,7 @@ class Params(Config):
 
 
 def teacher(seed: int) -> None:
-    """Write artifacts/teacher/``seed``/; students share its drawn images and no other draws."""
+    """Write the teacher of ``seed``, which trains on the same drawn images as its students."""
     params = read_params(Params)
     settings = params.teacher
     target = Path("artifacts/teacher", str(seed))

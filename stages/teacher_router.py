@@ -1,4 +1,4 @@
-"""``moecore.stages.teacher_router METHOD SEED``: routers on the frozen teacher (TGR, §3.2)."""
+"""``moecore.stages.teacher_router METHOD SEED``: fits routers on the frozen teacher (TGR, §3.2)."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,11 +9,11 @@ from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
 from moecore.nn.backbones.base_model import Backbone, ImageSpec
-from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
+from moecore.run.stage_inputs import read_stage_inputs
 from moecore.run.training import log_points_with_progress
-from moecore.study.settings import ParamsKeyTemplate, read_params
+from moecore.study.params_reader import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import load_teacher, save_guide, save_no_guide
 from moecore.training.method import Method
 from moecore.training.outcome import FinalRouterLosses

@@ -1,4 +1,4 @@
-"""``moecore.stages.transfer PHASE SEED``: each method on images attacked on every other."""
+"""``moecore.stages.transfer PHASE SEED``: scores each model on images attacked on the others."""
 
 import sys
 from pathlib import Path
@@ -10,8 +10,8 @@ from moecore.data.prepared import Prepared
 from moecore.measure.transfer_attacks import Transfer, measure
 from moecore.run.run_record import record_resumable, report_progress
 from moecore.run.stage_entry import run_stage
-from moecore.study.sections import Phase
-from moecore.study.settings import ParamsKeyTemplate, read_params
+from moecore.study.params_reader import ParamsKeyTemplate, read_params
+from moecore.study.run_and_claims import PhaseName
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 
@@ -21,7 +21,7 @@ class Params(Config):
     transfer: Transfer = Transfer()
 
 
-def transfer(phase: Phase, seed: int) -> None:
+def transfer(phase: PhaseName, seed: int) -> None:
     params = read_params(Params)
     folders = {name: Path("artifacts", phase, name, str(seed)) for name in params.methods}
     inputs = [Path("artifacts/data", phase), *folders.values()]

@@ -1,4 +1,4 @@
-"""``moecore.stages.transferred PHASE METHOD SEED``: images attacked on this model, for others."""
+"""``moecore.stages.transferred PHASE METHOD SEED``: attacks images on a model, to test others."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from moecore.data.prepared import Prepared
 from moecore.measure.base import MeasuredModel
 from moecore.measure.robustness import TRANSFERRED, Robustness, target_on_drawn_images
 from moecore.measure.values import Found
-from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
-from moecore.study.sections import Phase
-from moecore.study.settings import read_params
+from moecore.run.stage_inputs import read_stage_inputs
+from moecore.study.params_reader import read_params
+from moecore.study.run_and_claims import PhaseName
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 
@@ -22,7 +22,7 @@ class Params(Config):
     robustness: Robustness
 
 
-def transferred(phase: Phase, method: str, seed: int) -> None:
+def transferred(phase: PhaseName, method: str, seed: int) -> None:
     params = read_params(Params)
     attack = params.robustness.transfer
     if attack is None:

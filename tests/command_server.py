@@ -25,7 +25,7 @@ from moecore.pipeline.cli import app
 from moecore.pipeline.code_hashes import hash_code_files
 from moecore.pipeline.stage_fork_server import serve_stages
 from moecore.stages.fork_server import STAGES
-from moecore.study.document import load_yaml_document
+from moecore.study.yaml_document import load_yaml_document
 
 
 def command(words: str) -> None:

@@ -6,7 +6,7 @@ from torch import nn
 from moecore.core.source_layout import ROOT
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
-from moecore.study.document import load_yaml_document
+from moecore.study.yaml_document import load_yaml_document
 from moecore.training.method import Method, attach_required_guide, build_guide
 from tests.training.small import IMAGE
 

@@ -57,7 +57,7 @@ class Brightness(Measurement):
         out.piece("mean", lambda part: part.put("brightness", float(images.mean())))
 '''
 BRIGHTNESS_PAGE = """\
-from moecore.report.results import Pictures
+from moecore.report.results_and_displays import Pictures
 
 PICTURES = Pictures("my_lab.brightness")
 """

@@ -17,19 +17,19 @@ from tempfile import TemporaryDirectory
 from moecore.core.files import UserError
 from moecore.core.source_layout import CODE
 from moecore.pipeline import code_hashes
-from moecore.pipeline.code_hashes import write_code
+from moecore.pipeline.code_hashes import write_code_hashes
 from moecore.pipeline.plan import plan_stages, query_pipeline_status, stages_changed_by_code
+from moecore.pipeline.run_folders import write_dvc_files
 from moecore.pipeline.stage_client import SOCKET
-from moecore.pipeline.study_runs import write_dvc_files
 from moecore.run.history_file import read_dvc_locks
-from moecore.run.inputs import wheel_record
+from moecore.run.stage_inputs import read_wheel_hashes
 from moecore.study.check import check_document
-from moecore.study.document import load_yaml_document
-from moecore.study.layers import Composed, list_folder_stages
-from moecore.study.params_file import dump_inline_yaml, write_params
+from moecore.study.params_layers import ComposedParams, list_dvc_stages
+from moecore.study.params_writer import dump_inline_yaml, write_params
 from moecore.study.questions import QuestionFile
 from moecore.study.stages import CODE_STAGE
 from moecore.study.study import Study
+from moecore.study.yaml_document import load_yaml_document
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,13 +98,13 @@ questions: []
 
 
 def check_params(path: Path) -> Study:
-    return check_document(load_yaml_document(path), list_folder_stages(path.parent))
+    return check_document(load_yaml_document(path), list_dvc_stages(path.parent))
 
 
 def forget_files() -> None:
     """Make this process read files of code again, which a test has edited."""
     caches = (code_hashes._read_source, code_hashes._imported_files, code_hashes._code_hash)
-    for cached in (*caches, code_hashes._module_file, code_hashes._data_files, wheel_record):
+    for cached in (*caches, code_hashes._module_file, code_hashes._data_files, read_wheel_hashes):
         cached.cache_clear()
 
 
@@ -117,7 +117,7 @@ def copy_shipped(folder: Path) -> Path:
     return folder
 
 
-def compose_shipped(name: str, presets: Sequence[str] = (), number: int = 1) -> Composed:
+def compose_shipped(name: str, presets: Sequence[str] = (), number: int = 1) -> ComposedParams:
     """A round of a question of ours over the params.yaml as it is shipped."""
     with TemporaryDirectory() as root:
         return QuestionFile(copy_shipped(Path(root)), name).round(number).compose(presets)
@@ -243,7 +243,7 @@ class Project:
         """What the stage ``code`` does; nothing where params.yaml is wrong, as the stage says."""
         with contextlib.suppress(UserError):
             root = ROOT if self.forked else self.folder
-            write_code(self.folder / "params.yaml", self.folder / CODE, root)
+            write_code_hashes(self.folder / "params.yaml", self.folder / CODE, root)
 
     def repro(self, *words: str) -> list[str]:
         done = self.run(["dvc", "repro", *words])

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from moecore.report.claims.answers import Answer, Studies
 from moecore.report.claims.claims_table import build_claim_row
-from moecore.report.claims.evaluation import ASKS, excludes_zero, find_control_pair
-from moecore.report.claims.result_evidence import compare_kept_items
+from moecore.report.claims.evaluation import ASKS, excludes_zero, find_router_control
+from moecore.report.claims.result_evidence import compare_stored_items
 from moecore.report.tables.cells import interval_from_json
-from moecore.study.questions import Round
-from moecore.study.sections import Question, compared_quantity_key
+from moecore.study.questions import QuestionRound
+from moecore.study.run_and_claims import Question, compared_quantity_key
 from moecore.study.stages import PHASES
 from tools.pooled_claims import PooledAnswer
 
@@ -45,7 +45,7 @@ class Control(NamedTuple):
 Controls = Mapping[tuple[str, str, str], Control]  # (settings of the data, phase, metric)
 
 
-def find_controls(rounds: Sequence[Round], studies: Studies) -> Controls:
+def find_controls(rounds: Sequence[QuestionRound], studies: Studies) -> Controls:
     """Return the control of each kind of data, of several the one with most seeds."""
     controls: dict[tuple[str, str, str], Control] = {}
     for study in rounds:
@@ -60,12 +60,12 @@ def find_controls(rounds: Sequence[Round], studies: Studies) -> Controls:
 
 
 def _list_measured_controls(
-    study: Round, compared: Mapping[str, Any]
+    study: QuestionRound, compared: Mapping[str, Any]
 ) -> Iterator[tuple[Question, Mapping[str, Any]]]:
     data = study.compose().document.data
     methods = data.get("methods") or {}
     run = data["run"]
-    pair = find_control_pair({name: methods.get(name) for name in run["methods"]})
+    pair = find_router_control({name: methods.get(name) for name in run["methods"]})
     if pair is None or len(run["seeds"]) < 2:
         return
     entries = {**compared.get("claims", {}), **compared.get("questions", {})}.values()
@@ -82,12 +82,12 @@ def _list_measured_controls(
             )
             asked = question.model_dump()
             entry = measured.get(compared_quantity_key(asked))
-            entry = entry or compare_kept_items(study.results, compared, question)
+            entry = entry or compare_stored_items(study.results, compared, question)
             if entry:
                 yield question, {"asked": asked} | dict(entry)
 
 
-def data_settings(study: Round, phase: str) -> str:
+def data_settings(study: QuestionRound, phase: str) -> str:
     """Return the settings of data, model and training up to a phase, which a control is about."""
     data = study.compose().document.data
     phases = PHASES[: PHASES.index(phase) + 1]
@@ -97,7 +97,7 @@ def data_settings(study: Round, phase: str) -> str:
 
 
 def mark_insensitive(
-    pooled: Sequence[PooledAnswer], rounds: Sequence[Round], controls: Controls
+    pooled: Sequence[PooledAnswer], rounds: Sequence[QuestionRound], controls: Controls
 ) -> list[PooledAnswer]:
     """Return the answers; those about accuracy on insensitive data say why under INSENSITIVE."""
     studies = {study.name: study for study in rounds}
@@ -110,7 +110,7 @@ def mark_insensitive(
     return marked
 
 
-def _why_insensitive(answer: Answer, study: Round, controls: Controls) -> str:
+def _why_insensitive(answer: Answer, study: QuestionRound, controls: Controls) -> str:
     claim = answer.claim
     if {claim.metric, claim.against_metric or claim.metric} - {*SCORES}:
         return ""
@@ -127,7 +127,7 @@ def counted_verdict(answer: Answer) -> str:
     return INSENSITIVE if decided and INSENSITIVE in entry else answer.verdict_holm
 
 
-def find_sensitive_rounds(rounds: Sequence[Round], controls: Controls) -> set[str]:
+def find_sensitive_rounds(rounds: Sequence[QuestionRound], controls: Controls) -> set[str]:
     """Return the rounds on whose data a learned router beats a hash, after pretraining."""
     phase = PHASES[0]
     return {
@@ -139,7 +139,7 @@ def find_sensitive_rounds(rounds: Sequence[Round], controls: Controls) -> set[st
     }
 
 
-def describe_round(study: Round, controls: Controls) -> str:
+def describe_round(study: QuestionRound, controls: Controls) -> str:
     """Return a sentence on what a round's data can show, for its README; "" without accuracy."""
     data = study.compose().document.data
     sentences = []

@@ -22,14 +22,14 @@ import scipy
 from moecore.core.files import UserError, write_whole
 from moecore.core.source_layout import run_git
 from moecore.report.claims.answers import collect_answers
-from moecore.report.claims.result_evidence import DEFAULTS, EARLIER, has_whole_history
+from moecore.report.claims.result_evidence import DEFAULTS, EARLIER, has_full_git_history
 from moecore.report.tables.metrics_by_method import expected_metrics
 from moecore.statistics.comparisons import BOTH, ITEMS, POWER, SEEDS
 from moecore.study import papers
-from moecore.study.document import parse_yaml_document
 from moecore.study.questions import load_rounds
-from moecore.study.sections import Claim, Comparison, compared_quantity_key, design_digest
+from moecore.study.run_and_claims import Claim, Comparison, compared_quantity_key, design_digest
 from moecore.study.study import read_study
+from moecore.study.yaml_document import parse_yaml_document
 
 PATHS = ("pipelines/*/reports/compare.json", "pipelines/results/*/*.json")
 WORDS = re.compile(r"\d+: (\S+), (\S+): (\S+) of (\S+) (higher|lower) than of (\S+)")
@@ -264,7 +264,7 @@ def _check_derived(answer: StoredAnswer, variances: list[float], freedoms: list[
 def main() -> None:
     """Write pipelines/results/earlier.json and print the number of its answers."""
     root = Path()
-    if not has_whole_history(root):
+    if not has_full_git_history(root):
         raise UserError("found no git history, or a part of it; allowed: a whole clone")
     answers = list_answers(root)
     lines = [json.dumps(answer, ensure_ascii=False) for answer in answers]

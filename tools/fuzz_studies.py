@@ -27,15 +27,15 @@ import yaml
 from moecore.core.config import KIND
 from moecore.core.files import UserError
 from moecore.pipeline.code_hashes import hash_code_files
-from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
-from moecore.report.tables.metrics_by_method import expected_metrics, unfit_metric_problems
+from moecore.pipeline.dvc_yaml import build_stage_entries, study_dvc_yaml_texts
+from moecore.report.tables.metrics_by_method import expected_metrics, unanswerable_claims
 from moecore.run.stage_entry import run_stage
 from moecore.stages.fork_server import STAGES
 from moecore.study.check import check_study
-from moecore.study.document import load_yaml_document
-from moecore.study.layers import list_folder_stages
+from moecore.study.params_layers import list_dvc_stages
 from moecore.study.stages import LAST_STAGES, SECTIONS
 from moecore.study.study import Study
+from moecore.study.yaml_document import load_yaml_document
 from tools.draw_study import StudyDrawer, write_raw_data
 
 ALWAYS = ("prepare", *LAST_STAGES)
@@ -48,7 +48,7 @@ def is_accepted(data: dict[str, Any], seed: int, folder: Path) -> bool:
     study = repair_until_accepted(data, folder)
     if study is None:
         return False
-    data["questions"] = draw_questions(seed, study, list_folder_stages(folder))
+    data["questions"] = draw_questions(seed, study, list_dvc_stages(folder))
     return repair_until_accepted(data, folder) is not None
 
 
@@ -58,7 +58,7 @@ def repair_until_accepted(data: dict[str, Any], folder: Path) -> Study | None:
         write_study_files(data, folder)
         try:
             with chdir(folder):
-                return check_study("params.yaml", also=unfit_metric_problems).study
+                return check_study("params.yaml", also=unanswerable_claims).study
         except UserError as error:
             lines = [(re.findall(r"\w+", line[1]), line[2]) for line in LINE.finditer(str(error))]
         named = {
@@ -126,7 +126,7 @@ def _list_keys(value: Any) -> Sequence[Any]:
 def write_study_files(data: dict[str, Any], folder: Path) -> None:
     """Write params.yaml and a dvc.yaml of the stages whose sections the study has."""
     stages = [name for name in SECTIONS if name in data or name in ALWAYS or name == "measure"]
-    definitions = stage_definitions(stages)
+    definitions = build_stage_entries(stages)
     for name, text in study_dvc_yaml_texts(definitions, data["run"]).items():
         (folder / name).write_text(text, encoding="utf-8")
     text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)

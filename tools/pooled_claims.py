@@ -18,17 +18,22 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.report.claims import evaluation
-from moecore.report.claims.answers import Answer, Studies, collect_answers, correct_over_papers
-from moecore.report.claims.result_evidence import DEFAULTS, EARLIER, design_of, read_kept_values
+from moecore.report.claims.answers import Answer, Studies, apply_holm_per_paper, collect_answers
+from moecore.report.claims.result_evidence import (
+    DEFAULTS,
+    EARLIER,
+    digest_design,
+    read_stored_values,
+)
 from moecore.report.tables.cells import NumberFormat
 from moecore.statistics import pooling
 from moecore.statistics.comparisons import BOTH, SEEDS, Difference, VarianceSource
 from moecore.statistics.intervals import Interval
 from moecore.study import papers
-from moecore.study.document import did_you_mean, load_yaml_document
-from moecore.study.questions import Round
-from moecore.study.sections import Claim, Comparison, compared_quantity_key
-from moecore.study.settings import validate_whole
+from moecore.study.params_reader import validate_document
+from moecore.study.questions import QuestionRound
+from moecore.study.run_and_claims import Claim, Comparison, compared_quantity_key
+from moecore.study.yaml_document import did_you_mean, load_yaml_document
 from tools.designs import RandomEffects, has_collapsed_seed, random_effects, sign_test
 
 OTHER = "other"  # design: the answer is of another metric or of other methods
@@ -117,7 +122,7 @@ def load_earlier_answers(
     if not path.is_file():
         return ()
     document = load_yaml_document(path)
-    answers = validate_whole(EarlierAnswers, document).answers
+    answers = validate_document(EarlierAnswers, document).answers
     seen = set()
     for index, answer in enumerate(answers):
         keys = ("answers", index)
@@ -170,7 +175,7 @@ def judge_runs(
     if claim.margin is not None and gap >= 0:
         p = p / 2
     corrected = pooling.correct_for_looks(p, looks)
-    verdict = evaluation.judge_p(corrected, pooled, claim, good)
+    verdict = evaluation.verdict_from_p(corrected, pooled, claim, good)
     numbers = dict(entry)
     numbers |= evaluation.verdict_to_json(pooled, entry["form"], verdict, corrected, None)
     if len(runs) > 1:
@@ -226,11 +231,11 @@ def compare_designs(
         sum(source.variance for source in difference.sources) for difference in estimates.values()
     ]
     effects = random_effects([each.value for each in estimates.values()], variances)
-    verdicts = [evaluation.judge_difference(each, claim, good) for each in estimates.values()]
+    verdicts = [evaluation.evaluate_difference(each, claim, good) for each in estimates.values()]
     return Designs(estimates, effects, verdicts.count("holds"))
 
 
-def evaluate_pooled(rounds: Iterable[Round]) -> tuple[Studies, list[PooledAnswer]]:
+def evaluate_pooled(rounds: Iterable[QuestionRound]) -> tuple[Studies, list[PooledAnswer]]:
     """Return round → result, and all answers; claims over all runs of their design, with Holm.
 
     Raises UserError for an invalid file of earlier answers.
@@ -262,7 +267,7 @@ def evaluate_pooled(rounds: Iterable[Round]) -> tuple[Studies, list[PooledAnswer
             answer = answer._replace(entry=entry | sign_test_of_collapse(of_design))
         others = compare_designs(by_design, answer.claim, answer.good)
         pooled.append(PooledAnswer(answer, before, others, last_seeds))
-    corrected = correct_over_papers([each.answer for each in pooled])
+    corrected = apply_holm_per_paper([each.answer for each in pooled])
     return studies, [
         each._replace(answer=answer) for each, answer in zip(pooled, corrected, strict=True)
     ]
@@ -272,7 +277,7 @@ def _list_runs(
     answers: Sequence[Answer],
     earlier: Sequence[EarlierAnswer],
     named: Mapping[str, Mapping[str, Any]],
-    rounds: Mapping[str, Round],
+    rounds: Mapping[str, QuestionRound],
     studies: Studies,
 ) -> dict[tuple[Any, ...], list[Run]]:
     """Return compared quantity → its runs, the earlier ones first."""
@@ -307,15 +312,17 @@ def _list_runs(
             # Settings that changed since the run do not say its design; one run needs none.
             design = study.name
             if not answer.changed and (runs[key] or times[key] > 1):
-                design = design_of(study, answer.claim)
+                design = digest_design(study, answer.claim)
             run = Run(study.name, design, seeds, difference, sides, values)
             runs[key].append(run)
     return runs
 
 
-def _kept_seed_means(study: Round, claim: Comparison, studies: Studies) -> np.ndarray | None:
+def _kept_seed_means(
+    study: QuestionRound, claim: Comparison, studies: Studies
+) -> np.ndarray | None:
     """Return the difference of each seed (S,), if the round's result keeps these items."""
-    sides = read_kept_values(study.results, studies[study.name], claim)
+    sides = read_stored_values(study.results, studies[study.name], claim)
     if sides is None:
         return None
     ours, theirs = sides

@@ -19,10 +19,10 @@ from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.claims.significance import LEVEL
 from moecore.report.tables.cells import SCALES, NumberFormat, markdown_table
 from moecore.statistics.intervals import Interval
-from moecore.study.document import Document, load_yaml_document
 from moecore.study.papers import PIPELINES
-from moecore.study.sections import Comparison, Phase
-from moecore.study.settings import validate_whole
+from moecore.study.params_reader import validate_document
+from moecore.study.run_and_claims import Comparison, PhaseName
+from moecore.study.yaml_document import YamlDocument, load_yaml_document
 from tools.data_sensitivity import INSENSITIVE
 
 QUESTIONS_FILE = PIPELINES / "answers.yaml"
@@ -42,7 +42,7 @@ class Evidence(Config):
 
     study: str = Field(description="round of a question, such as tgr/table_3 or moge/swin.2")
     data: str = Field(description="what it is about, for readers")
-    phase: Phase = "pretrain"
+    phase: PhaseName = "pretrain"
     metric: str
     method: str
     against: str
@@ -122,7 +122,7 @@ def answer_readers(
     if not path.is_file():
         return [], {}
     document = load_yaml_document(path)
-    content = validate_whole(ReaderQuestions, document)
+    content = validate_document(ReaderQuestions, document)
     answered = []
     differences = list_differences(answers)
     for index, question in enumerate(content.questions):
@@ -145,7 +145,7 @@ def answer_readers(
 
 
 def find_answers(
-    document: Document, index: int, question: ReaderQuestion, answers: Sequence[Answer]
+    document: YamlDocument, index: int, question: ReaderQuestion, answers: Sequence[Answer]
 ) -> list[Answer]:
     """Return the answer to each evidence of question ``index``; UserError if one has no result."""
     by_comparison: dict[tuple[str, ...], Answer] = {}

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.source_layout import ROOT
-from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
-from moecore.study.document import parse_yaml_document
+from moecore.pipeline.dvc_yaml import build_stage_entries, study_dvc_yaml_texts
+from moecore.study.yaml_document import parse_yaml_document
 
 FILE = Path(__file__).with_name("equality.yaml")
 # Measured times, memory and what depends on them.
@@ -47,7 +47,7 @@ def record_pipeline(stages: list[str], text: str) -> dict[str, Any]:
         folder = Path(scratch)
         (folder / "params.yaml").write_text(text, encoding="utf-8")
         run = parse_yaml_document(text).data["run"]
-        for path, content in study_dvc_yaml_texts(stage_definitions(names), run).items():
+        for path, content in study_dvc_yaml_texts(build_stage_entries(names), run).items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(content, encoding="utf-8")
         environment = os.environ | {"PYTHONPATH": str(ROOT), "MOECORE_THREADS": "1"}

@@ -26,8 +26,8 @@ from moecore.data.sources.base import Source
 from moecore.measure.pixel_baselines import Baselines, measure_baselines
 from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import Backbone, ImageSpec
-from moecore.study.document import load_yaml_document
-from moecore.study.layers import merge_settings
+from moecore.study.params_layers import merge_settings
+from moecore.study.yaml_document import load_yaml_document
 from moecore.training.artifacts import load_adapted_model, save_model
 from moecore.training.job import Objective, build_training_job
 from moecore.training.loop import iterate_training

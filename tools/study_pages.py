@@ -18,24 +18,24 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from moecore.core.files import UserError, read_json, write_whole
 from moecore.measure.values import place_slug
-from moecore.report.claims.answers import Answer, Studies, count_facts_once
+from moecore.report.claims.answers import Answer, Studies, drop_repeated_claims
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
-from moecore.report.claims.result_evidence import read_kept_values
+from moecore.report.claims.result_evidence import read_stored_values
 from moecore.report.claims.significance import LEVEL
 from moecore.report.tables.cells import COSTS, NumberFormat, interval_from_json, markdown_table
 from moecore.study import papers
-from moecore.study.document import did_you_mean
 from moecore.study.questions import (
     RATE,
     RESULTS,
     THRESHOLD,
     WORLDS,
     QuestionFile,
-    Round,
+    QuestionRound,
     load_questions,
     load_rounds,
 )
-from moecore.study.sections import Claim, Comparison, Question
+from moecore.study.run_and_claims import Claim, Comparison, Question
+from moecore.study.yaml_document import did_you_mean
 from tools.data_sensitivity import (
     INSENSITIVE,
     Controls,
@@ -88,7 +88,9 @@ def template_environment() -> Environment:
     )
 
 
-def evaluate_rounds(rounds: Sequence[Round]) -> tuple[Studies, list[PooledAnswer], Controls]:
+def evaluate_rounds(
+    rounds: Sequence[QuestionRound],
+) -> tuple[Studies, list[PooledAnswer], Controls]:
     """Return round → result, the answers over all runs of a design, and what data can show."""
     studies, pooled = evaluate_pooled(rounds)
     controls = find_controls(rounds, studies)
@@ -102,7 +104,7 @@ def write_claims_page(root: Path = Path()) -> Path:
     return target
 
 
-def render_claims_page(root: Path = Path(), rounds: Sequence[Round] | None = None) -> str:
+def render_claims_page(root: Path = Path(), rounds: Sequence[QuestionRound] | None = None) -> str:
     """Return the text of docs/claims.md; rounds: all rounds of questions, None to read them."""
     if rounds is None:
         rounds = load_rounds(root)
@@ -134,7 +136,7 @@ def render_claims_page(root: Path = Path(), rounds: Sequence[Round] | None = Non
         head = ("question", "difference", "answer", "study")
         cells = [[*cells[:3], cells[-1]] for cells in map(_answer_cells, questions)]
         tables["What no paper claims, asked of these runs"] = markdown_table(head, cells)
-    facts = count_facts_once([each.answer for each in claims])
+    facts = drop_repeated_claims([each.answer for each in claims])
     looks = Counter(each.looks for each in claims if each.answer.entry)
     verdicts = Counter(map(counted_verdict, facts))
     template = template_environment().get_template("claims.md.jinja")
@@ -157,7 +159,7 @@ def _place_of(answer: Answer) -> tuple[str, str]:
     return answer.claim.paper, answer.source
 
 
-def describe_unjudged_metrics(printed: papers.UnjudgedMetrics, studies: Studies) -> str:
+def describe_unjudged_metrics(printed: papers.UntestedMetrics, studies: Studies) -> str:
     """Return metrics that no claim judges as text: "`test_mae`: vmoe 5.1, prc 5.3; …", or ""."""
     compared = studies.get(printed.study, {})
     texts = []
@@ -176,7 +178,7 @@ def describe_unjudged_metrics(printed: papers.UnjudgedMetrics, studies: Studies)
 
 
 def describe_linearity(
-    printed: papers.UnjudgedMetrics, studies: Studies, root: Path
+    printed: papers.UntestedMetrics, studies: Studies, root: Path
 ) -> tuple[str, str]:
     """Return deviations from a line and the verdict, if the metrics have ``levels``, else ""."""
     if not printed.levels or not studies.get(printed.study):
@@ -191,7 +193,7 @@ def describe_linearity(
             better="higher",
             phase=printed.phase,
         )
-        sides = read_kept_values(results, studies[printed.study], pair)
+        sides = read_stored_values(results, studies[printed.study], pair)
         if sides is None:
             raise UserError.at(
                 results, found=f"no items of {pair.words}", allowed="items of all the levels"
@@ -205,7 +207,7 @@ def describe_linearity(
     return text, f"{verdict} ({numbers}; exactly linear: p = {tested.p_exact:.2g})"
 
 
-def describe_computed_pair(computed: papers.ComputedPair, compared: Mapping[str, Any]) -> str:
+def describe_computed_pair(computed: papers.ComputedRatio, compared: Mapping[str, Any]) -> str:
     """Return ``A → B: `parameters`: 285 → 243, 0.851 times (the paper: 0.853)``; "" if not run."""
     texts = []
     cells = {}
@@ -422,7 +424,7 @@ def render_study_pages(root: Path) -> dict[Path, str]:
     return pages
 
 
-def tuned_rates(study: Round) -> str:
+def tuned_rates(study: QuestionRound) -> str:
     """Return a sentence with the learning rates that a round's question tuned, or ""."""
     file = study.question.tuned_file
     if not file.is_file():
@@ -447,7 +449,7 @@ def describe_threshold(tuned: Mapping[str, Any] | None) -> str:
     return f"{text} validation images nearest to the paper's: of {tuned['method']} {tried}."
 
 
-def describe_fallback(study: Round, answers: Sequence[Answer]) -> str:
+def describe_fallback(study: QuestionRound, answers: Sequence[Answer]) -> str:
     """Return a sentence with threshold and fallback of the methods asked about, or ""."""
     if not study.results.is_file():
         return ""
@@ -464,7 +466,7 @@ def describe_fallback(study: Round, answers: Sequence[Answer]) -> str:
 
 
 def fill_in_answers(
-    rounds: Sequence[Round],
+    rounds: Sequence[QuestionRound],
     readme: str,
     path: Path,
     answers: Sequence[PooledAnswer],

@@ -19,10 +19,10 @@ from moecore.measure.routing_metrics.expert_roles import LABELS, SPECIAL, TELLS,
 from moecore.measure.values import Metric
 from moecore.predict.continuation import MAX_EXPERTS, WordWithExperts, expert_words
 from moecore.report.figures import drawing
-from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
+from moecore.report.figures.charts import HeatmapLabels, draw_heatmap, percent_annotations
 from moecore.report.figures.model_figures import draw_experts_of_patches
-from moecore.report.page.explorer_page import PageHead
-from moecore.report.page.page_objects import NONE, Block, PageCell, PageTable, Picture, TableRow
+from moecore.report.page.explorer_page import ExplorerHead
+from moecore.report.page.page_objects import NONE, PageBlock, PageCell, PageTable, Picture, TableRow
 from moecore.report.page.report_page import template_environment
 from moecore.report.tables.cells import NumberFormat
 from moecore.statistics.intervals import Interval
@@ -85,7 +85,7 @@ def write_lens_page(
     numbers = analyse_trace(trace, items, other)
     explorer = f"{page.stem}_explorer.html"
     if trace_explorer.can_explore(trace.card.layers):
-        head = PageHead(*HEAD, address=page.name, more="All numbers")
+        head = ExplorerHead(*HEAD, address=page.name, more="All numbers")
         ours = trace_explorer.ExploredTrace(trace_explorer.TraceExplorer(trace, items), numbers)
         theirs = None
         if other is not None:
@@ -111,7 +111,12 @@ def write_engine_page(page: Path, rows: Sequence[Mapping[str, Any]], files: str)
     table = quantity_rows_table([*by_layer.values()], first)
     template = template_environment().get_template("lens.html.jinja")
     items = "Items are requests; layers have the engine's numbers"
-    blocks = {"block": Block("", grids=[table]), "sheets": Block(""), "words": [], "explorer": ""}
+    blocks = {
+        "block": PageBlock("", grids=[table]),
+        "sheets": PageBlock(""),
+        "words": [],
+        "explorer": "",
+    }
     write_whole(page, template.render(model=files, items=items, **blocks))
 
 
@@ -169,7 +174,7 @@ def render_trace_page(trace: Trace, numbers: TraceQuantities, explorer: str = ""
     routed_words = read_words_with_experts(trace)
     layers = trace.card.layers
     loads = Picture(draw_layer_loads(numbers), "Load of the experts")
-    block = Block("", numbers.remarks, [quantity_rows_table(numbers.columns)], [loads])
+    block = PageBlock("", numbers.remarks, [quantity_rows_table(numbers.columns)], [loads])
     sheets = [
         Picture(figure, name, getattr(figure, "caption", ""))
         for name, figure in draw_trace_pictures(trace)
@@ -179,7 +184,7 @@ def render_trace_page(trace: Trace, numbers: TraceQuantities, explorer: str = ""
         model=trace.card.model,
         items=f"{numbers.items:,} of {trace.items:,} items, evenly spread",
         block=block,
-        sheets=Block("", pictures=sheets),
+        sheets=PageBlock("", pictures=sheets),
         explorer=explorer,
         words=routed_words,
         layers=[
@@ -199,7 +204,7 @@ def draw_layer_loads(numbers: TraceQuantities) -> Figure:
     step = max(1, experts // MAX_ANNOTATED)
     columns = [str(n) if n % step == 0 else "" for n in range(experts)]
     rows = [str(number) for number in range(1, 1 + len(shares))]
-    labels = Labels("Share of the choices, %", rows, columns, "Expert", "MoE layer")
+    labels = HeatmapLabels("Share of the choices, %", rows, columns, "Expert", "MoE layer")
     size = (min(10.0, 2.0 + 0.4 * experts), 1.2 + 0.25 * len(shares))
     return draw_heatmap(shares / np.nanmax(shares), texts, labels, size)
 
@@ -252,7 +257,7 @@ def draw_trace_pictures(trace: Trace) -> Iterator[tuple[str, Figure]]:
         counts = record.chosen.sum(dim=(0, 1))
         rows = {
             f"Expert {expert}": [
-                drawing.Tile(drawing.displayable_image(example.crop.numpy()))
+                drawing.ImageTile(drawing.displayable_image(example.crop.numpy()))
                 for example in examples[expert]
                 if example.crop is not None
             ]
@@ -261,7 +266,7 @@ def draw_trace_pictures(trace: Trace) -> Iterator[tuple[str, Figure]]:
         }
         name = f"Patches of experts, layer {number + 1}"
         labels = drawing.SheetLabels(name, list(rows), caption=CAPTION)
-        yield name, drawing.sheet(list(rows.values()), labels, CROP_SIZE, CROP_SIZE)
+        yield name, drawing.draw_picture_sheet(list(rows.values()), labels, CROP_SIZE, CROP_SIZE)
 
 
 def main_experts(trace: Trace, number: int) -> np.ndarray:

@@ -175,7 +175,7 @@ def build_explorer_data(
     """Return a trace's part of the page's data, with texts replaced by indices in ``pool``."""
     explorer = side.explorer
     roles = [layer.roles for layer in side.numbers.layers]
-    answers = explorer_page.roles_answers(roles, min(examples, explorer_page.PARTNERS))
+    answers = explorer_page.describe_expert_roles(roles, min(examples, explorer_page.PARTNERS))
     for answer, layer in zip(answers, explorer.layers, strict=True):
         answer["surest"] = [len(probable[:examples]) for probable, _ in layer.examples]
         if not explorer.has_pictures:
@@ -189,7 +189,7 @@ def build_explorer_data(
 
 
 def render_traces(
-    ours: ExploredTrace, head: explorer_page.PageHead, theirs: ExploredTrace | None = None
+    ours: ExploredTrace, head: explorer_page.ExplorerHead, theirs: ExploredTrace | None = None
 ) -> str:
     """Return the explorer's HTML for one or two traces; too large pages get fewer items."""
     names = [ours.explorer.trace.card.model]

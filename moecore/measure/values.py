@@ -3,8 +3,8 @@
 A measurement declares every number once, as a ``Metric``, and puts values under that name. Table
 columns, planned names, intervals, tests, claims, charts and MLflow's names follow from it.
 
-The code hash leaves out labels, notes and ``OnPage`` (run/inputs.py): editing them reruns `compare`
-alone.
+The code hash leaves out labels, notes and ``OnPage`` (run/stage_inputs.py): editing them reruns
+`compare` alone.
 """
 
 import math
@@ -35,7 +35,7 @@ class Metric(NamedTuple):
     """A number that a measurement gives, declared where it is computed.
 
     ``label`` and ``note`` may contain {} for the place, {baseline} for the baseline MoE, and
-    {score}, {unit}, {tested}, {meaning}, {items} of the task (``report.column.fill_words``).
+    {score}, {unit}, {tested}, {meaning}, {items} of the task (``report.column.fill_placeholders``).
     ``name`` may contain {} for the place and {score} for the score's name.
     """
 

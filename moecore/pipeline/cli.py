@@ -1,4 +1,4 @@
-"""The command ``moecore``: thin functions that import the code they call."""
+"""The command line ``moecore``: one thin function per command."""
 
 import os
 import sys
@@ -73,18 +73,18 @@ ShowVersion = Annotated[
 
 
 @app.callback()
-def app_options(show_version: ShowVersion = False) -> None:
+def declare_global_options(show_version: ShowVersion = False) -> None:
     """Declare the options of ``moecore`` itself."""
 
 
 @app.command("check")
 def check_command(params: ParamsFile = PARAMS_FILE) -> None:
     """Validate all of params.yaml; print every problem with file, line, column and key."""
-    from moecore.report.tables.metrics_by_method import unfit_metric_problems
+    from moecore.report.tables.metrics_by_method import unanswerable_claims
     from moecore.study.check import describe_checked_study
 
-    typer.echo(describe_checked_study(params, also=unfit_metric_problems))
-    say_changed_raw_data(params)
+    typer.echo(describe_checked_study(params, also=unanswerable_claims))
+    print_changed_raw_data(params)
 
 
 @app.command("plan")
@@ -96,7 +96,7 @@ def plan_command() -> None:
     """
     from moecore.pipeline.plan import print_plan
 
-    say_changed_raw_data(PARAMS_FILE)
+    print_changed_raw_data(PARAMS_FILE)
     print_plan()
 
 
@@ -116,7 +116,7 @@ def pilot_command(
     if path.is_dir():
         path /= PARAMS_FILE
     elif not path.is_file() or path.name != str(PARAMS_FILE):
-        from moecore.pipeline.study_runs import write_run_folder
+        from moecore.pipeline.run_folders import write_run_folder
         from moecore.study.questions import find_question
 
         question_round = find_question(HERE, study).round(None)
@@ -142,59 +142,59 @@ def run_command(
     """
     folder = HERE
     if data is not None or sweep:
-        from moecore.pipeline.study_runs import write_derived_run
+        from moecore.pipeline.run_folders import write_data_or_sweep_run
 
-        folder = write_derived_run(data, sets or (), sweep)
+        folder = write_data_or_sweep_run(data, sets or (), sweep)
         sets = None
     with chdir(folder):
         _run_stages(jobs, sets, verbose)
-    print_result(folder)
+    print_run_result(folder)
 
 
 def _run_stages(jobs: int | None, sets: list[str] | None, verbose: bool) -> None:
-    from moecore.pipeline.code_hashes import code_inputs, is_code_written
+    from moecore.pipeline.code_hashes import digest_code, is_code_hashed
     from moecore.pipeline.parallel import run_pipeline
     from moecore.pipeline.project import hold_project
-    from moecore.study.document import load_yaml_document
+    from moecore.study.yaml_document import load_yaml_document
 
     load_yaml_document(PARAMS_FILE)  # fails before anything is written, outside a project
     with hold_project():  # before -S is written
         if sets:
-            from moecore.study.params_file import write_assignments
+            from moecore.study.params_writer import write_assignments
 
             for line in write_assignments(PARAMS_FILE, sets) or ["nothing changes"]:
                 typer.echo(f"{PARAMS_FILE}: {line}")
         document = load_yaml_document(PARAMS_FILE)
-        if not is_code_written(code_inputs(document), document):  # else the stage `code` checked it
-            from moecore.report.tables.metrics_by_method import unfit_metric_problems
+        if not is_code_hashed(digest_code(document), document):  # else the stage `code` checked it
+            from moecore.report.tables.metrics_by_method import unanswerable_claims
             from moecore.study.check import check_study
 
-            for line in check_study(also=unfit_metric_problems).untried:
+            for line in check_study(also=unanswerable_claims).untried:
                 typer.echo(line)
-        say_changed_raw_data(PARAMS_FILE)
+        print_changed_raw_data(PARAMS_FILE)
         run_pipeline(jobs, verbose)
 
 
-def print_result(folder: Path) -> None:
-    from moecore.report.tables.terminal_summary import print_end
+def print_run_result(folder: Path) -> None:
+    from moecore.report.tables.terminal_summary import print_run_summary
 
     if (compared := folder / "reports/compare.json").is_file():
-        print_end(compared)
+        print_run_summary(compared)
 
 
 @app.command("quick")
 def quick_command(jobs: JobCount = None, verbose: IsVerbose = False) -> None:
     """Run a first study in about a minute: how much of the value of routing does V-MoE find?"""
-    from moecore.pipeline.project_files import QUICK_QUESTION, write_quick_look
+    from moecore.pipeline.project_files import QUICK_QUESTION, write_quick_project
     from moecore.study.questions import list_question_names
 
     if QUICK_QUESTION in list_question_names(HERE):
         study_run(QUICK_QUESTION, jobs=jobs, verbose=verbose)
     else:
-        folder = write_quick_look(HERE)
+        folder = write_quick_project(HERE)
         with chdir(folder):
             _run_stages(jobs, None, verbose)
-        print_result(folder)
+        print_run_result(folder)
 
 
 @app.command("new")
@@ -294,7 +294,7 @@ def schema_command() -> None:
     """Write params.schema.json, with which editors complete and document every key."""
     from moecore.core.source_layout import allow_packages
     from moecore.study.check import params_schema
-    from moecore.study.document import load_yaml_document
+    from moecore.study.yaml_document import load_yaml_document
 
     document = load_yaml_document(PARAMS_FILE)
     allow_packages(document.packages, document.folders)
@@ -337,11 +337,11 @@ def study_write(name: QuestionName = None, number: RoundNumber = None) -> None:
     Without a name: params.yaml and dvc.yaml of a project that has an overlay.yaml; in a clone of
     moecore its dvc.yaml, from the table of stages.
     """
-    from moecore.pipeline.study_runs import write_project, write_run_folder
+    from moecore.pipeline.run_folders import write_overlay_project, write_run_folder
     from moecore.study.questions import find_question
 
     if name is None:
-        for line in write_project():
+        for line in write_overlay_project():
             typer.echo(f".: {line}")
         return
     question_round = find_question(HERE, name).round(number)
@@ -352,7 +352,7 @@ def study_write(name: QuestionName = None, number: RoundNumber = None) -> None:
 @study_app.command("new")
 def study_new(name: Annotated[str, Argument(help="small letters, digits and _")]) -> None:
     """Begin a question: a file pipelines/ours/NAME.yaml to edit, written once."""
-    from moecore.pipeline.study_runs import begin_question
+    from moecore.pipeline.run_folders import begin_question
 
     typer.echo(f"{begin_question(name)}: edit it, then `moecore study run ours/{name}`")
 
@@ -364,7 +364,7 @@ def study_preset(
     number: RoundNumber = 1,
 ) -> None:
     """Write the folder of a question's first round with presets; without names: list them."""
-    from moecore.pipeline.study_runs import write_run_folder
+    from moecore.pipeline.run_folders import write_run_folder
     from moecore.study.questions import find_question
 
     question = find_question(HERE, name)
@@ -387,13 +387,13 @@ def study_run(
     verbose: IsVerbose = False,
 ) -> None:
     """Write a question's folder, run its stages that are not up to date, and store its results."""
-    from moecore.pipeline.study_runs import keep_results, why_results_stay, write_run_folder
-    from moecore.pipeline.tune import untuned_problems
+    from moecore.pipeline.run_folders import explain_stale_results, store_results, write_run_folder
+    from moecore.pipeline.tune import list_tuning_problems
     from moecore.study.questions import find_question
 
     question = find_question(HERE, name)
     question_round = question.round(number)
-    if problems := "\n".join(untuned_problems(question)):
+    if problems := "\n".join(list_tuning_problems(question)):
         raise UserError(problems)
     if len(question.rounds) > 1:
         of = f"round {question_round.number} of {len(question.rounds)}"
@@ -402,20 +402,20 @@ def study_run(
         typer.echo(f"{question_round.folder}: {line}")
     with chdir(question_round.folder):
         _run_stages(jobs, sets, verbose)
-    if reason := why_results_stay(question_round):
+    if reason := explain_stale_results(question_round):
         typer.echo(f"{question_round.results}: left as it is: {reason}")
     else:
-        typer.echo(f"{keep_results(question_round)}: written")
-    print_result(question_round.folder)
+        typer.echo(f"{store_results(question_round)}: written")
+    print_run_result(question_round.folder)
 
 
 @study_app.command("keep")
 def study_keep(name: Question, number: RoundNumber = None) -> None:
     """Copy the results of a question, which ran in its folder, to pipelines/results/."""
-    from moecore.pipeline.study_runs import keep_results
+    from moecore.pipeline.run_folders import store_results
     from moecore.study.questions import find_question
 
-    typer.echo(f"{keep_results(find_question(HERE, name).round(number))}: written")
+    typer.echo(f"{store_results(find_question(HERE, name).round(number))}: written")
 
 
 @study_app.command("check")
@@ -424,8 +424,8 @@ def study_check(
     check_all: Annotated[bool, Option("--all", help="all questions of pipelines/")] = False,
 ) -> None:
     """Validate every round and preset of questions, and try a small step of their methods."""
-    from moecore.pipeline.study_runs import check_question
-    from moecore.pipeline.tune import untuned_problems
+    from moecore.pipeline.run_folders import check_question
+    from moecore.pipeline.tune import list_tuning_problems
     from moecore.study.questions import find_question, load_questions
 
     if not (names or check_all):
@@ -433,7 +433,7 @@ def study_check(
     problems = []
     chosen = (find_question(HERE, name) for name in names or ())
     for question in load_questions(HERE) if check_all else chosen:
-        for line in (*check_question(question, problems), *untuned_problems(question)):
+        for line in (*check_question(question, problems), *list_tuning_problems(question)):
             typer.echo(line)
     if problems:
         raise UserError("\n".join(problems))
@@ -447,12 +447,12 @@ def claims_check() -> None:
 
     rounds = load_rounds(HERE)
     for question_round in rounds:
-        if number := result_evidence.verify_kept_items(question_round.results):
+        if number := result_evidence.verify_stored_items(question_round.results):
             typer.echo(f"{question_round.name}: {number} intervals follow from the stored items")
-    is_whole = result_evidence.has_whole_history(HERE)
+    is_whole = result_evidence.has_full_git_history(HERE)
     earlier = result_evidence.read_earlier_answers(HERE)
     for question_round in rounds if is_whole else ():
-        dated = result_evidence.date_questions(question_round)
+        dated = result_evidence.list_question_commits(question_round)
         for question in dated:
             typer.echo(f"{question_round.name}: {question.line}")
         if late := "; ".join(question.line for question in dated if question.is_refused):
@@ -469,15 +469,15 @@ def claims_check() -> None:
 @claims_app.command("plan")
 def claims_plan() -> None:
     """Print the seeds or items with which a table's claims are precise, by the paper's effects."""
-    from moecore.report.claims.answers import describe_plans, evaluate_results
+    from moecore.report.claims.answers import collect_corrected_answers, describe_required_samples
     from moecore.study.questions import load_rounds
 
-    studies, answers = evaluate_results(load_rounds(HERE))
-    for line in describe_plans(answers, studies):
+    studies, answers = collect_corrected_answers(load_rounds(HERE))
+    for line in describe_required_samples(answers, studies):
         typer.echo(line)
 
 
-def say_changed_raw_data(params: Path) -> None:
+def print_changed_raw_data(params: Path) -> None:
     from moecore.pipeline.plan import describe_changed_raw_data
 
     for line in describe_changed_raw_data(params):

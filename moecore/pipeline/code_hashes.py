@@ -1,4 +1,4 @@
-"""The folder artifacts/code/: hashes of source files and of settings, which stages depend on.
+"""Hashes of source files and settings in artifacts/code/, by which DVC decides what reruns.
 
 There is one file per script, measurement, method and section of params.yaml::
 
@@ -43,11 +43,11 @@ from moecore.core.source_layout import (
     allow_packages,
     allowed_packages,
 )
-from moecore.run import inputs as source_hashes
-from moecore.run.inputs import locate_source
-from moecore.study.document import Document, load_yaml_document
-from moecore.study.sections import defines_measurement
+from moecore.run import stage_inputs as source_hashes
+from moecore.run.stage_inputs import locate_source
+from moecore.study.run_and_claims import defines_measurement
 from moecore.study.stages import ROWS
+from moecore.study.yaml_document import YamlDocument, load_yaml_document
 
 CODE_STATE = Path(".state/code.sha256")
 COMPARE = "compare"  # the only script whose result is made by the room `report`
@@ -66,8 +66,8 @@ FAMILY_AT_KEY = {  # the family of a part at this key, if two families have a ki
 }
 
 
-def hash_code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str, str]]:
-    """Return file below artifacts/code/ → {source file: sha256}; UserError for invalid Python."""
+def hash_code_files(document: YamlDocument, root: Path = ROOT) -> dict[str, dict[str, str]]:
+    """Return file below artifacts/code/ → {source file: sha256}."""
     allow_packages(document.packages, document.folders)
     gc.disable()  # it would visit every node of the syntax trees, for half of the time
     try:
@@ -79,7 +79,7 @@ def hash_code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str
         gc.enable()
 
 
-def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> None:
+def write_code_hashes(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> None:
     document = load_yaml_document(str(params))
     hashed = hash_code_files(document, root)
     with atomic_folder(folder) as temporary:
@@ -89,8 +89,8 @@ def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> No
             write_json(temporary / f"settings/{key}.json", {"sha256": digest})
 
 
-def code_inputs(document: Document, root: Path | None = None) -> str:
-    """Return a sha256 of all that the stage ``code`` reads, except raw data; root: of the code."""
+def digest_code(document: YamlDocument, root: Path | None = None) -> str:
+    """Return one sha256 of all source and settings that the stage ``code`` reads."""
     root = root or ROOT
     allow_packages(document.packages, document.folders)
     outside = []
@@ -105,8 +105,8 @@ def code_inputs(document: Document, root: Path | None = None) -> str:
     return _digest([platform.python_version(), *libraries, *_checksums(files)])
 
 
-def is_code_written(inputs: str, document: Document) -> bool:
-    """Return whether artifacts/code is as the stage ``code`` wrote it from ``inputs``."""
+def is_code_hashed(inputs: str, document: YamlDocument) -> bool:
+    """Return whether artifacts/code is up to date for the digest ``inputs``."""
     # Importing torch and parsing all source would take longer than the rest of an idle ``dvc
     # repro``. Raw data, which the check also reads, do not matter once all data are prepared.
     if not CODE_STATE.is_file() or CODE_STATE.read_bytes() != _code_state(inputs):
@@ -116,7 +116,7 @@ def is_code_written(inputs: str, document: Document) -> bool:
 
 
 def remember_code(inputs: str) -> None:
-    """Store checksums for ``is_code_written``; inputs: ``code_inputs`` of before the check."""
+    """Store the digest for ``is_code_hashed``; inputs: ``digest_code`` before the check."""
     write_whole(CODE_STATE, _code_state(inputs))
 
 
@@ -132,8 +132,8 @@ def _digest(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def hash_settings(document: Document) -> dict[str, str]:
-    """Return key → sha256 of its value in params.yaml, for all ``params`` of stages in dvc.yaml."""
+def hash_settings(document: YamlDocument) -> dict[str, str]:
+    """Return key → sha256 of its value, for each key of params.yaml that a stage reads."""
     run = document.data.get("run") or {}
     sources = document.data.get("data")
     methods = run.get("methods")
@@ -151,7 +151,7 @@ def hash_settings(document: Document) -> dict[str, str]:
 
 
 def _with_whole_numbers(value: Any) -> Any:
-    """Return a value with 1 for 1.0, so that both have the same hash."""
+    """Return a nested value with floats such as 1.0 as integers, so that both hash equally."""
     if isinstance(value, dict):
         return {str(key): _with_whole_numbers(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -161,9 +161,9 @@ def _with_whole_numbers(value: Any) -> Any:
     return value
 
 
-def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Path]]]:
+def _files_by_name(document: YamlDocument, root: Path) -> Iterator[tuple[str, set[Path]]]:
     params = document.data
-    sources = part_files(params.get("data"), root, "data")
+    sources = list_part_files(params.get("data"), root, "data")
     # The tasks' files that sources import; for outside sources all imported files
     packages = allowed_packages()
     tasks = {file for file in sources if file.parts[1] == "tasks" or file.parts[0] in packages}
@@ -174,21 +174,21 @@ def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Pa
                 files |= import_closure(file, root, (*DECIDING, "report"))
         yield f"stages/{script.stem}.json", files
     for method in document.get(("run", "methods")):
-        parts = part_files(document.get(("methods", method)), root, "methods")
-        yield f"methods/{method}.json", parts | part_files(params.get("model"), root, "model")
+        parts = list_part_files(document.get(("methods", method)), root, "methods")
+        yield f"methods/{method}.json", parts | list_part_files(params.get("model"), root, "model")
     for phase, source in (params.get("data") or {}).items():
-        yield f"sections/data.{phase}.json", part_files(source, root, "data")
+        yield f"sections/data.{phase}.json", list_part_files(source, root, "data")
     for key, section in params.items():
         if key in NOT_READ_WHOLE:
             continue
         if key in packages and isinstance(section, dict):
             for name, settings in section.items():
-                files = part_files(settings, root, name)
-                for file in outside_module_files(f"{key}.{name}", root):
+                files = list_part_files(settings, root, name)
+                for file in list_outside_module_files(f"{key}.{name}", root):
                     files |= import_closure(file, root)
                 yield f"measure/{key}.{name}.json", files
             continue
-        parts = part_files(section, root, key)
+        parts = list_part_files(section, root, key)
         yield f"sections/{key}.json", parts
         measurement = Path("moecore/measure", f"{key}.py")
         if (root / measurement).is_file():
@@ -196,18 +196,16 @@ def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Pa
 
 
 def _report_files(root: Path) -> list[Path]:
-    """Return the files that decide what the page shows: found by folder, not by imports."""
-    folders = ("report/measures", "report/pictures", "measure")
+    folders = ("report/pictures", "measure")
     files = [file for name in folders for file in (root / "moecore" / name).glob("[a-z]*.py")]
     modules = source_layout.list_allowed_modules(_shows_results)
     return [
         *(file.relative_to(root) for file in sorted(files)),
-        *(file for name in modules for file in outside_module_files(name, root)),
+        *(file for name in modules for file in list_outside_module_files(name, root)),
     ]
 
 
 def _shows_results(file: Path) -> bool:
-    """Return whether an outside module has what the page shows: a Measurement, pictures."""
     text = file.read_text(encoding="utf-8")
     return defines_measurement(file) or "\nPICTURES = " in text
 
@@ -215,7 +213,7 @@ def _shows_results(file: Path) -> bool:
 def import_closure(
     path: str | Path, root: Path = ROOT, rooms: Collection[str] = DECIDING
 ) -> set[Path]:
-    """Return ``path`` and the files that importing it reaches, below ``root``."""
+    """Return ``path`` and all files that it imports, directly or not, below ``root``."""
     # rooms: top folders of moecore to follow. Files of ``PASSED_THROUGH`` are followed but left
     # out, as are ``__init__`` files with only a docstring. Of a family only the base class is
     # reached: params.yaml names the part. Other files in a module's folder (an atlas) belong to it.
@@ -233,15 +231,17 @@ def import_closure(
     return reached.union(*(_data_files(folder, root) for folder in folders))
 
 
-def part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Path]:
-    """Return the files of every part that ``section`` names (``kind: x``), with their imports."""
+def list_part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Path]:
+    """Return the files of all parts that a section names by ``kind``, and their imports."""
     # under: the key of ``section``, which decides if two families have a part of that name. A
     # ``kind`` without a file in a family (a plain choice) adds nothing: imports reach it.
     if isinstance(section, dict):
-        files = set().union(*(part_files(value, root, str(key)) for key, value in section.items()))
+        files = set().union(
+            *(list_part_files(value, root, str(key)) for key, value in section.items())
+        )
         kind = section.get("kind")
         if isinstance(kind, str) and "." in kind:
-            named = outside_module_files(kind, root)
+            named = list_outside_module_files(kind, root)
         else:
             paths = [Path("moecore", family, f"{kind}.py") for family in FAMILIES]
             existing = [path for path in paths if (root / path).is_file()]
@@ -249,18 +249,18 @@ def part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Path]:
             named = [path for path in existing if path.parent.name == family] or existing
         return files.union(*(import_closure(file, root) for file in named))
     if isinstance(section, list):
-        return set().union(*(part_files(value, root, under) for value in section))
+        return set().union(*(list_part_files(value, root, under) for value in section))
     return set()
 
 
-def outside_module_files(name: str, root: Path = ROOT) -> list[Path]:
+def list_outside_module_files(name: str, root: Path = ROOT) -> list[Path]:
     allowed = name.partition(".")[0] in allowed_packages()
     file = _module_file(name.replace(".", "/"), root) if allowed else None
     return [file] if file else []
 
 
 def hash_sources(files: Iterable[Path], root: Path = ROOT, shown: bool = False) -> dict[str, str]:
-    """Return path → sha256; shown: metrics' labels count, too. UserError for invalid Python."""
+    """Return path → sha256; shown: texts that only the page shows are hashed, too."""
     return {file.as_posix(): _code_hash(file, root, shown) for file in sorted(files)}
 
 
@@ -277,7 +277,6 @@ def _room(file: Path) -> str:
 
 @cache
 def _data_files(folder: Path, root: Path) -> frozenset[Path]:
-    """Return a package's files that are not Python, also in subfolders without modules."""
     data_files: set[Path] = set()
     home = locate_source(folder, root)
     for path in home.iterdir():
@@ -289,7 +288,7 @@ def _data_files(folder: Path, root: Path) -> frozenset[Path]:
                     for file in files
                     if file.is_file() and "__pycache__" not in file.parts
                 }
-    recorded = source_hashes.wheel_record(folder.parts[0])
+    recorded = source_hashes.read_wheel_hashes(folder.parts[0])
     return frozenset(data_files & set(recorded) if recorded else data_files)
 
 
@@ -306,7 +305,7 @@ def _imported_files(file: Path, root: Path, packages: tuple[str, ...]) -> tuple[
 
 
 def _homes(package: str, name: str, root: Path) -> Iterator[tuple[str, str]]:
-    """Yield (package, name) that an import reads; for a public module, its names' origins."""
+    """Yield the (package, name) pairs where an imported public name is really defined."""
     if f"{package}/{name}" in PUBLIC_MODULES:
         package = f"{package}/{name}"
         name = ""
@@ -323,7 +322,7 @@ def _homes(package: str, name: str, root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _module_files(package: str, name: str, root: Path) -> Iterator[Path]:
-    """Yield the files of ``package``, its parents, and ``package/name`` if that is a module."""
+    """Yield the files that an import runs: of the package, its parents, and a submodule."""
     # For a family, which offers its parts by class name, the files of all parts.
     segments = [*package.split("/"), name] if name else package.split("/")
     if "/".join(segments[1:]) in FAMILIES:
@@ -348,7 +347,6 @@ def _read_source(file: Path, root: Path) -> _Source:
 
 @cache
 def _analyse_source(text: str, file: Path) -> _Source:
-    """Return a file's _Source; caching its syntax tree would slow the garbage collector."""
     tree = source_hashes.parse_source(text, file)
     has_code = any(not isinstance(node, ast.Expr) for node in tree.body)
     imports: list[tuple[str, str]] = []
@@ -365,7 +363,7 @@ def _analyse_source(text: str, file: Path) -> _Source:
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all statements in a node, also of functions and branches; no expressions."""
+    """Yield all statements in a node, including those in functions and branches."""
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         for statement in getattr(node, name, ()):
             yield statement
@@ -374,7 +372,7 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
 
 @cache
 def _module_file(name: str, root: Path) -> Path | None:
-    """Return the file of a module or package with code, else None; a package wins, as in Python."""
+    """Return the file of a module, or of a package with code; else None."""
     module = Path(f"{name}.py")
     package = Path(name, "__init__.py")
     if not locate_source(package, root).is_file():

@@ -1,4 +1,4 @@
-"""A group of the command ``moecore``: how its help is ordered, and how its errors are printed."""
+"""Base class of the commands: the order of the help, and how errors are printed."""
 
 import gc
 from pathlib import Path
@@ -20,7 +20,7 @@ PANELS = {  # of the help
 
 
 class CommandGroup(TyperGroup):
-    """A group that prints a UserError as one message and exits with 1."""
+    """A group of commands that prints a UserError as one message and exits with 1."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         panels = PANELS if "quick" in self.commands else {"Commands": self.list_commands(ctx)}

@@ -23,8 +23,8 @@ from moecore.core.source_layout import (
 from moecore.lens.recording import run_python_file
 from moecore.nn.routers.base import Router
 from moecore.report.page.report_page import template_environment
-from moecore.study.document import load_yaml_document
 from moecore.study.study import read_study
+from moecore.study.yaml_document import load_yaml_document
 
 MARKS = {"holds": "holds", "fails": "FAILS", "not promised": "–", "not run": "not run"}
 

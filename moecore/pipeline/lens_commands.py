@@ -1,4 +1,4 @@
-"""The commands of ``moecore lens``: thin functions that import the code they call."""
+"""The commands ``moecore lens record``, ``read`` and ``engine``."""
 
 from pathlib import Path
 from typing import Annotated

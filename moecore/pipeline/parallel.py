@@ -29,7 +29,7 @@ from moecore.pipeline import plan
 from moecore.pipeline.project import dvc_command
 from moecore.pipeline.stage_client import SOCKET
 from moecore.run.history_file import HISTORY_FILE, read_lines
-from moecore.run.launch import RANKS, is_launching, launch_fields, requested_gpus, requested_ranks
+from moecore.run.launcher import RANKS, is_launching, launch_fields, requested_gpus, requested_ranks
 from moecore.run.run_record import CARD_MEMORY, LINE_SECONDS, format_duration
 from moecore.study.stages import CODE_STAGE, STAGES, Stage
 
@@ -289,7 +289,9 @@ def run_pipeline(jobs: int | None = None, is_verbose: bool = False) -> None:
     # stages that run.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     pipeline = plan.query_pipeline_status()
-    planned = plan.plan_stages(pipeline, plan.past_seconds(), plan.stages_changed_by_code(pipeline))
+    planned = plan.plan_stages(
+        pipeline, plan.read_past_durations(), plan.stages_changed_by_code(pipeline)
+    )
     stages = [item.stage for item in planned]
     if stages in ([], [CODE_STAGE]):  # it is always pending; here no stage's code was edited
         print("Nothing to do: everything is up to date.")

@@ -1,4 +1,4 @@
-"""``moecore pilot``: short trainings per seed show whether routing can help on some data.
+"""``moecore pilot``: short trainings that show whether routing can help on some data.
 
 They are the dense method; where the file has them a wider dense one, V-MoE and the hash; and with
 the oracle `told` also the oracle, the oracle with a learned router, and the last again, started
@@ -29,12 +29,12 @@ from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.routers.hash import Hash
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.told import Told
-from moecore.report.tables.metrics_by_method import unfit_metric_problems
+from moecore.report.tables.metrics_by_method import unanswerable_claims
 from moecore.run.run_record import report_progress
 from moecore.study.check import check_study
-from moecore.study.document import Document, load_yaml_document
-from moecore.study.model_rules import PREPARED_DATA, chdir_to_stages, read_matching_data_card
-from moecore.study.settings import ParamsKeyTemplate, extract_settings
+from moecore.study.model_rules import PREPARED_DATA, chdir_to_study, read_matching_data_card
+from moecore.study.params_reader import ParamsKeyTemplate, extract_settings
+from moecore.study.yaml_document import YamlDocument, load_yaml_document
 from moecore.tasks.base import Score, Task
 from moecore.training.artifacts import save_no_guide
 from moecore.training.job import TrainingJob, training_batch
@@ -69,7 +69,7 @@ class PilotRow(NamedTuple):
 
 
 class PilotResult(NamedTuple):
-    """``rows``: role → row; roles are the keys that ``choose_pilot_methods`` returns."""
+    """Scores of a pilot's trainings; rows: role of a method ("dense", "told", …) → scores."""
 
     score: Score
     rows: Mapping[str, PilotRow]
@@ -77,23 +77,23 @@ class PilotResult(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """Return the unit of differences: points of a share, else percent of dense's score."""
+        """The unit of score differences: points of a share, else percent of dense's score."""
         return "points" if self.score.form == "share" else "% of dense"
 
     @property
     def scale(self) -> float:
-        """Return the factor by which a difference of scores is multiplied to be in ``unit``."""
+        """The factor that converts a difference of scores to ``unit``."""
         if self.score.form == "share":
             return 100
         return 100 / abs(fmean(self.rows["dense"].scores))
 
     @property
     def scatter(self) -> float:
-        """Return the standard deviation over seeds in ``unit``, pooled over the methods."""
+        """The standard deviation of scores over seeds, in ``unit``, pooled over methods."""
         return self.scale * math.sqrt(fmean(variance(row.scores) for row in self.rows.values()))
 
     def advantage(self, role: str, other: str) -> float:
-        """Return how much better, in ``unit``, one role's mean score is than another's."""
+        """Return by how much ``role`` is better than ``other``, as mean score, in ``unit``."""
         ahead = fmean(self.rows[role].scores) - fmean(self.rows[other].scores)
         return self.scale * (ahead if self.score.better == "higher" else -ahead)
 
@@ -105,14 +105,14 @@ class PilotVerdict(NamedTuple):
 
 
 def run_pilot(path: Path, seeds: int) -> PilotResult:
-    """Train a pilot's methods of a params.yaml with ``seeds`` seeds, on one thread."""
+    """Train the pilot's methods of a params.yaml with seeds 0, 1, …, on one CPU thread."""
     # Nothing is written to its folder.
-    check_study(path, also=unfit_metric_problems)
+    check_study(path, also=unanswerable_claims)
     document = load_yaml_document(path)
     params = extract_settings(PilotParams, document)
     methods = choose_pilot_methods(params, document)
     with TemporaryDirectory() as scratch:
-        with chdir_to_stages(path.parent):
+        with chdir_to_study(path.parent):
             folder = PREPARED_DATA.absolute() / "pretrain"
             if read_matching_data_card(folder / "card.json", params.source) is None:
                 folder = Path(scratch, "data")
@@ -123,8 +123,10 @@ def run_pilot(path: Path, seeds: int) -> PilotResult:
             return _train_all(params, methods, data, seeds)
 
 
-def choose_pilot_methods(params: PilotParams, document: Document) -> dict[str, tuple[str, Method]]:
-    """Return role → name and method: the file's first of each role, and the oracle's learners."""
+def choose_pilot_methods(
+    params: PilotParams, document: YamlDocument
+) -> dict[str, tuple[str, Method]]:
+    """Return role → (name, method): the first method of each role in params.yaml."""
     # ``learned`` and ``begun`` are the oracle with the file's first noisy top-k, or a plain one
     # with k = 1, and no routing loss.
     roles: dict[str, tuple[str, Method]] = {}
@@ -148,7 +150,7 @@ def choose_pilot_methods(params: PilotParams, document: Document) -> dict[str, t
 
 
 def _role_of(method: Method) -> str | None:
-    """Return a method's role in a pilot, or None; a dense one that changes the MLPs is wide."""
+    """Return a method's role in a pilot: dense, wide, told, hash or vmoe; else None."""
     if method.router is None:
         return "wide" if WIDTHS & set(method.model) else "dense"
     if isinstance(method.router, Told):
@@ -182,7 +184,7 @@ def _train_all(
         }
         if "told" in jobs:
             learner, oracle = jobs["begun"], jobs["told"]
-            shares.append(fit_learner(learner, oracle, settings["told"], seed))
+            shares.append(fit_routers_to_oracle(learner, oracle, settings["told"], seed))
         for role, job in jobs.items():
             name = f"validation_{job.task.history_name}"
             begun = time.process_time()
@@ -197,7 +199,9 @@ def _train_all(
     return PilotResult(pilot_score_for_task(data.task), rows, fmean(shares or [math.nan]))
 
 
-def fit_learner(learner: TrainingJob, oracle: TrainingJob, settings: Training, seed: int) -> float:
+def fit_routers_to_oracle(
+    learner: TrainingJob, oracle: TrainingJob, settings: Training, seed: int
+) -> float:
     """Copy the oracle's weights to ``learner.model`` and fit its routers to the oracle's choices.
 
     Both models are untrained, so the two trainings differ only in their routers. Returns the share
@@ -216,7 +220,7 @@ def fit_learner(learner: TrainingJob, oracle: TrainingJob, settings: Training, s
 
 @torch.no_grad()
 def _oracle_choices(oracle: TrainingJob, settings: Training, seed: int) -> dict[str, Choices]:
-    """Return name of an MoE layer → tokens (n, d) of training images, and their experts (n,)."""
+    """Return MoE layer → training tokens (n, d), and the expert (n,) that the oracle chose."""
     pairs: dict[str, list[Choices]] = {}
 
     def keep(name: str, layer: MoEFeedForward, tokens: Tensor, record: RoutingRecord) -> None:
@@ -235,7 +239,7 @@ def _oracle_choices(oracle: TrainingJob, settings: Training, seed: int) -> dict[
 
 
 def fit_linear_router(tokens: Tensor, chosen: Tensor, experts: int) -> Tensor:
-    """Return the weight (E, d) of a softmax regression of ``chosen`` (n,) on ``tokens`` (n, d)."""
+    """Fit a softmax regression of ``chosen`` (n,) on ``tokens`` (n, d); return weights (E, d)."""
     weight = torch.zeros(experts, tokens.shape[-1], requires_grad=True)
     optimizer = torch.optim.LBFGS([weight], max_iter=100, line_search_fn="strong_wolfe")
 
@@ -256,7 +260,7 @@ def pilot_score_for_task(task: Task) -> Score:
 
 
 def pilot_verdicts(result: PilotResult) -> list[PilotVerdict]:
-    """Return what a study of the truth or of accuracy needs, as far as ``result`` has its rows."""
+    """Return one verdict per condition for a study of routing or of accuracy."""
     # Differences must exceed the scatter of seeds.
     rows = result.rows
     scatter = result.scatter
@@ -279,7 +283,7 @@ def pilot_verdicts(result: PilotResult) -> list[PilotVerdict]:
 
 
 def studies_worth_running(verdicts: Sequence[PilotVerdict]) -> list[str]:
-    """Return the studies, ``truth`` or ``accuracy``, whose verdicts all hold."""
+    """Return the kinds of study, "truth" or "accuracy", whose conditions all hold."""
     failed = {verdict.study for verdict in verdicts if not verdict.holds}
     if "" in failed:
         return []

@@ -1,4 +1,4 @@
-"""What ``dvc repro`` would run, why and for how long; changed raw data, which DVC overlooks."""
+"""``moecore plan``: which stages would run, why and for how long; changes of raw data."""
 
 import json
 import os
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from moecore.core.files import UserError, explain_file_errors, read_json
 from moecore.core.source_layout import CODE, ROOT
 from moecore.data.raw_data_changes import describe_folder_change
-from moecore.pipeline.code_hashes import code_inputs, hash_code_files, is_code_written
+from moecore.pipeline.code_hashes import digest_code, hash_code_files, is_code_hashed
 from moecore.run.history_file import HISTORY_FILE, read_dvc_locks, read_lines
 from moecore.run.run_record import format_duration
 from moecore.run.stage_entry import SECONDS
-from moecore.study.document import as_mapping, load_yaml_document
 from moecore.study.stages import CODE_STAGE
+from moecore.study.yaml_document import as_mapping, load_yaml_document
 
 ALWAYS = "always changed"  # DVC's status of such a stage
 RUNS = "runs now"
@@ -31,7 +31,7 @@ Reasons = tuple[str, ...]  # why a stage would run
 
 
 class PlannedStage(NamedTuple):
-    """A stage that would run; seconds: of its last run, else median of its kind, else None."""
+    """A stage that would run, with reasons and expected seconds (None: unknown)."""
 
     # An uncertain stage runs only if the output of an earlier stage changes.
 
@@ -47,7 +47,7 @@ class DvcStatus(NamedTuple):
 
 
 def query_pipeline_status(is_locked: bool = True) -> DvcStatus:
-    """Return DVC's status of the project in this folder; UserError, also for a damaged dvc.lock."""
+    """Return DVC's status of the project in this folder, and the graph of stages."""
     # is_locked: take DVC's locks. Without them the status is readable while stages run, which it
     # names, and no stage waits for the reader.
     from dvc.exceptions import DvcException
@@ -84,7 +84,7 @@ def plan_stages(
     seconds: Mapping[str, float],  # stage → seconds of past runs
     by_code: Mapping[str, Reasons] | None = None,  # stage → reasons, of changed code
 ) -> list[PlannedStage]:
-    """Return the stages that would run, in a possible order: changed ones and descendants."""
+    """Return the stages that would run, in a valid order, with reasons and durations."""
     # If ``by_code`` is given, the stage ``code`` causes no other runs. What DVC's run cache
     # restores is not known beforehand.
     by_kind: dict[str, list[float]] = {}
@@ -123,14 +123,14 @@ def plan_stages(
 
 
 def stages_changed_by_code(pipeline: DvcStatus, root: Path = ROOT) -> dict[str, Reasons] | None:
-    """Return stage → ("FILE edited", …); None if that is not known. root: folder of the code."""
+    """Return stage → edited files that it depends on; None if that is unknown."""
     # DVC only knows that the stage ``code`` has to run. The code is hashed here as by that stage,
     # and compared with the stage's last result.
     entries = pipeline.status.get(CODE_STAGE, [])
     if any(entry != ALWAYS and set(entry) != {"changed deps"} for entry in entries):
         return None
     document = load_yaml_document(os.environ.get("MOECORE_PARAMS", "params.yaml"))
-    is_edited = entries and not is_code_written(code_inputs(document, root), document)
+    is_edited = entries and not is_code_hashed(digest_code(document, root), document)
     hashed = hash_code_files(document, root) if is_edited else {}
     edits: dict[Path, list[str]] = {}  # hash file → source files that differ
     for name, hashes in hashed.items():
@@ -151,17 +151,16 @@ def stages_changed_by_code(pipeline: DvcStatus, root: Path = ROOT) -> dict[str, 
 
 
 def _stage_name(addressing: str) -> str:
-    """Return the name of a stage, ``dvc.yaml:NAME`` in DVC, without the path of the file."""
     return addressing.split(":")[-1]
 
 
 def _kind(stage: str) -> str:
-    """Return what stages of equal length have in common: ``pretrain``, ``measure@cost``."""
+    """Return the kind of a stage, whose runs take about equally long: ``measure@cost``."""
     return stage.split("-")[0] if stage.startswith("measure@") else stage.split("@")[0]
 
 
 def _describe_changes(entries: Iterable[Any]) -> Iterator[str]:
-    """Yield DVC's status entries as text: ``seed modified``, ``dep artifacts/data modified``."""
+    """Yield texts of DVC's status entries: ``seed modified``, ``dep artifacts/data modified``."""
     for entry in entries:
         for what, changes in (entry if isinstance(entry, dict) else {str(entry): None}).items():
             if not changes:
@@ -173,8 +172,8 @@ def _describe_changes(entries: Iterable[Any]) -> Iterator[str]:
                     yield f"{what.removeprefix('changed ').rstrip('s')} {path} {change}"
 
 
-def past_seconds() -> dict[str, float]:
-    """Return stage, as DVC names it → seconds of its last run that finished."""
+def read_past_durations() -> dict[str, float]:
+    """Return stage → seconds of its last finished run."""
     seconds = {COPYING: 0.0}
     for file in SECONDS.glob("*"):
         seconds[file.name] = float(file.read_text(encoding="utf-8"))
@@ -189,7 +188,7 @@ def past_seconds() -> dict[str, float]:
 
 def list_stale_stages() -> list[PlannedStage]:
     pipeline = query_pipeline_status(is_locked=False)
-    planned = plan_stages(pipeline, past_seconds(), stages_changed_by_code(pipeline))
+    planned = plan_stages(pipeline, read_past_durations(), stages_changed_by_code(pipeline))
     return [item for item in planned if item.stage != CODE_STAGE]
 
 
@@ -208,12 +207,12 @@ def print_plan() -> None:
             last = "?" if item.seconds is None else format_duration(item.seconds)
             more = f" (+{len(item.reasons) - SHOWN})" if len(item.reasons) > SHOWN else ""
             print(f"  {item.stage:<{width}}  {last:>8}  {'; '.join(item.reasons[:SHOWN])}{more}")
-    rest = f"; up to {sum_lengths(heavy)} if outputs change" if possible else ""
-    print(f"certain: {sum_lengths(certain)}{rest}")
+    rest = f"; up to {format_total_duration(heavy)} if outputs change" if possible else ""
+    print(f"certain: {format_total_duration(certain)}{rest}")
 
 
-def sum_lengths(items: Sequence[PlannedStage]) -> str:
-    """Return the length of all stages as text: ``1 h 30 min (12 stages, 1 of unknown length)``."""
+def format_total_duration(items: Sequence[PlannedStage]) -> str:
+    """Return the stages' total duration as text: ``1 h 30 min (12 stages)``."""
     seconds = round(sum(item.seconds or 0 for item in items))
     hours, minutes = divmod(round(seconds / 60), 60)
     length = f"{seconds} s"

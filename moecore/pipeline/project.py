@@ -1,4 +1,4 @@
-"""The answers of ``moecore new``, and the lock of the one driver whose DVC processes run stages."""
+"""A project's file .moecore.json, and the lock that only one running pipeline can hold."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ HOLDER = "driver.json"  # in the same folder: the process, and its start
 
 
 class ProjectAnswers(Config):
-    """How a project was begun, and hashes of the files that ``moecore upgrade`` writes again."""
+    """The content of .moecore.json: version, name, question, and hashes of written files."""
 
     moecore: str  # the version that wrote them
     name: str
@@ -32,14 +32,13 @@ class ProjectAnswers(Config):
 
 
 def write_answers(folder: Path, name: str, study: str, texts: Mapping[str, str]) -> None:
-    """Write .moecore.json: version, name, study, and hashes of ``texts`` (path → text)."""
     files = {path: hash_text(text) for path, text in texts.items()}
     answers = ProjectAnswers(moecore=version("moecore"), name=name, study=study, files=files)
     write_json(folder / PROJECT_ANSWERS, answers.model_dump())
 
 
 def read_answers(folder: Path) -> ProjectAnswers:
-    """Return a project's .moecore.json; UserError if it is missing or of a newer version."""
+    """Return a project's .moecore.json; UserError if it is missing or newer than moecore."""
     path = folder / PROJECT_ANSWERS
     if not path.is_file():
         raise UserError(f"{path}: found no such file; start from a folder of `moecore new`")
@@ -60,13 +59,13 @@ def version_numbers(text: str) -> tuple[int, ...]:
 
 
 def version_range(text: str) -> str:
-    """Return the versions that fit a project of version ``text``: ``>=0.2.0,<0.3``."""
+    """Return the version range that suits a project of version ``text``: ``>=0.2.0,<0.3``."""
     major, minor, *_ = version_numbers(text)
     return f">={text},<{major}.{minor + 1}"
 
 
 def moecore_requirement() -> str:
-    """Return a project's requirement: ``moecore @ URL`` of the installation, or ``moecore>=…``."""
+    """Return the requirement of this moecore for pip: ``moecore @ URL`` or ``moecore>=…``."""
     # By name alone, pip would install any package that an index has under it.
     recorded = distribution("moecore").read_text("direct_url.json")  # PEP 610
     if recorded is None:
@@ -89,7 +88,7 @@ def hash_text(text: str) -> str:
 
 @contextmanager
 def hold_project(path: Path = LOCK) -> Iterator[None]:
-    """Hold the project's lock within the block; UserError names the process that holds it."""
+    """Hold the project's lock within the block; UserError names the process that has it."""
     holder = path.with_name(HOLDER)
 
     def describe_driver() -> str:
@@ -108,7 +107,7 @@ def hold_project(path: Path = LOCK) -> Iterator[None]:
 
 
 def dvc_command(*arguments: str) -> list[str]:
-    """Return the command line of a DVC process that ends with its parent."""
+    """Return the command line that runs DVC as a process that ends with its parent."""
     return [sys.executable, "-m", "moecore.pipeline.project", *arguments]
 
 

@@ -19,14 +19,14 @@ from typing import Any
 
 from moecore.core.files import UserError, write_whole
 from moecore.core.source_layout import SHIPPED, list_project_dvc_files
-from moecore.pipeline import dvc, project, study_runs
+from moecore.pipeline import dvc_yaml, project, run_folders
 from moecore.pipeline.plan import print_plan
-from moecore.pipeline.study_runs import project_texts_from_overlay, refuse_study_name
-from moecore.study import params_file
-from moecore.study.document import load_yaml_document, parse_yaml_document
-from moecore.study.layers import OVERLAY, Composed
-from moecore.study.questions import PIPELINES, QuestionFile, find_old_study, find_question
+from moecore.pipeline.run_folders import project_texts_from_overlay, refuse_study_name
+from moecore.study import params_writer
+from moecore.study.params_layers import OVERLAY, ComposedParams
+from moecore.study.questions import PIPELINES, QuestionFile, find_question, find_round_by_old_name
 from moecore.study.stages import STAGES
+from moecore.study.yaml_document import load_yaml_document, parse_yaml_document
 
 TEMPLATE = Path(__file__).with_name("project_template")
 TEMPLATE_NAME = "my_study"
@@ -62,30 +62,30 @@ def begin_project(name: str, folder: Path, study: str, is_overlay: bool, data: P
         raise UserError(f"{folder}: is not empty; take an empty folder, or a name that is new")
     part = folder / BEGUN
     try:
-        write_texts(part, template_texts(name, is_of_user=True))
+        write_text_files(part, render_project_template(name, is_of_user=True))
         file = "params.yaml"
         text = shipped_params_text(study)
         stages: Sequence[str] = ()
         if data is not None:
-            text = study_runs.derive_params_text(data)
-            stages = study_runs.STAGES
+            text = run_folders.derive_params_from_pictures(data)
+            stages = run_folders.STAGES
         values = parse_yaml_document(text).data
         if is_overlay:
             file = OVERLAY
-            text = params_file.overlay_text(compose_shipped_question(study))
+            text = params_writer.overlay_text(compose_shipped_question(study))
         write_whole(part / file, _add_example(text, values, name, is_run=data is None))
         for package in values.get("packages", ()):
             home = find_shipped_question(study).path.parent / package
             shutil.copytree(home, part / "src" / package, ignore=NOT_SOURCE)
-        texts = template_texts(name, is_of_user=False) | _dvc_texts(part, study, stages)
-        write_texts(part, texts)
+        texts = render_project_template(name, is_of_user=False) | _dvc_texts(part, study, stages)
+        write_text_files(part, texts)
         project.write_answers(part, name, study, texts)
         if not any((above / ".git").exists() for above in folder.resolve().parents):
             if shutil.which("git"):
                 subprocess.run(["git", "init", "--quiet", str(part)], check=True)
             else:
                 config = (part / DVC_CONFIG).read_text(encoding="utf-8")
-                write_whole(part / DVC_CONFIG, config + dvc.WITHOUT_GIT)
+                write_whole(part / DVC_CONFIG, config + dvc_yaml.WITHOUT_GIT)
         for path in part.iterdir():
             path.rename(folder / path.name)
     finally:
@@ -97,37 +97,36 @@ def describe_first_run(place: Path) -> str:
     return f"`{enter}moecore run`, or `{enter}make repro`, which first installs it all in .venv/"
 
 
-def write_quick_look(place: Path) -> Path:
+def write_quick_project(place: Path) -> Path:
     folder = place / QUICK_LOOK
-    template = template_texts(QUICK_LOOK, is_of_user=False)
+    template = render_project_template(QUICK_LOOK, is_of_user=False)
     texts = {path: template[path] for path in (DVC_CONFIG, ".gitignore")}
-    texts[DVC_CONFIG] += dvc.WITHOUT_GIT
+    texts[DVC_CONFIG] += dvc_yaml.WITHOUT_GIT
     texts["params.yaml"] = shipped_params_text(QUICK_QUESTION)
-    write_texts(folder, texts | _dvc_texts(folder, QUICK_QUESTION))
+    write_text_files(folder, texts | _dvc_texts(folder, QUICK_QUESTION))
     return folder
 
 
 def find_shipped_question(name: str) -> QuestionFile:
-    """Return a question of the installed version by folder/file or file; else UserError."""
     try:
         return find_question(SHIPPED, name)
     except UserError as error:
         raise UserError(f"--from: {error}, or {MAIN_STUDY}") from None
 
 
-def compose_shipped_question(name: str) -> Composed:
-    """Return a shipped question's first round, composed, or the round with this name in 0.2."""
-    return (find_old_study(SHIPPED, name) or find_shipped_question(name).round(1)).compose()
+def compose_shipped_question(name: str) -> ComposedParams:
+    return (find_round_by_old_name(SHIPPED, name) or find_shipped_question(name).round(1)).compose()
 
 
 def shipped_params_text(study: str) -> str:
     if study == MAIN_STUDY:
-        return params_file.rewrite_data_paths((SHIPPED / "params.yaml").read_text(encoding="utf-8"))
-    return params_file.project_params_text(compose_shipped_question(study))
+        return params_writer.rewrite_data_paths(
+            (SHIPPED / "params.yaml").read_text(encoding="utf-8")
+        )
+    return params_writer.project_params_text(compose_shipped_question(study))
 
 
 def upgradable_project_texts(name: str, study: str, added: Sequence[str]) -> dict[str, str]:
-    """Return path → text of the files of the project here that an upgrade writes again."""
     # Its overlay.yaml, if any, is read; stages in its dvc.yaml that this version has stay there, as
     # its params.yaml has their settings. added: more stages.
     if added and Path(OVERLAY).is_file():
@@ -141,24 +140,24 @@ def upgradable_project_texts(name: str, study: str, added: Sequence[str]) -> dic
     ours = [stage for stage in stages if stage in STAGES]
     if added:
         ours = [stage for stage in STAGES if stage in (*ours, *added)]
-    return template_texts(name, is_of_user=False) | _dvc_texts(HERE, study, ours)
+    return render_project_template(name, is_of_user=False) | _dvc_texts(HERE, study, ours)
 
 
 def _dvc_texts(folder: Path, study: str, stages: Sequence[str] = ()) -> dict[str, str]:
-    """Return path → text of dvc.yaml with ``stages``; for an overlay.yaml, of params.yaml, too."""
+    """Return path → text of dvc.yaml; with an overlay.yaml also of params.yaml."""
     if (folder / OVERLAY).is_file():
         return project_texts_from_overlay(folder)
     if study == MAIN_STUDY:
-        text = dvc.main_dvc_yaml_text()
+        text = dvc_yaml.main_dvc_yaml_text()
         if not stages or {*stages} == {*parse_yaml_document(text).data["stages"]}:
             return {"dvc.yaml": text}
-        return dvc.study_dvc_yaml_texts(dvc.stage_definitions(stages), {}, DVC_HEAD)
+        return dvc_yaml.study_dvc_yaml_texts(dvc_yaml.build_stage_entries(stages), {}, DVC_HEAD)
     composed = compose_shipped_question(study)
-    definitions = dvc.stage_definitions(stages or composed.stages)
-    return dvc.study_dvc_yaml_texts(definitions, composed.document.data["run"], DVC_HEAD)
+    definitions = dvc_yaml.build_stage_entries(stages or composed.stages)
+    return dvc_yaml.study_dvc_yaml_texts(definitions, composed.document.data["run"], DVC_HEAD)
 
 
-def write_texts(folder: Path, texts: Mapping[str, str | None]) -> None:
+def write_text_files(folder: Path, texts: Mapping[str, str | None]) -> None:
     for path, text in texts.items():
         if text is None:
             (folder / path).unlink(missing_ok=True)
@@ -166,8 +165,8 @@ def write_texts(folder: Path, texts: Mapping[str, str | None]) -> None:
             write_whole(folder / path, text)
 
 
-def template_texts(name: str, is_of_user: bool) -> dict[str, str]:
-    """Return path → text of a project's files that are the user's to edit, or of the others."""
+def render_project_template(name: str, is_of_user: bool) -> dict[str, str]:
+    """Return path → text of the template's files: the user's own, or moecore's."""
     requirement = project.moecore_requirement()
     texts = {}
     for file in sorted(TEMPLATE.rglob("*")):
@@ -183,7 +182,7 @@ def template_texts(name: str, is_of_user: bool) -> dict[str, str]:
 
 
 def _add_example(text: str, study: Mapping[str, Any], name: str, is_run: bool) -> str:
-    """Return a params.yaml, or an overlay, with the project's package in ``packages``."""
+    """Return a params.yaml with the project's package and its example method ``cosine``."""
     # If it lists methods with vmoe, ``cosine`` is added: vmoe with the project's router. study: the
     # values of the complete params.yaml. is_run: ``cosine`` is also added to run.methods.
     packages = ", ".join([name, *study.get("packages", ())])
@@ -196,14 +195,14 @@ def _add_example(text: str, study: Mapping[str, Any], name: str, is_run: bool) -
     router = {"kind": f"{name}.cosine", "k": vmoe["router"]["k"]}
     importance = {"kind": "importance", "weight": 0.005}
     section = vmoe | {"router": router, "regularizers": [importance]}
-    cosine = params_file.dump_inline_yaml({"cosine": section})
+    cosine = params_writer.dump_inline_yaml({"cosine": section})
     if is_run:
         text = re.sub(r"methods: \[[^]]*", r"\g<0>, cosine", text, count=1)  # of the section run
     return re.sub("^methods:.*\n", rf"\g<0>{indent(cosine, '  ')}\n", text, flags=re.M)
 
 
 def upgrade_project(answers: project.ProjectAnswers, is_written: bool, more: Sequence[str]) -> None:
-    """Print how the project here changes and what runs again; write it if ``is_written``."""
+    """Print the changes that an upgrade makes, and what reruns; write them if ``is_written``."""
     # more: stages that its dvc.yaml gets.
     changes = _renamed_texts(answers)
     with _files_as(changes):  # an overlay must be valid to be read
@@ -231,7 +230,7 @@ def upgrade_project(answers: project.ProjectAnswers, is_written: bool, more: Seq
     with _files_as(changes):
         print_plan()
     if is_written:
-        write_texts(HERE, changes)
+        write_text_files(HERE, changes)
         project.write_answers(HERE, answers.name, answers.study, texts)
         print("written")
     else:
@@ -241,12 +240,12 @@ def upgrade_project(answers: project.ProjectAnswers, is_written: bool, more: Seq
 def _renamed_texts(answers: project.ProjectAnswers) -> dict[str, str | None]:
     """Return path → new text of settings files with keys renamed since the project's version."""
     since = project.version_numbers(answers.moecore)
-    renamed = params_file.RENAMED_KEYS
+    renamed = params_writer.RENAMED_KEYS
     steps = [step for step in renamed if project.version_numbers(step.version) > since]
     texts: dict[str, str | None] = {}
     for path in (Path(OVERLAY), Path("params.yaml"), *sorted(PIPELINES.glob("*/*.yaml"))):
         if (before := _read(path)) is not None:
-            after = params_file.rename_keys_in_text(before, steps, str(path))
+            after = params_writer.rename_keys_in_text(before, steps, str(path))
             if after != before:
                 texts[path.as_posix()] = after
     return texts
@@ -255,7 +254,7 @@ def _renamed_texts(answers: project.ProjectAnswers) -> dict[str, str | None]:
 def _changed_texts(
     answers: project.ProjectAnswers, texts: Mapping[str, str]
 ) -> tuple[dict[str, str | None], dict[str, str | None]]:
-    """Return path → text of files to write, and of those that the user edited; None: removed."""
+    """Return path → text of files to write, and of files that the user edited; None: remove."""
     written: dict[str, str | None] = {}
     edited: dict[str, str | None] = {}
     for path in {**answers.files, **texts}:
@@ -276,13 +275,13 @@ def _changed_texts(
 
 @contextmanager
 def _files_as(texts: Mapping[str, str | None]) -> Iterator[None]:
-    """Replace the files' texts while the block runs, and restore them afterwards."""
+    """Replace files by ``texts`` within the block, and restore them afterwards."""
     before = {path: _read(Path(path)) for path in texts}
     try:
-        write_texts(HERE, texts)
+        write_text_files(HERE, texts)
         yield
     finally:
-        write_texts(HERE, before)
+        write_text_files(HERE, before)
 
 
 def _read(path: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""``moecore pull``: a finished run from an archive that ``python -m tools.release`` wrote."""
+"""``moecore pull``: downloads a finished run from an archive of a release."""
 
 import os
 import re
@@ -32,12 +32,12 @@ def pull_command(
     """Download a finished run (models, page, explorer) from a release, to look at or go on from."""
     from moecore.pipeline.plan import list_stale_stages
     from moecore.pipeline.project import hold_project
-    from moecore.pipeline.study_runs import write_run_folder
-    from moecore.report.tables.terminal_summary import print_end
-    from moecore.study.document import load_yaml_document
+    from moecore.pipeline.run_folders import write_run_folder
+    from moecore.report.tables.terminal_summary import print_run_summary
     from moecore.study.questions import find_question
+    from moecore.study.yaml_document import load_yaml_document
 
-    url = find_releases(source)
+    url = find_archive_address(source)
     folder = Path()
     if name is not None:
         question_round = find_question(folder, name).round(None)
@@ -49,19 +49,19 @@ def pull_command(
             pull_outputs(unpack_run(fetch_archive(url, scratch)), force)
         shutil.rmtree(".state/pull")
         number = len(list_stale_stages())
-    print_end(folder / "reports/compare.json")
+    print_run_summary(folder / "reports/compare.json")
     typer.echo(f"pulled; stages that would run: {number} (`moecore plan`)")
 
 
 def archive_name(folder: Path) -> str:
-    """Return the file name of a run's archive, with ``default`` or the run's name below .runs/."""
+    """Return the file name of a run's archive: moecore-run-NAME-VERSION.tar."""
     home = folder.resolve()
     name = home.name if home.parent.name == ".runs" else "default"
     return f"moecore-run-{name}-{version('moecore')}.tar"
 
 
-def find_releases(source: str | None) -> str:
-    """Return the URL of --from, else $MOECORE_RELEASES, else git's origin; UserError without."""
+def find_archive_address(source: str | None) -> str:
+    """Return the URL of archives: --from, else $MOECORE_RELEASES, else of git's origin."""
     if place := source or os.environ.get(RELEASES):
         return place if "://" in place else Path(place).expanduser().resolve().as_uri()
     origin = run_git(Path(), "config", "--get", "remote.origin.url") or ""
@@ -71,7 +71,7 @@ def find_releases(source: str | None) -> str:
 
 
 def fetch_archive(url: str, scratch: Path) -> Path:
-    """Return a copy of an archive, which has the sha256 that the file beside it says."""
+    """Download an archive and compare its sha256 with the file beside it; return its path."""
     if not url.endswith(".tar"):
         url = f"{url.rstrip('/')}/{archive_name(Path())}"
     archive = scratch / "run.tar"
@@ -88,9 +88,9 @@ def fetch_archive(url: str, scratch: Path) -> Path:
 
 
 def unpack_run(archive: Path) -> Path:
-    """Unpack an archive, and return its folder; UserError for other settings than params.yaml's."""
-    from moecore.study.document import load_yaml_document
-    from moecore.study.params_file import list_changes
+    """Unpack an archive and return its folder; UserError if its settings are not params.yaml's."""
+    from moecore.study.params_writer import list_changes
+    from moecore.study.yaml_document import load_yaml_document
 
     run = archive.with_name("run")
     try:
@@ -119,7 +119,7 @@ def _extract_files(tar: tarfile.TarFile, folder: Path) -> None:
 
 
 def pull_outputs(run: Path, is_forced: bool) -> None:
-    """Pull an unpacked run's outputs with DVC; copy its reports and model cards."""
+    """Copy an unpacked run's outputs (by DVC), reports and model cards into this project."""
     # Raises UserError, and changes nothing, if another run's dvc.lock or outputs that are in no
     # cache would be lost; is_forced: replace them.
     from dvc.exceptions import DvcException

@@ -1,4 +1,4 @@
-"""The command ``python`` that DVC finds while a server of stages runs (see stage_fork_server.py).
+"""The ``python`` that DVC starts: it lets a server of stages run the stage (stage_fork_server.py).
 
 ``python -IS stage_client.py PYTHON WORD…``: the server runs a stage, PYTHON everything else. It
 imports only modules that load in 20 ms.
@@ -16,7 +16,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def run_on_server(python: str, arguments: list[str]) -> int:
-    """Run a stage on the server, or exec ``python``; return its exit code, 128 + n for signal n."""
+    """Run a stage on the server, else exec ``python``; return its exit code."""
     parts = [*arguments, "", ""]
     is_stage = parts[0] == "-m" and parts[1].startswith("moecore.stages.")
     if SOCKET not in os.environ or not is_stage:

@@ -1,4 +1,4 @@
-"""Stages as forked processes: ``python -m moecore.stages.x`` without its 3 s of imports.
+"""A server that imports all stages once and forks a process per stage, to save 3 s of imports.
 
 A server imports all stages once and forks a process per started stage. DVC starts stages through
 the command ``python`` in the server's folder ``bin``, first in its PATH; such a process prints,
@@ -28,8 +28,8 @@ from threadpoolctl import threadpool_limits
 
 from moecore.core.files import UserError, available_cores
 from moecore.core.source_layout import STAGE_MODULES
-from moecore.run.inputs import remember_imported_sources
 from moecore.run.stage_entry import end_with_parent, run_stage
+from moecore.run.stage_inputs import remember_imported_sources
 
 CLIENT = Path(__file__).with_name("stage_client.py")
 
@@ -37,7 +37,7 @@ Stages = Mapping[str, Callable[..., None]]
 
 
 def start_stage_server(module: str = f"{STAGE_MODULES}fork_server") -> Path:
-    """Start a server that ends with this process; UserError if it ends early."""
+    """Start the server as a process that ends with this one; return its folder."""
     # Returns its folder, with ``socket``, and ``bin/python``, the command that connects to it.
     folder = Path(tempfile.mkdtemp(prefix="moecore-"))
     path = folder / "socket"
@@ -81,7 +81,7 @@ def serve_stages(path: str, stages: Stages) -> None:
 
 
 def _serve_request(line: socket.socket, stages: Stages) -> None:
-    """Fork the requested stage, send its id and exit code; terminate it if the client is gone."""
+    """Fork the requested stage; send its process id and exit code to the client."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _, descriptors, _, _ = socket.recv_fds(line, 1, 2)
     request = line.makefile().readline()
@@ -111,7 +111,7 @@ def _run_forked(
     environment: Mapping[str, str],
     descriptors: list[int],
 ) -> None:
-    """Run a stage in this process, then exit with its code; descriptors: stdout and stderr."""
+    """Run a stage in this forked process, and exit; descriptors: stdout and stderr."""
     os.dup2(descriptors[0], 1)
     os.dup2(descriptors[1], 2)
     os.chdir(folder)

@@ -1,4 +1,4 @@
-"""``moecore tune``: the learning rate of every method of a question, chosen on validation images.
+"""``moecore tune``: chooses the learning rate of each method on validation images.
 
 Each method is pretrained with each rate of one grid, by seeds that no round of the question has, in
 a run folder of its own. Scores, curves and choices are kept in pipelines/results/, from where the
@@ -20,22 +20,22 @@ from moecore.core.source_layout import RUNS
 from moecore.data.prepared import Prepared
 from moecore.measure.routing_metrics.alternative_choices import routing_means_over_layers
 from moecore.nn.predict import predict_in_batches
-from moecore.pipeline import dvc
+from moecore.pipeline import dvc_yaml
 from moecore.pipeline.project import LOCK, hold_project
-from moecore.pipeline.study_runs import write_dvc_files
-from moecore.report.results import read_results
-from moecore.study.document import parse_yaml_document
-from moecore.study.layers import Layer, compose_layers, merge_settings
-from moecore.study.params_file import dump_inline_yaml
+from moecore.pipeline.run_folders import write_dvc_files
+from moecore.report.results_and_displays import read_results
+from moecore.study.params_layers import SettingsLayer, compose_layers, merge_settings
+from moecore.study.params_writer import dump_inline_yaml
 from moecore.study.questions import (
     RATE,
     THRESHOLD,
     TUNED_PHASE,
     QuestionFile,
     ThresholdTuning,
-    Tuning,
+    TuningGrids,
 )
 from moecore.study.study import read_study
+from moecore.study.yaml_document import parse_yaml_document
 from moecore.training.artifacts import load_model
 
 BATCH = 500  # validation images per forward pass
@@ -43,10 +43,10 @@ STAGES = ("prepare", "teacher", "teacher_router", TUNED_PHASE, "compare")
 
 
 class TuningRun(NamedTuple):
-    """The trainings that tune a question: every method of its rounds, once per rate and seed."""
+    """The trainings that tune a question: each method with each learning rate and seed."""
 
     question: QuestionFile
-    tuning: Tuning
+    tuning: TuningGrids
     methods: tuple[str, ...]
     stages: tuple[str, ...]
     text: str  # of params.yaml
@@ -58,20 +58,20 @@ class TuningRun(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Return what changes with any setting of the trainings."""
+        """A digest that changes with any setting of the trainings."""
         return sha256(f"{self.text}{self.tuning.threshold or ''}".encode()).hexdigest()
 
     def train(self, run_stages: Callable[[], object]) -> None:
         with hold_project(self.folder / LOCK):
             write_whole(self.folder / "params.yaml", self.text)
             write_dvc_files(self.folder, self.stages)
-            write_whole(self.folder / ".dvc/config", dvc.RUN_CONFIG + dvc.WITHOUT_GIT)
+            write_whole(self.folder / ".dvc/config", dvc_yaml.RUN_CONFIG + dvc_yaml.WITHOUT_GIT)
         with chdir(self.folder):
             run_stages()
 
 
 def plan_tuning(question: QuestionFile, threshold: float | None = None) -> TuningRun:
-    """Return the trainings that tune a question; UserError without ``tune`` or for its seeds."""
+    """Return the trainings that tune a question; UserError if it has no section ``tune``."""
     # threshold: the chosen one; without it, of a question with ``tune.threshold``, its trainings.
     tuning = question.tuning
     if tuning is None:
@@ -85,7 +85,7 @@ def plan_tuning(question: QuestionFile, threshold: float | None = None) -> Tunin
     methods = tuple(dict.fromkeys(name for run in runs for name in run["methods"]))
     known = {stage for part in composed for stage in part.all_stages}
     stages = tuple(stage for stage in STAGES if stage in known)
-    top = Layer(question.document, {}, stages, names=methods)
+    top = SettingsLayer(question.document, {}, stages, names=methods)
     values = compose_layers([*question.rounds[0].layers, top], question.root).document.data
     place, grid, tried = (TUNED_PHASE, RATE), tuning.learning_rates, methods
     also: dict[str, Any] = {}
@@ -102,7 +102,7 @@ def plan_tuning(question: QuestionFile, threshold: float | None = None) -> Tunin
             same = [name for name in having if routers[name]["kind"] == kind]
             also = dict.fromkeys(same, {"router": {THRESHOLD: threshold}})
     entries = {
-        rated_name(name, number): merge_settings(
+        name_rate_variant(name, number): merge_settings(
             values["methods"][name] or {}, {place[0]: {place[1]: value}} | also.get(name, {})
         )
         for name in tried
@@ -114,11 +114,11 @@ def plan_tuning(question: QuestionFile, threshold: float | None = None) -> Tunin
 
 
 def choose_threshold(run: TuningRun, tuned: ThresholdTuning) -> dict[str, Any]:
-    """Return the value whose own models have the mean fallback nearest to the wanted one."""
+    """Return the router threshold whose models have the wanted share of fallbacks."""
     images = Prepared.open(run.folder / "artifacts/data" / TUNED_PHASE).validation.images
     shares = {}
     for number, value in enumerate(tuned.values):
-        folder = run.folder / "artifacts" / TUNED_PHASE / rated_name(tuned.method, number)
+        folder = run.folder / "artifacts" / TUNED_PHASE / name_rate_variant(tuned.method, number)
         models = [load_model(folder / str(seed)) for seed in run.tuning.seeds]
         routings = [predict_in_batches(model, images, BATCH)[1] for model in models]
         means = [routing_means_over_layers(records, 1, value) for records in routings]
@@ -131,38 +131,38 @@ def choose_threshold(run: TuningRun, tuned: ThresholdTuning) -> dict[str, Any]:
     return {"method": tuned.method, "chosen": chosen, "shares": [*shares.items()]}
 
 
-def rated_name(method: str, number: int) -> str:
+def name_rate_variant(method: str, number: int) -> str:
     return f"{method}_rate_{number + 1}"
 
 
 def tune_question(question: QuestionFile, run_stages: Callable[[], object]) -> dict[str, Any]:
-    """Train in run folders; write the choices to pipelines/results/, and return them."""
     run = plan_tuning(question)
     run.train(run_stages)
     if (tuned := run.tuning.threshold) is None:
-        return keep_tuned_rates(run)
+        return store_tuned_rates(run)
     threshold = choose_threshold(run, tuned)
     run = plan_tuning(question, threshold["chosen"])
     run.train(run_stages)
-    return keep_tuned_rates(run, threshold)
+    return store_tuned_rates(run, threshold)
 
 
-def keep_tuned_rates(run: TuningRun, threshold: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Write the choices of finished trainings to pipelines/results/, and return them."""
+def store_tuned_rates(run: TuningRun, threshold: Mapping[str, Any] | None = None) -> dict[str, Any]:
     study = read_study(parse_yaml_document(run.text))
     phase = read_results(study.run, run.text, run.folder, run.stages).phases[TUNED_PHASE]
     task = phase.task
     grid = run.tuning.learning_rates
     methods = {}
     for method in run.methods:
-        trainings = [phase.outcomes[rated_name(method, number)] for number in range(len(grid))]
+        trainings = [
+            phase.outcomes[name_rate_variant(method, number)] for number in range(len(grid))
+        ]
         scores = [[outcome.validation_score.value for outcome in seeds] for seeds in trainings]
         key = f"validation_{task.history_name}"
         curves = [
             [(point["step"], point[key]) for point in seeds[0].curve if key in point]
             for seeds in trainings
         ]
-        chosen = grid[best_rate(scores, task.score.better)]
+        chosen = grid[index_of_best_rate(scores, task.score.better)]
         also = run.also.get(method, {})
         methods[method] = {RATE: chosen, "also": also, "scores": scores, "curves": curves}
     stored = {"settings": run.digest, "score": f"validation {task.score.label}"}
@@ -172,8 +172,8 @@ def keep_tuned_rates(run: TuningRun, threshold: Mapping[str, Any] | None = None)
     return stored
 
 
-def best_rate(scores: Sequence[Sequence[float]], better: str) -> int:
-    """Return the index of the rate with the best mean over seeds; equally good: the first."""
+def index_of_best_rate(scores: Sequence[Sequence[float]], better: str) -> int:
+    """Return the index of the rate with the best mean score over seeds; ties: the first."""
     # scores: per rate, per seed. A rate with a score that is not finite is the worst.
     means = [fmean(seeds) if better == "higher" else -fmean(seeds) for seeds in scores]
     finite = [mean if math.isfinite(mean) else -math.inf for mean in means]
@@ -193,8 +193,8 @@ def print_tuned(kept: Mapping[str, Any]) -> None:
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
-def untuned_problems(question: QuestionFile) -> Iterator[str]:
-    """Yield why a question's learning rates cannot be used; nothing if they can, or are fixed."""
+def list_tuning_problems(question: QuestionFile) -> Iterator[str]:
+    """Yield why a question must be tuned (again); nothing if its rates are valid."""
     if question.tuning is None:
         return
     file = question.tuned_file.relative_to(question.root)
@@ -211,7 +211,7 @@ def untuned_problems(question: QuestionFile) -> Iterator[str]:
 
 
 def list_edge_choices(question: QuestionFile, kept: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line per method whose chosen rate is the lowest or the highest of the grid."""
+    """Yield a line per method whose best rate is the grid's lowest or highest."""
     rates = kept["learning_rates"]
     for name, choice in kept["methods"].items():
         if choice[RATE] in (rates[0], rates[-1]):

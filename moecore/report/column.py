@@ -1,4 +1,4 @@
-"""Columns of metrics: planned names before a run, values, at the places of a metric, after it."""
+"""Columns of the comparison table, one per metric and place: planned, or read after a run."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from moecore.measure.base import MeasuredPart
 from moecore.measure.routing import Routing
 from moecore.measure.values import SCORE, Found, Metric, Place, Value, place_slug
-from moecore.report.study_results import Measured, Models, Phase, list_without_none
+from moecore.report.study_results import ModelResults, Models, PhaseResults, list_without_none
 from moecore.statistics.intervals import Interval, jackknife_pseudo_values
 from moecore.tasks.base import Score, Task
 
@@ -20,7 +20,7 @@ CEILING = "told"  # routed by the true kinds of generated data
 
 
 class PlannedMetric(NamedTuple):
-    """What is known of a column before a run; the fields are as in ``Metric``."""
+    """The properties of a column that are known before a run; fields as in ``Metric``."""
 
     form: str
     better: str
@@ -33,7 +33,7 @@ class PlannedMetric(NamedTuple):
 
 
 class PlannedPhase(NamedTuple):
-    """A phase before a run: the settings and the score that it will have."""
+    """A phase before its run: params.yaml, and the score that the phase will have."""
 
     study: Any  # params.yaml
     score: str  # as in column names: "accuracy", "mae" or "nats"
@@ -45,7 +45,7 @@ class PlannedPhase(NamedTuple):
 
     @property
     def layers(self) -> range:
-        """Numbers of the MoE layers, from 1, of the method with the most."""
+        """The numbers 1, 2, … of MoE layers, for the method with the most MoE layers."""
         model = self.study.model
         having = [method for method in self.methods if model is not None and method.moe is not None]
         numbers = [
@@ -55,7 +55,7 @@ class PlannedPhase(NamedTuple):
 
 
 class ColumnContext(NamedTuple):
-    """What a measurement's columns depend on in addition to the result that they read."""
+    """The data that columns depend on beyond one result: task, baseline and dense results."""
 
     task: Task
     results: Sequence[Found]  # of all models of a phase
@@ -66,7 +66,7 @@ class ColumnContext(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A metric as a column: how it is read from one kind of results, and how it is shown."""
+    """One metric as a column of a table: how to read it from a result, and how to show it."""
 
     name: str  # a key of compare.json, which claims refer to
     label: str
@@ -77,7 +77,7 @@ class Column(NamedTuple):
     paper: str = ""  # a key of paper_numbers.PAPERS, or "" for what every paper reports
     kind: type[MeasuredPart] = MeasuredPart  # of the results that it reads
     # Which images (N,) bool a share counted, or None.
-    read_hits: Callable[[Measured], np.ndarray | None] | None = None
+    read_hits: Callable[[ModelResults], np.ndarray | None] | None = None
     # One value per item (N,), an image or a person; the value is their mean.
     read_items: Callable[[Found], np.ndarray | None] | None = None
     limits: str = "bootstrap"  # of one model: "wilson", "bootstrap", "quartiles", "draws"
@@ -88,7 +88,7 @@ class Column(NamedTuple):
     # the mean over its pairs of seeds, with the jackknife's interval over seeds.
     of_pairs: bool = False
 
-    def read(self, model: Measured) -> Interval | None:
+    def read(self, model: ModelResults) -> Interval | None:
         """Return the value of one model; None if not measured, or if the metric compares seeds."""
         result = model.of(self.kind)
         if result is None or self.of_pairs:
@@ -98,7 +98,7 @@ class Column(NamedTuple):
             return Interval(float(value))
         return value
 
-    def pair_values(self, models: Sequence[Measured]) -> np.ndarray | None:
+    def pair_values(self, models: Sequence[ModelResults]) -> np.ndarray | None:
         """Return the values (S, S) of all pairs of S ≥ 2 seeds; None if a result is missing."""
         results = list_without_none(model.of(self.kind) for model in models)
         if len(results) < max(2, len(models)):
@@ -110,7 +110,7 @@ class Column(NamedTuple):
             values[first, second] = values[second, first] = pair
         return values
 
-    def seed_numbers(self, models: Sequence[Measured]) -> np.ndarray:
+    def seed_numbers(self, models: Sequence[ModelResults]) -> np.ndarray:
         """Return one number per model (S,) for tests; for pairs, jackknife pseudo-values."""
         if self.of_pairs:
             pairs = self.pair_values(models)
@@ -120,43 +120,43 @@ class Column(NamedTuple):
         assert len(intervals) == len(models), f"{self.name} is read of a model that lacks it"
         return np.array([interval.value for interval in intervals])
 
-    def has_bound(self, models: Iterable[Measured]) -> bool:
+    def has_bound(self, models: Iterable[ModelResults]) -> bool:
         results = [model.of(self.kind) for model in models]
         return any(result is not None and self.is_bound(result) for result in results)
 
-    def items(self, model: Measured) -> np.ndarray | None:
+    def items(self, model: ModelResults) -> np.ndarray | None:
         """Return one value per item (N,), whose mean is the column's value; None if not stored."""
         result = model.of(self.kind)
         if result is None or self.read_items is None:
             return None
         return self.read_items(result)
 
-    def hits(self, model: Measured) -> np.ndarray | None:
-        """Return bool (N,), the images that the share counts; None if not stored."""
+    def hits(self, model: ModelResults) -> np.ndarray | None:
+        """Return bool (N,): the images that count as correct; None if not stored."""
         return None if self.read_hits is None else self.read_hits(model)
 
 
 def find_moe_baseline(models: Models) -> str:
-    """Return ``vmoe``, else the first method with MoE layers (``told`` last); "" if none has."""
+    """Return the baseline MoE: ``vmoe``, else the first method with MoE layers; "" if none has."""
     if BASELINE in models:
         return BASELINE
     routed = [method for method, seeds in models.items() if any(map(has_experts, seeds.values()))]
     return min(routed, key=lambda method: method == CEILING, default="")
 
 
-def references(models: Models) -> list[str]:
-    """Return the names of the baseline MoE and the dense method, if the study has them."""
+def reference_methods(models: Models) -> list[str]:
+    """Return the methods that others are compared with: the baseline MoE and the dense model."""
     return [name for name in dict.fromkeys((find_moe_baseline(models), DENSE)) if name in models]
 
 
-def has_experts(model: Measured) -> bool:
-    """Return whether a model's routing was measured, or a token uses a part of its parameters."""
+def has_experts(model: ModelResults) -> bool:
+    """Return whether the model has experts: routing was measured, or tokens use part of it."""
     outcome = model.outcome
     is_sparse = outcome is not None and outcome.active_parameters != outcome.parameters
     return is_sparse or model.of(Routing) is not None
 
 
-def column_context(phase: Phase, kind: type) -> ColumnContext:
+def build_column_context(phase: PhaseResults, kind: type) -> ColumnContext:
     method = find_moe_baseline(phase.models)
     rivals = phase.models.get(method, {})
     pairs = [
@@ -217,7 +217,7 @@ MEANINGS = {  # of scores
 
 
 class MetricColumns(NamedTuple):
-    """The columns of all metrics of a measurement, or of a part of one."""
+    """Builds the columns of all metrics of one measurement, or of one part of it."""
 
     stage: str  # the measurement's name
     kind: type[MeasuredPart]
@@ -225,7 +225,7 @@ class MetricColumns(NamedTuple):
     fill_in: FillIn | None = None  # for words that depend on several places, or the kind of score
 
     def columns(self, context: ColumnContext) -> list[Column]:
-        """Return all columns: per metric its mean, then its places; details of means come last."""
+        """Return all columns of the measurement; those that are details of a mean come last."""
         first: list[Column] = []
         details: list[Column] = []
         for key, metric in self.kind.metrics.items():
@@ -239,15 +239,15 @@ class MetricColumns(NamedTuple):
 
     def columns_of(self, context: ColumnContext, key: str) -> list[Column]:
         metric = self.kind.metrics[key]
-        places = list_places(context.results, key, metric) if metric.over else [{}]
+        places = list_metric_places(context.results, key, metric) if metric.over else [{}]
         return [
             self._column(context, name, variant, at)
             for at in places
-            for name, variant in with_chance(key, metric)
+            for name, variant in add_chance_metric(key, metric)
         ]
 
     def _named(self, key: str, metric: Metric, score: str, at: At | None) -> Metric:
-        """Return the metric with the name, label and note of its column; at None: of the mean."""
+        """Return the metric with its column's name, label and note; at None: of the mean."""
         if at is None:
             name = column_name(key, metric, score)
             note = f"{metric.note}; mean over {metric.over}s"
@@ -275,7 +275,7 @@ class MetricColumns(NamedTuple):
             if metric.of_baseline:
                 baselines = (baseline for paired, baseline in context.pairs if paired is result)
                 return metric.of_baseline(result, context.of_baseline, next(baselines, None))
-            values = find_values(result, key, metric, at)
+            values = find_metric_values(result, key, metric, at)
             if not values:
                 return None
             if metric.limits and at is not None:
@@ -283,7 +283,7 @@ class MetricColumns(NamedTuple):
             return sum(value.value for value in values) / len(values)
 
         def items(result: Found) -> np.ndarray | None:
-            arrays = [value.array for value in find_values(result, key, metric, at)]
+            arrays = [value.array for value in find_metric_values(result, key, metric, at)]
             if not arrays or any(array is None for array in arrays):
                 return None
             return np.mean(list_without_none(arrays), axis=0)
@@ -294,7 +294,7 @@ class MetricColumns(NamedTuple):
                 return False
             return metric.is_bound(result, value)
 
-        def hits(model: Measured) -> np.ndarray | None:
+        def hits(model: ModelResults) -> np.ndarray | None:
             if metric.hits:
                 return metric.hits(model.results)
             result = model.of(self.kind)
@@ -304,7 +304,7 @@ class MetricColumns(NamedTuple):
             return array.astype(bool)
 
         words = (named.label, named.note)
-        label, note = (fill_words(text, score, context.baseline) for text in words)
+        label, note = (fill_placeholders(text, score, context.baseline) for text in words)
         better = score.better if metric.better == SCORE else metric.better
         form = score.form if metric.form == SCORE else metric.form
         read = metric.of_pairs or read_value
@@ -315,7 +315,7 @@ class MetricColumns(NamedTuple):
         return column._replace(is_bound=is_bound, of_pairs=metric.of_pairs is not None)
 
     def foreseen(self, phase: PlannedPhase) -> dict[str, PlannedMetric]:
-        """Return column name → its properties, for all columns that a phase will have."""
+        """Return column name → properties for every column that a planned phase will have."""
         first: dict[str, PlannedMetric] = {}
         details: dict[str, PlannedMetric] = {}
         places = self._planned_places(phase)
@@ -338,7 +338,7 @@ class MetricColumns(NamedTuple):
             columns = details if metric.detail and metric.mean else first
             for planned in product(*(places.get(name, ()) for name in names)):
                 at = dict(zip(names, planned, strict=True))
-                for name, variant in with_chance(key, metric):
+                for name, variant in add_chance_metric(key, metric):
                     columns[self._named(name, variant, phase.score, at).name] = column
         return first | details
 
@@ -356,8 +356,8 @@ class MetricColumns(NamedTuple):
         return {"layer": phase.layers, **settings.places()}
 
 
-def with_chance(key: str, metric: Metric) -> list[tuple[str, Metric]]:
-    """Return (key, metric) pairs: the metric and, if it has one, its value expected by chance."""
+def add_chance_metric(key: str, metric: Metric) -> list[tuple[str, Metric]]:
+    """Return [(key, metric)], and the metric's value by chance as a second pair if declared."""
     if not metric.chance:
         return [(key, metric)]
     name = metric.name or (f"{key}_{{}}" if metric.over else key)
@@ -367,12 +367,12 @@ def with_chance(key: str, metric: Metric) -> list[tuple[str, Metric]]:
 
 
 def column_name(key: str, metric: Metric, score: str, *places: Place) -> str:
-    """Return the name of a metric's column: key and places, or ``metric.name`` filled with them."""
+    """Return the column's name: ``metric.name`` or the key, with the places filled in."""
     name = metric.name or "_".join([key, *["{}"] * len(places)])
     return name.replace("{score}", score).replace("{}", "_".join(map(place_slug, places)))
 
 
-def fill_words(text: str, score: Score, baseline: str = "") -> str:
+def fill_placeholders(text: str, score: Score, baseline: str = "") -> str:
     """Return ``text`` with {score}, {unit}, {baseline} etc. filled in; other {words} stay."""
     tested = {"mae": "Test MAE", "precision_at_1": "Precision at 1"}
     texts = {
@@ -387,8 +387,8 @@ def fill_words(text: str, score: Score, baseline: str = "") -> str:
     return re.sub(r"{(\w*)}", lambda match: texts.get(match[1], match[0]), text)
 
 
-def list_places(results: Iterable[Found], key: str, metric: Metric) -> list[At]:
-    """Return the distinct places (name → place) of a metric's values, in the results' order."""
+def list_metric_places(results: Iterable[Found], key: str, metric: Metric) -> list[At]:
+    """Return the distinct places {name: place} at which ``results`` have values of the metric."""
     places: dict[tuple[Place, ...], At] = {}
     for result in results:  # of ``metric.last``: the last place of the first result with the others
         of_result = {
@@ -400,8 +400,8 @@ def list_places(results: Iterable[Found], key: str, metric: Metric) -> list[At]:
     return list(places.values())
 
 
-def find_values(result: Found, key: str, metric: Metric, at: At | None) -> list[Value]:
-    """Return [a metric's value at these places], on ``metric.last`` the last one; at None: all."""
+def find_metric_values(result: Found, key: str, metric: Metric, at: At | None) -> list[Value]:
+    """Return the metric's values at the places ``at``; all values if ``at`` is None."""
     if at is not None and not metric.last:
         return list_without_none([result.find(key, **at)])
     values = [value for value in result.all(key) if set(value.at) == set(metric.places)]

@@ -1,4 +1,4 @@
-"""Headline numbers of page, MLflow, runs and terminal; a phase's four main quantities."""
+"""The headline metrics of page, MLflow and terminal, and a phase's four main quantities."""
 
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 from moecore.measure.robustness import Robustness
 from moecore.report.column import CEILING, DENSE, Column, score_slug
 from moecore.report.pictures import robustness
-from moecore.report.study_results import Phase
+from moecore.report.study_results import PhaseResults
 from moecore.report.tables.cells import Cell, Cells, NumberFormat
 from moecore.report.tables.metrics_by_method import ComparisonTable
 from moecore.statistics.intervals import Interval
@@ -66,7 +66,7 @@ SCORED = ("on clean test data", "under the worst attack", "under attack")
 
 
 class QuantityByMethod(NamedTuple):
-    """A main quantity of a phase, such as the score: its cell for each method that has one."""
+    """One main quantity of a phase, such as the score, with a table cell per method."""
 
     phrase: str  # within a sentence; for steadiness with {} for the values
     column: Column
@@ -80,7 +80,7 @@ class QuantityByMethod(NamedTuple):
 
     @property
     def leader(self) -> str | None:
-        """The method that is significantly better than all others, or None."""
+        """The method that is significantly better than all others; None if there is none."""
         return next((method for method, cell in self.cells.items() if cell.leads), None)
 
     def interval(self, method: str) -> Interval:
@@ -91,13 +91,13 @@ class QuantityByMethod(NamedTuple):
 
     @property
     def floor_and_ceiling(self) -> dict[str, Interval]:
-        """The scores of dense and told, by name, if both were trained; {} for other quantities."""
+        """The scores of dense and of true routing ("told"), if both were trained; else {}."""
         if self.phrase not in SCORED or not {DENSE, CEILING} <= set(self.cells):
             return {}
         return {method: self.interval(method) for method in (DENSE, CEILING)}
 
     def ends(self) -> tuple[str, str]:
-        """Return the methods with the smallest and the largest value; ``told`` only if alone."""
+        """Return the methods with the smallest and with the largest value, without ``told``."""
         methods = [method for method in self.cells if method != CEILING] or self.cells
         values = {method: self.interval(method).value for method in methods}
         return min(values, key=values.__getitem__), max(values, key=values.__getitem__)
@@ -110,10 +110,10 @@ class PhaseQuantities(NamedTuple):
     cost: QuantityByMethod | None
 
 
-def phase_quantities(
-    phase: Phase, compared: ComparisonTable, controls: Collection[str] = ()
+def choose_main_quantities(
+    phase: PhaseResults, compared: ComparisonTable, controls: Collection[str] = ()
 ) -> PhaseQuantities:
-    """Return the four main quantities of a phase; ``controls`` are left out, except told."""
+    """Return a phase's score, score under attack, routing steadiness and cost; without controls."""
     columns = {metric.name: metric for metric in compared.metrics}
     left_out = set(controls) - {CEILING}
     cells = {method: row for method, row in compared.cells.items() if method not in left_out}
@@ -131,7 +131,7 @@ def phase_quantities(
                 return QuantityByMethod(phrase, column, having, unit, remains)
         return None
 
-    attacked, moved = attacked_score_and_change_names(phase)
+    attacked, moved = find_attack_columns(phase)
     steady = {}
     if moved:
         steady[moved] = "under attack routing overlap is {}"
@@ -151,10 +151,10 @@ def cells_by_method(name: str, cells: Cells) -> dict[str, Cell]:
     return {method: cell for method, row in cells.items() if (cell := row[name]) is not None}
 
 
-def attacked_score_and_change_names(phase: Phase) -> tuple[str, str]:
-    """Return the columns of the score under attack and of the change of routing, or ""."""
+def find_attack_columns(phase: PhaseResults) -> tuple[str, str]:
+    """Return the columns of the score under attack and of the routing change, or ""."""
     # The score is of the worst case, if measured, else of the last attack; the change of the last.
-    attack = shown_attack(phase)
+    attack = choose_headline_attack(phase)
     if not attack:
         return "", ""
     score = robustness.attacked_name(score_slug(phase.task.score), attack)
@@ -162,20 +162,20 @@ def attacked_score_and_change_names(phase: Phase) -> tuple[str, str]:
     return score, f"routing_change_{changed[-1]}"
 
 
-def shown_attack(phase: Phase) -> str:
-    """Return the attack of the headline: the worst case, else the last attack; "" without any."""
+def choose_headline_attack(phase: PhaseResults) -> str:
+    """Return the attack of the headline: the worst case if measured, else the last; "" if none."""
     names = robustness.names_of_attacks(phase)
     if names and any(result.all("worst") for result in phase.results(Robustness)):
         return robustness.WORST
     return next(reversed(names), "")
 
 
-def first_columns(phase: Phase, columns: Collection[str]) -> dict[str, str]:
-    """Return column → slug, of those in a phase's first table and MLflow's parent runs."""
+def first_table_columns(phase: PhaseResults, columns: Collection[str]) -> dict[str, str]:
+    """Return column → name in MLflow, for the columns of a phase's first table."""
     # For attacks: the worst case, if measured, else the last attack. For swapped words: the last
     # column of each kind, with the most words swapped.
-    score, moved = attacked_score_and_change_names(phase)
-    attack = shown_attack(phase)
+    score, moved = find_attack_columns(phase)
+    attack = choose_headline_attack(phase)
     attacked = {"worst" if attack == robustness.WORST else attack.partition("-")[0][:4]: score}
     if phase.task.score.form == "share":
         attacked["move"] = moved

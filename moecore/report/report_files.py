@@ -1,4 +1,4 @@
-"""Files of a report, except compare.json, and what MLflow and DVC show of a run."""
+"""The files below reports/ (pages, CSVs, metrics, plots), and a run's numbers for MLflow."""
 
 import csv
 import io
@@ -23,22 +23,22 @@ from moecore.report import headline_quantities
 from moecore.report.claims.claims_table import claims_markdown
 from moecore.report.claims.evaluation import EvaluatedClaim
 from moecore.report.column import score_slug
-from moecore.report.figures.model_figures import training_curves
+from moecore.report.figures.model_figures import draw_training_curves
 from moecore.report.figures.overview import draw_dataset_samples
-from moecore.report.headline_quantities import shown_attack
-from moecore.report.page.explorer_page import FILE, explorer, has_explorer_images
+from moecore.report.headline_quantities import choose_headline_attack
+from moecore.report.page.explorer_page import FILE, has_explorer_images, render_study_explorer
 from moecore.report.page.page_objects import Picture
-from moecore.report.page.report_page import render_report, svg
+from moecore.report.page.report_page import render_report, render_svg
 from moecore.report.pictures.robustness import draw_attack_curve, draw_transfer
-from moecore.report.results import (
-    Display,
+from moecore.report.results_and_displays import (
     Draw,
+    MeasurementDisplay,
     list_calculations,
     list_displays,
     read_card_and_task,
     read_model,
 )
-from moecore.report.study_results import Measured, Phase, Results
+from moecore.report.study_results import ModelResults, PhaseResults, StudyResults
 from moecore.report.tables.metrics_by_method import phase_result_columns
 from moecore.statistics.intervals import Interval
 from moecore.study.stages import MODEL_STAGES, REDUCING_PHASES, TRAINING_PHASES
@@ -46,65 +46,64 @@ from moecore.study.stages import MODEL_STAGES, REDUCING_PHASES, TRAINING_PHASES
 INK = "#333"
 
 
-def render_report_files(results: Results, evaluated: Sequence[EvaluatedClaim]) -> dict[str, str]:
-    """Return path below reports/ → text of all files: pages, claims, CSVs, metrics and plots."""
+def render_report_files(
+    results: StudyResults, evaluated: Sequence[EvaluatedClaim]
+) -> dict[str, str]:
+    """Return path below reports/ → content, for all files except compare.json and its items."""
     phases = list(results.phases.values())
     explorer_file = FILE if has_explorer_images(results) else None
     files = {
         "index.html": render_report(results, evaluated, explorer_file),
-        FILE: explorer(results),
+        FILE: render_study_explorer(results),
         "claims.md": claims_markdown(evaluated),
         "curves/training.csv": training_csv(results),
     }
     if any(phase.results(Robustness) for phase in phases):
         files["curves/robustness.csv"] = robustness_csv(results)
     if any(phase.task.kind == "regression" for phase in phases):
-        files["curves/table_s1.csv"] = table_s1_csv(results)
-    return files | render_metrics_files(results) | plot_svg_files(results)
+        files["curves/table_s1.csv"] = age_errors_csv(results)
+    return files | render_metrics_files(results) | render_plot_svgs(results)
 
 
-def plot_svg_files(results: Results) -> dict[str, str]:
-    """Return path below reports/ → SVG plots: trainings, scores under attack, calculations."""
+def render_plot_svgs(results: StudyResults) -> dict[str, str]:
     pictures = {}
     for phase in results.phases.values():
         trained = {method: outcomes for method, outcomes in phase.outcomes.items() if outcomes}
         if any(outcome.curve for seeds in trained.values() for outcome in seeds):
-            picture = Picture(training_curves(trained), f"{phase.name}: training")
+            picture = Picture(draw_training_curves(trained), f"{phase.name}: training")
             pictures[f"{phase.name}_training"] = picture
-        if attack := shown_attack(phase):
+        if attack := choose_headline_attack(phase):
             pictures[f"{phase.name}_attacks"] = draw_attack_curve(phase, attack)
     for display, phase in list_calculations(results):
         for name, figure in chain(*map(display.pictures.figures, phase.results(display.kind))):
             pictures[f"{display.stage}_{name}"] = Picture(figure, name.replace("_", " "))
-    texts = {name: svg(picture.figure, picture.label) for name, picture in pictures.items()}
+    texts = {name: render_svg(picture.figure, picture.label) for name, picture in pictures.items()}
     ink = f'<svg color="{INK}"'  # a single SVG file has no page to inherit a text colour from
     return {f"plots/{name}.svg": text.replace("<svg", ink, 1) for name, text in texts.items()}
 
 
 Row = dict[str, Any]
-Rows = Callable[[Measured, Phase], Iterator[Row]]  # of a model of a phase
+Rows = Callable[[ModelResults, PhaseResults], Iterator[Row]]  # of a model of a phase
 ITEM = ("phase", "method", "seed")
 ENDS = {"": "value", "_low": "low", "_high": "high"}
 NUMBERS = ("mae", "corr", "slope", "intercept")
 
 
-def training_csv(results: Results) -> str:
-    """Return a CSV with a row per logged training step: step, epoch, losses and scores."""
+def training_csv(results: StudyResults) -> str:
     names = dict.fromkeys(phase.task.history_name for phase in results.phases.values())
     scores = [f"{split}_{name}" for name in names for split in ("train", "validation")]
 
-    def rows(model: Measured, phase: Phase) -> Iterator[Row]:
+    def rows(model: ModelResults, phase: PhaseResults) -> Iterator[Row]:
         if trained := model.outcome:
             yield from trained.curve
 
     return _csv(results, ("step", "epoch", "train_loss", *scores), rows)
 
 
-def robustness_csv(results: Results) -> str:
-    """Return a CSV with a row per model, attack and epsilon: the score with its limits."""
+def robustness_csv(results: StudyResults) -> str:
     scores = dict.fromkeys(phase.task.history_name for phase in results.phases.values())
 
-    def rows(model: Measured, phase: Phase) -> Iterator[Row]:
+    def rows(model: ModelResults, phase: PhaseResults) -> Iterator[Row]:
         if attacked := model.of(Robustness):
             for value in attacked.all("attacked"):
                 score = {phase.task.history_name: value.value}
@@ -113,11 +112,11 @@ def robustness_csv(results: Results) -> str:
     return _csv(results, ("attack", "epsilon", *scores, "low", "high"), rows)
 
 
-def table_s1_csv(results: Results) -> str:
-    """Return a CSV with a row per kind of age prediction: mae, corr, slope, intercept, limits."""
+def age_errors_csv(results: StudyResults) -> str:
+    """Return a CSV with one row per model and kind of age prediction: errors and their limits."""
     columns = {f"{name}{end}": (name, part) for name in NUMBERS for end, part in ENDS.items()}
 
-    def rows(model: Measured, phase: Phase) -> Iterator[Row]:
+    def rows(model: ModelResults, phase: PhaseResults) -> Iterator[Row]:
         measured = model.of(AgeCalibration)
         if measured is None:
             return
@@ -133,7 +132,7 @@ def table_s1_csv(results: Results) -> str:
     return _csv(results, ("prediction", *columns), rows)
 
 
-def _csv(results: Results, columns: Sequence[str], rows: Rows) -> str:
+def _csv(results: StudyResults, columns: Sequence[str], rows: Rows) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, (*ITEM, *columns), extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -154,8 +153,8 @@ Items = Mapping[str, Collection[str]]  # method → the items whose results are 
 RUN_FIGURES: Mapping[str, Draw] = {"transfer": draw_transfer}  # by stage, of no single model
 
 
-def render_metrics_files(results: Results) -> dict[str, str]:
-    """Return path below reports/ → JSON, metric → number: ``metrics/pretrain/vmoe-0.json`` etc."""
+def render_metrics_files(results: StudyResults) -> dict[str, str]:
+    """Return path below reports/ → JSON text {metric: number}, one file per model."""
     numbers: dict[str, dict[str, float]] = {}
     for name, result in results.calculations.items():
         rounded = {key: round_significant(number) for key, number in result.numbers().items()}
@@ -163,7 +162,7 @@ def render_metrics_files(results: Results) -> dict[str, str]:
     for phase in results.phases.values():
         columns = {column.name: column for column in phase_result_columns(phase)}
         names = [headline.name for headline in headline_quantities.HEADLINES if headline.run]
-        names = [*names[:4], *headline_quantities.attacked_score_and_change_names(phase), *names]
+        names = [*names[:4], *headline_quantities.find_attack_columns(phase), *names]
         # The score comes first, then the score under attack, routing, and cost.
         metrics = [columns[name] for name in dict.fromkeys(names) if name in columns][:MOST]
         for method, seeds in phase.models.items():
@@ -188,7 +187,7 @@ def round_significant(value: float, digits: int = DIGITS) -> float:
 def read_headline_numbers(
     study: Path, method: str, seed: int, items: Items
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Return a model's headline numbers by their names in MLflow, and phase.metric → count."""
+    """Return a model's headline numbers by their names in MLflow, and its counts."""
     # The last training comes first, and of each phase the score, then the score under attack.
     # items: method → the items whose results are of its present model, for the method and the dense
     # one, to which some numbers are relative. Results of other code are omitted.
@@ -204,24 +203,24 @@ def read_headline_numbers(
             model: {seed: read_current_results(study, name, f"{model}/{seed}", displays, current)}
             for model, current in items.items()
         }
-        phase = Phase(name, card, task, models)
+        phase = PhaseResults(name, card, task, models)
         if not models[method][seed].results:
             continue
         metrics = {metric.name: metric for metric in phase_result_columns(phase)}
-        slugs = headline_quantities.first_columns(phase, metrics)
-        attacked, _ = headline_quantities.attacked_score_and_change_names(phase)
+        slugs = headline_quantities.first_table_columns(phase, metrics)
+        attacked, _ = headline_quantities.find_attack_columns(phase)
         scores = [f"test_{score_slug(task.score)}", attacked]
         for key in sorted(slugs, key=lambda key: scores.index(key) if key in scores else 2):
             interval = metrics[key].read(models[method][seed])
             if interval is not None and metrics[key].form == "count":
                 counts[f"{name}.{key}"] = int(interval.value)
             elif interval is not None:
-                numbers |= name_for_mlflow(slugs[key], name, interval)
+                numbers |= name_numbers_for_mlflow(slugs[key], name, interval)
     return numbers, counts
 
 
-def name_for_mlflow(slug: str, phase: str, interval: Interval) -> dict[str, float]:
-    """Return ``acc/finetune``, ``acc/fine.lo`` and ``acc/fine.hi`` → rounded value and limits."""
+def name_numbers_for_mlflow(slug: str, phase: str, interval: Interval) -> dict[str, float]:
+    """Return a metric's rounded value and limits by their names in MLflow (``acc/fine.lo``)."""
     short = f"{slug}/{SHORT_PHASES.get(phase, phase)}"
     name = f"{slug}/{phase}"
     numbers = {name if len(name) <= MLFLOW_LETTERS else short: interval.value}
@@ -231,15 +230,19 @@ def name_for_mlflow(slug: str, phase: str, interval: Interval) -> dict[str, floa
 
 
 def read_current_results(
-    study: Path, phase: str, model: str, displays: Iterable[Display], items: Collection[str]
-) -> Measured:
-    """Return the results of a model, such as ``vmoe/0``, whose paths are in ``items``."""
+    study: Path,
+    phase: str,
+    model: str,
+    displays: Iterable[MeasurementDisplay],
+    items: Collection[str],
+) -> ModelResults:
+    """Return a model's results that are up to date: those whose paths are in ``items``."""
     results: dict[type[Config], Config] = {}
     for shown in displays:
         if Path(shown.stage, phase, model).as_posix() in items:
             with suppress(UserError):  # of other code, or missing: the stage's own run says so
                 results |= read_model(study, phase, model, [shown]).results
-    return Measured(results)
+    return ModelResults(results)
 
 
 def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, Figure]]:

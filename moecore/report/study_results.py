@@ -1,4 +1,4 @@
-"""Results of a study, by phase, method and seed."""
+"""Results of a study as objects: by phase, method and seed."""
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
@@ -11,9 +11,9 @@ from moecore.measure.base import MeasuredPart
 from moecore.measure.pixel_baselines import Baselines
 from moecore.measure.training import Trained, outcome_of
 from moecore.measure.values import Found, Value
-from moecore.study.document import parse_yaml_document
-from moecore.study.sections import Selection
+from moecore.study.run_and_claims import RunSelection
 from moecore.study.stages import MEASURE
+from moecore.study.yaml_document import parse_yaml_document
 from moecore.tasks.base import Task
 from moecore.training.outcome import Outcome
 from moecore.training.regularizers.group_sparsity import GroupSparsity
@@ -24,7 +24,7 @@ NOTHING: Kinds = MappingProxyType({})
 UNLEARNED = ("hash", "teacher_routed", "told")  # routers that the model does not train
 
 
-class Measured(NamedTuple):
+class ModelResults(NamedTuple):
     results: Kinds = NOTHING
     skipped: tuple[str, ...] = ()  # measurements that do not apply, and why
 
@@ -37,11 +37,11 @@ class Measured(NamedTuple):
         return None if trained is None else outcome_of(trained)
 
 
-Models = Mapping[str, Mapping[int, Measured]]  # method → seed → model
+Models = Mapping[str, Mapping[int, ModelResults]]  # method → seed → model
 
 
-class Phase(NamedTuple):
-    """The models of one phase, and the data on which they were trained and measured."""
+class PhaseResults(NamedTuple):
+    """The results of all models of one phase, and the card of its data."""
 
     name: str
     card: Mapping[str, Any]
@@ -55,16 +55,16 @@ class Phase(NamedTuple):
 
     @property
     def first_seed(self) -> str:
-        """End of the caption of a picture of one model: " First seed." if there are several."""
+        """The caption's end " First seed." if there are several seeds, else ""."""
         return " First seed." if self.seeds > 1 else ""
 
     @property
-    def every(self) -> list[Measured]:
+    def every(self) -> list[ModelResults]:
         return [model for seeds in self.models.values() for model in seeds.values()]
 
     @property
     def baselines(self) -> dict[str, Value]:
-        """Classifier on pixels → its test score; {} where none was fitted."""
+        """Test score of each classifier on pixels, by its name; {} if none was fitted."""
         fitted = self.together.get(Baselines, Found(values=()))
         return {str(value.at["classifier"]): value for value in fitted.all("baseline")}
 
@@ -72,7 +72,7 @@ class Phase(NamedTuple):
         return list_without_none(model.of(kind) for model in self.every)
 
     def of(self, kind: type[MeasuredPart]) -> dict[str, list[Found]]:
-        """Return method → the results of its seeds, in order; [] if any seed has none."""
+        """Return method → one result per seed; [] if any seed lacks it."""
         results = {}
         for method, seeds in self.models.items():
             of_seeds = list_without_none(model.of(kind) for model in seeds.values())
@@ -86,7 +86,6 @@ class Phase(NamedTuple):
 
     @property
     def outcomes(self) -> dict[str, list[Outcome]]:
-        """Method → outcomes of the trainings of its seeds; [] if any is missing."""
         return {name: list(map(outcome_of, seeds)) for name, seeds in self.of(Trained).items()}
 
     @property
@@ -94,19 +93,18 @@ class Phase(NamedTuple):
         return {method: outcome_of(trained) for method, trained in self.first(Trained).items()}
 
 
-class Results(NamedTuple):
-    phases: Mapping[str, Phase]
+class StudyResults(NamedTuple):
+    phases: Mapping[str, PhaseResults]
     settings: str = ""  # the text of params.yaml
     calculations: Mapping[str, Found] = MappingProxyType({})  # by name: without a trained model
 
     @property
     def methods(self) -> list[str]:
-        """Method names, the same in every phase; [] if nothing is trained."""
         return next((list(phase.models) for phase in self.phases.values()), [])
 
     @property
     def controls(self) -> frozenset[str]:
-        """Control methods: never marked as best, and ignored in comparisons."""
+        """Names of control methods, which are never marked as best nor compared."""
         # With ``permuted: true`` training labels are shuffled, so nothing can be learned. A router
         # that is fixed, another model's, or given the truth is steady without deciding anything.
         return frozenset(
@@ -117,7 +115,7 @@ class Results(NamedTuple):
 
     @property
     def without_experts(self) -> frozenset[str]:
-        """Methods without a router, in a study that also has methods with one."""
+        """Names of methods without a router, if the study also has methods with one."""
         dense = {name for name, settings in self._settings.items() if "router" not in settings}
         if dense < set(self._settings):
             return frozenset(dense)
@@ -125,7 +123,7 @@ class Results(NamedTuple):
 
     @property
     def schedules(self) -> dict[str, GroupSparsity]:
-        """Method → its group sparsity settings, for methods with MoGE's Gaussian filter."""
+        """Group sparsity settings of each method that uses MoGE's Gaussian filter."""
         return {
             name: sparsity
             for name, settings in self._settings.items()
@@ -136,24 +134,22 @@ class Results(NamedTuple):
 
     @property
     def attacks(self) -> dict[str, Attack]:
-        """Name → attack of the section robustness of params.yaml; {} without the section."""
-        section = parse_settings(self.settings).get("robustness") or {}
+        section = parse_params_text(self.settings).get("robustness") or {}
         attacks = map(Attack.model_validate, section.get("attacks") or ())
         return {attack.name: attack for attack in attacks}
 
     @property
     def _settings(self) -> dict[str, Mapping[str, Any]]:
-        """Method → its section of params.yaml, for the compared methods."""
-        methods = parse_settings(self.settings).get("methods") or {}
+        methods = parse_params_text(self.settings).get("methods") or {}
         return {name: methods[name] or {} for name in self.methods if name in methods}
 
 
 @cache
-def parse_settings(settings: str) -> Mapping[str, Any]:
+def parse_params_text(settings: str) -> Mapping[str, Any]:
     return parse_yaml_document(settings).data or {}
 
 
-def stages_and_measurements(stages: Collection[str], run: Selection) -> set[str]:
+def add_measurements_to_stages(stages: Collection[str], run: RunSelection) -> set[str]:
     if MEASURE in stages:
         return {*stages, *run.measurements}
     return set(stages)

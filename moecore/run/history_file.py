@@ -36,7 +36,7 @@ from moecore.core.source_layout import (
     package_versions,
     run_git,
 )
-from moecore.study.document import load_yaml_document
+from moecore.study.yaml_document import load_yaml_document
 from moecore.training.monitor import RoutingPoint
 
 GIT_SECONDS = 10.0  # a start does not wait longer for git
@@ -44,7 +44,7 @@ SOURCE_PATTERNS = ("*.py", "*params.yaml", "*dvc.yaml")  # a change of these mak
 PLACES = ("artifacts/history", ".state")  # published histories, and histories of current runs
 
 
-def new_header(stage: str, params: Config | None, **item: Any) -> dict[str, Any]:
+def build_header(stage: str, params: Config | None, **item: Any) -> dict[str, Any]:
     settings = {} if params is None else to_jsonable(params)
     canonical = json.dumps([stage, item, settings], sort_keys=True)
     return {
@@ -69,12 +69,12 @@ def read_clocks() -> dict[str, float]:
 
 
 def execution_subpath(stage: str, phase: str | None, method: str | None, seed: int | None) -> str:
-    """Return ``stage/phase/method/seed``, without None: a path below artifacts/history."""
+    """Return ``stage/phase/method/seed`` without None: the run's path below artifacts/history."""
     return "/".join(str(part) for part in (stage, phase, method, seed) if part is not None)
 
 
 def _code_state() -> dict[str, Any]:
-    """Return ``commit``, and ``dirty``: whether sources differ from it; both None without git."""
+    """Return the git commit, and "dirty": whether sources differ from it; both None without git."""
     project = find_project_folder(Path())  # a study's run folder is a git repository without code
     question = ("status", "--porcelain", "--untracked-files=no", "--", *SOURCE_PATTERNS)
     commit = run_git(project, "rev-parse", "HEAD", timeout=GIT_SECONDS)
@@ -122,8 +122,8 @@ def is_history_line(line: Any) -> bool:
     return True
 
 
-class GrowingHistory:
-    """A reader of a growing history.jsonl: every ``read`` parses only new lines."""
+class HistoryReader:
+    """Reads a history.jsonl that still grows; each ``read`` parses only the new lines."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder, HISTORY_FILE)
@@ -158,11 +158,10 @@ class GrowingHistory:
 
 
 def read_lines(folder: str | Path) -> list[dict]:
-    return GrowingHistory(folder).read()
+    return HistoryReader(folder).read()
 
 
 def lines_before_step(lines: list[dict], step: int) -> list[dict]:
-    """Return the lines before the first of ``step`` or later: what a resumed run keeps."""
     for index, line in enumerate(lines):
         if line.get("step", -1) >= step or "status" in line:
             return lines[:index]
@@ -170,7 +169,7 @@ def lines_before_step(lines: list[dict], step: int) -> list[dict]:
 
 
 def spent_seconds(lines: list[dict]) -> float:
-    """Return the seconds that a run computed, without the time between a kill and the resume."""
+    """Return the seconds that a run computed, without pauses between a kill and its resume."""
     spans = []
     for line, after in pairwise(lines):
         if "resumed" not in after:  # earlier versions had no ``clock``
@@ -227,7 +226,7 @@ def keep_numbers(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_dvc_locks(folder: Path = Path()) -> dict[str, dict[str, Any]]:
-    """Return stage → its entry in a project's dvc.lock files; UserError for a damaged file."""
+    """Return stage → its entry in the dvc.lock files of a project; UserError if one is damaged."""
     # The rules of YAML 1.1 do no harm here; libyaml is 3 times as fast as ruamel's loader.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     stages: dict[str, dict[str, Any]] = {}
@@ -257,7 +256,7 @@ class ExecutionHistory(NamedTuple):
 
     @property
     def item(self) -> str:
-        """Path of the execution in artifacts/history, and of its result in artifacts/measured."""
+        """The run's path below artifacts/history and artifacts/measured."""
         names = ("stage", "phase", "method", "seed")
         return execution_subpath(*(self.header[name] for name in names))
 
@@ -266,7 +265,7 @@ class ExecutionHistory(NamedTuple):
         return "status" in self.lines[-1]
 
     def run_state(self) -> tuple[str, float]:
-        """Return MLflow's status and its time (s since 1970); KILLED if the process vanished."""
+        """Return (MLflow status, seconds since 1970); KILLED if the process is gone."""
         end = self.lines[-1]
         if self.has_ended:
             return end["status"], end["t"]
@@ -276,7 +275,7 @@ class ExecutionHistory(NamedTuple):
 
 
 def is_process_running(host: str, pid: int, at: float) -> bool:
-    """Return whether a process seen at ``at`` (s since 1970) still runs; True for other hosts."""
+    """Return whether a process seen at ``at`` (s since 1970) still runs; other hosts: True."""
     # The system reuses process numbers: a process that began later is another one.
     if host != platform.node():
         return True
@@ -287,8 +286,8 @@ def is_process_running(host: str, pid: int, at: float) -> bool:
         return False
 
 
-def read_histories(study: Path, readers: dict[Path, GrowingHistory]) -> dict[str, ExecutionHistory]:
-    """Return uid of a run → its newest history on disk, published or still growing."""
+def read_histories(study: Path, readers: dict[Path, HistoryReader]) -> dict[str, ExecutionHistory]:
+    """Return uid → newest history of each run of a study, finished or still growing."""
     # readers: by folder, reused between calls; new readers are added.
     newest: dict[str, ExecutionHistory] = {}
     for place, inner, files in chain.from_iterable(os.walk(study / place) for place in PLACES):
@@ -298,7 +297,7 @@ def read_histories(study: Path, readers: dict[Path, GrowingHistory]) -> dict[str
             continue
         inner.clear()
         folder = Path(place)
-        lines = readers.setdefault(folder, GrowingHistory(folder)).read()
+        lines = readers.setdefault(folder, HistoryReader(folder)).read()
         if lines and "uid" in lines[0]:
             newest_so_far = newest.setdefault(lines[0]["uid"], ExecutionHistory(folder, lines))
             if lines[-1]["t"] > newest_so_far.lines[-1]["t"]:
@@ -306,8 +305,7 @@ def read_histories(study: Path, readers: dict[Path, GrowingHistory]) -> dict[str
     return newest
 
 
-def paths_in_dvc_locks(study: Path) -> frozenset[str] | None:
-    """Return the paths of outputs in dvc.lock files; None without such files."""
+def list_locked_outputs(study: Path) -> frozenset[str] | None:
     locks = list_project_dvc_files(study, "dvc.lock")
     newest = max((lock.stat().st_mtime_ns for lock in locks), default=None)
     if newest is None:
@@ -321,8 +319,8 @@ def _locked_paths(study: Path, written: int) -> frozenset[str]:
     return frozenset(out["path"] for out in outs)
 
 
-def open_study(study: Path) -> list[str]:
-    """Allow imports of the packages in a study's params.yaml, and return its ``run.methods``."""
+def allow_packages_and_list_methods(study: Path) -> list[str]:
+    """Allow imports of the packages that a params.yaml lists; return its ``run.methods``."""
     # Without a readable file there are none: `moecore check` reports its errors.
     allow_packages((), ())
     try:

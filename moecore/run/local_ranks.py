@@ -1,4 +1,4 @@
-"""Start one training as several ranks of this machine, which meet in a file.
+"""Run one training as several processes (ranks) on this machine, which connect through a file.
 
 With a file, gloo and NCCL listen on 127.0.0.1; torchrun listens on all interfaces.
 
@@ -24,7 +24,7 @@ GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 
 
 def run_local_ranks(size: int, arguments: Sequence[str]) -> int:
-    """Run ``python ARGUMENTS`` as ``size`` ranks; return the first failure's exit code, or 0."""
+    """Run ``python ARGUMENTS`` as ``size`` processes; return the first failed exit code, or 0."""
     # If a rank fails, or this process gets SIGTERM, all ranks are ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +48,7 @@ def run_local_ranks(size: int, arguments: Sequence[str]) -> int:
 
 
 def wait_for_exit_code(running: Sequence[psutil.Popen]) -> int:
-    """Wait until a rank fails, and return its exit code, or until all succeed, and return 0."""
+    """Wait for all processes, or for the first failure; return its exit code, or 0."""
     while True:
         codes = [process.poll() for process in running]
         for rank, code in enumerate(codes):

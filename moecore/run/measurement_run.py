@@ -1,4 +1,4 @@
-"""Measure a trained model, reduce its experts (``prune``, ``merge``), or calculate without one."""
+"""Run a measurement of a trained model, a calculation, or a reduction of experts, and record it."""
 
 import time
 from contextlib import nullcontext
@@ -13,10 +13,10 @@ from moecore.data.prepared import Prepared
 from moecore.measure.base import Calculation, MeasuredModel, Measurement, Skipped, find_measurement
 from moecore.measure.robustness import TRANSFERS
 from moecore.measure.values import Found
-from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import record_resumable, record_run, report_progress
-from moecore.study.sections import Phase
-from moecore.study.settings import ParamsKeyTemplate, read_params
+from moecore.run.stage_inputs import read_stage_inputs
+from moecore.study.params_reader import ParamsKeyTemplate, read_params
+from moecore.study.run_and_claims import PhaseName
 from moecore.training.artifacts import guide_folder, load_guide, load_model, save_model, save_vocab
 from moecore.training.method import Method
 from moecore.training.outcome import evaluate_model, save_model_score
@@ -25,20 +25,20 @@ from moecore.training.surgery.expert_reduction import ExpertReduction
 
 
 class MethodParams(Config):
-    """The section of a method in params.yaml, for measurements of region experts."""
+    """The settings of a method in params.yaml, read for measurements of region experts."""
 
     method: Annotated[Method, ParamsKeyTemplate("methods.{method}")]
 
 
-def measure_model(what: str, phase: Phase, method: str, seed: int) -> Any:
-    """Run the measurement ``what`` on a trained model; write and return its result, or Skipped."""
+def measure_model(what: str, phase: PhaseName, method: str, seed: int) -> Any:
+    """Measure a trained model by ``what``; write and return the result, or why it was skipped."""
     measurement = find_measurement(what)
     section: dict[str, Any] = {what: (measurement, ...)}
     params = read_params(create_model("Params", __base__=Config, **section))
     inputs = [Path("artifacts/data", phase), Path("artifacts", phase, method, str(seed))]
     transferred = {}
     if what == "robustness":
-        transferred = find_transferred(Path("artifacts/transferred", phase), method, seed)
+        transferred = find_transferred_images(Path("artifacts/transferred", phase), method, seed)
         inputs += transferred.values()
     item = {"phase": phase, "method": method, "seed": seed}
     with record_resumable(what, params, inputs, **item) as (run, work):
@@ -68,8 +68,7 @@ def measure_model(what: str, phase: Phase, method: str, seed: int) -> Any:
     return result
 
 
-def find_transferred(root: Path, method: str, seed: int) -> dict[str, Path]:
-    """Return "transfer-dense", of the same seed, and "transfer-seed", the next → their folder."""
+def find_transferred_images(root: Path, method: str, seed: int) -> dict[str, Path]:
     seeds = sorted(int(path.name) for path in root.glob(f"{method}/[0-9]*") if path.is_dir())
     later = [other for other in seeds if other > seed] or seeds
     items = {TRANSFERS[0]: f"dense/{seed}", TRANSFERS[1]: f"{method}/{(later or [seed])[0]}"}
@@ -77,7 +76,7 @@ def find_transferred(root: Path, method: str, seed: int) -> dict[str, Path]:
     return {name: folder for name, folder in folders.items() if folder.is_dir()}
 
 
-def calculate_values(what: str) -> Found:
+def run_calculation(what: str) -> Found:
     section: dict[str, Any] = {what: (find_measurement(what), ...)}
     params = read_params(create_model("Params", __base__=Config, **section))
     with record_resumable(what, params, ()) as (run, work):
@@ -87,7 +86,9 @@ def calculate_values(what: str) -> Found:
     return result
 
 
-def reduce_and_record(params: Config, reduction: ExpertReduction, method: str, seed: int) -> None:
+def reduce_experts_and_record(
+    params: Config, reduction: ExpertReduction, method: str, seed: int
+) -> None:
     # The new model is artifacts/<stage>/<method>/<seed>; a dense model is copied unchanged.
     stage = reduction.section
     start = Path("artifacts/pretrain", method, str(seed))

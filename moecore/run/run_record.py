@@ -1,4 +1,4 @@
-"""Record a run in a folder, which MLflow only displays, and continue killed runs.
+"""Records the run of a stage in a folder, and resumes killed runs; MLflow only displays it.
 
 ``artifacts/history/<stage>/[phase/]<method>/<seed>/`` holds history.jsonl and tables (JSON). It is
 published atomically at the end, also of a failed run. A killed run continues in a work folder that
@@ -21,13 +21,13 @@ from moecore.core import files
 from moecore.core.config import Config
 from moecore.core.files import UnusableFile, UserError, append_line, to_jsonable
 from moecore.run import history_file
-from moecore.run.history_file import HISTORY_FILE, execution_subpath, new_header, read_lines
-from moecore.run.inputs import StageInputs, read_stage_inputs
+from moecore.run.history_file import HISTORY_FILE, build_header, execution_subpath, read_lines
+from moecore.run.stage_inputs import StageInputs, read_stage_inputs
 from moecore.training.monitor import RoutingPoint
 
 
 class Run:
-    """A run's record, yielded by ``record_run``; its history grows in ``folder``."""
+    """The record of one run of a stage; its history.jsonl grows in ``folder``."""
 
     def __init__(
         self, folder: Path, path: str, header: dict, earlier: list[dict], inputs: StageInputs
@@ -48,7 +48,7 @@ class Run:
         return self.header["uid"]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log name → value; ValueError unless ``step`` is larger than each name's last step."""
+        """Append metrics at a step; ValueError unless it is after the last step of each metric."""
         # Points of a killed process at this step or later are removed.
         if self._earlier:
             earlier = history_file.lines_before_step(self._earlier, step)
@@ -64,12 +64,12 @@ class Run:
         self._write(step=int(step), values=numbers)
 
     def routing(self, point: RoutingPoint) -> None:
-        """Log routing statistics, after the values of the same step."""
+        """Append routing statistics of a training step to the history."""
         self.last_routing = point
         self._write(step=point.step, routing=point.model_dump(mode="json", exclude={"step"}))
 
     def result(self, result: Config) -> None:
-        """Write the result to artifacts/measured/<stage>/….json, and its numbers to the history."""
+        """Write the result to artifacts/measured, and its numbers to the history."""
         # Non-finite numbers become null. MLflow shows the numbers outside of lists.
         from moecore.measure.values import Found  # imports torch
 
@@ -92,11 +92,11 @@ class Run:
         self._write(dataset=to_jsonable(card))
 
     def model(self, folder: str | Path) -> None:
-        """Log the folder of the trained model; MLflow gets a copy with a signature."""
+        """Append the folder of the trained model, which MLflow copies."""
         self._write(model=str(folder))
 
     def end(self, status: str, error: str | None = None) -> None:
-        """Write the last line: FINISHED, FAILED or KILLED, and the seconds spent."""
+        """Append the last line: the status (FINISHED, FAILED or KILLED) and the seconds spent."""
         spent = history_file.spent_seconds([*read_lines(self.folder), history_file.read_clocks()])
         reason = {} if error is None else {"error": error}
         self._write(status=status, seconds=spent, **reason)
@@ -125,7 +125,7 @@ def record_run(
     work: Path | None = None,  # of the stage's checkpoint: a killed process's history continues
     inputs: StageInputs | None = None,  # None: only the settings
 ) -> Iterator[Run]:
-    """Record one execution of a stage and publish it to artifacts/history/, even if it fails."""
+    """Record a run of a stage; publish its history to artifacts/history, even if it fails."""
     # An error ends the run as FAILED, an interrupt as KILLED; both are raised again. Edited inputs
     # are a UserError at the end.
     if inputs is None:
@@ -138,7 +138,7 @@ def record_run(
         earlier = [line for line in read_earlier_lines(folder, work) if "status" not in line]
     if not earlier:
         shutil.rmtree(folder, ignore_errors=True)
-    header = (earlier or [new_header(stage, params, method=method, seed=seed, phase=phase)])[0]
+    header = (earlier or [build_header(stage, params, method=method, seed=seed, phase=phase)])[0]
     run = Run(folder, path, header, earlier, inputs)
     try:
         yield run
@@ -159,7 +159,7 @@ def record_run(
 
 
 def read_earlier_lines(folder: Path, work: Path) -> list[dict]:
-    """Return the undamaged lines of a killed process's history; print a warning about others."""
+    """Return the undamaged lines of a killed run's history, with a warning about damaged ones."""
     # Without its header a history is lost, but the training still continues from its checkpoint.
     path = folder / HISTORY_FILE
     lines = read_lines(folder)
@@ -181,7 +181,7 @@ def _publish_history(folder: Path, published: Path) -> None:
 
 @contextmanager
 def hold_work_folder(item: str, key: str) -> Iterator[Path]:
-    """Yield the folder ``.state/<item>/<key>`` of checkpoints and history; success removes it."""
+    """Lock and yield ``.state/<item>/<key>``, for checkpoints and history; remove it on success."""
     # item: path of the execution, such as ``pretrain/vmoe/0``. key: a hash of all inputs, so that a
     # stage continues only work with the same inputs.
     home = Path(".state") / item
@@ -207,7 +207,7 @@ def record_resumable(
     method: str | None = None,
     seed: int | None = None,
 ) -> Iterator[tuple[Run, Path]]:
-    """Yield the record and work folder of a stage that continues where a killed process ended."""
+    """Yield the record and the work folder of a stage that resumes after a kill."""
     item = {"phase": phase, "method": method, "seed": seed}
     read = read_stage_inputs(stage, params, inputs, phase, method)
     with (
@@ -219,7 +219,7 @@ def record_resumable(
 
 @contextmanager
 def hold_lock(path: Path, describe_holder: Callable[[], str]) -> Iterator[None]:
-    """Hold the lock file ``path``; UserError with ``describe_holder()`` if another process does."""
+    """Hold the lock file ``path``; if another process has it, raise UserError."""
     lock = FileLock(path, timeout=0)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -242,7 +242,7 @@ LINE_SECONDS = "MOECORE_LINE_SECONDS"  # the same, of a process whose lines beco
 
 
 class ProgressLines:
-    """Progress as lines on stderr, at most one per SECONDS_BETWEEN_LINES, and one at the end."""
+    """Prints progress to stderr, at most once per SECONDS_BETWEEN_LINES, and at the end."""
 
     def __init__(self, title: str, total: int) -> None:
         self.title = title
@@ -300,7 +300,7 @@ def report_progress(title: str, total: int) -> Iterator[ProgressLines]:
 
 
 def format_duration(seconds: float) -> str:
-    """Return the text ``1:02:03`` (hours, minutes, seconds) or ``2:03``."""
+    """Return seconds as text: ``1:02:03`` (h:mm:ss) or ``2:03`` (m:ss)."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -1,4 +1,4 @@
-"""Start a stage: convert arguments by its signature, and print errors in one line."""
+"""Entry of stage scripts: converts command-line arguments, and prints errors as one line."""
 
 import inspect
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 from moecore.core.files import UserError, explain_file_errors, set_parent_death_signal, write_whole
 from moecore.core.source_layout import STAGE_MODULES, refuse_other_checkout
-from moecore.run.inputs import allow_params_packages
+from moecore.run.stage_inputs import allow_params_packages
 from moecore.study.stages import STAGES, TRAINING_STAGES
 
 SECONDS = Path(".state/seconds")  # a file per stage: how long its last process took
@@ -70,7 +70,7 @@ def run_stage(function: Callable[..., None], arguments: list[str] | None = None)
 
 
 def _exit(code: int) -> None:
-    """Exit with ``code``; SIGTERM, as from a launcher after a failed rank, is then ignored."""
+    """Exit with ``code``, and ignore SIGTERM from a launcher meanwhile."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if not has_several_ranks():
         sys.exit(code)
@@ -86,7 +86,7 @@ def has_several_ranks() -> bool:
 
 
 def print_error_once(text: str) -> None:
-    """Print an error to stderr, only once if several ranks end with it."""
+    """Print an error to stderr once, even if several ranks fail with it."""
     if has_several_ranks() and "RANK" in os.environ:
         from moecore.core import ranks  # imports torch
 
@@ -96,7 +96,7 @@ def print_error_once(text: str) -> None:
 
 
 def end_with_parent() -> None:
-    """Let the system send SIGTERM when the parent dies, even by ``kill -9``; only on Linux."""
+    """Make the kernel send SIGTERM to this process when its parent dies (Linux only)."""
     parent = os.getppid()
     set_parent_death_signal()
     if os.getppid() != parent:  # the parent died in between

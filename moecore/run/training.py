@@ -1,4 +1,4 @@
-"""Run a stage that trains, with a progress bar, a history and checkpoints."""
+"""Runs a training stage with progress bar, history and checkpoints."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from moecore.core.source_layout import package_source_hash
 from moecore.data.prepared import Prepared
 from moecore.run.history_file import logged_points, read_lines, routing_points, spent_seconds
 from moecore.run.run_record import CARD_MEMORY, Run, record_resumable, report_progress
-from moecore.study.settings import read_params
+from moecore.study.params_reader import read_params
 from moecore.training.artifacts import Checkpoint
 from moecore.training.job import TrainingJob
 from moecore.training.loop import iterate_training, total_steps
@@ -30,13 +30,13 @@ EachEpoch = Callable[[int], float | None] | None  # see ``TrainingRun.train``
 
 
 class MonitorSection(Config):
-    """The section ``monitor`` of params.yaml, on which no result depends."""
+    """The section ``monitor`` of params.yaml, which changes no result."""
 
     monitor: Monitor | None = None
 
 
 class TrainingRun:
-    """A run with its checkpoint and history in ``work``, a folder that survives the process."""
+    """A training with its record and checkpoint in the folder ``work``, which survives a kill."""
 
     def __init__(self, run: Run | None, work: Path, title: str, monitor: Monitor | None) -> None:
         """``run``: where points are logged; None except on the first rank, which alone writes."""
@@ -49,7 +49,7 @@ class TrainingRun:
     def train(
         self, job: TrainingJob, settings: Training, seed: int, each_epoch: EachEpoch = None
     ) -> None:
-        """Train from the last checkpoint; only the first of several ranks returns."""
+        """Train from the last checkpoint to the end; other ranks than the first then exit."""
         # ``each_epoch`` is called after each epoch, from 1, before its checkpoint. It may return
         # the agreement of the routing with the previous epoch's.
         inputs = self.recorded.inputs if self.recorded else None
@@ -91,7 +91,7 @@ class TrainingRun:
         return self.recorded
 
     def log(self) -> TrainingLog:
-        """Return all logged points, the seconds and the warnings, also from before a kill."""
+        """Return all logged points, the seconds and the warnings, including those before a kill."""
         lines = read_lines(self.run.folder)
         points = [(step, values) for step, _, values in logged_points(lines)]
         warnings = [line for _, point in routing_points(lines) for line in point.warnings]

@@ -1,4 +1,4 @@
-"""Check a study before anything runs: the file, its data and its models.
+"""Checks a study before anything runs: its params.yaml, its data and its models.
 
 ``check_study`` checks everything, ``read_study_and_problems`` the file alone. Settings check
 themselves (``Config.misfits``); rules (``*_misfits``, in the modules ``*_rules``) compare sections.
@@ -19,16 +19,8 @@ from moecore.core.source_layout import DOTTED_NAME
 from moecore.data.card import Card
 from moecore.measure.base import Calculation, Measurement
 from moecore.study import model_rules, part_rules, trial_rules
-from moecore.study.document import (
-    Document,
-    as_list,
-    as_mapping,
-    cap_line_count,
-    did_you_mean,
-    load_yaml_document,
-)
-from moecore.study.layers import count_existing_keys, list_folder_stages
-from moecore.study.settings import describe_field, line_position
+from moecore.study.params_layers import count_existing_keys, list_dvc_stages
+from moecore.study.params_reader import describe_allowed_values, line_position
 from moecore.study.stages import (
     CALCULATE,
     MEASURE,
@@ -36,16 +28,24 @@ from moecore.study.stages import (
     PHASES,
     SECTIONS,
     STAGES,
-    describe_addition,
+    describe_how_to_add,
 )
 from moecore.study.study import (
     MEASURED_SECTIONS,
     OPTIONAL_SECTIONS,
     Misfits,
     Study,
+    build_study_class,
     read_study,
     stage_by_section,
-    study_model,
+)
+from moecore.study.yaml_document import (
+    YamlDocument,
+    as_list,
+    as_mapping,
+    cap_line_count,
+    did_you_mean,
+    load_yaml_document,
 )
 
 # A rule of a higher room, about a study, its stages and data: yields keys, and what is wrong.
@@ -55,7 +55,7 @@ PLAIN_NAME = re.compile(r"[a-z][a-z0-9_]{0,99}")
 
 
 class MissingData(UserError):
-    """Error of a study whose only problem is that its data are not here, or cannot be read."""
+    """Error for a study with one problem only: its data are missing or unreadable."""
 
 
 class CheckedStudy(NamedTuple):
@@ -67,26 +67,26 @@ class CheckedStudy(NamedTuple):
 def check_study(
     path: str | Path = "params.yaml", home: Path | None = None, also: ExtraCheck | None = None
 ) -> CheckedStudy:
-    """Check a params.yaml, its data (headers and counts) and its models; return study and notes."""
+    """Check a params.yaml, its data and its models; return the study and remarks."""
     # home: folder in which stages run; by default the file's. also: a last, additional check.
     folder = Path(path).parent
-    document, stages = load_yaml_document(path), list_folder_stages(folder)
+    document, stages = load_yaml_document(path), list_dvc_stages(folder)
     return check_study_document(document, stages, folder if home is None else home, also)
 
 
 def check_study_document(
-    document: Document, stages: Sequence[str], home: Path, also: ExtraCheck | None = None
+    document: YamlDocument, stages: Sequence[str], home: Path, also: ExtraCheck | None = None
 ) -> CheckedStudy:
-    """Check a parsed params.yaml like ``check_study``; home: the folder in which ``stages`` run."""
+    """Check a parsed params.yaml as ``check_study`` does; home: folder in which stages run."""
     study, problems = read_study_and_problems(document, stages)
     if study is None:
         raise UserError(cap_line_count(problems))
     untried: list[str] = []
-    with model_rules.chdir_to_stages(home):
+    with model_rules.chdir_to_study(home):
         if faults := list(trial_rules.outside_source_misfits(study, untried)):
             raise UserError(cap_line_count([*problems, *format_misfits(document, faults)]))
-        previews = model_rules.load_previews(study)
-    missing = format_misfits(document, model_rules.data_problems(previews, document.data))
+        previews = model_rules.load_data_previews(study)
+    missing = format_misfits(document, model_rules.unusable_data(previews, document.data))
     misfits = [
         *model_rules.misfits_with_pretrain_images(study, previews),
         *part_rules.part_misfits(study, previews),
@@ -108,12 +108,12 @@ def check_study_document(
     for phase, preview in previews.items():
         key = ".".join(model_rules.data_source_key_path(phase))
         notes.append(f"{key}: {model_rules.describe_planned_data(preview)}")
-    notes += part_rules.list_notes(study, previews)
+    notes += part_rules.list_remarks(study, previews)
     return CheckedStudy(study, tuple(notes), tuple(untried))
 
 
 def describe_checked_study(path: str | Path = "params.yaml", also: ExtraCheck | None = None) -> str:
-    """Return ``params.yaml: in order (…)`` and a line per data set; raises like ``check_study``."""
+    """Check a study and return lines to print: "in order", a line per data set, remarks."""
     study, notes, untried = check_study(path, also=also)
     trained = "nothing is trained"
     if study.run.methods:
@@ -122,8 +122,8 @@ def describe_checked_study(path: str | Path = "params.yaml", also: ExtraCheck | 
     return "\n  ".join([f"{path}: in order ({trained})", *notes, *untried])
 
 
-def check_document(document: Document, stages: Sequence[str]) -> Study:
-    """Check a params.yaml without its data and return its study; UserError, a line per problem."""
+def check_document(document: YamlDocument, stages: Sequence[str]) -> Study:
+    """Return the study of a params.yaml, checked without its data; else raise UserError."""
     study, problems = read_study_and_problems(document, stages)
     if study is None or problems:
         raise UserError(cap_line_count(problems))
@@ -131,9 +131,9 @@ def check_document(document: Document, stages: Sequence[str]) -> Study:
 
 
 def read_study_and_problems(
-    document: Document, stages: Sequence[str]
+    document: YamlDocument, stages: Sequence[str]
 ) -> tuple[Study | None, list[str]]:
-    """Return (study, None if it cannot be read; a line per problem, in the file's order)."""
+    """Return the study (None if invalid), and one line per problem."""
     study = None
     problems = []
     try:
@@ -144,14 +144,14 @@ def read_study_and_problems(
         problems += format_misfits(document, _sections(document.data, stages))
     if stages and study is not None:
         problems += format_misfits(document, _missing_out_of_fold(study, stages))
-    problems += format_misfits(document, cross_misfits(document.data, study))
+    problems += format_misfits(document, cross_section_misfits(document.data, study))
     endless = format_misfits(document, _numbers_out_of_range(document.data))
     places = {line_position(line) for line in endless}
     problems = endless + [line for line in problems if line_position(line) not in places]
     return study, sorted(dict.fromkeys(problems), key=line_position)
 
 
-def format_misfits(document: Document, misfits: Iterable[tuple[tuple, str]]) -> list[str]:
+def format_misfits(document: YamlDocument, misfits: Iterable[tuple[tuple, str]]) -> list[str]:
     return [str(document.error(*misfit)) for misfit in misfits]
 
 
@@ -159,20 +159,20 @@ def params_schema() -> dict[str, Any]:
     classes = part_classes_by_kind(Measurement, imports=True)
     outside = {name: part for name, part in classes.items() if DOTTED_NAME.fullmatch(name)}
     draft = "https://json-schema.org/draft/2020-12/schema"
-    return {"$schema": draft} | study_model(outside).model_json_schema()
+    return {"$schema": draft} | build_study_class(outside).model_json_schema()
 
 
-def cross_misfits(data: Any, study: Study | None) -> Misfits:
-    """Yield (keys, message) for sections and parts that conflict; study: None if it is invalid."""
-    yield from selection_misfits(data)
+def cross_section_misfits(data: Any, study: Study | None) -> Misfits:
+    """Yield (keys, message) for sections or parts that contradict each other."""
+    yield from run_section_misfits(data)
     if study is not None:
         of_sections = part_rules.section_misfits(study)
-        yield from part_rules.first_by_place(of_sections, part_rules.part_misfits(study, {}))
+        yield from part_rules.first_misfit_per_key(of_sections, part_rules.part_misfits(study, {}))
         yield from _unwritten_kinds(study, data)
 
 
 def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
-    """Yield (keys, message) for missing sections that a stage reads, and for those read by none."""
+    """Yield (keys, message) for missing sections that a stage needs, and for unread ones."""
     run = as_mapping(data.get("run"))
     readers = stage_by_section(stages, run)
     for key, stage in readers.items():
@@ -181,7 +181,7 @@ def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
         if key in ("run", "data") and key not in data:
             continue  # pydantic reports it
         lack = "found null" if key in data else f"missing; the stage {stage} reads it"
-        yield (key,), f"{lack}; allowed: {describe_field(Study, (key,))}"
+        yield (key,), f"{lack}; allowed: {describe_allowed_values(Study, (key,))}"
     measured = set(Study.model_fields) - {key for keys in SECTIONS.values() for key in keys}
     # A measurement that is switched off may keep its section
     welcome = {*readers, *(measured if MEASURE in stages else ())}
@@ -191,7 +191,7 @@ def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
             reading = [stage for stage, sections in SECTIONS.items() if key in sections]
             stage = key if key in reading else [*reading, MEASURE][0]
             text = f"found a section that no stage reads; allowed: {', '.join(readers)}"
-            yield (key,), f"{text}; or with {describe_addition(stage)}"
+            yield (key,), f"{text}; or with {describe_how_to_add(stage)}"
     # DVC reads the matrix of measurements from the file, so defaults do not apply
     read_lists = {"measurements": MEASURE, "thorough": MEASURE, "calculations": CALCULATE}
     for key, stage in read_lists.items():
@@ -200,27 +200,27 @@ def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
             yield ("run", key), text
         if stage not in stages and key != "thorough" and run.get(key):
             text = f"found a list, but dvc.yaml has no stage {stage}"
-            yield ("run", key), f"{text}; allowed: with {describe_addition(stage)}"
+            yield ("run", key), f"{text}; allowed: with {describe_how_to_add(stage)}"
     sources = data.get("data")
     if not isinstance(sources, dict):
         return
     for phase in PHASES:
         if phase not in stages and phase in as_list(run.get("phases")):
             text = f"found {phase}, but dvc.yaml has no stage {phase}"
-            yield ("run", "phases"), f"{text}; allowed: with {describe_addition(phase)}"
+            yield ("run", "phases"), f"{text}; allowed: with {describe_how_to_add(phase)}"
         if phase in stages and phase not in sources:
             text = f"missing; the stage {phase} works on it; allowed: a source, as data.pretrain"
             yield ("data", phase), text
 
 
 def _missing_out_of_fold(study: Study, stages: Sequence[str]) -> Misfits:
-    """Yield (keys, message) for a calibrator whose out-of-fold predictions no stage computes."""
+    """Yield (keys, message) if the calibrator needs the stage out_of_fold, which is missing."""
     split = study.calibrate.calibrator.split if study.calibrate is not None else ""
     if split != "out_of_fold":
         return
     if split not in stages:
         text = f"found {split}, but the stage of this name is not in dvc.yaml"
-        allowed = f"train, validation, or with {describe_addition(split)}"
+        allowed = f"train, validation, or with {describe_how_to_add(split)}"
         yield ("calibrate", "calibrator", "fit_on"), f"{text}; allowed: {allowed}"
     for index, phase in enumerate(study.run.phases):
         if phase != "pretrain":
@@ -229,7 +229,6 @@ def _missing_out_of_fold(study: Study, stages: Sequence[str]) -> Misfits:
 
 
 def _numbers_out_of_range(value: Any, keys: tuple = ()) -> Misfits:
-    """Yield (keys, message) for numbers in ``value`` that are not finite or exceed MAX_NUMBERS."""
     if isinstance(value, list):
         value = dict(enumerate(value))
     if isinstance(value, dict):
@@ -244,15 +243,14 @@ def _numbers_out_of_range(value: Any, keys: tuple = ()) -> Misfits:
 
 
 def _unwritten_kinds(study: Study, data: Any) -> Misfits:
-    """Yield (keys, message) for parts whose ``kind``, needed by code hashes, is not in the file."""
     for keys, settings, _ in part_rules.walk_settings((), study, Surroundings()):
         if isinstance(settings, Part) and count_existing_keys(data, (*keys, KIND)) <= len(keys):
             text = f"found none; allowed: `kind: {settings.kind}`, as a default is not tracked"
             yield keys, f"{text}, so DVC would miss changes of that part"
 
 
-def selection_misfits(data: Any) -> Misfits:
-    """Yield (keys, message) for wrong entries of run, claims, questions and methods."""
+def run_section_misfits(data: Any) -> Misfits:
+    """Yield (keys, message) for unknown or repeated names in run, claims and questions."""
     # Wrong: unknown, listed twice, or a name that no folder can have. data: the file's content.
     sections = as_mapping(data)
     run = as_mapping(sections.get("run"))
@@ -270,7 +268,7 @@ def selection_misfits(data: Any) -> Misfits:
             elif isinstance(name, str) and name not in names:
                 hint = did_you_mean(name, names)
                 if key == "measurements" and name in MEASURED_STAGES:
-                    hint = f", which is no measurement but {describe_addition(name)}"
+                    hint = f", which is no measurement but {describe_how_to_add(name)}"
                 yield ("run", key, index), f"found {name!r}{hint}; allowed: {allowed}"
     for key in ("methods", "seeds", "phases", "measurements", "calculations"):
         before: set[str] = set()
@@ -290,7 +288,7 @@ def selection_misfits(data: Any) -> Misfits:
 
 
 def _outside_measurement_problems(sections: dict, name: str, key: str) -> Iterator[str]:
-    """Yield a message if ``name`` (package.module) cannot be run as an entry of ``run.<key>``."""
+    """Yield why ``name`` (package.module) cannot be an entry of ``run.<key>``."""
     package, _, module = name.partition(".")
     if "." in module:
         yield f"found {name!r}; allowed: package.module"
@@ -334,7 +332,6 @@ def _claims(sections: dict, run: dict) -> Misfits:
 
 
 def _repeated_claims(sections: dict) -> Misfits:
-    """Yield (keys, message) for claims that compare the same numbers as a previous one."""
     first: dict[str, int] = {}
     for index, claim in enumerate(map(as_mapping, as_list(sections.get("claims")))):
         metric = claim.get("metric")
@@ -349,7 +346,7 @@ def _repeated_claims(sections: dict) -> Misfits:
 
 
 def _phases(sections: dict, run: dict) -> Misfits:
-    """Yield (keys, message) for phases of ``run.phases`` whose section, or data, are missing."""
+    """Yield (keys, message) for phases in ``run.phases`` without a section or without data."""
     if run.get("methods") == [] and "pretrain" in sections:
         yield ("run", "methods"), "found none, but there is pretrain; allowed: entries of methods"
     data = as_mapping(sections.get("data"))

@@ -1,4 +1,4 @@
-"""Rules on the data of each phase, before they are prepared, and on the models for them.
+"""Rules for check: do the data of all phases fit together, and can every model be built for them?
 
 Every model of ``run.methods`` is built without memory, as each phase will build it. Rules report,
 before anything runs, data of phases that do not fit together, what a constructor refuses, a teacher
@@ -23,8 +23,8 @@ from moecore.data.prepared import SPLITS
 from moecore.data.sources.base import Source
 from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
 from moecore.nn.predict import meta_device_context
-from moecore.study.part_rules import ask_settings, first_by_place
-from moecore.study.sections import Phase
+from moecore.study.part_rules import first_misfit_per_key, list_settings_misfits
+from moecore.study.run_and_claims import PhaseName
 from moecore.study.stages import REDUCING_PHASES, TRAINING_PHASES
 from moecore.study.study import Misfits, Study
 from moecore.tasks.classification import Classification
@@ -46,8 +46,8 @@ ROUTER_K = (("finetune", "k"), ("router", "k"), ("router", "router", "k"))
 
 
 @contextmanager
-def chdir_to_stages(home: Path) -> Iterator[None]:
-    """Work in the folder ``home`` within the block, with DVC_ROOT set to its DVC project."""
+def chdir_to_study(home: Path) -> Iterator[None]:
+    """Change to the folder ``home`` within the block, and set DVC_ROOT to its DVC project."""
     before = os.environ.get(DVC_VARIABLE)
     with chdir(home):
         working = Path.cwd()
@@ -61,8 +61,8 @@ def chdir_to_stages(home: Path) -> Iterator[None]:
                 os.environ.pop(DVC_VARIABLE, None)
 
 
-def load_previews(study: Study) -> dict[str, Card]:
-    """Return phase or "teacher" → Card: of data prepared with these settings, else of raw data."""
+def load_data_previews(study: Study) -> dict[str, Card]:
+    """Return phase → card of its data: of prepared data if current, else from the raw data."""
     sources: dict[str, Source] = {**study.data}
     if study.teacher is not None and study.teacher.data is not None:
         sources["teacher"] = study.teacher.data
@@ -77,7 +77,7 @@ def data_source_key_path(phase: str) -> tuple[str, str]:
     return ("teacher", "data") if phase == "teacher" else ("data", phase)
 
 
-def data_problems(previews: Mapping[str, Card], written: Any) -> Misfits:
+def unusable_data(previews: Mapping[str, Card], written: Any) -> Misfits:
     for phase, preview in previews.items():
         if preview.problem is not None:
             section, key = data_source_key_path(phase)
@@ -87,7 +87,7 @@ def data_problems(previews: Mapping[str, Card], written: Any) -> Misfits:
 
 
 def misfits_with_pretrain_images(study: Study, previews: Mapping[str, Card]) -> Misfits:
-    """Yield (keys, message) for phases and teachers whose data do not fit those of pretraining."""
+    """Yield (keys, message) for data that differ in form from those of pretraining."""
     first = previews.get("pretrain")
     if first is None:
         return
@@ -131,7 +131,7 @@ def describe_planned_data(preview: Card) -> str:
 
 
 def read_matching_data_card(card: Path, source: Any) -> Card | None:
-    """Return the Card in file ``card`` if it was written with the settings ``source``, or None."""
+    """Return the card in a file if it was written with settings ``source``; else None."""
     if not card.is_file():
         return None
     try:
@@ -151,9 +151,9 @@ class TrainingPhase(NamedTuple):
 
 
 def model_misfits(study: Study, previews: Mapping[str, Card]) -> list[tuple[tuple, str]]:
-    """Return (keys, message) per model that cannot be built, guided, tuned or get fewer experts."""
+    """Return (keys, message) for every model that cannot be built, guided or fine-tuned."""
     phases = [
-        TrainingPhase(name, getattr(study, name), image_spec(previews[name]))
+        TrainingPhase(name, getattr(study, name), planned_image_spec(previews[name]))
         for name in TRAINING_PHASES
         if name in previews and getattr(study, name) is not None
     ]
@@ -171,11 +171,11 @@ def model_misfits(study: Study, previews: Mapping[str, Card]) -> list[tuple[tupl
                     misfits.append((key or ("teacher",), text))
         for name in study.run.methods:
             misfits += _check_method(study, name, study.methods[name], phases)
-    return [*first_by_place(misfits), *_reduction_problems(study, previews)]
+    return [*first_misfit_per_key(misfits), *_reduction_problems(study, previews)]
 
 
-def image_spec(preview: Card) -> ImageSpec:
-    """Return the ImageSpec of a card's images; mean and standard deviation are 0.5, a dummy."""
+def planned_image_spec(preview: Card) -> ImageSpec:
+    """Return the ImageSpec of data that are not prepared yet, with dummy normalisation."""
     middle = (0.5,) * preview.channels
     fields: dict[str, Any] = {"size": preview.size, "mean": middle, "std": middle}
     fields |= {"task": preview.task or ANY_CLASSES, "truth": preview.truth}
@@ -183,9 +183,9 @@ def image_spec(preview: Card) -> ImageSpec:
 
 
 def build_phase_model(
-    study: Study, name: str, phase: Phase, image: ImageSpec
+    study: Study, name: str, phase: PhaseName, image: ImageSpec
 ) -> BackboneModel | None:
-    """Return the model of method ``name`` after a phase, on the meta device; None without one."""
+    """Build the model that a method has after a phase, on the meta device (no memory)."""
     if study.model is None:
         return None
     method = study.methods[name]
@@ -233,7 +233,6 @@ def _check_method(study: Study, name: str, method: Method, phases: list[Training
 def _layer_problems(
     name: str, method: Method, learned: Method, phase: TrainingPhase, model: BackboneModel
 ) -> Misfits:
-    """Yield (keys, message) for parts that do not fit the sizes of the built model."""
     # learned: the method as it is trained in this phase.
     routed = method.model_copy(update={"router": learned.router})
     training = phase.settings
@@ -248,8 +247,8 @@ def _layer_problems(
         truth=bool(phase.image.truth),
     )
     same = learned.router == method.router  # then the file alone has no misfits
-    reported = set() if same else set(ask_settings(("methods", name), routed, bare))
-    for misfit in ask_settings(("methods", name), routed, sized):
+    reported = set() if same else set(list_settings_misfits(("methods", name), routed, bare))
+    for misfit in list_settings_misfits(("methods", name), routed, sized):
         if misfit not in reported:
             yield misfit
 
@@ -257,7 +256,7 @@ def _layer_problems(
 def _locate_refusal(
     error: Exception, name: str, method: Method, phase: TrainingPhase
 ) -> tuple[tuple, str]:
-    """Return (keys to change, message) for an error that building ``methods.<name>`` raised."""
+    """Return (keys, message) for an error raised while building the model of a method."""
     key, text = split_key_and_message(error)
     if key[:1] == ("model",):
         is_changed = key[1:] and key[1] in method.model
@@ -269,7 +268,7 @@ def _locate_refusal(
 
 
 def split_key_and_message(error: Exception) -> tuple[tuple[str, ...], str]:
-    """Return an error's leading keys, () if none, and its message, ``found …; allowed: …``."""
+    """Split an error's text into the keys that it begins with, and its message."""
     text = str(error)
     if not isinstance(error, (UserError, ValueError)):
         return (), f"cannot be built: {last_traceback_line(error)}"
@@ -281,7 +280,7 @@ def split_key_and_message(error: Exception) -> tuple[tuple[str, ...], str]:
 
 
 def _transfer_problems(keys: tuple, phase: str, model: BackboneModel | None) -> Misfits:
-    """Yield (keys, message) for a model that works at one image size only; keys: of its section."""
+    """Yield (keys, message) if a model cannot be applied to another image size."""
     if model is not None and not model.moves:
         text = f"found {model.config.kind}, whose models work at one image size only"
         allowed = "a model whose weights fit images of any size, as vit"
@@ -289,7 +288,7 @@ def _transfer_problems(keys: tuple, phase: str, model: BackboneModel | None) -> 
 
 
 def _build_teacher(study: Study, image: ImageSpec) -> tuple[BackboneModel | None, Exception | None]:
-    """Return (dense teacher, None) or (None, its error); (None, None) if trained elsewhere."""
+    """Return (teacher, None) or (None, error); (None, None) if its weights come from elsewhere."""
     settings = study.teacher
     if settings is None or settings.training is None:
         return None, None
@@ -308,7 +307,6 @@ def _refusal_problems(refused: Exception | None, phase: str) -> Misfits:
 def _guiding_problems(
     study: Study, name: str, method: Method, phase: str, model: BackboneModel
 ) -> Misfits:
-    """Yield (keys, message) if a teacher cannot guide: other number of tokens, too few blocks."""
     teacher, refused = _build_teacher(study, model.image)
     yield from _refusal_problems(refused, phase)
     if teacher is None or not method.guided_routing or model.moe is None:
@@ -331,7 +329,6 @@ def _guiding_problems(
 def _missing_block(
     name: str, block: int, ours: tuple[int, ...], theirs: tuple[int, ...]
 ) -> tuple[tuple, str]:
-    """Return (keys, message) for a teacher without this block; ours, theirs: blocks per stage."""
     if len(ours) != len(theirs):
         text = f"found a model of {len(theirs)} stages; methods.{name}, which it guides, has "
         return (*TEACHER_SECTIONS, "kind"), f"{text}{len(ours)}; allowed: as many"
@@ -348,7 +345,6 @@ def _missing_block(
 
 
 def _reduction_problems(study: Study, previews: Mapping[str, Card]) -> Misfits:
-    """Yield (keys, message) if ``prune`` or ``merge`` has other data or a method it cannot take."""
     for phase in REDUCING_PHASES:
         reduction = getattr(study, phase)
         if reduction is None:
@@ -361,7 +357,7 @@ def _reduction_problems(study: Study, previews: Mapping[str, Card]) -> Misfits:
             if study.methods[name].moe is None:
                 continue
             try:
-                build_phase_model(study, name, phase, image_spec(previews["pretrain"]))
+                build_phase_model(study, name, phase, planned_image_spec(previews["pretrain"]))
             except UserError as error:
                 key, text = split_key_and_message(error)
                 if key[0] == phase:

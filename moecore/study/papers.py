@@ -1,4 +1,4 @@
-"""The papers: ``pipelines/<paper>/paper.yaml`` describes a paper's results and each claim once.
+"""The papers and their claims, as ``pipelines/<paper>/paper.yaml`` describes each of them once.
 
 ``tables`` are the paper's tables, figures and sentences: their content, and the tested claims by
 name. ``numbers`` are the results of the paper's models, in the units of our metrics. A question
@@ -21,8 +21,8 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.source_layout import SHIPPED
-from moecore.study.document import Document, did_you_mean, parse_yaml_document, show_value
-from moecore.study.settings import validate_whole
+from moecore.study.params_reader import validate_document
+from moecore.study.yaml_document import YamlDocument, did_you_mean, parse_yaml_document, show_value
 
 PIPELINES = Path("pipelines")
 PAPER_FILE = "paper.yaml"
@@ -31,8 +31,8 @@ ASKS = "asks"  # of a question: the claims that it answers
 NAME = "claim"  # of an entry of asks: the claim's name
 
 
-class UnjudgedMetrics(Config):
-    """Metrics of a study that are shown next to a paper's numbers but not tested."""
+class UntestedMetrics(Config):
+    """Metrics of a study that are printed next to a paper's numbers, but not tested."""
 
     study: str
     phase: str
@@ -41,8 +41,8 @@ class UnjudgedMetrics(Config):
     levels: tuple[float, ...] = Field((), description="of methods: the rise is tested as linear")
 
 
-class ComputedPair(Config):
-    """Values of a question's calculation at two places, whose ratio is printed."""
+class ComputedRatio(Config):
+    """Two values of a calculation whose ratio is printed next to a paper's."""
 
     study: str
     places: tuple[str, str] = Field(description="such as two models")
@@ -51,7 +51,7 @@ class ComputedPair(Config):
 
 
 class WithdrawnClaim(Config):
-    """A claim that is not judged any more."""
+    """A claim that is no longer evaluated, with its last result."""
 
     says: str
     found: str = Field(description="its last verdict and numbers")
@@ -66,15 +66,15 @@ class PaperTable(Config):
     paper: str = Field("", description="the paper's own numbers")
     claims: dict[str, dict[str, Any]] = Field({}, description="claims by name")
     withdrawn: tuple[WithdrawnClaim, ...] = Field((), description="claims of earlier versions")
-    columns: tuple[UnjudgedMetrics, ...] = Field((), description="metrics without a claim")
-    computed: tuple[ComputedPair, ...] = Field((), description="numbers of calculations")
+    columns: tuple[UntestedMetrics, ...] = Field((), description="metrics without a claim")
+    computed: tuple[ComputedRatio, ...] = Field((), description="numbers of calculations")
     drawn: tuple[str, ...] = Field((), description="studies whose page draws it")
     scheme: bool = Field(False, description="a sketch, an algorithm or settings: no result")
     needs: str = Field("", description="why it cannot be printed here")
 
 
 class ModelNumbers(Config):
-    """A paper's numbers of its models, in the units of our metrics: shares from 0 to 1."""
+    """The numbers that a paper prints for its models, in units of our metrics (shares: 0 to 1)."""
 
     source: str = Field(description="the paper's table, and its data")
     page: str = Field("", description="the page's table that has them, if not the paper's own")
@@ -99,7 +99,7 @@ class NamedClaim(NamedTuple):
 
 
 def named_claims(paper: Mapping[str, Any]) -> dict[str, NamedClaim]:
-    """Return name → claim with its paper and source; paper: the content of a paper.yaml."""
+    """Return name → claim, with its paper and source; paper: the content of a paper.yaml."""
     return {
         name: NamedClaim(
             ("tables", index, "claims", name),
@@ -111,20 +111,18 @@ def named_claims(paper: Mapping[str, Any]) -> dict[str, NamedClaim]:
 
 
 def find_paper_file(root: Path, folder: str) -> Path:
-    """Return the path of a paper's paper.yaml: the project's, else the installed version's."""
     path = PIPELINES / folder / PAPER_FILE
     return root / path if (root / path).is_file() else SHIPPED / path
 
 
 def list_papers(root: Path) -> list[str]:
-    """Return the folder names of all papers: the installed version's, then the project's."""
     added = sorted(path.parent.name for path in (root / PIPELINES).glob(f"*/{PAPER_FILE}"))
     return list(dict.fromkeys((*PAPERS, *added)))
 
 
 def load_papers(root: Path) -> dict[str, Paper]:
     files = {name: find_paper_file(root, name) for name in list_papers(root)}
-    return {name: validate_whole(Paper, _load(file)) for name, file in files.items()}
+    return {name: validate_document(Paper, _load(file)) for name, file in files.items()}
 
 
 def load_named_claims(root: Path) -> dict[str, dict[str, Any]]:
@@ -135,17 +133,17 @@ def load_named_claims(root: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def split_asked(entry: Any) -> tuple[str, str, dict[str, Any]]:
-    """Return (paper's folder, claim's name, changed keys) of an entry of ``asks``."""
+def parse_asked_claim(entry: Any) -> tuple[str, str, dict[str, Any]]:
+    """Return (paper's folder, claim's name, changed keys) of one entry of ``asks``."""
     changes = dict(entry) if isinstance(entry, dict) else {NAME: entry}
     folder, _, name = str(changes.pop(NAME, "")).partition("/")
     return folder, name, changes
 
 
 def resolve_asked_claims(
-    document: Document, root: Path
-) -> tuple[list[dict[str, Any]], dict[tuple, tuple[Document, tuple]]]:
-    """Return the claims that ``asks`` names, and key → (file, key there); UserError if unknown."""
+    document: YamlDocument, root: Path
+) -> tuple[list[dict[str, Any]], dict[tuple, tuple[YamlDocument, tuple]]]:
+    """Return the claims that ``asks`` names, and for each key the file that has it."""
     asks = document.data[ASKS]
     if not isinstance(asks, list):
         text = f"found {show_value(asks)}; allowed: a list of claims, paper/name"
@@ -154,7 +152,7 @@ def resolve_asked_claims(
     places = {}
     folders = list_papers(root)
     for index, entry in enumerate(asks):
-        folder, name, changes = split_asked(entry)
+        folder, name, changes = parse_asked_claim(entry)
         paper = _load(find_paper_file(root, folder)) if folder in folders else None
         named = {} if paper is None else named_claims(paper.data)
         if paper is None or name not in named:
@@ -171,12 +169,12 @@ def resolve_asked_claims(
     return claims, places
 
 
-def _load(path: Path) -> Document:
+def _load(path: Path) -> YamlDocument:
     return _parse(path.read_text(encoding="utf-8"), str(path))
 
 
 @lru_cache(maxsize=16)  # all questions name the same few
-def _parse(text: str, path: str) -> Document:
+def _parse(text: str, path: str) -> YamlDocument:
     document = parse_yaml_document(text, path)
-    validate_whole(Paper, document)
+    validate_document(Paper, document)
     return document

@@ -1,4 +1,4 @@
-"""Rules of the file alone: what settings say about themselves, and comparisons of two sections.
+"""Rules for check: what each part says about its settings, and comparisons of two sections.
 
 Each part has its rules in its file (``Config.misfits``). This module gives them the part's
 surroundings: its method, the data that it works on, the phases that use it.
@@ -15,9 +15,9 @@ from moecore.data.card import Card
 from moecore.data.views.views import ViewSettings
 from moecore.measure.base import builtin_measurements
 from moecore.measure.calibrators.base import Calibrator
-from moecore.study.document import spell_keys
 from moecore.study.stages import ROWS, SECTIONS, TRAINING_PHASES
 from moecore.study.study import Misfits, Study
+from moecore.study.yaml_document import spell_keys
 from moecore.training.method import Method
 from moecore.training.settings import Training
 from moecore.training.teachers.base import Teacher
@@ -37,27 +37,27 @@ MEASURING_SECTIONS = tuple(  # of stages that look at the models of run.phases
 
 
 def part_misfits(study: Study, previews: Previews) -> Misfits:
-    """Yield (keys, message) of all settings' ``misfits``; previews: phase → card of known data."""
-    misfits = (ask_settings(*root) for root in list_sections(study, previews))
-    yield from first_by_place(*misfits, _changed_trainings(study, previews))
+    """Yield (keys, message) from the ``misfits`` of every settings object of a study."""
+    misfits = (list_settings_misfits(*root) for root in sections_to_check(study, previews))
+    yield from first_misfit_per_key(*misfits, _changed_trainings(study, previews))
 
 
-def first_by_place(*several: Iterable[tuple[tuple, str]]) -> list[tuple[tuple, str]]:
+def first_misfit_per_key(*several: Iterable[tuple[tuple, str]]) -> list[tuple[tuple, str]]:
     first: dict[tuple, str] = {}
     for keys, text in chain(*several):
         first.setdefault(keys, text)
     return list(first.items())
 
 
-def ask_settings(keys: tuple, settings: Any, around: Surroundings) -> Misfits:
-    """Yield (keys, message) of ``misfits`` of the settings at ``keys`` and of settings in them."""
+def list_settings_misfits(keys: tuple, settings: Any, around: Surroundings) -> Misfits:
+    """Yield (keys, message) from ``misfits`` of ``settings`` and of all nested settings."""
     for place, part, near in walk_settings(keys, settings, around):
         for inner, text in part.misfits(near):
             yield (*place, *inner), text
 
 
 def walk_settings(keys: tuple, value: Any, around: Surroundings) -> Placed:
-    """Yield (keys, settings, surroundings) of every settings object in ``value``, outer first."""
+    """Yield (keys, settings, surroundings) of each settings object in ``value``, outer first."""
     if isinstance(value, Config):
         yield keys, value, around
         around = value.surround(around)
@@ -71,15 +71,15 @@ def walk_settings(keys: tuple, value: Any, around: Surroundings) -> Placed:
 
 
 def data_surroundings(study: Study, previews: Previews, phase: str) -> Surroundings:
-    """Return the surroundings of settings that work on the data of a phase or of the teacher."""
+    """Return the surroundings of settings that work on a phase's data."""
     source = study.data.get(phase)
     if phase == "teacher":
         source = None if study.teacher is None else study.teacher.data
     return Surroundings(phase=phase, source=source, preview=previews.get(phase))
 
 
-def list_sections(study: Study, previews: Previews) -> Placed:
-    """Yield (keys, settings, surroundings) per section to check; of measurements once per phase."""
+def sections_to_check(study: Study, previews: Previews) -> Placed:
+    """Yield (keys, settings, surroundings) of each section that is checked."""
     pretraining = data_surroundings(study, previews, "pretrain")
     for name, method in study.methods.items():
         around = pretraining if name in study.run.methods else Surroundings()
@@ -112,7 +112,6 @@ def find_section_settings(study: Study, name: str) -> Any:
 
 
 def _images_by_phase(study: Study, method: Method) -> dict[str, int]:
-    """Return phase → images per training step of a method; each view of an image counts."""
     images = {}
     for phase in TRAINING_PHASES:
         training = getattr(study, phase)
@@ -125,23 +124,22 @@ def _images_by_phase(study: Study, method: Method) -> dict[str, int]:
 
 
 def _changed_trainings(study: Study, previews: Previews) -> Misfits:
-    """Yield (keys, message) for conflicts in ``pretrain`` that only a method's changes cause."""
+    """Yield (keys, message) for conflicts in ``pretrain`` that a method's changes cause."""
     if study.pretrain is None:
         return
     around = data_surroundings(study, previews, "pretrain")
-    common = set(ask_settings((), study.pretrain, around))
+    common = set(list_settings_misfits((), study.pretrain, around))
     for name, method in study.methods.items():
         try:
             changed = method.merge_pretrain_settings(study.pretrain)
         except UserError:
             continue  # ``section_misfits`` reports it
-        for keys, text in ask_settings((), changed, around) if method.pretrain else ():
+        for keys, text in list_settings_misfits((), changed, around) if method.pretrain else ():
             if (keys, text) not in common:
                 yield ("methods", name, "pretrain", *keys), text
 
 
 def section_misfits(study: Study) -> Misfits:
-    """Yield (keys, message) for sections that conflict with each other; no data are read."""
     for name, method in study.methods.items():
         changes = {"model": method.merge_model_settings, "pretrain": method.merge_pretrain_settings}
         for key, change in changes.items():
@@ -207,7 +205,6 @@ def _calibrator(study: Study) -> Misfits:
 
 
 def _measurements(study: Study) -> Misfits:
-    """Yield (keys, message) for phases whose data a measurement refuses."""
     for index, phase in enumerate(study.run.phases):
         keys = ("run", "phases", index) if study.run.thorough is None else ("run", "thorough")
         reasons = []
@@ -223,8 +220,8 @@ def _measurements(study: Study) -> Misfits:
             yield keys, f"{text}; allowed: other phases or measurements"
 
 
-def list_notes(study: Study, previews: Previews) -> Iterator[str]:
-    """Yield remarks, one line each, that are not errors, such as a teacher that no method needs."""
+def list_remarks(study: Study, previews: Previews) -> Iterator[str]:
+    """Yield one-line remarks on a study that are no errors, such as an unused teacher."""
     methods = {name: study.methods[name] for name in study.run.methods}
     needed = any(method.guided or method.upcycle for method in methods.values())
     teacher = study.teacher
@@ -246,7 +243,7 @@ def list_notes(study: Study, previews: Previews) -> Iterator[str]:
     for keys, settings, _ in walk_settings((), study, Surroundings()):
         for inner, text in settings.remarks():
             yield f"{spell_keys((*keys, *inner))}: {text}"
-    for keys, settings, around in list_sections(study, previews):
+    for keys, settings, around in sections_to_check(study, previews):
         steps = _planned_steps(settings, around.preview)
         if steps is not None and steps < MIN_STEPS:
             place = spell_keys(keys)
@@ -255,7 +252,7 @@ def list_notes(study: Study, previews: Previews) -> Iterator[str]:
 
 
 def _planned_steps(training: Any, card: Card | None) -> int | None:
-    """Return the steps of a training on images; None for other settings and unknown numbers."""
+    """Return the number of steps of a training on images; None if it is unknown."""
     if not isinstance(training, Training):
         return None
     if training.updates is not None:

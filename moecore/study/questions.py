@@ -1,7 +1,7 @@
-"""The questions below pipelines/: one file per question, in folders by paper.
+"""Files of questions, ``pipelines/<paper>/<question>.yaml``, and their rounds.
 
 ``pipelines/tgr/table_3.yaml`` is the question ``tgr/table_3``. Its layers are the root's
-params.yaml, the world that it names, the file, a round, and presets (see ``layers.py``). In
+params.yaml, the world that it names, the file, a round, and presets (see ``params_layers.py``). In
 addition to sections of params.yaml a question has:
 
 - ``question``, ``answer``: the question and its result, one line each.
@@ -28,12 +28,18 @@ from pydantic import AfterValidator, Field, model_validator
 from moecore.core.config import Config
 from moecore.core.files import UserError, describe_refusal, read_json
 from moecore.core.source_layout import RUNS
-from moecore.study import layers, papers
-from moecore.study.document import Document, did_you_mean, load_yaml_document, show_value
-from moecore.study.layers import Composed, Layer, compose_layers, load_root_layer, read_layer
+from moecore.study import papers, params_layers
 from moecore.study.papers import ASKS, PIPELINES
-from moecore.study.sections import Phase
-from moecore.study.settings import extract_settings
+from moecore.study.params_layers import (
+    ComposedParams,
+    SettingsLayer,
+    compose_layers,
+    load_root_layer,
+    read_layer,
+)
+from moecore.study.params_reader import extract_settings
+from moecore.study.run_and_claims import PhaseName
+from moecore.study.yaml_document import YamlDocument, did_you_mean, load_yaml_document, show_value
 
 WORLDS = "worlds"
 RESULTS = "results"
@@ -59,25 +65,25 @@ Grid = Annotated[tuple[float, ...], AfterValidator(_check_grid)]
 
 
 class ThresholdTuning(Config):
-    """The threshold of one kind of routers is chosen by the fallback of one method (ERMoE)."""
+    """Grid from which a router's threshold is chosen, by the wanted share of fallbacks (ERMoE)."""
 
     method: str
     values: Grid
     fallback: float = Field(0.002, gt=0, lt=1, description="wanted share of validation tokens")
 
 
-class Tuning(Config):
-    """The grids and the seeds of ``moecore tune``; every method gets the same trainings."""
+class TuningGrids(Config):
+    """The grids and the seeds of ``moecore tune``, which are the same for every method."""
 
     learning_rates: Grid
     seeds: tuple[int, ...] = Field(min_length=1, description="seeds that no round has")
     threshold: ThresholdTuning | None = None
 
 
-class TunedQuestion(Config):
-    """The part of a question's file that ``moecore tune`` reads."""
+class TuneSection(Config):
+    """The key ``tune`` of a question's file."""
 
-    tune: Tuning | None = None
+    tune: TuningGrids | None = None
 
 
 MIN_LEAD = 3  # of a dense model over logistic regression, percentage points
@@ -85,9 +91,9 @@ Percent = Annotated[float, Field(ge=0, le=100)]
 
 
 class WorldBaseline(Config):
-    """What a world reaches on validation images, in % of them, or why it is ``unreached``."""
+    """Accuracies (%) of simple classifiers and a dense model on a world's validation images."""
 
-    phase: Phase = "pretrain"
+    phase: PhaseName = "pretrain"
     logistic: Percent = 0
     neighbours: Percent = 0
     cnn: Percent = 0
@@ -104,39 +110,39 @@ class WorldBaseline(Config):
         return self
 
 
-class World(Config):
-    """What a world has in addition to sections of params.yaml."""
+class WorldSettings(Config):
+    """The keys of a world's file in addition to sections of params.yaml."""
 
     baseline: WorldBaseline
 
 
 class QuestionFile:
-    """A question's file, pipelines/<folder>/<file>.yaml, with its layers, rounds and presets."""
+    """A question's file with its layers, rounds and presets."""
 
     def __init__(self, root: Path, name: str) -> None:
         self.root = root
         self.name = name
         self.path = root / PIPELINES / f"{name}.yaml"
         self.document = load_yaml_document(self.path)
-        self.world: Document | None = None
+        self.world: YamlDocument | None = None
         self.layers = self._read_layers()
         pairs = enumerate(self._read_rounds(), 1)
-        self.rounds = [Round(self, number, *pair) for number, pair in pairs]
+        self.rounds = [QuestionRound(self, number, *pair) for number, pair in pairs]
 
     def text(self, key: str) -> str:
-        """Return the text at ``key`` (question, answer, world or was); "" if it is missing."""
+        """Return the text at ``key``, such as question, answer or world; "" if missing."""
         return self.document.data.get(key) or ""
 
     @cached_property
-    def presets(self) -> dict[str, Document]:
+    def presets(self) -> dict[str, YamlDocument]:
         presets = self.document.data.get("presets") or {}
         if not isinstance(presets, dict):
             text = f"found {show_value(presets)}; allowed: presets by their names"
             raise self.document.error(("presets",), text)
         return {name: self.document.below("presets").below(name) for name in presets}
 
-    def round(self, number: int | None) -> "Round":
-        """Return a round by its number, from 1; None: the last. UserError for an unknown number."""
+    def round(self, number: int | None) -> "QuestionRound":
+        """Return the round ``number``, counted from 1; None: the last one."""
         if number is None:
             return self.rounds[-1]
         if not 1 <= number <= len(self.rounds):
@@ -145,9 +151,9 @@ class QuestionFile:
         return self.rounds[number - 1]
 
     @cached_property
-    def tuning(self) -> Tuning | None:
-        """Return how learning rates are tuned; None: they are fixed. UserError if it is invalid."""
-        return extract_settings(TunedQuestion, self.document).tune
+    def tuning(self) -> TuningGrids | None:
+        """The question's grids for ``moecore tune``; None if its learning rates are fixed."""
+        return extract_settings(TuneSection, self.document).tune
 
     @property
     def tuned_file(self) -> Path:
@@ -155,25 +161,27 @@ class QuestionFile:
 
     def check_baseline(self) -> None:
         if self.world is not None:
-            extract_settings(World, self.world)
+            extract_settings(WorldSettings, self.world)
 
     @property
     def asking_files(self) -> list[Path]:
-        """Return the question's file, and the project's paper.yaml files whose claims it asks."""
+        """The question's file, and the project's paper.yaml files with its claims."""
         data = self.document.data
         parts = (data, *(data.get("rounds") or ()))
-        folders = (papers.split_asked(entry)[0] for part in parts for entry in part.get(ASKS) or ())
+        folders = (
+            papers.parse_asked_claim(entry)[0] for part in parts for entry in part.get(ASKS) or ()
+        )
         files = [papers.find_paper_file(self.root, folder) for folder in dict.fromkeys(folders)]
         return [self.path, *(file for file in files if self.root in file.parents)]
 
-    def read_part(self, document: Document, directives: Sequence[str]) -> Layer:
-        """Return a round or preset as a layer, with the claims that it asks in full."""
+    def read_part(self, document: YamlDocument, directives: Sequence[str]) -> SettingsLayer:
+        """Return a round or preset as a layer, in which claims asked by name are complete."""
         # directives: keys of ``document`` that are not sections.
         packages = tuple(name for layer in self.layers for name in layer.document.packages)
         return self._expand(read_layer(document, packages, directives))
 
-    def _expand(self, layer: Layer) -> Layer:
-        """Return the layer with ``claims`` in full, if it has ``asks``, which names them."""
+    def _expand(self, layer: SettingsLayer) -> SettingsLayer:
+        """Return the layer with complete claims instead of their names under ``asks``."""
         if ASKS not in (layer.document.data or {}):
             return layer
         if "claims" in layer.sections:
@@ -183,7 +191,7 @@ class QuestionFile:
         sections = {**layer.sections, "claims": claims}
         return layer._replace(sections=sections, moved={**layer.moved, **moved})
 
-    def _read_layers(self) -> list[Layer]:
+    def _read_layers(self) -> list[SettingsLayer]:
         layers = [load_root_layer(self.root)]
         question = read_layer(self.document, layers[0].document.packages, DIRECTIVES)
         if not isinstance(self.document.data, dict):
@@ -202,8 +210,8 @@ class QuestionFile:
             layers.append(read_layer(self.world, (), ("baseline",)))
         return [*layers, self._expand(question)]
 
-    def _read_rounds(self) -> Iterator[tuple[Document, list[Layer]]]:
-        """Yield (document, layers from the lowest) per round; one if the file lists no rounds."""
+    def _read_rounds(self) -> Iterator[tuple[YamlDocument, list[SettingsLayer]]]:
+        """Yield (document, layers) of each round; one round if the file lists none."""
         below = self.layers[:-1]
         question = self.layers[-1]
         rounds = self.document.data.get("rounds")
@@ -226,23 +234,22 @@ class QuestionFile:
             yield part, [*below, _move_run_keys(question), _move_run_keys(layer)]
 
 
-class Round(NamedTuple):
-    """One run of a question; ``number`` counts from 1."""
+class QuestionRound(NamedTuple):
+    """One run of a question, with its seeds, methods and claims; ``number`` counts from 1."""
 
     question: QuestionFile
     number: int
-    document: Document
-    layers: list[Layer]
+    document: YamlDocument
+    layers: list[SettingsLayer]
 
     @property
     def name(self) -> str:
-        """Return ``tgr/table_3``, or ``tgr/table_3.2`` for the second round."""
+        """The round's name: ``tgr/table_3``, or ``tgr/table_3.2`` for the second round."""
         suffix = f".{self.number}" if self.number > 1 else ""
         return self.question.name + suffix
 
     @property
     def was(self) -> str:
-        """Return the round's name as a study of moecore 0.2, or ""."""
         return (self.document.data or {}).get("was") or ""
 
     @property
@@ -258,8 +265,8 @@ class Round(NamedTuple):
         chosen = f" --round {self.number}" if len(self.question.rounds) > 1 else ""
         return f"moecore study run {self.question.name}{chosen}"
 
-    def compose(self, presets: Sequence[str] = ()) -> Composed:
-        """Return the round's params.yaml with presets; UserError for unknown presets or methods."""
+    def compose(self, presets: Sequence[str] = ()) -> ComposedParams:
+        """Return the round's params.yaml, with the settings of ``presets`` merged over it."""
         question = self.question
         layers = [*self.layers]
         if question.tuning and question.tuned_file.is_file():
@@ -272,7 +279,7 @@ class Round(NamedTuple):
             layers.append(question.read_part(question.presets[name], (ASKS,)))
         return compose_layers(layers, question.root)
 
-    def _layer_of_tuned_rates(self) -> Layer:
+    def _layer_of_tuned_rates(self) -> SettingsLayer:
         kept = read_json(self.question.tuned_file)["methods"]
         untuned = compose_layers(self.layers, self.question.root).document.data
         names = [name for name in untuned.get("methods", ()) if name in kept]
@@ -281,14 +288,14 @@ class Round(NamedTuple):
             for name in names
         }
         sections = {"methods": rates}
-        return Layer(Document(str(self.question.tuned_file), sections), sections)
+        return SettingsLayer(YamlDocument(str(self.question.tuned_file), sections), sections)
 
 
 def list_question_names(root: Path) -> list[str]:
-    """Return the names of all questions, ``folder/file``, sorted; UserError for a 0.2 study."""
+    """Return the sorted names ``folder/file`` of all questions of a project."""
     files = sorted((root / PIPELINES).glob("*/*.yaml"))
     for file in files:
-        if file.name == layers.OVERLAY:
+        if file.name == params_layers.OVERLAY:
             allowed = f"{PIPELINES}/ours/{file.parent.name}.yaml instead (CHANGELOG.md, 0.3.0)"
             raise UserError.at(file, found="a study's folder of moecore 0.2", allowed=allowed)
     return [
@@ -302,12 +309,12 @@ def load_questions(root: Path) -> list[QuestionFile]:
     return [QuestionFile(root, name) for name in list_question_names(root)]
 
 
-def load_rounds(root: Path) -> list[Round]:
+def load_rounds(root: Path) -> list[QuestionRound]:
     return [part for question in load_questions(root) for part in question.rounds]
 
 
 def find_question(root: Path, name: str) -> QuestionFile:
-    """Return the question ``folder/file`` or a unique ``file``; UserError suggests another name."""
+    """Return a question by its name ``folder/file``, or by ``file`` if that is unique."""
     names = list_question_names(root)
     short = name.strip("/").removeprefix(f"{PIPELINES}/").removesuffix(".yaml")
     if short in names:
@@ -317,19 +324,18 @@ def find_question(root: Path, name: str) -> QuestionFile:
         return QuestionFile(root, fitting[0])
     if len(fitting) > 1:
         raise UserError(f"found {name!r}, which is {' or '.join(fitting)}; allowed: one of them")
-    if old := find_old_study(root, short):
+    if old := find_round_by_old_name(root, short):
         raise UserError(f"found {name!r}, an old name; it is now: {old.command}")
     shown = ", ".join(names) or "none here; start from the folder that has pipelines/"
     raise UserError(f"found no question {name!r}{did_you_mean(short, names)}; allowed: {shown}")
 
 
-def find_old_study(root: Path, name: str) -> Round | None:
-    """Return the round that was the study ``name`` of moecore 0.2, or None."""
+def find_round_by_old_name(root: Path, name: str) -> QuestionRound | None:
     return next((candidate for candidate in load_rounds(root) if candidate.was == name), None)
 
 
-def _move_run_keys(layer: Layer) -> Layer:
-    """Return a question's layer with its ``seeds`` and names of ``methods`` copied into ``run``."""
+def _move_run_keys(layer: SettingsLayer) -> SettingsLayer:
+    """Return the layer with its ``seeds`` and names of ``methods`` copied into ``run``."""
     sections = dict(layer.sections)
     run = sections.get("run", {})
     added: dict[str, Any] = {}

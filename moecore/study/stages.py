@@ -29,7 +29,7 @@ EACH = {  # the matrix of DVC: the stage runs once per item
 
 
 class Stage(NamedTuple):
-    """One row of the table; in texts {method}, {seed}, … stand for the item of a run."""
+    """A stage of the pipeline, as one row; {method}, {seed} etc. stand for a run's values."""
 
     name: str
     says: str
@@ -55,7 +55,7 @@ class Stage(NamedTuple):
 
     @property
     def item(self) -> tuple[str, ...]:
-        """Return the names of the values that differ between its runs: ("method", "seed")."""
+        """The names of the values that differ between the stage's runs: ("method", "seed")."""
         return tuple(EACH[self.each])
 
     @property
@@ -64,12 +64,12 @@ class Stage(NamedTuple):
 
     @property
     def item_path(self) -> str:
-        """Return the path of its result and history: ``cost/{phase}/{method}/{seed}``."""
+        """The path of result and history of a run: ``cost/{phase}/{method}/{seed}``."""
         return self.path or "/".join([self.name, *(f"{{{name}}}" for name in self.item)])
 
     @property
     def hashes(self) -> tuple[str, ...]:
-        """Return the hash files of its code, below artifacts/code and without suffix."""
+        """The files with hashes of the stage's code, below artifacts/code, without suffix."""
         method = ("methods/{method}",) if "method" in self.item else ()
         return (f"stages/{self.module}", *self.code, *method)
 
@@ -307,24 +307,24 @@ SECTIONS = {  # of params.yaml, by the stage that reads them; {what}, {phase} ar
 }
 
 
-def describe_addition(stage: str) -> str:
-    """Return how a user adds a stage that dvc.yaml lacks, as a part of a message."""
+def describe_how_to_add(stage: str) -> str:
+    """Return a phrase on how to add a missing stage to dvc.yaml."""
     command = f"`moecore upgrade --yes --stage {stage}`"
     return f"the stage {stage} (to add it: {command}; in a question or overlay.yaml: `stages`)"
 
 
-def list_code_hashes(name: str, **item: str | None) -> list[str]:
-    """Return paths below artifacts/code of the hashes that a stage or measurement depends on."""
+def list_hash_files(name: str, **item: str | None) -> list[str]:
+    """Return the hash files, below artifacts/code, that a stage or measurement depends on."""
     stage = STAGES.get(name, STAGES[MEASURE if item.get("method") else CALCULATE])
-    return [hash_file(path).format(what=name, **item) for path in stage.hashes]
+    return [hash_file_name(path).format(what=name, **item) for path in stage.hashes]
 
 
-def hash_file(path: str) -> str:
-    """Return a path of ``Stage.hashes`` with .json; ``methods``, a folder, stays as it is."""
+def hash_file_name(path: str) -> str:
+    """Return an entry of ``Stage.hashes`` as a file name; ``methods`` is a folder."""
     return path if path == "methods" else f"{path}.json"
 
 
-def stage_of_command(arguments: Sequence[str]) -> str:
+def find_stage_of_command(arguments: Sequence[str]) -> str:
     """Return the name of the stage that ``python -m moecore.stages.SCRIPT WORD …`` runs."""
     script, *rest = arguments[1:]
     script = script.rpartition(".")[2]

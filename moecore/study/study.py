@@ -1,4 +1,4 @@
-"""All of params.yaml as one typed object, and the sections that each stage reads."""
+"""The class ``Study``: all of params.yaml as one typed object."""
 
 import pkgutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,9 +15,8 @@ from moecore.measure.robustness import Robustness
 from moecore.measure.routing import Routing
 from moecore.measure.transfer_attacks import Transfer
 from moecore.nn.backbones.base_model import Backbone
-from moecore.study.document import Document, as_list, as_mapping
-from moecore.study.sections import Claim, Phase, Question, Selection
-from moecore.study.settings import validate_whole
+from moecore.study.params_reader import validate_document
+from moecore.study.run_and_claims import Claim, PhaseName, Question, RunSelection
 from moecore.study.stages import (
     CALCULATE,
     CODE_STAGE,
@@ -27,6 +26,7 @@ from moecore.study.stages import (
     SECTIONS,
     TRAINING_PHASES,
 )
+from moecore.study.yaml_document import YamlDocument, as_list, as_mapping
 from moecore.training.method import Method
 from moecore.training.monitor import Monitor
 from moecore.training.settings import Finetuning, TeacherRouterFit, Training
@@ -41,7 +41,7 @@ OPTIONAL_SECTIONS = ("claims", "questions", "monitor", "out_of_fold", "transfer"
 
 
 def stage_by_section(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str, str]:
-    """Return section → the first of ``stages`` that reads it; run: the file's section ``run``."""
+    """Return section → first of ``stages`` that reads it; run: the section ``run``."""
     readers = {"run": LAST_STAGES[0], "packages": CODE_STAGE}
     for stage in stages:
         if stage in TRAINING_PHASES:
@@ -65,7 +65,7 @@ STAGE_FIELDS: dict[str, Any] = {  # one section per stage whose row names a sett
     for stage in ROWS
     if stage.settings
 }
-Sections = create_model("Sections", __base__=Config, **MEASUREMENT_FIELDS, **STAGE_FIELDS)
+StageSections = create_model("StageSections", __base__=Config, **MEASUREMENT_FIELDS, **STAGE_FIELDS)
 
 
 def _check_package(name: str) -> str:
@@ -82,7 +82,7 @@ def _check_listed_once(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-class Study(Sections):
+class Study(StageSections):
     """params.yaml: what is computed (``run``), and the settings of every stage.
 
     Sections that are None are not in the file; a study needs the sections that its stages read.
@@ -92,8 +92,8 @@ class Study(Sections):
         tuple[Annotated[str, AfterValidator(_check_package)], ...],
         AfterValidator(_check_listed_once),
     ] = Field((), description="Packages with parts, kind: package.module; others are refused.")
-    run: Selection
-    data: dict[Phase, Source] = {}
+    run: RunSelection
+    data: dict[PhaseName, Source] = {}
     model: Backbone | None = None
     methods: dict[str, Method] = Field({}, description="Every entry may be named in run.methods.")
     teacher: Teacher | None = None
@@ -111,7 +111,7 @@ class Study(Sections):
     )
 
 
-def read_study(document: Document) -> Study:
+def read_study(document: YamlDocument) -> Study:
     # Outside measurements have their settings under the name of their package: ``my_lab:
     # {brightness: {images: 8}}``. Afterwards the process may import parts of the listed packages.
     allow_packages(document.packages, document.folders)
@@ -122,11 +122,11 @@ def read_study(document: Document) -> Study:
                 measurements[f"{package}.{name}"] = find_class(Measurement, f"{package}.{name}")
             except ValueError as error:
                 raise document.error((package, name), str(error)) from None
-    return validate_whole(study_model(measurements), document)
+    return validate_document(build_study_class(measurements), document)
 
 
-def study_model(measurements: Mapping[str, type[Measurement]]) -> type[Study]:
-    """Return ``Study`` with a section per outside package; measurements: package.module → class."""
+def build_study_class(measurements: Mapping[str, type[Measurement]]) -> type[Study]:
+    """Return ``Study`` with one more section for each outside package with measurements."""
     if not measurements:
         return Study
     sections: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Rules that try outside parts with the checks of ``moecore.testing``, and a step of every method.
+"""Rules for check that try parts of outside packages, and one small step of every method.
 
 Parts have the study's settings; models and data are small. A UserError is no fault but a note that
 the part was not tried. Nothing is prepared, downloaded or trained.
@@ -26,9 +26,9 @@ from moecore.nn.experts.base import Experts
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import meta_device_context
 from moecore.nn.routers.base import Router
-from moecore.study.model_rules import image_spec
+from moecore.study.model_rules import planned_image_spec
+from moecore.study.params_reader import Keys
 from moecore.study.part_rules import find_section_settings, walk_settings
-from moecore.study.settings import Keys
 from moecore.study.study import Misfits, Study
 from moecore.tasks.base import Task
 from moecore.testing import check_helpers
@@ -47,7 +47,7 @@ OTHER_CHECKS: dict[Any, Callable[[Any], None]] = {
 
 
 def outside_source_misfits(study: Study, notes: list[str]) -> Misfits:
-    """Yield (keys, message) per outside source that fails; ``notes`` gets those not tried."""
+    """Yield (keys, message) for outside data sources that fail; add untried ones to ``notes``."""
     for phase, source in study.data.items():
         keys = ("data", phase)
         if _is_from_outside(source):
@@ -56,12 +56,12 @@ def outside_source_misfits(study: Study, notes: list[str]) -> Misfits:
 
 
 def outside_part_misfits(study: Study, previews: Mapping[str, Card], notes: list[str]) -> Misfits:
-    """Yield (keys, message) per other outside part that fails; ``notes`` gets those not tried."""
+    """Yield (keys, message) for other outside parts that fail; add untried ones to ``notes``."""
     for phase, preview in previews.items():
         if preview.task is not None and _is_from_outside(preview.task):
             attempt = partial(_try_task, preview.task)
             yield from _part_misfits(("data", phase), preview.task.kind, attempt, notes)
-    images = image_spec(previews["pretrain"]) if "pretrain" in previews else None
+    images = planned_image_spec(previews["pretrain"]) if "pretrain" in previews else None
     chosen = {name: study.methods[name] for name in study.run.methods}
     tried = study.model_copy(update={"methods": chosen})
     for keys, part, around in walk_settings((), tried, Surroundings()):
@@ -75,7 +75,7 @@ def outside_part_misfits(study: Study, previews: Mapping[str, Card], notes: list
 
 
 def run_and_list_faults(attempt: Callable[[], Any], refusals: list[str]) -> Iterator[str]:
-    """Yield one line if ``attempt`` fails, with seed 0; a UserError is appended to ``refusals``."""
+    """Run ``attempt`` with seed 0; yield a line if it fails; ``refusals`` gets UserErrors."""
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -100,7 +100,7 @@ def _is_from_outside(part: Part) -> bool:
 
 
 def _try_part(part: Any, experts: Experts | None, images: ImageSpec | None) -> None:
-    """Raise AssertionError with one line if a part fails the checks of its family."""
+    """Run the checks of a part's family on it; AssertionError if it fails."""
     if part.family is Router and experts is not None:
         testing.check_router(part, experts)
     elif part.family in (Backbone, Teacher):
@@ -134,7 +134,7 @@ def _try_model(part: Any, images: ImageSpec | None) -> None:
 
 
 def _try_measurement(measurement: Measurement) -> None:
-    """Raise AssertionError if a measurement fails on a small ViT; UserError for other errors."""
+    """Run a measurement on a small ViT; AssertionError if it breaks a promise."""
     # A measurement that fails here may work with the study's models and images.
     subject = MeasuredModel(check_helpers.small_vit(), check_helpers.small_data())
     if refusal := measurement.applies(subject):
@@ -159,7 +159,7 @@ def _try_task(task: Task) -> None:
 
 
 def trial_step_misfits(study: Study, faulty: Collection[tuple] = ()) -> Misfits:
-    """Yield (keys, message) per method whose small training step fails."""
+    """Yield (keys, message) for methods whose small training step fails."""
     # faulty: keys of known faults; methods and text towers that have one are left out.
     for name in study.run.methods:
         method = study.methods[name]
@@ -175,7 +175,7 @@ def trial_step_misfits(study: Study, faulty: Collection[tuple] = ()) -> Misfits:
 
 
 def _step(moe: MoESettings, losses: Sequence[Regularizer]) -> None:
-    """Raise AssertionError if a loss or gradient of a small ViT's training step is not finite."""
+    """Compute one small training step; AssertionError if a loss or gradient is not finite."""
     model = check_helpers.small_vit(moe=moe)
     step = check_helpers.small_objective_inputs(model)
     objective = Objective(losses)

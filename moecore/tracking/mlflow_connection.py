@@ -1,4 +1,4 @@
-"""Connect to MLflow's store: $MLFLOW_TRACKING_URI, or a sqlite file in the repository."""
+"""Connects to MLflow's store: $MLFLOW_TRACKING_URI, else a sqlite file in the project."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ ENVIRONMENT = {
 }
 
 
-def project_root() -> Path:
+def find_project_root() -> Path:
     if root := outermost_dvc_project():
         return root
     current = Path().resolve()
@@ -42,10 +42,10 @@ def project_root() -> Path:
 
 def store_address() -> str:
     # Absolute, because an experiment of DVC runs in another folder.
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{project_root() / 'mlflow.db'}"
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{find_project_root() / 'mlflow.db'}"
 
 
-def sqlite_file() -> Path | None:
+def sqlite_store_path() -> Path | None:
     address = store_address()
     if address.startswith(SQLITE):
         return Path(address.removeprefix(SQLITE))
@@ -58,7 +58,7 @@ def mask_password(text: str) -> str:
 
 
 def set_mlflow_timeouts_and_logging() -> None:
-    """Set environment variables and log levels: short timeouts, no telemetry, few messages."""
+    """Set MLflow's environment: short timeouts, no telemetry, few messages."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.getLogger("alembic").setLevel(logging.WARNING)
@@ -76,13 +76,12 @@ def store_errors_as_user_errors() -> Iterator[None]:
     # ImportError: the database's driver is not installed
     except (MlflowException, SQLAlchemyError, CommandError, OSError, ImportError) as error:
         place = getattr(error, "filename", None) or mask_password(store_address())
-        problem = f"{place}: MLflow cannot use it ({error_cause(error)})"
+        problem = f"{place}: MLflow cannot use it ({shorten_error(error)})"
         mend = "`moecore sync` imports what is missing once that is solved"
         raise UserError(f"{problem}; the histories on disk are complete: {mend}") from error
 
 
-def error_cause(error: BaseException) -> str:
-    """Return the first line of an error, or the cause that it names, with the password masked."""
+def shorten_error(error: BaseException) -> str:
     line = str(error).strip().split("\n")[0]
     # Messages of the HTTP client have the address twice before the cause.
     if cause := re.search(r"Caused by \w+\((.*)\)\)$", line):
@@ -91,19 +90,19 @@ def error_cause(error: BaseException) -> str:
 
 
 def mlflow_import_lock() -> FileLock:
-    """Return the lock of imports: two at a time would create two runs of a history."""
-    file = project_root() / ".state" / "import.lock"
+    """Return the lock that prevents two imports at a time, which would duplicate runs."""
+    file = find_project_root() / ".state" / "import.lock"
     file.parent.mkdir(parents=True, exist_ok=True)
     return FileLock(file)
 
 
 def connect_store() -> Any:
-    """Return an MlflowClient that a query has tested; create a missing sqlite file."""
+    """Return a tested MlflowClient of the store; create a missing sqlite file."""
     set_mlflow_timeouts_and_logging()
     # Imported here: it takes a second, and reads the environment variables set above.
     from mlflow import MlflowClient
 
-    file = sqlite_file()
+    file = sqlite_store_path()
     if file is not None and file.exists():
         try:  # MLflow itself would try for 100 s
             with closing(sqlite3.connect(file, timeout=BUSY_SECONDS)) as database:
@@ -127,7 +126,7 @@ def connect_store() -> Any:
 
 
 def experiment_name(folder: Path) -> str:
-    """Return MLflow's experiment: a run folder's name, or the project's in pyproject.toml."""
+    """Return a study's experiment in MLflow: name of its run folder or of the project."""
     folder = folder.resolve()
     if find_project_folder(folder) != folder:
         return folder.name
@@ -141,8 +140,7 @@ def experiment_name(folder: Path) -> str:
     return settings.get("project", {}).get("name", folder.name)
 
 
-def get_experiment(client: Any, name: str) -> Any:
-    """Return an experiment, created if missing; files of a sqlite store are in mlruns/."""
+def get_or_create_experiment(client: Any, name: str) -> Any:
     experiment = client.get_experiment_by_name(name)
     # MLflow still reserves the name of a deleted experiment
     if experiment is not None and experiment.lifecycle_stage != "active":
@@ -155,7 +153,7 @@ def get_experiment(client: Any, name: str) -> Any:
         ways = f"restore it (`{restore}`), or remove it for good (`{remove}`)"
         raise UserError(f"{deleted}; {ways}, then run `moecore sync`")
     if experiment is None:
-        files = (project_root() / "mlruns" / name).as_uri() if sqlite_file() else None
+        files = (find_project_root() / "mlruns" / name).as_uri() if sqlite_store_path() else None
         kind = {"mlflow.experimentKind": "custom_model_development"}  # not for chats
         client.create_experiment(name, artifact_location=files, tags=kind)
     return client.get_experiment_by_name(name)

@@ -1,4 +1,4 @@
-"""Load a logged model: MLflow runs this file ("models from code")."""
+"""The wrapper with which MLflow loads a logged model ("models from code")."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from mlflow.pyfunc import PythonModel
 # A regression returns (N, 1) in its unit. A model of text takes ``{"words": (N, C, M)}``, C
 # channels of M words, and returns scores (N, M, V) of the last channel's next words. Two towers
 # take ``{"images": …, "captions": (T, M)}`` and return scale · cosine + bias of pairs, (N, T).
-class Classifier(PythonModel):
+class PyfuncModel(PythonModel):
     """``predict({"images": (N, C, H, W) in [0, 1]})`` returns scores (N, K), before softmax."""
 
     def load_context(self, context: Any) -> None:
@@ -35,4 +35,4 @@ class Classifier(PythonModel):
             return scores.numpy()
 
 
-set_model(Classifier())
+set_model(PyfuncModel())

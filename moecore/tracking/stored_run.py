@@ -1,4 +1,4 @@
-"""Send missing values and trained models to runs of MLflow's store, and name the values there.
+"""Sends values and trained models to runs of MLflow's store, and names the values there.
 
 In MLflow's charts, the part of a name before the last slash is a section: ``loss/``, ``train/``,
 ``validation/``, ``test/`` and ``routing/`` of trainings, then one section per measurement; in
@@ -41,8 +41,8 @@ def mlflow_safe_name(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
 
 
-def curve_points(lines: list[dict]) -> list[Point]:
-    """Return logged values as points: ``train/…``, ``validation/…``, ``loss/…`` of loss terms."""
+def training_curve_points(lines: list[dict]) -> list[Point]:
+    """Return the logged values of a training as points named ``train/…``, ``loss/…`` etc."""
     points = []
     for step, t, values in logged_points(lines):
         for name, value in values.items():
@@ -55,7 +55,6 @@ def curve_points(lines: list[dict]) -> list[Point]:
 
 
 def routing_curve_points(lines: list[dict]) -> list[Point]:
-    """Return points ``routing/<quantity> of <layer>`` of a training's routing statistics."""
     return [
         (f"routing/{name}", float(value), int(t * 1000), point.step)
         for t, point in routing_points(lines)
@@ -65,18 +64,20 @@ def routing_curve_points(lines: list[dict]) -> list[Point]:
 
 
 def parent_run_points(lines: list[dict], phase: str) -> list[Point]:
-    """Return the points for a training's parent run, named as ``validation/pretrain accuracy``."""
+    """Return the points that a training adds to its parent run, with the phase in their names."""
     pace = [f"train/{name}" for name in PACE]
     return [
         (name.replace("/", f"/{phase} ", 1), value, at, step)
-        for name, value, at, step in curve_points(lines)
+        for name, value, at, step in training_curve_points(lines)
         if name in ("loss/total", "loss/task")
         or (not name.startswith("loss/") and name not in pace)
     ]
 
 
-def metrics_and_params(stage: str, summary: Mapping[str, Any]) -> tuple[dict[str, float], dict]:
-    """Return a result's numbers as MLflow's metrics, its integers as params; no interval limits."""
+def split_metrics_and_params(
+    stage: str, summary: Mapping[str, Any]
+) -> tuple[dict[str, float], dict]:
+    """Split a result's numbers: floats are MLflow's metrics, integers are params."""
     metrics: dict[str, float] = {}
     params: dict[str, Any] = {}
     for name, value in summary.items():
@@ -94,7 +95,7 @@ def metrics_and_params(stage: str, summary: Mapping[str, Any]) -> tuple[dict[str
 
 
 def select_changed_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a header that are no defaults, and the kinds of parts."""
+    """Return the settings of a run that differ from their defaults, by dotted key."""
     # params: dotted key → value. Sections of another version or package are returned whole.
     from moecore.data.sources.base import Source
     from moecore.study.study import Study
@@ -111,7 +112,7 @@ def select_changed_params(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nest_keys(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the nested mappings and lists that ``flatten_keys`` made into ``flat``."""
+    """Return nested mappings and lists from dotted keys: the inverse of ``flatten_keys``."""
     nested: dict[str, Any] = {}
     for key, value in flat.items():
         inner = nested
@@ -144,7 +145,7 @@ MAX_PARAM = 500
 
 
 class StoredRun:
-    """A run of MLflow's store with a copy of its content, so that only new values are sent."""
+    """A run in MLflow's store; it sends only values that the store does not have."""
 
     def __init__(self, client: Any, run: Any) -> None:
         self.client = client
@@ -160,7 +161,7 @@ class StoredRun:
             self.models = {model.model_id for model in run.outputs.model_outputs}
 
     def set_tags(self, tags: Mapping[str, Any]) -> None:
-        """Set the tags that differ, except those with the value None."""
+        """Set the tags whose values differ; None: no tag."""
         from mlflow.entities import RunTag
 
         texts = {
@@ -174,7 +175,7 @@ class StoredRun:
             self.tags |= new
 
     def add_params(self, params: Mapping[str, Any]) -> None:
-        """Send the params whose names the run does not have: MLflow never changes a param."""
+        """Send the params that the run does not have; MLflow never changes a param."""
         from mlflow.entities import Param
 
         new = {}
@@ -182,7 +183,7 @@ class StoredRun:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             if (name := mlflow_safe_name(name)) not in self.params:
                 new[name] = text if len(text) <= MAX_PARAM else text[: MAX_PARAM - 1] + "…"
-        for part in split_list(list(new.items()), 100):
+        for part in split_into_batches(list(new.items()), 100):
             self.client.log_batch(self.id, params=[Param(*param) for param in part])
         self.params |= set(new)
 
@@ -196,19 +197,18 @@ class StoredRun:
         self._send([point for point in points if (point[0], point[3]) not in stored])
 
     def set_numbers(self, numbers: Mapping[str, float], milliseconds: int) -> None:
-        """Send name → value at step 0, with a time since 1970; new values replace old ones."""
+        """Set metrics at step 0; milliseconds: their time since 1970."""
         new = [(name, value) for name, value in numbers.items() if self.metrics.get(name) != value]
         self._send([(name, value, milliseconds, 0) for name, value in new])
 
     def _send(self, points: list[Point]) -> None:
         from mlflow.entities import Metric
 
-        for part in split_list(points, 1000):
+        for part in split_into_batches(points, 1000):
             self.client.log_batch(self.id, metrics=[Metric(*point) for point in part])
         self.metrics |= {name: value for name, value, *_ in points}
 
     def add_dataset(self, card: Mapping[str, Any]) -> None:
-        """Send a data set's name, digest, source and counts; MLflow stores equal ones once."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         files = json.dumps(card.get("files", {}), sort_keys=True)
@@ -227,7 +227,7 @@ class StoredRun:
             self.models.add(model_id)
 
     def set_state(self, status: str, when: float) -> None:
-        """Set the status if it differs, with the time of the end, in seconds since 1970."""
+        """Set the run's status; when: its end, in seconds since 1970."""
         if status != "RUNNING" and (status != self.status or abs(self.ended - when) > 0.002):
             self.client.set_terminated(self.id, status, int(when * 1000))
             self.ended = when
@@ -236,8 +236,7 @@ class StoredRun:
         self.status = status
 
 
-def split_list(items: list[Any], size: int) -> list[list[Any]]:
-    """Return ``items`` in parts of ``size``: MLflow limits the size of a call."""
+def split_into_batches(items: list[Any], size: int) -> list[list[Any]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
@@ -249,7 +248,7 @@ SCHEME = "models:/"
 
 
 def log_model(client: Any, run_id: str, name: str, experiment_id: str, folder: Path) -> str:
-    """Copy a model's folder into MLflow, once, with a signature; return MLflow's id."""
+    """Copy a model's folder into MLflow, if it is not there; return the model's id."""
     import mlflow
 
     from moecore.training.artifacts import load_model_card
@@ -283,7 +282,6 @@ def log_model(client: Any, run_id: str, name: str, experiment_id: str, folder: P
 
 
 def model_signature(image: "ImageSpec") -> Any:
-    """Return MLflow's signature of a model: names, types and shapes of inputs and outputs."""
     import numpy
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
@@ -309,7 +307,6 @@ def model_signature(image: "ImageSpec") -> Any:
 
 
 def register_model(client: Any, name: str, model_id: str, run: StoredRun) -> None:
-    """Register a logged model as a version of ``name``, once per run; the run's tag names it."""
     versions = client.search_model_versions(f"run_id = '{run.id}'")
     if not versions:
         if not client.search_registered_models(f"name = '{name}'"):
@@ -319,8 +316,8 @@ def register_model(client: Any, name: str, model_id: str, run: StoredRun) -> Non
     run.set_tags({VERSION: f"{versions[0].name} {versions[0].version}"})
 
 
-def set_alias(client: Any, run: StoredRun, current: bool) -> None:
-    """Point the alias ``current`` to the run's model, once, if its stage is up to date."""
+def point_current_alias(client: Any, run: StoredRun, current: bool) -> None:
+    """Let the alias ``current`` name the run's model, if the run is up to date."""
     if VERSION not in run.tags:
         return
     if current and run.tags.get(POINTED) != "true":
@@ -352,7 +349,7 @@ def model_folder(address: str) -> Path:
     except (MlflowException, OSError, KeyError) as error:
         store = mlflow_connection.mask_password(mlflow_connection.store_address())
         raise UserError(
-            f"{address}: no such model in {store} ({mlflow_connection.error_cause(error)}); "
+            f"{address}: no such model in {store} ({mlflow_connection.shorten_error(error)}); "
             "allowed: models:/study.method.phase.seed@current, as `moecore ui` lists them"
         ) from error
     return folder / logged["path"]

@@ -1,4 +1,4 @@
-"""Import all histories into MLflow; values that it already has are not sent again.
+"""Imports the histories on disk into MLflow; values that it already has are not sent again.
 
 The stages of a method and a seed are children of one parent run. A new training begins a new
 parent, so that charts show both; a new measurement replaces the numbers of the parent. Stages
@@ -19,7 +19,7 @@ from urllib.parse import urlencode
 from moecore.core.files import UserError, join_below_root
 from moecore.core.source_layout import RUNS
 from moecore.run import history_file as records
-from moecore.run.history_file import ExecutionHistory, GrowingHistory, routing_points
+from moecore.run.history_file import ExecutionHistory, HistoryReader, routing_points
 from moecore.study.stages import TRAINING_PHASES
 from moecore.tracking import mlflow_connection, stored_run
 from moecore.tracking.stored_run import LEVEL, PARENT, UID, StoredRun
@@ -31,7 +31,7 @@ DENSE = "dense"  # the method to which headline numbers are relative
 
 
 class ModelHistories(NamedTuple):
-    """The histories of one method and seed, and the trainings of its newest model."""
+    """All histories of one method and seed, and the trainings of its newest model."""
 
     method: str  # or SHARED
     seed: int
@@ -45,7 +45,7 @@ class ModelHistories(NamedTuple):
         return f"{self.method}/{self.seed}"
 
     def training_tags(self) -> dict[str, str]:
-        """Return tag → uid of each training, by which its parent run is found."""
+        """Return tag → uid of each training; a parent run is found by these tags."""
         return {f"moecore.{stage}": run.header["uid"] for stage, run in self.trainings.items()}
 
     def is_outdated(self, history: ExecutionHistory) -> bool:
@@ -59,7 +59,7 @@ class ModelHistories(NamedTuple):
 
 
 def group_by_method_and_seed(histories: Iterable[ExecutionHistory]) -> list[ModelHistories]:
-    """Return the histories by method and seed: dense models first, shared stages last."""
+    """Group histories by method and seed; dense models come first, shared stages last."""
     groups = defaultdict(list)
     for history in histories:
         method, seed = history.header["method"], history.header["seed"]
@@ -72,7 +72,7 @@ def group_by_method_and_seed(histories: Iterable[ExecutionHistory]) -> list[Mode
 
 
 def newest_training_by_phase(histories: Iterable[ExecutionHistory]) -> dict[str, ExecutionHistory]:
-    """Return phase → its running or newest training; none that began before the pretraining."""
+    """Return phase → newest training, without those of an earlier pretraining."""
     newest = sorted(
         (run for run in histories if run.header["stage"] in TRAINING_PHASES),
         key=lambda run: (run.run_state()[0] == "RUNNING", run.has_ended, run.header["t"]),
@@ -91,13 +91,13 @@ NAME = "Methods side by side"
 
 
 def headline_names(parents: Iterable[StoredRun]) -> list[str]:
-    """Return the names of all headline numbers, in the order of the run that has the most."""
+    """Return the names of all headline numbers of ``parents``, in the order of the view."""
     lists = [run.tags.get(HEADLINE, "").split() for run in parents]
     return list(dict.fromkeys(chain.from_iterable(sorted(lists, key=len, reverse=True))))
 
 
-def save_view(client: Any, experiment: Any, parents: Iterable[StoredRun]) -> None:
-    """Save a view of the experiment: the headline numbers of ``parents``, the best score first."""
+def save_comparison_view(client: Any, experiment: Any, parents: Iterable[StoredRun]) -> None:
+    """Save a view of the experiment in MLflow: headline numbers, best score first."""
     # Its charts begin with the score against the next number, which is the score under attack.
     names = headline_names(parents)
     means = [name for name in names if not name.endswith((".lo", ".hi"))]
@@ -139,7 +139,7 @@ NOTE = "Headline numbers, as in the report. The stages, with all their values, a
 
 
 def sync_runs() -> str:
-    return describe_import(Importer().import_all())
+    return describe_import(HistoryImporter().import_all())
 
 
 def describe_import(counts: Counter[str]) -> str:
@@ -148,22 +148,21 @@ def describe_import(counts: Counter[str]) -> str:
     return f"{address}: {done}; {counts['current']} are current"
 
 
-class Importer:
-    """Imports the histories of the main pipeline and of every run folder, repeatedly."""
+class HistoryImporter:
+    """Imports the histories of the project and of all run folders, whenever it is called."""
 
     def __init__(self) -> None:
-        self.readers: dict[Path, GrowingHistory] = {}
+        self.readers: dict[Path, HistoryReader] = {}
         self.sent: dict[str, int] = {}  # run id → number of sent lines of its history
 
     def read_studies(self) -> dict[Path, dict[str, ExecutionHistory]]:
-        """Return folder → histories by uid, of the studies that have any."""
-        root = mlflow_connection.project_root()
+        """Return folder → {uid: history} of each study that has histories."""
+        root = mlflow_connection.find_project_root()
         folders = (root, *sorted((root / RUNS).glob("*")))
         read = {folder: records.read_histories(folder, self.readers) for folder in folders}
         return {folder: histories for folder, histories in read.items() if histories}
 
     def import_all(self) -> Counter[str]:
-        """Import what is new; return counts of runs: added, updated, ended, current."""
         counts: Counter[str] = Counter()
         with mlflow_connection.mlflow_import_lock():
             client = mlflow_connection.connect_store()
@@ -183,10 +182,10 @@ class StudyImporter:
         self.study = study
         self.histories = histories
         self.sent = sent
-        self.methods = records.open_study(study)
-        self.locked = records.paths_in_dvc_locks(study)
+        self.methods = records.allow_packages_and_list_methods(study)
+        self.locked = records.list_locked_outputs(study)
         name = mlflow_connection.experiment_name(study)
-        self.experiment = mlflow_connection.get_experiment(client, name)
+        self.experiment = mlflow_connection.get_or_create_experiment(client, name)
         # 50,000 is MLflow's limit; runs without a level are not of an import.
         listed = client.search_runs([self.experiment.experiment_id], max_results=50_000)
         runs = [StoredRun(client, run) for run in listed if LEVEL in run.data.tags]
@@ -196,7 +195,7 @@ class StudyImporter:
         self.counts: Counter[str] = Counter()
 
     def import_all(self) -> Counter[str]:
-        """Import new lines, return counts of runs; after a kill, the next import continues."""
+        """Import new lines of the study; return the numbers of runs by what was done."""
         shown = set()  # ids of current parents
         ended: list[StoredRun] = []  # since the last import
         dense = set()  # seeds whose dense model has changed: headlines are relative to it
@@ -216,15 +215,15 @@ class StudyImporter:
                 self._send_headline(generation, parent)
             states = [history.run_state() for history in current]
             parent.set_state(*max(states, key=lambda state: (state[0] == "RUNNING", state[1])))
-        mark_complete(ended)
+        mark_import_complete(ended)
         self._retire_runs(shown)
         viewed = [run for run in self.parents.values() if run.tags[CURRENT] != "false"]
-        save_view(self.client, self.experiment, viewed)
+        save_comparison_view(self.client, self.experiment, viewed)
         return self.counts
 
     def _find_parent(self, generation: ModelHistories) -> StoredRun:
-        """Return the parent run with the same trainings, created if no parent has them."""
-        from moecore.report.figures.drawing import INK, line_look
+        """Return the parent run of a model's trainings, and create it if missing."""
+        from moecore.report.figures.drawing import INK, line_style
 
         training_tags = generation.training_tags()
         fitting = [
@@ -243,7 +242,7 @@ class StudyImporter:
             if method != SHARED:
                 name = f"{method} seed {seed}"
                 listed = method in self.methods
-                colour = line_look(self.methods.index(method))["color"] if listed else INK
+                colour = line_style(self.methods.index(method))["color"] if listed else INK
                 tags |= {LEVEL: "method", "method": method, "seed": seed}
                 tags |= {"mlflow.note.content": NOTE, "mlflow.runColor": colour}
             started = min(history.header["t"] for history in generation.histories)
@@ -261,7 +260,7 @@ class StudyImporter:
     def _import_history(
         self, history: ExecutionHistory, generation: ModelHistories, newest: StoredRun
     ) -> OptionalRun:
-        """Send the new lines of one stage's history to its MLflow run, below ``newest``."""
+        """Send new lines of one stage's history; return its run if the stage has ended."""
         # An outdated history (of an earlier training in ``generation``) stays where it is. Returns
         # the run if its stage ended since the last import, else None.
         header = history.header
@@ -289,19 +288,19 @@ class StudyImporter:
         if not is_complete:
             self.counts[done] += self._send_lines(history, run, parent)
         run.set_tags(tags)
-        stored_run.set_alias(self.client, run, current)
+        stored_run.point_current_alias(self.client, run, current)
         self.counts["current"] += current
         return run if history.has_ended and not is_complete else None
 
     def _send_lines(self, history: ExecutionHistory, run: StoredRun, parent: OptionalRun) -> bool:
-        """Send the unsent lines of a history; return whether anything changed."""
+        """Send the lines of a history that were not sent; return whether there were any."""
         new = history.lines[self.sent.get(run.id, 0) :]
         state, when = history.run_state()
         if not new and state == run.status:
             return False
         params = stored_run.select_changed_params(history.header["params"])
         run.add_params(params)
-        run.add_points(stored_run.curve_points(new) + stored_run.routing_curve_points(new))
+        run.add_points(stored_run.training_curve_points(new) + stored_run.routing_curve_points(new))
         if any("routing" in line for line in new):
             from moecore.report.figures.model_figures import draw_load_over_steps
 
@@ -327,7 +326,7 @@ class StudyImporter:
         run.set_tags(line.get("tags", {}))
         if "summary" in line:
             stage = history.header["stage"]
-            metrics, params = stored_run.metrics_and_params(stage, line["summary"])
+            metrics, params = stored_run.split_metrics_and_params(stage, line["summary"])
             run.set_numbers(metrics, int(line["t"] * 1000))
             run.add_params(params)
         if "dataset" in line:
@@ -385,7 +384,7 @@ class StudyImporter:
         parent.set_tags({HEADLINE: " ".join(names) or None})
 
     def _retire_runs(self, shown: set[str]) -> None:
-        """Tag replaced runs, and runs without history, as not current; set dead ones KILLED."""
+        """Tag replaced runs, and runs without history, as not current."""
         # A replaced parent stays in the view until its successor has its first number, the score.
         newest = {self.parents[run_id].tags[FAMILY]: self.parents[run_id] for run_id in shown}
         for run in self.parents.values():
@@ -404,14 +403,12 @@ class StudyImporter:
                 self.counts["ended"] += 1
 
 
-def mark_complete(runs: list[StoredRun]) -> None:
-    """Tag runs as complete, so that the next import skips their lines."""
+def mark_import_complete(runs: list[StoredRun]) -> None:
     for run in runs:
         run.set_tags({COMPLETE: "true"})
 
 
 def header_tags(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's tags from the header of its history; values may be None."""
     names = ("stage", "method", "seed", "phase", "params_hash", "host", "pid", "python")
     tags = {UID: header["uid"], LEVEL: "stage", "dvc.stage": header["dvc_stage"]}
     versions = header.get("versions", {})  # missing in older histories
@@ -420,7 +417,6 @@ def header_tags(header: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def source_tags(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tags of MLflow's column Source: command and commit."""
     return {
         "mlflow.source.type": "LOCAL",
         "mlflow.source.name": header["command"],

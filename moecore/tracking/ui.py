@@ -1,4 +1,4 @@
-"""Run MLflow's server, and import histories every few seconds."""
+"""``moecore ui``: runs MLflow's server, and imports histories every few seconds."""
 
 import os
 import signal
@@ -12,19 +12,19 @@ from pathlib import Path
 from moecore.core.files import UserError
 from moecore.run.stage_entry import end_with_parent
 from moecore.tracking import mlflow_connection
-from moecore.tracking.sync import Importer, describe_import, view_address
+from moecore.tracking.sync import HistoryImporter, describe_import, view_address
 
 SECONDS = 5.0  # between imports
 HOST = "127.0.0.1"
 
 
 def serve_ui(port: int = 5000) -> int:
-    """Serve MLflow on 127.0.0.1, import until the server ends, and return its exit code."""
+    """Run MLflow's server until it ends, and import meanwhile; return its exit code."""
     with socket.socket() as probe:
         if probe.connect_ex((HOST, port)) == 0:
             raise UserError(f"port {port}: another program answers there; choose another by --port")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    importer = Importer()
+    importer = HistoryImporter()
     try:
         runs = sum(map(len, importer.read_studies().values()))
         store = mlflow_connection.mask_password(mlflow_connection.store_address())
@@ -32,7 +32,7 @@ def serve_ui(port: int = 5000) -> int:
         print(describe_import(importer.import_all()), flush=True)
         # a server: only import, until interrupted
         if mlflow_connection.store_address().startswith(("http://", "https://")):
-            import_while(lambda: True, importer)
+            import_while_serving(lambda: True, importer)
         name = mlflow_connection.experiment_name(Path())
         experiment = mlflow_connection.connect_store().get_experiment_by_name(name)
         server = start_server(port)
@@ -42,7 +42,7 @@ def serve_ui(port: int = 5000) -> int:
                 print(f"compare: {view_address(address, experiment, 'CHART')}", flush=True)
                 address = view_address(address, experiment)
             print(address, flush=True)
-            import_while(lambda: server.poll() is None, importer)
+            import_while_serving(lambda: server.poll() is None, importer)
         finally:
             if server.poll() is None:
                 os.killpg(server.pid, signal.SIGKILL)  # with its workers; sqlite survives it
@@ -53,13 +53,13 @@ def serve_ui(port: int = 5000) -> int:
 
 
 def start_server(port: int) -> subprocess.Popen:
-    """Start `mlflow server`, which is ended with this process."""
+    """Start ``mlflow server`` as a process that ends with this one."""
     command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port)]
     command += ["--workers", "1", "--uvicorn-opts", "--log-level warning"]
     # In the environment, because a list of processes shows the arguments of a command.
     settings = mlflow_connection.ENVIRONMENT | {
         "MLFLOW_BACKEND_STORE_URI": mlflow_connection.store_address(),
-        "MLFLOW_ARTIFACTS_DESTINATION": str(mlflow_connection.project_root() / "mlartifacts"),
+        "MLFLOW_ARTIFACTS_DESTINATION": str(mlflow_connection.find_project_root() / "mlartifacts"),
         # Workers for evaluations of language models would take nine processes and a gigabyte.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "PYTHONWARNINGS": "ignore",
@@ -71,8 +71,8 @@ def start_server(port: int) -> subprocess.Popen:
 
 
 # In a destructor, such as SQLAlchemy's during an import, Python would print and ignore it.
-class HeldInterrupts:
-    """Handler that raises KeyboardInterrupt only in ``sleep``, or for a second Ctrl-C."""
+class DelayedInterrupts:
+    """A handler of Ctrl-C that raises KeyboardInterrupt only during ``sleep``, or at the second."""
 
     def __init__(self) -> None:
         self.is_sleeping = self.has_come = False
@@ -85,7 +85,7 @@ class HeldInterrupts:
             raise KeyboardInterrupt
 
     def sleep(self, seconds: float) -> None:
-        """Sleep; raise KeyboardInterrupt if Ctrl-C was pressed before, or is meanwhile."""
+        """Sleep; raise KeyboardInterrupt if Ctrl-C was pressed before or meanwhile."""
         self.is_sleeping = True  # set before the check, so that no signal is missed
         if self.has_come:
             raise KeyboardInterrupt
@@ -93,10 +93,10 @@ class HeldInterrupts:
         self.is_sleeping = False
 
 
-def import_while(is_serving: Callable[[], bool], importer: Importer) -> None:
-    """Import every few seconds while the server runs; a repeated error is printed once."""
+def import_while_serving(is_serving: Callable[[], bool], importer: HistoryImporter) -> None:
+    """Import every few seconds while ``is_serving``; print an error once."""
     last = ""
-    interrupts = HeldInterrupts()
+    interrupts = DelayedInterrupts()
     while is_serving():
         interrupts.sleep(SECONDS)
         try:

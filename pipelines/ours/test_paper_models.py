@@ -13,9 +13,9 @@ from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import parameter_counts
 from moecore.report.page.report_page import render_report
 from moecore.report.report_files import render_report_files
-from moecore.report.study_results import Results
+from moecore.report.study_results import StudyResults
 from moecore.report.tables.metrics_by_method import compare_methods
-from moecore.study.params_file import dump_inline_yaml
+from moecore.study.params_writer import dump_inline_yaml
 from moecore.testing import check_calculation
 from moecore.training.meter import LiveBytes, live_training_tensors
 from tests.methods import METHODS, REPRESENTATIVE
@@ -145,7 +145,7 @@ def test_the_readme_has_the_table(paper_sizes):
 def test_a_study_that_trains_nothing_has_a_page_and_numbers(paper_sizes):
     settings = dump_inline_yaml(COMPOSED.document.data)
     with more_packages(["paper_models"]):
-        results = Results({}, settings, {"paper_models.sizes": paper_sizes})
+        results = StudyResults({}, settings, {"paper_models.sizes": paper_sizes})
         compared = compare_methods(results)["calculations"]["paper_models.sizes"]
         text = render_report(results)
         written = render_report_files(results, [])

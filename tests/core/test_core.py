@@ -33,8 +33,8 @@ from moecore.core.source_layout import FAMILIES, ROOT, allow_packages, more_pack
 from moecore.data.thread_map import map_in_threads, thread_count
 from moecore.lens.traces import open_tensors
 from moecore.parts import Classification, ImageSpec
-from moecore.study.document import parse_yaml_document
 from moecore.study.study import Study, read_study
+from moecore.study.yaml_document import parse_yaml_document
 from moecore.training.method import Method
 from moecore.training.teachers.timm import Timm
 from tests.my_lab import COSINE, forget_package, write_my_lab

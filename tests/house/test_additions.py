@@ -38,8 +38,8 @@ invariance: {images: 8}
 # All in one process: each of its own would import torch
 RUN = """
 from pathlib import Path
-from moecore.pipeline.code_hashes import write_code
-from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
+from moecore.pipeline.code_hashes import write_code_hashes
+from moecore.pipeline.dvc_yaml import build_stage_entries, study_dvc_yaml_texts
 from moecore.run.stage_entry import run_stage
 from moecore.stages.fork_server import STAGES
 from moecore.study.check import check_study
@@ -47,9 +47,9 @@ from moecore.testing import check_regularizer
 from moecore.training.regularizers.quiet import Quiet
 check_regularizer(Quiet)
 names = "prepare teacher_router pretrain halve robustness measure compare".split()
-Path("dvc.yaml").write_text(study_dvc_yaml_texts(stage_definitions(names), {})["dvc.yaml"])
+Path("dvc.yaml").write_text(study_dvc_yaml_texts(build_stage_entries(names), {})["dvc.yaml"])
 check_study()
-write_code("params.yaml")
+write_code_hashes("params.yaml")
 for phase in "pretrain", "halve":
     run_stage(STAGES["prepare"], [phase])
 for name in "teacher_router", "pretrain", "halve":

@@ -12,7 +12,7 @@ from moecore.measure.base import read_result
 from moecore.measure.robustness import Robustness, check_attack_settings, target_on_drawn_images
 from moecore.measure.values import Found, Value
 from moecore.nn.predict import predict_in_batches
-from moecore.run.measurement_run import find_transferred
+from moecore.run.measurement_run import find_transferred_images
 from moecore.stages import robustness as stage
 from moecore.stages import transferred
 from tests.attacks.models import CLASSES, SETS, YEARS
@@ -237,10 +237,10 @@ def test_images_come_from_the_dense_model_and_the_next_seed(tmp_path):
     for item in ("dense/0", "vmoe/0", "vmoe/2", "vmoe/10", "tgr/0"):
         (tmp_path / item).mkdir(parents=True)
     expected = {"transfer-dense": tmp_path / "dense/0", "transfer-seed": tmp_path / "vmoe/2"}
-    assert find_transferred(tmp_path, "vmoe", 0) == expected
-    assert find_transferred(tmp_path, "vmoe", 10) == {"transfer-seed": tmp_path / "vmoe/0"}
-    assert find_transferred(tmp_path, "tgr", 0) == {"transfer-dense": tmp_path / "dense/0"}
-    assert find_transferred(tmp_path, "dense", 0) == {}
+    assert find_transferred_images(tmp_path, "vmoe", 0) == expected
+    assert find_transferred_images(tmp_path, "vmoe", 10) == {"transfer-seed": tmp_path / "vmoe/0"}
+    assert find_transferred_images(tmp_path, "tgr", 0) == {"transfer-dense": tmp_path / "dense/0"}
+    assert find_transferred_images(tmp_path, "dense", 0) == {}
 
 
 ON_AGES = Robustness(

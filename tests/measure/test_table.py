@@ -16,7 +16,7 @@ from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentati
 from moecore.measure.values import Found, Metric, OnPage, Values, place_slug
 from moecore.nn.predict import predict_in_batches
 from moecore.report.column import ColumnContext, MetricColumns, PlannedPhase
-from moecore.report.results import list_displays, list_measurements_with_values
+from moecore.report.results_and_displays import list_displays, list_measurements_with_values
 from moecore.statistics.comparisons import encode_item_values
 from moecore.statistics.intervals import bootstrap_mean, wilson
 from moecore.testing import check_measurement

@@ -11,9 +11,9 @@ import pytest
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
 from moecore.pipeline import code_hashes
-from moecore.pipeline.code_hashes import hash_code_files, import_closure, part_files
-from moecore.run.inputs import hash_syntax
-from moecore.study.document import parse_yaml_document
+from moecore.pipeline.code_hashes import hash_code_files, import_closure, list_part_files
+from moecore.run.stage_inputs import hash_syntax
+from moecore.study.yaml_document import parse_yaml_document
 from tests.my_lab import SECTIONS, forget_package, write_my_lab
 from tests.project import forget_files
 
@@ -68,7 +68,7 @@ def test_closure_follows_modules_in_rooms_that_decide_and_parts_bring_helpers(tr
     assert reached == set(files.split())
     section = {"router": {"kind": "top", "k": 2}, "experts": {"kind": "both"}}
     section["deep"] = [{"x": {"kind": "unknown"}}]
-    assert names(part_files(section, tree)) == {
+    assert names(list_part_files(section, tree)) == {
         *"nn/routers/top.py nn/routers/odds.py nn/routers/plan.py data/helper.py".split(),
         *"data/atlas/map.bin core/written.py core/config.py nn/experts/both.py".split(),
     }
@@ -77,7 +77,7 @@ def test_closure_follows_modules_in_rooms_that_decide_and_parts_bring_helpers(tr
 def test_only_an_edit_of_a_used_part_changes_the_fingerprint(tree):
     def print_of() -> dict:
         forget_files()
-        return code_hashes.hash_sources(part_files({"router": {"kind": "top"}}, tree), tree)
+        return code_hashes.hash_sources(list_part_files({"router": {"kind": "top"}}, tree), tree)
 
     before = print_of()
     (tree / "moecore/nn/routers/new.py").write_text("x = 1")
@@ -371,4 +371,4 @@ def test_words_of_other_methods_change_the_hash(old, new):
 def test_a_package_that_is_not_installed_is_left_to_the_check(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     document = parse_yaml_document("packages: [nowhere_at_all]\ndata: 5\n")
-    assert not code_hashes.is_code_written(code_hashes.code_inputs(document), document)
+    assert not code_hashes.is_code_hashed(code_hashes.digest_code(document), document)

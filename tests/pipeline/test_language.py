@@ -19,7 +19,7 @@ from moecore.measure.base import read_result
 from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import ImageSpec, parameter_counts
 from moecore.pipeline import predict_cli
-from moecore.pipeline.code_hashes import write_code
+from moecore.pipeline.code_hashes import write_code_hashes
 from moecore.report.pictures.robustness import scores_by_epsilon
 from moecore.stages import finetune, prepare, pretrain
 from moecore.study.study import Study
@@ -153,7 +153,7 @@ def labelled(tmp_path_factory):
         patch.delenv("MOECORE_PARAMS", raising=False)
         patch.setenv("MOECORE_THREADS", "1")
         (home / "params.yaml").write_text(PARAMS)
-        write_code("params.yaml")
+        write_code_hashes("params.yaml")
         for name in ("pretrain", "finetune", "adversarial"):
             prepare.prepare(name)
         (home / "artifacts/teacher_router/vmoe/0").mkdir(parents=True)

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from moecore.measure.base import read_result
-from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
-from moecore.study.document import parse_yaml_document
+from moecore.pipeline.dvc_yaml import build_stage_entries, study_dvc_yaml_texts
+from moecore.study.yaml_document import parse_yaml_document
 from moecore.training.outcome import Outcome
 from tests.project import PARAMS, Project
 
@@ -195,7 +195,7 @@ questions:
 @pytest.fixture(scope="module")
 def study(tmp_path_factory) -> Project:
     project = Project(tmp_path_factory.mktemp("surgery"), SURGERY).with_dvc()
-    definitions = stage_definitions(STAGES.split())
+    definitions = build_stage_entries(STAGES.split())
     texts = study_dvc_yaml_texts(definitions, parse_yaml_document(SURGERY).data["run"])
     (project.folder / "dvc.yaml").write_text(texts["dvc.yaml"], encoding="utf-8")
     return project

@@ -23,13 +23,13 @@ from moecore.core.files import UserError, file_checksum, read_json, write_checks
 from moecore.core.source_layout import CODE, FAMILIES, ROOT
 from moecore.data.prepared import Prepared
 from moecore.data.sources.dialects import Dialects
-from moecore.pipeline import dvc, pilot, plan
+from moecore.pipeline import dvc_yaml, pilot, plan
 from moecore.pipeline.cli import app
 from moecore.pipeline.code_hashes import hash_code_files, hash_settings
 from moecore.pipeline.plan import DvcStatus, PlannedStage, plan_stages, stages_changed_by_code
 from moecore.study import stages as stage_table
-from moecore.study.document import Document, load_yaml_document, parse_yaml_document
-from moecore.study.settings import params_keys_by_field
+from moecore.study.params_reader import params_keys_by_field
+from moecore.study.yaml_document import YamlDocument, load_yaml_document, parse_yaml_document
 from moecore.tasks import Classification, NextToken
 from tests import project
 from tests.data.making import image_classes
@@ -63,9 +63,12 @@ def test_lengths_are_those_of_all_stages_and_unknown_ones_are_counted():
     def planned(*seconds: float | None) -> list[PlannedStage]:
         return [PlannedStage(str(index), (), one) for index, one in enumerate(seconds)]
 
-    assert plan.sum_lengths(planned(5400.0)) == "1 h 30 min (1 stage)"
-    assert plan.sum_lengths(planned(31.0, 28.4, None)) == "59 s (3 stages, 1 of unknown length)"
-    assert plan.sum_lengths(planned(3590.0, 10.0)) == "1 h (2 stages)"
+    assert plan.format_total_duration(planned(5400.0)) == "1 h 30 min (1 stage)"
+    assert (
+        plan.format_total_duration(planned(31.0, 28.4, None))
+        == "59 s (3 stages, 1 of unknown length)"
+    )
+    assert plan.format_total_duration(planned(3590.0, 10.0)) == "1 h (2 stages)"
 
 
 EDITED = {"code": [{"changed deps": {"moecore/nn": "modified"}}]}
@@ -305,28 +308,28 @@ def test_a_folder_without_params_is_named(tmp_path):
 
 
 NO_PART = ("code", "numbers")  # the hashes of the code, and a copy of a file
-STAGES = dvc.stage_definitions([*stage_table.STAGES])
+STAGES = dvc_yaml.build_stage_entries([*stage_table.STAGES])
 STAGES = {name: stage.get("do", stage) for name, stage in STAGES.items() if name not in NO_PART}
 
 
 def test_the_main_dvc_yaml_is_the_table_of_stages_with_a_command_per_line(monkeypatch):
     text = (ROOT / "dvc.yaml").read_text(encoding="utf-8")
-    assert text == dvc.main_dvc_yaml_text(), "run `moecore study write`"
-    assert parse_yaml_document(text).data == {"stages": dvc.stage_definitions()}
+    assert text == dvc_yaml.main_dvc_yaml_text(), "run `moecore study write`"
+    assert parse_yaml_document(text).data == {"stages": dvc_yaml.build_stage_entries()}
     assert len(text.splitlines()) <= 170
-    before = dvc.main_dvc_yaml_text().splitlines()
+    before = dvc_yaml.main_dvc_yaml_text().splitlines()
     row = stage_table.STAGES["pretrain"]._replace(words="{method} {seed} again")
     monkeypatch.setitem(stage_table.STAGES, "pretrain", row)
-    after = dvc.main_dvc_yaml_text().splitlines()
+    after = dvc_yaml.main_dvc_yaml_text().splitlines()
     changed = [pair for pair in zip(before, after, strict=True) if len(set(pair)) == 2]
     assert len(changed) == 1 and changed[0][1].endswith("${item.seed} again")
 
 
 def test_what_is_written_is_read_also_where_a_kind_of_stage_has_its_file():
-    definitions = dvc.stage_definitions([*stage_table.STAGES])
-    [whole] = dvc.study_dvc_yaml_texts(definitions, {}).values()
+    definitions = dvc_yaml.build_stage_entries([*stage_table.STAGES])
+    [whole] = dvc_yaml.study_dvc_yaml_texts(definitions, {}).values()
     assert parse_yaml_document(whole).data == {"stages": definitions}
-    texts = dvc.study_dvc_yaml_texts(definitions, {"methods": range(100), "seeds": range(100)})
+    texts = dvc_yaml.study_dvc_yaml_texts(definitions, {"methods": range(100), "seeds": range(100)})
     step = parse_yaml_document(texts["steps/prune/dvc.yaml"]).data
     assert step["vars"] == ["../../params.yaml"]
     assert step["stages"] == {"prune": {"wdir": "../..", **definitions["prune"]}}
@@ -334,10 +337,10 @@ def test_what_is_written_is_read_also_where_a_kind_of_stage_has_its_file():
 
 @pytest.mark.parametrize("stage", stage_table.ROWS, ids=lambda row: row.name)
 def test_a_command_tells_its_stage(stage):
-    entry = dvc.stage_definitions([*stage_table.STAGES])[stage.name]
+    entry = dvc_yaml.build_stage_entries([*stage_table.STAGES])[stage.name]
     words = entry.get("do", entry)["cmd"].split()[1:]
     if words[0] == "-m":
-        assert stage_table.stage_of_command(words) == stage.name
+        assert stage_table.find_stage_of_command(words) == stage.name
 
 
 def script_and_words(stage: dict) -> tuple[str, list[str]]:
@@ -445,7 +448,7 @@ def test_settings_that_dvcs_run_cache_leaves_out_have_a_hash_that_stages_depend_
         if key not in before:
             assert path[1] not in document.data["run"]["methods"], "a method that no stage trains"
             continue
-        edited = Document(document.path, copy.deepcopy(document.data))
+        edited = YamlDocument(document.path, copy.deepcopy(document.data))
         holder = edited.data
         for word in path[:-1]:
             holder = holder[word]
@@ -456,8 +459,8 @@ def test_settings_that_dvcs_run_cache_leaves_out_have_a_hash_that_stages_depend_
 
 def test_equal_settings_have_equal_hashes():
     run = {"methods": []}
-    one = Document("params.yaml", {"run": run, "model": {"width": 8, "rate": 1e-3}})
-    other = Document("params.yaml", {"run": run, "model": {"rate": 0.001, "width": 8.0}})
+    one = YamlDocument("params.yaml", {"run": run, "model": {"width": 8, "rate": 1e-3}})
+    other = YamlDocument("params.yaml", {"run": run, "model": {"rate": 0.001, "width": 8.0}})
     assert hash_settings(one) == hash_settings(other)
 
 
@@ -481,8 +484,8 @@ def test_no_lock_file_of_a_study_has_hundreds_of_stages_but_of_one_kind(name, nu
     """After every stage DVC reads and writes the lock file that has it: 1 s per 100 stages."""
     composed = compose_shipped(name, number=number)
     run = composed.document.data["run"]
-    texts = dvc.study_dvc_yaml_texts(dvc.stage_definitions(composed.stages), run)
+    texts = dvc_yaml.study_dvc_yaml_texts(dvc_yaml.build_stage_entries(composed.stages), run)
     for file, text in texts.items():
         stages = parse_yaml_document(text).data["stages"]
-        assert len(stages) == 1 or dvc.count_stages(stages, run) <= dvc.LARGE_STUDY, file
+        assert len(stages) == 1 or dvc_yaml.count_stages(stages, run) <= dvc_yaml.LARGE_STUDY, file
     assert (len(texts) > 1) == (name == "ours/ablations")

@@ -24,8 +24,8 @@ from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec, parameter_counts
 from moecore.nn.predict import meta_device_context
 from moecore.parts import Classification, Experts, Regularizer, Router
-from moecore.pipeline.code_hashes import write_code
-from moecore.pipeline.study_runs import write_dvc_files
+from moecore.pipeline.code_hashes import write_code_hashes
+from moecore.pipeline.run_folders import write_dvc_files
 from moecore.report.tables.cells import REPORTED
 from moecore.stages import calibrate as calibrate_stage
 from moecore.stages import compare, measure, out_of_fold, prepare, pretrain, teacher, teacher_router
@@ -232,7 +232,7 @@ def test_an_accepted_study_runs_to_its_end(first, raw, tmp_path):
         if drawer.name != "volumes" and is_accepted(drawer.draw_study(), seed, study):
             break
     with chdir(study):
-        write_code("params.yaml")
+        write_code_hashes("params.yaml")
     commands = list(list_stage_commands(study))
     assert commands[0] == ["code"] and commands[-1] == ["compare"]
     for words in commands[1:]:
@@ -303,7 +303,7 @@ def study(tmp_path_factory) -> Path:
         patch.delenv("MOECORE_PARAMS", raising=False)
         (folder / "params.yaml").write_text(small(), encoding="utf-8")
         write_dvc_files(folder, compose_shipped(STUDY).stages)
-        write_code("params.yaml")
+        write_code_hashes("params.yaml")
         prepare.prepare("pretrain")
         teacher.teacher(0)
         for method in METHODS:

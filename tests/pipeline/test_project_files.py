@@ -19,15 +19,15 @@ from typer.testing import CliRunner
 from moecore.core.files import UserError
 from moecore.core.source_layout import PROJECT_ANSWERS, ROOT, list_project_dvc_files
 from moecore.pipeline.cli import app
-from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
+from moecore.pipeline.dvc_yaml import build_stage_entries, study_dvc_yaml_texts
 from moecore.pipeline.project import hash_text, moecore_requirement
-from moecore.pipeline.project_files import template_texts
-from moecore.study import params_file
+from moecore.pipeline.project_files import render_project_template
+from moecore.study import params_writer
 from moecore.study.check import params_schema
-from moecore.study.document import MOVED, load_yaml_document, parse_yaml_document
-from moecore.study.params_file import RENAMED_KEYS, RenamedKey, rename_keys_in_text
+from moecore.study.params_writer import RENAMED_KEYS, RenamedKey, rename_keys_in_text
 from moecore.study.questions import find_question
-from moecore.tracking.mlflow_connection import experiment_name, project_root
+from moecore.study.yaml_document import MOVED, load_yaml_document, parse_yaml_document
+from moecore.tracking.mlflow_connection import experiment_name, find_project_root
 from tests.my_lab import forget_package
 from tests.project import check_params
 
@@ -73,7 +73,7 @@ def test_a_project_is_in_order_its_part_is_tested_and_it_knows_no_clone(empty):
     tested = [sys.executable, "-m", "pytest", "-q"]
     done = subprocess.run(tested, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
     assert done.returncode == 0, done.stdout.decode()
-    assert experiment_name(empty) == "own" and project_root() == empty
+    assert experiment_name(empty) == "own" and find_project_root() == empty
     run = ROOT / ".runs/moge.swin.2"
     assert experiment_name(ROOT) == "moecore" and experiment_name(run) == "moge.swin.2"
 
@@ -150,7 +150,7 @@ def test_moecore_is_required_from_where_ours_came(tmp_path, monkeypatch, recorde
 def test_the_workflow_runs_where_the_requirement_can_be_installed(monkeypatch, origin):
     required = lambda: f"moecore @ {origin}"
     monkeypatch.setattr("moecore.pipeline.project.moecore_requirement", required)
-    text = template_texts("own", is_of_user=False)[".github/workflows/test.yml"]
+    text = render_project_template("own", is_of_user=False)[".github/workflows/test.yml"]
     runner = parse_yaml_document(text).data["jobs"]["test"]["runs-on"]
     assert runner == ("self-hosted" if origin == WHEEL else "ubuntu-latest")
 
@@ -275,7 +275,7 @@ def test_an_upgrade_keeps_the_stages_that_the_project_has(empty, monkeypatch, st
     moecore("new", "own", ".", "--from", study)
     dvc, params = Path("dvc.yaml"), Path("params.yaml")
     stages = {*load_yaml_document(dvc).data["stages"], "calibrate"} - {"transfer"}
-    text = study_dvc_yaml_texts(stage_definitions([*stages]), {})["dvc.yaml"]
+    text = study_dvc_yaml_texts(build_stage_entries([*stages]), {})["dvc.yaml"]
     dvc.write_text(text.replace("    desc: ", "    desc: Older. "), encoding="utf-8")
     settings = re.sub("(?m)^(transfer:|calibrate:\n ) .*\n", "", params.read_text("utf-8"))
     params.write_text(f"{settings}calibrate: {{calibrator: {{kind: temperature}}}}\n", "utf-8")
@@ -292,7 +292,7 @@ def test_an_upgrade_renames_keys_and_keeps_comments(older, monkeypatch):
         RenamedKey("0.0.2", "methods.*.router.kind", "sort"),
         RenamedKey("0.1.0", "robustness.images", "pictures"),
     )
-    monkeypatch.setattr("moecore.study.params_file.RENAMED_KEYS", steps)
+    monkeypatch.setattr("moecore.study.params_writer.RENAMED_KEYS", steps)
     monkeypatch.setattr("moecore.pipeline.project_files.print_plan", lambda: None)
     params = older / "params.yaml"
     text = params.read_text(encoding="utf-8") + "\n# the end\n"
@@ -374,7 +374,7 @@ def test_the_parts_that_docs_show_run_as_shown(empty, monkeypatch):
     for block in re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S):
         for name, section in parse_yaml_document(block).data.items():
             params.setdefault(name, {}).update(section)
-    Path("params.yaml").write_text(params_file.dump_inline_yaml(params), encoding="utf-8")
+    Path("params.yaml").write_text(params_writer.dump_inline_yaml(params), encoding="utf-8")
     command = "moecore upgrade --yes --stage calibrate"
     refused = moecore("check").stderr
     assert refused.count("\n") == 1 and f"`{command}`" in refused and f"`{command}`" in page

@@ -10,13 +10,13 @@ import pytest
 
 from moecore.core.files import UserError, read_json, write_json
 from moecore.data.prepared import Prepared, Split
-from moecore.pipeline import study_runs, tune
+from moecore.pipeline import run_folders, tune
 from moecore.pipeline.project import LOCK, hold_project
 from moecore.pipeline.pull import unpack_run
-from moecore.pipeline.study_runs import write_derived_run
+from moecore.pipeline.run_folders import write_data_or_sweep_run
 from moecore.study.check import check_study
-from moecore.study.document import load_yaml_document, parse_yaml_document
 from moecore.study.questions import QuestionFile
+from moecore.study.yaml_document import load_yaml_document, parse_yaml_document
 from tests.data.making import image_classes
 from tests.project import PARAMS, Project
 from tools.release import pack_run
@@ -87,7 +87,7 @@ def test_a_round_has_the_chosen_rates_of_its_methods_alone(project):
     ],
 )
 def test_the_best_rate_is_that_of_the_best_mean(scores, better, best):
-    assert tune.best_rate(scores, better) == best
+    assert tune.index_of_best_rate(scores, better) == best
 
 
 EIGEN = "eigen: {router: {kind: eigenbasis, threshold: 0.5}, experts: {kind: eigen, number: 4}}"
@@ -116,7 +116,7 @@ def test_a_threshold_is_trained_with_and_then_used_by_all_methods_that_have_one(
     }
     kept = {"settings": run.digest, "learning_rates": [1e-4, 2e-3, 1e-2], "methods": methods}
     write_json(with_threshold.tuned_file, kept | {"threshold": {"chosen": 0.0}})
-    assert not list(tune.untuned_problems(with_threshold))
+    assert not list(tune.list_tuning_problems(with_threshold))
     used = with_threshold.rounds[1].compose().document.data["methods"]["eigen"]
     assert used["router"]["threshold"] == 0 and used["pretrain"] == {"learning_rate": 2e-3}
 
@@ -150,7 +150,7 @@ def test_a_threshold_of_a_method_without_one_is_refused(with_threshold):
 def test_a_choice_at_an_end_of_the_grid_is_refused(project):
     kept = kept_rates(project, dense=1e-4, vmoe=2e-3, few=1e-2)
     lines = list(tune.list_edge_choices(question(project), kept))
-    assert lines == list(tune.untuned_problems(question(project)))
+    assert lines == list(tune.list_tuning_problems(question(project)))
     where = f"{question(project).path}:5:8: tune.learning_rates: "
     end = " an end of the grid; allowed: a grid that goes on to"
     first = f"{where}found 0.0001 as the best rate of dense,{end} lower rates"
@@ -158,14 +158,14 @@ def test_a_choice_at_an_end_of_the_grid_is_refused(project):
 
 
 def test_rates_chosen_for_other_settings_are_refused(project):
-    (missing,) = tune.untuned_problems(question(project))
+    (missing,) = tune.list_tuning_problems(question(project))
     assert "own/tuned.tuned.json: does not exist; run `moecore tune own/tuned`" in missing
     done = project.moecore("study", "run", "own/tuned")
     assert done.returncode and missing in done.stderr
     kept_rates(project, dense=2e-3, vmoe=2e-3, few=2e-3)
-    assert not list(tune.untuned_problems(question(project)))
+    assert not list(tune.list_tuning_problems(question(project)))
     question(project).path.write_text(QUESTION.replace("number: 2", "number: 3"), encoding="utf-8")
-    (changed,) = tune.untuned_problems(question(project))
+    (changed,) = tune.list_tuning_problems(question(project))
     assert "rates were chosen for other settings" in changed
 
 
@@ -194,7 +194,7 @@ def test_rates_are_chosen_by_trainings_and_used(project):
     done = project.moecore("tune", "own/tuned")
     kept = read_json(question(project).tuned_file)
     run = tune.plan_tuning(question(project))
-    assert kept == json.loads(json.dumps(tune.keep_tuned_rates(run)))
+    assert kept == json.loads(json.dumps(tune.store_tuned_rates(run)))
     for name in ("dense", "vmoe"):
         choice = kept["methods"][name]
         means = [seeds[0] for seeds in choice["scores"]]
@@ -217,7 +217,7 @@ def place(tmp_path, monkeypatch) -> Iterator[Path]:
 
 
 def derive(folder: Path | str) -> dict:
-    return parse_yaml_document(study_runs.derive_params_text(Path(folder))).data
+    return parse_yaml_document(run_folders.derive_params_from_pictures(Path(folder))).data
 
 
 def test_settings_follow_from_the_pictures(place, monkeypatch):
@@ -229,14 +229,14 @@ def test_settings_follow_from_the_pictures(place, monkeypatch):
     assert values["pretrain"]["epochs"] * values["pretrain"]["updates"] == 1200
     assert values["few_shot"]["shots"] == [1, 5, 10]
     image_classes(place / "pictures", {"d": 2400}, size=(9, 70))
-    monkeypatch.setattr(study_runs, "MIN_STEPS", 200)  # 10 epochs of 1,743 / 64 are 270
+    monkeypatch.setattr(run_folders, "MIN_STEPS", 200)  # 10 epochs of 1,743 / 64 are 270
     values = derive("pictures")
     source = values["data"]["pretrain"]
     assert (source["size"], source["channels"], values["pretrain"]["batch"]) == (32, 3, 64)
     assert values["pretrain"]["updates"] is None and values["pretrain"]["epochs"] == 10
     # Every class has a picture in each split, also of 14 classes with three
     image_classes(place / "few", {f"c{number}": 3 for number in range(14)})
-    checked = check_study(write_derived_run(Path("few"), (), is_sweep=False) / "params.yaml")
+    checked = check_study(write_data_or_sweep_run(Path("few"), (), is_sweep=False) / "params.yaml")
     assert "14 train, 14 validation, 14 test" in checked.notes[0]
 
 
@@ -256,20 +256,22 @@ def test_an_unusable_folder_is_one_line_and_begins_nothing(place, folder, proble
     image_classes(place / "damaged", {"a": 5, "b": 5})
     (place / "damaged/a/000.png").write_text("no picture", encoding="utf-8")
     with pytest.raises(UserError, match=problem) as refused:
-        study_runs.derive_params_text(place / folder)
+        run_folders.derive_params_from_pictures(place / folder)
     assert "\n" not in str(refused.value)
 
 
 def test_a_training_too_short_to_learn_is_said(place):
-    folder = write_derived_run(Path("pictures"), ["pretrain.updates=1"], is_sweep=False)
+    folder = write_data_or_sweep_run(Path("pictures"), ["pretrain.updates=1"], is_sweep=False)
     assert "pretrain: 10 training steps" in check_study(folder / "params.yaml").notes[-1]
-    write_derived_run(Path("pictures"), ["pretrain.updates=10"], is_sweep=False)
+    write_data_or_sweep_run(Path("pictures"), ["pretrain.updates=10"], is_sweep=False)
     assert len(check_study(folder / "params.yaml").notes) == 1
 
 
 def test_a_sweep_is_a_method_per_point(place):
     sets = ["methods.vmoe.router.k=[1,4]", "methods.vmoe.regularizers.0.weight=[0,1.0e-3]"]
-    folder = write_derived_run(None, [*sets, "run.seeds=[0,1]", "pretrain.epochs=3"], is_sweep=True)
+    folder = write_data_or_sweep_run(
+        None, [*sets, "run.seeds=[0,1]", "pretrain.epochs=3"], is_sweep=True
+    )
     assert folder == Path(".runs/sweep.vmoe_k_weight")
     values = load_yaml_document(folder / "params.yaml").data
     points = ["vmoe_k1_weight0", "vmoe_k1_weight0_001", "vmoe_k4_weight0", "vmoe_k4_weight0_001"]
@@ -304,7 +306,7 @@ def test_a_sweep_is_a_method_per_point(place):
 )
 def test_a_sweep_that_cannot_be_is_refused(place, sets, problem):
     with pytest.raises(UserError, match=problem):
-        write_derived_run(None, sets, is_sweep=True)
+        write_data_or_sweep_run(None, sets, is_sweep=True)
 
 
 MODEL = "artifacts/pretrain/vmoe/0/model.json"

@@ -16,8 +16,8 @@ from moecore.core.source_layout import CODE, ROOT, refuse_other_checkout
 from moecore.pipeline import code_hashes
 from moecore.pipeline.code_hashes import hash_code_files
 from moecore.run.history_file import read_dvc_locks
-from moecore.study.document import load_yaml_document
 from moecore.study.stages import CODE_STAGE
+from moecore.study.yaml_document import load_yaml_document
 from tests.project import COMMAND, Project, forget_files
 
 METHODS = ("dense", "vmoe", "tgr")

@@ -22,5 +22,5 @@ def undrawn(monkeypatch, request) -> None:
     empty = empty_figure(1, 1)
     monkeypatch.setattr(drawing, "draw_in_style", lambda draw, *args, **kwargs: empty)
     labelled = lambda figure, label: f'<svg aria-label="{escape(label)}"></svg>'
-    monkeypatch.setattr(report_page, "svg", labelled)
-    monkeypatch.setattr(report_page, "png", lambda figure: "data:,")
+    monkeypatch.setattr(report_page, "render_svg", labelled)
+    monkeypatch.setattr(report_page, "render_png", lambda figure: "data:,")

@@ -12,8 +12,8 @@ from moecore.measure.routing_metrics.epoch_routing import explorer_image_indices
 from moecore.measure.training import Trained, collect_outcome_values
 from moecore.nn.encoded_routing import encode_routing
 from moecore.nn.predict import predict_in_batches
-from moecore.report.page.explorer_page import explorer
-from moecore.report.study_results import Measured, Phase, Results
+from moecore.report.page.explorer_page import render_study_explorer
+from moecore.report.study_results import ModelResults, PhaseResults, StudyResults
 from moecore.training.outcome import WatchedEpoch
 from tests.measure.subjects import FEW, compute_without_cache, expert_roles, images, moe, subject
 from tests.report.generated import trained
@@ -21,37 +21,41 @@ from tests.report.generated import trained
 DENSE = "a dense model has no experts, so there is nothing to see"
 
 
-def study() -> Results:
+def study() -> StudyResults:
     """A dense model and two with experts, in two phases; the second was watched in training."""
     data = images()
     one = subject(data, moe())
     other = subject(data, moe(), seed=1)
     before = watched(subject(data, moe(), seed=2), 1), watched(other, 2)
     found = {"dense": skipped(), "vmoe": measured(one), "prc": measured(other, watched=before)}
-    return Results({"pretrain": phase(data, found), "finetune": phase(data, found, "finetune")})
+    return StudyResults(
+        {"pretrain": phase(data, found), "finetune": phase(data, found, "finetune")}
+    )
 
 
-def alone(model: MeasuredModel, settings: Explorer = FEW) -> Results:
-    return Results({"pretrain": phase(model.data, {"vmoe": measured(model, settings)})})
+def alone(model: MeasuredModel, settings: Explorer = FEW) -> StudyResults:
+    return StudyResults({"pretrain": phase(model.data, {"vmoe": measured(model, settings)})})
 
 
-def phase(data, models: Mapping[str, Measured], name: str = "pretrain") -> Phase:
-    return Phase(name, data.card, data.task, {method: {0: m} for method, m in models.items()})
+def phase(data, models: Mapping[str, ModelResults], name: str = "pretrain") -> PhaseResults:
+    return PhaseResults(
+        name, data.card, data.task, {method: {0: m} for method, m in models.items()}
+    )
 
 
-def measured(model: MeasuredModel, settings: Explorer = FEW, watched: tuple = ()) -> Measured:
+def measured(model: MeasuredModel, settings: Explorer = FEW, watched: tuple = ()) -> ModelResults:
     result = settings.collect_result(model, compute_without_cache)
     outcome = trained(0, 0, True, "pretrain").model_copy(update={"watched": watched})
-    return Measured({Explorer: result, Trained: collect_outcome_values(outcome)})
+    return ModelResults({Explorer: result, Trained: collect_outcome_values(outcome)})
 
 
-def first_explored(results: Results) -> ExplorerData:
+def first_explored(results: StudyResults) -> ExplorerData:
     return ExplorerData.model_validate(results.phases["pretrain"].first(Explorer)["vmoe"].facts)
 
 
-def skipped() -> Measured:
+def skipped() -> ModelResults:
     outcome = trained(0, 0, False, "pretrain")
-    return Measured({Trained: collect_outcome_values(outcome)}, (f"single images: {DENSE}",))
+    return ModelResults({Trained: collect_outcome_values(outcome)}, (f"single images: {DENSE}",))
 
 
 def watched(model: MeasuredModel, epoch: int) -> WatchedEpoch:
@@ -63,7 +67,7 @@ def watched(model: MeasuredModel, epoch: int) -> WatchedEpoch:
     return WatchedEpoch(epoch=epoch, images=places, trace=trace)
 
 
-def analysed(model: MeasuredModel) -> Measured:
+def analysed(model: MeasuredModel) -> ModelResults:
     """A model of which the page can say all that it knows of experts."""
     settings = ExpertWorth(draws=1), RouterRegret(images=4, tokens=1)
     results = {type(one): one.collect_result(model, compute_without_cache) for one in settings}
@@ -72,20 +76,20 @@ def analysed(model: MeasuredModel) -> Measured:
     return known._replace(results={**known.results, **results, ExpertRoles: roles})
 
 
-def two_seeds() -> Results:
+def two_seeds() -> StudyResults:
     """Two seeds of a method, and another method of which only single images were measured."""
     data = images()
     seeds = {seed: analysed(subject(data, moe(), seed=seed)) for seed in (0, 1)}
     other = {0: measured(subject(data, moe(), seed=2))}
     models = {"vmoe": seeds, "prc": other}
-    return Results({"pretrain": Phase("pretrain", data.card, data.task, models)})
+    return StudyResults({"pretrain": PhaseResults("pretrain", data.card, data.task, models)})
 
 
 PICKED = "#phase=pretrain&method=vmoe&beside=prc&layer=2&image=3&patch=4&kind=attack&step=2"
 
 
 def written(path: Path, found) -> Path:
-    path.write_text(explorer(found), encoding="utf-8")
+    path.write_text(render_study_explorer(found), encoding="utf-8")
     return path
 
 

@@ -18,7 +18,7 @@ from moecore.measure.routing_metrics.alternative_choices import fallback_slopes
 from moecore.measure.routing_metrics.expert_gallery import encode_thumbnails, overlapping_views
 from moecore.measure.training import Trained, collect_outcome_values
 from moecore.measure.values import Found, Place, Value, Values
-from moecore.report.study_results import Measured
+from moecore.report.study_results import ModelResults
 from moecore.study.stages import MEASURED_STAGES
 from moecore.tasks import class_task
 from moecore.tasks.base import Task
@@ -33,8 +33,8 @@ TRANSFORMS = ("rotation 5", "scaling 0.5", "translation (0, 0.1)")
 DENSE = Skipped(skipped="the model has no MoE layers")
 
 
-def model_with_results(*results: Config) -> Measured:
-    return changed(Measured(), *results)
+def model_with_results(*results: Config) -> ModelResults:
+    return changed(ModelResults(), *results)
 
 
 def write_results(
@@ -61,7 +61,9 @@ def write_result(root: Path, stage: str, where: Path, result: Config) -> None:
     write_json(root / "artifacts/measured" / stage / where, to_jsonable(result))
 
 
-def changed(model: Measured, *results: Config, kind: type[Config] | None = None) -> Measured:
+def changed(
+    model: ModelResults, *results: Config, kind: type[Config] | None = None
+) -> ModelResults:
     """The model with other results of their types, or with other values of a measurement."""
     known = dict(model.results)
     for result in results:

@@ -8,14 +8,14 @@ import pytest
 from moecore.measure import CohortChecks, Robustness
 from moecore.report.figures.charts import attack_points
 from moecore.report.page.report_page import render_report
-from moecore.report.pictures import calibration
+from moecore.report.pictures import calibration_and_cohorts
 from moecore.report.pictures.robustness import scores_by_epsilon
-from moecore.report.report_files import robustness_csv, table_s1_csv, training_csv
-from moecore.report.results import read_results
+from moecore.report.report_files import age_errors_csv, robustness_csv, training_csv
+from moecore.report.results_and_displays import read_results
 from moecore.report.tables.cells import NumberFormat
 from moecore.report.tables.metrics_by_method import build_table, compare_methods, used_tests
 from moecore.report.tables.terminal_summary import headline_rows
-from moecore.study.sections import Selection
+from moecore.study.run_and_claims import RunSelection
 from tests.report.ages import STAGES, write_ages
 from tests.report.test_report import assert_self_contained
 
@@ -30,7 +30,7 @@ def results(root, seeds=(0, 1, 2), simulated=True, methods=METHODS, settings="ru
 
 
 def read(root, methods, seeds, settings):
-    run = Selection(methods=tuple(methods), seeds=tuple(seeds), phases=("pretrain",))
+    run = RunSelection(methods=tuple(methods), seeds=tuple(seeds), phases=("pretrain",))
     return read_results(run, settings, root, STAGES)
 
 
@@ -120,22 +120,22 @@ def test_one_method_beside_a_control_has_no_mark(tmp_path):
 
 def test_tissues_alone(tmp_path):
     phase = results(tmp_path, [0], methods={"dense": False}).phases["pretrain"]
-    grid = calibration.tissue_error_table(phase)
+    grid = calibration_and_cohorts.tissue_error_table(phase)
     values = [float(item.text) for item in grid.lines[0].items]
-    assert grid.columns[1:] == list(calibration.ERRORS)
+    assert grid.columns[1:] == list(calibration_and_cohorts.ERRORS)
     assert values == [4.0, 9.0, 8.0, 7.0, 2.75, 6.5, 6.0, 4.25, 1.75, 0.5, 0.5]
     model = phase.models["dense"][0]
     found = model.of(CohortChecks)
     kept = [value for value in found.values if value.metric.startswith(("whole", "rescan"))]
     left = found.model_copy(update={"values": tuple(kept)})
     model = model._replace(results={**model.results, CohortChecks: left})
-    bare = calibration.tissue_error_table(phase._replace(models={"dense": {0: model}}))
+    bare = calibration_and_cohorts.tissue_error_table(phase._replace(models={"dense": {0: model}}))
     assert "Whole volume, probe" in bare.columns
     assert not [name for name in bare.columns if "GM" in name or "White" in name]
 
 
 def test_region_experts_where_they_were_not_taught(three, text):
-    grid = calibration.region_experts_by_volume_kind(three.phases["pretrain"])
+    grid = calibration_and_cohorts.region_experts_by_volume_kind(three.phases["pretrain"])
     heads = [line.head.text for line in grid.lines]
     assert [head for head in heads if head in METHODS] == ["vmoe", "ermoe_ba"], "dense has none"
     rows = {line.head.text: [item.text for item in line.items] for line in grid.lines[1:6]}
@@ -146,21 +146,23 @@ def test_region_experts_where_they_were_not_taught(three, text):
     assert "Region experts where they were not taught" in text
     assert "Not checked, generalisation" not in text
     (first, *_) = three.phases["pretrain"].of(CohortChecks)["vmoe"]
-    mixed = calibration.mixture_table(first, "vmoe")
+    mixed = calibration_and_cohorts.tissue_mixture_table(first, "vmoe")
     assert [line.head.text for line in mixed.lines] == ["WM with GM"]
     assert [item.text for item in mixed.lines[0].items] == [NumberFormat("share", 0).value(0.7)]
     assert mixed.below.endswith("other generator: WM 0.50, GM 0.50, CSF 0.50.")
     phase = three.phases["pretrain"]
     alone = phase._replace(models={"dense": phase.models["dense"]})
-    assert calibration.region_experts_by_volume_kind(alone) is None
+    assert calibration_and_cohorts.region_experts_by_volume_kind(alone) is None
 
 
 def test_table_s1_over_seeds(three, tmp_path):
-    grid = calibration.table_s1(three.phases["pretrain"])
+    grid = calibration_and_cohorts.age_errors_table(three.phases["pretrain"])
     assert len(grid.lines) == 3 * 3
     # ermoe_ba pooled: 5.5, 5.6, 5.7
     assert grid.lines[7].items[0][:2] == ("5.60", "5.35 – 5.85")
-    one = calibration.table_s1(results(tmp_path, [0], methods={"dense": False}).phases["pretrain"])
+    one = calibration_and_cohorts.age_errors_table(
+        results(tmp_path, [0], methods={"dense": False}).phases["pretrain"]
+    )
     assert one.lines[0].items[0][:2] == ("4.00", "3.50 – 4.50")
 
 
@@ -185,7 +187,7 @@ def test_one_seed_has_the_bootstraps_limits(tmp_path):
 def test_csv_files(three):
     training = list(csv.DictReader(training_csv(three).splitlines()))
     robustness = list(csv.DictReader(robustness_csv(three).splitlines()))
-    s1 = list(csv.DictReader(table_s1_csv(three).splitlines()))
+    s1 = list(csv.DictReader(age_errors_csv(three).splitlines()))
     assert len(training) == 27 and {"train_mae", "validation_mae"} < set(training[0])
     assert len(robustness) == 9 * 2 * 3 and robustness[2]["mae"] == "6.0"
     assert robustness[2]["low"] == "5.0" and "accuracy" not in robustness[0]

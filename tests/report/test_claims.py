@@ -14,17 +14,22 @@ from moecore.measure.base import Estimate
 from moecore.measure.routing import Routing
 from moecore.measure.values import Value
 from moecore.report.claims import evaluation
-from moecore.report.claims.answers import judge_again
+from moecore.report.claims.answers import reevaluate_claim
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row, claims_markdown
-from moecore.report.claims.evaluation import claim_entry, compare_json_claims, evaluate_claims
+from moecore.report.claims.evaluation import claim_to_json, claims_for_compare_json, evaluate_claims
 from moecore.report.page.report_page import render_report
-from moecore.report.study_results import Measured, Phase, Results
+from moecore.report.study_results import ModelResults, PhaseResults, StudyResults
 from moecore.report.tables.metrics_by_method import compare_methods, expected_metrics
 from moecore.report.tables.terminal_summary import claim_lines, headline_rows
 from moecore.statistics import comparisons
-from moecore.study.papers import PIPELINES, ComputedPair, PaperTable, load_papers
+from moecore.study.papers import PIPELINES, ComputedRatio, PaperTable, load_papers
 from moecore.study.questions import load_questions
-from moecore.study.sections import Claim, Question, answer_settings_digest, settings_changed
+from moecore.study.run_and_claims import (
+    Claim,
+    Question,
+    answer_settings_digest,
+    have_settings_changed,
+)
 from moecore.study.study import read_study
 from moecore.training.outcome import Outcome
 from tests.report import generated
@@ -37,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 ROUTED = generated.routed_by(generated.records_of(0), 0, 0)
 
 
-def model(method: int, match: float | None, accuracy: float = 0.5) -> Measured:
+def model(method: int, match: float | None, accuracy: float = 0.5) -> ModelResults:
     score = Estimate(value=accuracy, low=accuracy - 0.1, high=accuracy + 0.1)
     outcome = generated.trained(method, 0, False, "pretrain")
     outcome = outcome.model_copy(update={"test_score": score})
@@ -46,19 +51,19 @@ def model(method: int, match: float | None, accuracy: float = 0.5) -> Measured:
     return matching(outcome, Value(metric="match_top1", value=match))
 
 
-def matching(outcome: Outcome, match: Value) -> Measured:
+def matching(outcome: Outcome, match: Value) -> ModelResults:
     """A model whose views match as often as this."""
     values = (*(one for one in ROUTED.values if one.metric != "match_top1"), match)
     routed = ROUTED.model_copy(update={"values": values})
-    return generated.changed(Measured({Routing: routed}), outcome)
+    return generated.changed(ModelResults({Routing: routed}), outcome)
 
 
-def one_phase(models) -> Results:
-    phase = Phase("pretrain", generated.card("pretrain"), generated.TASK, models)
-    return Results({"pretrain": phase})
+def one_phase(models) -> StudyResults:
+    phase = PhaseResults("pretrain", generated.card("pretrain"), generated.TASK, models)
+    return StudyResults({"pretrain": phase})
 
 
-def study(**methods: list) -> Results:
+def study(**methods: list) -> StudyResults:
     models = {
         name: {seed: model(number, value) for seed, value in enumerate(values)}
         for number, (name, values) in enumerate(methods.items())
@@ -67,7 +72,7 @@ def study(**methods: list) -> Results:
 
 
 def flat_claims(evaluated) -> dict:
-    return compare_json_claims(evaluated).get("claims", {})
+    return claims_for_compare_json(evaluated).get("claims", {})
 
 
 def claim(**changes) -> Claim:
@@ -129,8 +134,8 @@ def test_verdicts(better, value, half, expected):
     for sign, good in ((1, "higher"), (-1, "lower")):
         asked = claim(better=good if better == "higher" else better, **margin)
         difference = found(sign * value, half)
-        p = evaluation.p_of(difference, asked, good)
-        assert evaluation.judge_difference(difference, asked, good) == expected
+        p = evaluation.verdict_p_value(difference, asked, good)
+        assert evaluation.evaluate_difference(difference, asked, good) == expected
         assert (p is None) == (half is None) and (p is None or (p < 0.05) == (expected != "open"))
 
 
@@ -157,7 +162,7 @@ def test_the_column_knows_what_is_worse():
 def test_an_interval_excludes_what_the_paper_prints(effect, better, said):
     shown = study(vmoe=[0.1, 0.5, 0.2], prc=[0.2, 0.7, 0.5])
     (one,) = evaluate_claims([claim(effect=effect, better=better)], shown)
-    row = build_claim_row(claim_entry(one))
+    row = build_claim_row(claim_to_json(one))
     assert one.verdict == "open" and bool(row.excludes) == said
     printed = f"{effect:+.2%}".replace("-", "−").replace("%", " pp") if effect else ""
     assert row.effect == printed and row.excludes in claims_markdown([one])
@@ -167,7 +172,7 @@ def test_an_interval_excludes_what_the_paper_prints(effect, better, said):
 def test_a_claim_may_hold_and_exclude_the_size_that_the_paper_prints():
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89])  # 0.1 ± 0.025
     asked = [claim(effect=0.08), claim(effect=0.5), claim(better="lower", effect=-0.5)]
-    near, far, other = map(claim_entry, evaluate_claims(asked, shown))
+    near, far, other = map(claim_to_json, evaluate_claims(asked, shown))
     assert [entry["verdict"] for entry in (near, far, other)] == ["holds", "holds", "differs"]
     assert build_claim_row(near).excludes == ""
     assert build_claim_row(far).excludes == "excludes the paper's +50.00 pp"
@@ -188,7 +193,7 @@ def test_holm_counts_the_claims_of_one_paper():
     assert "| ✓ holds | ? open |" in text and "| ✓ holds | ✓ holds |" in text
 
 
-def with_items(values: list[np.ndarray]) -> dict[int, Measured]:
+def with_items(values: list[np.ndarray]) -> dict[int, ModelResults]:
     """A model a seed whose match ratio is the mean of these items."""
     outcome = generated.trained(0, 0, False, "pretrain")
     models = {}
@@ -198,7 +203,7 @@ def with_items(values: list[np.ndarray]) -> dict[int, Measured]:
     return models
 
 
-def of_items(ours: list[np.ndarray], theirs: list[np.ndarray]) -> Results:
+def of_items(ours: list[np.ndarray], theirs: list[np.ndarray]) -> StudyResults:
     return one_phase({"prc": with_items(ours), "vmoe": with_items(theirs)})
 
 
@@ -258,7 +263,7 @@ def test_questions_are_answered_in_a_table_of_their_own():
     assert "differs |" not in text.split("\n\n", 2)[2] and "✓ holds" in claims
     assert "| Do views agree? | yes |" in asked and "| Do views agree? | no |" in asked
     assert "| open; detectable: " in asked and "✓" not in asked
-    flat = compare_json_claims(found)
+    flat = claims_for_compare_json(found)
     assert len(flat["claims"]) == 1 and len(flat["questions"]) == 3
     assert claim_lines(flat["questions"], ANSWERS)[0].startswith("yes  ")
     whole = render_report(shown, found)
@@ -326,11 +331,11 @@ def test_what_is_not_there_is_named(changes, expected):
 
 def test_a_method_without_the_metric_is_told():
     shown = study(dense=[None, None], vmoe=[0.1, 0.2], prc=[0.3, 0.4])
-    assert evaluation.describe_method_without_metric(claim(), shown) == ""
+    assert evaluation.describe_missing_metric(claim(), shown) == ""
     told = "dense has no match_top1"
-    assert evaluation.describe_method_without_metric(claim(against="dense"), shown) == told
+    assert evaluation.describe_missing_metric(claim(against="dense"), shown) == told
     wanted = "prc has no tail_mass"
-    assert evaluation.describe_method_without_metric(claim(metric="tail_mass"), shown) == wanted
+    assert evaluation.describe_missing_metric(claim(metric="tail_mass"), shown) == wanted
 
 
 def test_an_interval_of_one_model_counts_by_its_value():
@@ -425,7 +430,7 @@ def test_a_study_that_was_run(tmp_path):
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82])
     alike = claim(source="table 3", better="equivalent", margin=0.1)
     found = evaluate_claims([claim(), alike, question(better="lower")], shown)
-    compared = as_json(compare_methods(shown) | compare_json_claims(found))
+    compared = as_json(compare_methods(shown) | claims_for_compare_json(found))
     text = small_project(tmp_path, compared)
     assert "| equivalent |" in row_of(text, "table 3")
     four = row_of(text, "table 4")
@@ -456,7 +461,7 @@ def test_a_withdrawn_claim_stays_in_its_table():
 
 def test_a_result_without_variances_decides_nothing(tmp_path):
     found = evaluate_claims([claim()], study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82]))
-    sections = as_json(compare_json_claims(found))
+    sections = as_json(claims_for_compare_json(found))
     assert "not run yet" not in row_of(small_project(tmp_path, sections), "table 4")
     (entry,) = sections["claims"].values()
     del entry["difference"]["variances"]
@@ -466,7 +471,7 @@ def test_a_result_without_variances_decides_nothing(tmp_path):
 def test_readmes_have_the_answers_between_markers_and_the_numbers_that_a_text_names(tmp_path):
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82])
     found = evaluate_claims([claim(effect=0.1), question(better="lower")], shown)
-    compared = as_json(compare_methods(shown) | compare_json_claims(found))
+    compared = as_json(compare_methods(shown) | claims_for_compare_json(found))
     texts = {"answer": "by {match_top1 vmoe - prc:.2f} points, from {match_top1 vmoe}"}
     claims = [claim(effect=0.1).model_dump(mode="json")]
     small_project(tmp_path, compared, question="do they?", claims=claims, **texts)
@@ -495,7 +500,7 @@ def test_readmes_have_the_answers_between_markers_and_the_numbers_that_a_text_na
 def test_readers_questions_are_answered_from_the_results(tmp_path):
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.63, 0.87])
     found = evaluate_claims([claim(), question(better="lower")], shown)
-    compared = json.loads(json.dumps(compare_methods(shown) | compare_json_claims(found)))
+    compared = json.loads(json.dumps(compare_methods(shown) | claims_for_compare_json(found)))
     small_project(tmp_path, compared, claims=[claim().model_dump(mode="json", exclude_none=True)])
     write_whole(tmp_path / "pipelines/own/README.md", "# own: ours\n")
     cited = {"study": "own/one", "data": "numbers by hand", "metric": "match_top1"}
@@ -528,7 +533,7 @@ def test_holm_counts_the_claims_of_a_paper_in_all_studies(tmp_path):
     # differences 0.1, 0.13, 0.07: t(2) = 0.1/(0.03/√3) = 5.77, p = 0.0287; of two claims 0.0574
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.63, 0.87])
     found = evaluate_claims([claim()], shown)
-    compared = as_json(compare_methods(shown) | compare_json_claims(found))
+    compared = as_json(compare_methods(shown) | claims_for_compare_json(found))
     assert found[0].verdict_holm == "holds"
     alone = small_project(tmp_path, compared, claims=[claim().model_dump(mode="json")])
     assert "of a paper: 1 holds." in alone and "Views agree. (“Views agree more.”)" in alone
@@ -553,13 +558,13 @@ def test_a_stored_difference_is_the_one_that_was_taken(shift, kind):
         shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.1 + shift, 0.51 + shift, 0.79 + shift])
     for one in evaluate_claims([claim(), claim(better="equivalent", margin=0.11)], shown):
         assert one.difference.kind == kind and (one.p < 0.05) == (one.verdict != "open")
-        entry = as_json(claim_entry(one))
+        entry = as_json(claim_to_json(one))
         assert evaluation.difference_from_json(entry) == one.difference
         no_worse = claim(better="no_worse", margin=0.3, effect=-0.5)
-        judged = judge_again(entry, no_worse, "higher")
+        judged = reevaluate_claim(entry, no_worse, "higher")
         assert (
             judged["verdict"]
-            == evaluation.judge_difference(one.difference, no_worse, "higher")
+            == evaluation.evaluate_difference(one.difference, no_worse, "higher")
             == "holds"
         )
         assert judged["asked"]["effect"] == -0.5 and judged["method"] == entry["method"]
@@ -570,7 +575,7 @@ def test_answers_whose_settings_were_changed_are_marked(tmp_path):
     asked = [claim(), question()]
     methods = {"vmoe": {}, "prc": {"k": 2}, "tgr": {}}
     then = {"pretrain": {"epochs": 3}, "methods": methods}
-    sections = compare_json_claims(evaluate_claims(asked, shown), then)
+    sections = claims_for_compare_json(evaluate_claims(asked, shown), then)
     compared = as_json(compare_methods(shown) | sections)
     for section in ("claims", "questions"):
         (entry,) = compared[section].values()
@@ -589,8 +594,8 @@ def test_answers_whose_settings_were_changed_are_marked(tmp_path):
         assert (words in text) == marked
     watched = then | {"monitor": {"every": 5}}
     with_monitor = answer_settings_digest(watched, claim(), left_out=())  # as once stored
-    assert not settings_changed(with_monitor, watched, claim())
-    assert settings_changed(with_monitor, watched | {"pretrain": {"epochs": 4}}, claim())
+    assert not have_settings_changed(with_monitor, watched, claim())
+    assert have_settings_changed(with_monitor, watched | {"pretrain": {"epochs": 4}}, claim())
 
 
 def test_two_models_are_held_against_each_other_by_what_was_counted():
@@ -599,7 +604,7 @@ def test_two_models_are_held_against_each_other_by_what_was_counted():
     cells |= {f"gflops_{key}": {"mean": n, "form": "number"} for key, n in flops.items()}
     compared = {"my_lab.sizes": cells}
     names = {"places": ("plain, 1", "other"), "printed": ("V-MoE", "ERMoE")}
-    asked = ComputedPair(study="ours/sizes", **names, metrics=("parameters", "gflops"))
+    asked = ComputedRatio(study="ours/sizes", **names, metrics=("parameters", "gflops"))
     assert pages.describe_computed_pair(asked, {}) == ""
     # table S2: 284.9 → 243.0 million parameters, 26.3 → 23.6 GFLOPs
     assert pages.describe_computed_pair(asked, {"calculations": compared}) == (

@@ -9,7 +9,7 @@ from moecore.measure.robustness import METRICS
 from moecore.measure.training import collect_outcome_values
 from moecore.measure.values import Found, Value, Values
 from moecore.report.claims.evaluation import evaluate_claims
-from moecore.report.column import column_context
+from moecore.report.column import build_column_context
 from moecore.report.figures.charts import points_over_seeds
 from moecore.report.page.report_page import render_report
 from moecore.report.pictures.robustness import (
@@ -20,7 +20,7 @@ from moecore.report.pictures.robustness import (
 )
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
 from moecore.statistics.intervals import Interval
-from moecore.study.sections import Question
+from moecore.study.run_and_claims import Question
 from moecore.study.stages import MEASURED_STAGES
 from moecore.tasks.multi_label import MultiLabel
 from tests.report.generated import CLASSES, NEW, TASK, changed
@@ -52,7 +52,7 @@ def test_mce_is_relative_to_the_mean_of_dense_over_its_seeds(tmp_path, whole):
     assert cells(whole, "vmoe")["mce"].value == pytest.approx((0.8 / 0.6 + 0.4 / 0.4) / 2)
     assert cells(whole, "dense")["mce"].value == pytest.approx(1)
     found = study(tmp_path, seeds=(0, 1), stages=("corruptions",))
-    errors = mean_dense_errors(column_context(found.phases["pretrain"], Corruptions).of_dense)
+    errors = mean_dense_errors(build_column_context(found.phases["pretrain"], Corruptions).of_dense)
     assert errors["noise"] == pytest.approx({1: 0.205, 5: 0.405})
     assert errors["blur"] == pytest.approx({1: 0.1, 5: 0.3})
     # dense, seed 0: 0.6 / 0.61, seed 1: 0.62 / 0.61; blur 1

@@ -21,21 +21,21 @@ from moecore.measure.values import Found, Value
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.column import Column
 from moecore.report.figures import overview
-from moecore.report.figures.overview import methods_to_label, overview_charts
-from moecore.report.headline_quantities import QuantityByMethod, phase_quantities
+from moecore.report.figures.overview import draw_overview, methods_to_label
+from moecore.report.headline_quantities import QuantityByMethod, choose_main_quantities
 from moecore.report.page import explorer_page
 from moecore.report.page.report_page import main_finding
 from moecore.report.pictures import experts
 from moecore.report.report_files import draw_run_figures
-from moecore.report.study_results import Measured, Phase, Results
+from moecore.report.study_results import ModelResults, PhaseResults, StudyResults
 from moecore.report.tables.cells import Cell, keep_percent_on_line
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
-from moecore.report.tables.terminal_summary import first_sentence
+from moecore.report.tables.terminal_summary import main_result_sentence
 from moecore.routers import ExpertChoice, NoisyTopK, Told
 from moecore.statistics import intervals
 from moecore.statistics.comparisons import encode_item_values
 from moecore.statistics.intervals import Interval
-from moecore.study.sections import Question
+from moecore.study.run_and_claims import Question
 from moecore.tasks.next_token import NextToken
 from tests.measure.subjects import compute_without_cache, expert_roles, routing_with_roles
 from tests.measure.test_truth import IMAGE, subject
@@ -100,17 +100,20 @@ def test_seeds_that_are_told_the_same_agree():
     result = expert_roles(measured, windows=(2,))
     chosen = decode_choices(read_encoded_choices(result)[0])
     assert chosen.shape == (40, 5, 3) and (chosen.sum(axis=-1) == 1).all()
-    models = {"told": dict.fromkeys(range(3), Measured({ExpertRoles: result}))}
-    phase = Phase("pretrain", {}, measured.model.image.task, models)
+    models = {"told": dict.fromkeys(range(3), ModelResults({ExpertRoles: result}))}
+    phase = PhaseResults("pretrain", {}, measured.model.image.task, models)
     agreement = compare_seeds(result, result)
     assert agreement.correlation == pytest.approx(1) and agreement.overlap == 1
     assert agreement.chance < 0.8
-    display = explorer_page.display_of(ExpertRoles)
+    display = explorer_page.find_display(ExpertRoles)
     first, second = display.blocks(phase)
     drawn = ["expert_information", "expert_similarity_1", "coactivation_1_2", "expert_similarity_2"]
-    assert len(first.pictures) == 4 and [name for name, _ in experts.draw_roles(result)] == drawn
+    assert (
+        len(first.pictures) == 4
+        and [name for name, _ in experts.draw_expert_roles(result)] == drawn
+    )
     assert second.grids[0].lines[0].items[0].text.startswith("1.00")
-    results = Results({"pretrain": phase})
+    results = StudyResults({"pretrain": phase})
     compared = compare_methods(results)["told"]["pretrain"]
     stability = {"mean": agreement.correlation, "interval": "jackknife", "seeds": 3}
     assert stability.items() <= compared["seed_stability"].items()
@@ -120,11 +123,13 @@ def test_seeds_that_are_told_the_same_agree():
     assert answer.difference.value == pytest.approx(agreement.correlation - agreement.chance)
     assert answer.ours.kind == "jackknife" and answer.difference.seeds == 3
     two = phase._replace(models={"told": dict(list(models["told"].items())[:2])})
-    (answer,) = evaluate_claims([asked], Results({"pretrain": two}))
+    (answer,) = evaluate_claims([asked], StudyResults({"pretrain": two}))
     assert answer.verdict == "open" and answer.p is None and answer.ours.interval.limits is None
     one = phase._replace(models={"told": {0: models["told"][0]}})
     assert len(display.blocks(one)) == 1
-    assert "seed_stability" not in compare_methods(Results({"pretrain": one}))["told"]["pretrain"]
+    assert (
+        "seed_stability" not in compare_methods(StudyResults({"pretrain": one}))["told"]["pretrain"]
+    )
     assert compared["information_truth"]["mean"] == pytest.approx(1, abs=0.05)
     assert compared["consistency_2_chance"]["mean"] > 0
     assert compared["expert_cka"]["mean"] > compared["expert_cka_chance"]["mean"] > 0
@@ -136,8 +141,10 @@ def test_worth_and_regret_of_a_model():
     asked = (ExpertWorth(images=20, draws=1), RouterRegret(images=4, tokens=2))
     worth, regret = (one.collect_result(measured, compute_without_cache) for one in asked)
     results = {ExpertWorth: worth, RouterRegret: regret}
-    phase = Phase("pretrain", {}, measured.model.image.task, {"vmoe": {0: Measured(results)}})
-    compared = compare_methods(Results({"pretrain": phase}))["vmoe"]["pretrain"]
+    phase = PhaseResults(
+        "pretrain", {}, measured.model.image.task, {"vmoe": {0: ModelResults(results)}}
+    )
+    compared = compare_methods(StudyResults({"pretrain": phase}))["vmoe"]["pretrain"]
     assert compared["expert_worth"]["mean"] == pytest.approx(worth.find("expert_worth").value)
     assert compared["router_regret"]["mean"] == pytest.approx(regret.find("router_regret").value)
     # one of three experts: the most that is at most half
@@ -147,8 +154,8 @@ def test_worth_and_regret_of_a_model():
     assert lost == pytest.approx(worth.find("lost_without_choice_reroute", rank=1).value)
     shares = [compared[name]["mean"] for name in ("needed_experts", "better_sets")]
     assert all(0 <= share <= 1 for share in shares)
-    (lost,) = explorer_page.display_of(ExpertWorth).blocks(phase)
-    (left,) = explorer_page.display_of(RouterRegret).blocks(phase)
+    (lost,) = explorer_page.find_display(ExpertWorth).blocks(phase)
+    (left,) = explorer_page.find_display(RouterRegret).blocks(phase)
     assert [len(block.pictures) for block in (lost, left)] == [2, 1]
 
 
@@ -157,14 +164,14 @@ def test_what_the_explorer_knows_of_experts():
     together = [[0, 0.25, 0.75, 0], [1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
     partners = explorer_page.list_partners(together, 3)
     assert partners == [[(2, 0.75), (1, 0.25)], [(0, 1)], [(0, 1)], []]
-    assert explorer_page.match_choices(FIRST[:, None], SECOND[:, None]) == [1, 2, 0]
+    assert explorer_page.match_experts_by_choices(FIRST[:, None], SECOND[:, None]) == [1, 2, 0]
     losses = intervals.Interval(0.02, -0.01, 0.05), intervals.Interval(-0.01, -0.04, 0.02)
-    assert explorer_page.worth_words(losses, IMAGE.task.score) == [
+    assert explorer_page.worth_of_experts(losses, IMAGE.task.score) == [
         "Without it the accuracy is worse by +2.0 pp (−1.0 to +5.0).",
         "Without it the accuracy is worse by −1.0 pp (−4.0 to +2.0).",
     ]
-    measured = Measured({}, ("router regret: experts have a capacity",))
-    capacity, rest = explorer_page.open_questions(measured)
+    measured = ModelResults({}, ("router regret: experts have a capacity",))
+    capacity, rest = explorer_page.describe_unmeasured(measured)
     assert capacity.endswith("does not apply: experts have a capacity.")
     assert rest.startswith("To see more, set routing.roles for which experts go together")
     assert "; name in run.measurements: expert_worth for" in rest and "regret" not in rest
@@ -172,7 +179,7 @@ def test_what_the_explorer_knows_of_experts():
 
 def test_roles_are_a_part_of_what_the_stage_routing_wrote(tmp_path):
     """Not asked they are nothing, and refused a reason; the figures of the run have them, too."""
-    display, item = explorer_page.display_of(ExpertRoles), "routing/pretrain/vmoe/0"
+    display, item = explorer_page.find_display(ExpertRoles), "routing/pretrain/vmoe/0"
     path = tmp_path / f"artifacts/measured/{item}.json"
     asked = routing_with_roles(windows=(2,))
     read, drawn = [], []
@@ -196,15 +203,15 @@ def test_seeds_are_halved_by_people():
     other = several._replace(model=subject(NoisyTopK(k=1), seed=1).model)
     results = [expert_roles(one, windows=(2,)) for one in (several, other)]
     assert read_encoded_choices(results[0])[0].people == tuple(np.arange(40) // 2)
-    models = {"vmoe": dict(enumerate(Measured({ExpertRoles: one}) for one in results))}
-    phase = Phase("pretrain", {}, measured.model.image.task, models)
+    models = {"vmoe": dict(enumerate(ModelResults({ExpertRoles: one}) for one in results))}
+    phase = PhaseResults("pretrain", {}, measured.model.image.task, models)
     layers = zip(*map(read_encoded_choices, results), strict=True)
     chosen = [[decode_choices(layer) for layer in pair] for pair in layers]
     halves = [np.arange(40) // size % 2 == 0 for size in (2, 1)]
     correlations = [[seed_agreement(*pair, half).correlation for pair in chosen] for half in halves]
     expected, by_image = np.mean(correlations, axis=1)
     assert compare_seeds(*results).correlation == pytest.approx(expected) != by_image
-    compared = compare_methods(Results({"pretrain": phase}))["vmoe"]["pretrain"]
+    compared = compare_methods(StudyResults({"pretrain": phase}))["vmoe"]["pretrain"]
     assert compared["seed_stability"]["mean"] == pytest.approx(expected)
 
 
@@ -212,13 +219,13 @@ ROUTERS = "methods: {dense: {}, vmoe: {router: {kind: top}}, told: {router: {kin
 RIGHT = {"dense": 4, "vmoe": 6, "told": 9}  # of ten images
 
 
-def trained(right: int, seed: int) -> Measured:
+def trained(right: int, seed: int) -> ModelResults:
     scores = (np.arange(10) + seed) % 10 < right
     changes = {"purity": (0.3, right / 10), "test_score": generated.estimate(right / 10, 0.0, 1.0)}
     changes |= {"test_items": encode_item_values(scores.astype(float))}
     outcome = generated.trained(0, seed, False, "pretrain").model_copy(update=changes)
     result = Found(values=changed(right), facts={"counts": []})
-    return Measured({Trained: collect_outcome_values(outcome), Truth: result})
+    return ModelResults({Trained: collect_outcome_values(outcome), Truth: result})
 
 
 def changed(right: int) -> list[Value]:
@@ -227,23 +234,23 @@ def changed(right: int) -> list[Value]:
     return [Value(metric="changed_purity", at=at, value=right / 10 - less) for at, less in places]
 
 
-def phase(**right: int) -> Phase:
+def phase(**right: int) -> PhaseResults:
     models = {name: {seed: trained(r, seed) for seed in range(3)} for name, r in right.items()}
-    return Phase("pretrain", {"name": "digits"}, generated.TASK, models)
+    return PhaseResults("pretrain", {"name": "digits"}, generated.TASK, models)
 
 
 def test_a_method_between_floor_and_ceiling():
     """(6 - 4) / (9 - 4) of ten images, with each seed."""
-    share = experts.share_of_routings_worth(phase(**RIGHT), "vmoe")
+    share = experts.routing_gain_share(phase(**RIGHT), "vmoe")
     assert share.value == pytest.approx(0.4) and (share.seeds, share.items) == (3, 10)
     (block,) = experts.truth_blocks(phase(**RIGHT))
     said = [line for line in block.words if line.startswith("vmoe finds 40 % [")]
     half = 100 * share.half_width()
     assert f"[{40 - half:.0f} – {40 + half:.0f}]" in said[0], "the lower limit first"
     assert len(said) == 1 and not any(line.startswith("told") for line in block.words)
-    results = Results({"pretrain": phase(**RIGHT)})
+    results = StudyResults({"pretrain": phase(**RIGHT)})
     (first,) = results.phases.values()
-    known = {"pretrain": phase_quantities(first, build_table(results, first))}
+    known = {"pretrain": choose_main_quantities(first, build_table(results, first))}
     assert main_finding(results, known, (), ()).startswith(keep_percent_on_line(said[0]))
     compared = compare_methods(results)
     cells = {method: compared[method]["pretrain"]["headroom_recovered"] for method in RIGHT}
@@ -256,9 +263,9 @@ def test_a_method_between_floor_and_ceiling():
 def test_the_first_figure_has_floor_and_ceiling():
     """Dashed lines at 0.4 and 0.9, all points in the panel; without the ceiling there are none."""
     for methods, expected in ((RIGHT, [0.4, 0.9]), ({"dense": 4, "vmoe": 6}, [])):
-        found = Results({"pretrain": phase(**methods)})
+        found = StudyResults({"pretrain": phase(**methods)})
         (known,) = found.phases.values()
-        (picture,) = overview_charts(known, phase_quantities(known, build_table(found, known)))
+        (picture,) = draw_overview(known, choose_main_quantities(known, build_table(found, known)))
         axes = picture.figure.axes[0]
         dashed = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"]
         assert dashed == pytest.approx(expected)
@@ -270,11 +277,11 @@ def test_the_ceiling_is_never_the_best():
     """All right, beyond chance: marked where no settings say that the router is told."""
     known = phase(dense=1, vmoe=5, told=10)
     for settings, best in ("", "told"), (ROUTERS, "vmoe"):
-        found = Results({"pretrain": known}, settings)
+        found = StudyResults({"pretrain": known}, settings)
         cells = build_table(found, known).cells
         assert [name for name in cells if cells[name]["test_accuracy"].marked] == [best]
-    quantities = phase_quantities(known, build_table(found, known), found.controls)
-    said = first_sentence(found)
+    quantities = choose_main_quantities(known, build_table(found, known), found.controls)
+    said = main_result_sentence(found)
     assert "(dense and vmoe; not compared: told; 3 seeds): vmoe is 40 p" in said
     assert said.count("told") == 1 and list(quantities.score.floor_and_ceiling) == ["dense", "told"]
 
@@ -321,29 +328,29 @@ def test_experts_beyond_the_kinds_are_said_to_match_none():
     kinds = torch.tensor([[1, 2]]).repeat(5, 1)
     for number, said in (2, "Percent of each expert's tokens."), (4, "the last 2 are matched to "):
         counts = measure_truth(kinds - 1, kinds, number, 2).counts
-        ((_, figure),) = experts.draw_groups_of_tokens(Found(values=(), facts={"counts": [counts]}))
+        ((_, figure),) = experts.draw_kinds_of_experts(Found(values=(), facts={"counts": [counts]}))
         assert said in figure.caption
 
 
 def test_of_a_text_less_is_better():
     nats = {name: 10 - number for name, number in RIGHT.items()}
-    share = experts.share_of_routings_worth(phase(**nats)._replace(task=NextToken(words=9)), "vmoe")
+    share = experts.routing_gain_share(phase(**nats)._replace(task=NextToken(words=9)), "vmoe")
     assert share.value == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("method", RIGHT)
 def test_without_floor_or_ceiling_or_worth_there_is_no_share(method):
     others = {name: number for name, number in RIGHT.items() if name != method}
-    assert experts.share_of_routings_worth(phase(**others), "vmoe") is None
-    assert experts.share_of_routings_worth(phase(**RIGHT | {"told": 4}), method) is None
+    assert experts.routing_gain_share(phase(**others), "vmoe") is None
+    assert experts.routing_gain_share(phase(**RIGHT | {"told": 4}), method) is None
 
 
 def test_purity_over_epochs_under_noise_and_under_attack():
     """vmoe: 0.6 clean, 2 points less with σ = 0.2, 1 less with ε = 8/255."""
-    axes = [picture.figure.axes[0] for picture in experts.purity_curves(phase(**RIGHT))]
+    axes = [picture.figure.axes[0] for picture in experts.draw_purity_curves(phase(**RIGHT))]
     curves = [one.lines[1].get_xydata() for one in axes]
     expected = [[1, 0.3], [2, 0.6]], [[0, 0.6], [0.2, 0.58]], [[0, 0.6], [8, 0.59]]
     assert np.array(curves) == pytest.approx(np.array(expected))
-    compared = compare_methods(Results({"pretrain": phase(**RIGHT)}))["vmoe"]["pretrain"]
+    compared = compare_methods(StudyResults({"pretrain": phase(**RIGHT)}))["vmoe"]["pretrain"]
     purities = (compared[name]["mean"] for name in ("purity_noise_0_2", "purity_attack_8"))
     assert tuple(purities) == pytest.approx((0.58, 0.59))

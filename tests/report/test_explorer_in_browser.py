@@ -14,7 +14,7 @@ from moecore.measure.routing_metrics import expert_roles
 from moecore.measure.routing_metrics.expert_similarity import decode_choices
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.predict import predict_in_batches
-from moecore.report.page.explorer_page import match_choices
+from moecore.report.page.explorer_page import match_experts_by_choices
 from moecore.routers import NoisyTopK, Told
 from tests.browser import LOOKS, clipped, opened
 from tests.measure.subjects import NASTY, OF_VOLUMES, built, images, moe, subject, volumes
@@ -326,7 +326,7 @@ def test_two_seeds_side_by_side(browser, tmp_path):
     path = written(tmp_path / "seeds.html", found)
     roles, others = found.phases["pretrain"].of(expert_roles.ExpertRoles)["vmoe"]
     layers = [decode_choices(expert_roles.read_encoded_choices(one)[1]) for one in (roles, others)]
-    partners = match_choices(*layers)
+    partners = match_experts_by_choices(*layers)
     both = address(path, PICKED.replace("prc", "vmoe seed 1"))
     with opened(browser, both, 1400, "light") as page:
         names = page.locator("#beside option").all_inner_texts()

@@ -11,11 +11,11 @@ from matplotlib.text import Text
 
 from moecore.measure.training import steps_until_baseline_loss, trailing_epoch_losses
 from moecore.report.figures import charts, model_figures
-from moecore.report.figures.drawing import INK, PALETTE, expert_colours, line_look
-from moecore.report.figures.model_figures import draw_expert_grids_by_class, expert_load
+from moecore.report.figures.drawing import INK, PALETTE, expert_colours, line_style
+from moecore.report.figures.model_figures import draw_expert_grids_by_class, draw_expert_load
 from moecore.report.page import explorer_page
 from moecore.report.page import report_page as pictures
-from moecore.report.study_results import Results
+from moecore.report.study_results import StudyResults
 from moecore.tasks.next_token import NextToken
 from moecore.training.outcome import Outcome
 from moecore.training.regularizers.group_sparsity import GroupSparsity
@@ -30,28 +30,28 @@ def shares(number: int) -> tuple[float, ...]:
 
 @pytest.mark.parametrize("experts", [2, 8, 32])
 def test_expert_load_draws_one_panel_a_layer(experts):
-    figure = expert_load([shares(experts)] * 3)
+    figure = draw_expert_load([shares(experts)] * 3)
     assert len(figure.axes) == 3 and len(figure.axes[0].patches) == experts
 
 
-def chart_of(points: list[charts.Point]):
+def chart_of(points: list[charts.CurvePoint]):
     spec = charts.ChartSpec("", "k", "y", True)
     return charts.curves_chart({"dense": [], "vmoe": points}, spec).axes[0]
 
 
 def test_curves_have_their_colour_whole_ticks_and_room():
-    axes = chart_of([charts.Point(x, 0.5, 0.4, 0.6) for x in (0.0, 0.1)])
+    axes = chart_of([charts.CurvePoint(x, 0.5, 0.4, 0.6) for x in (0.0, 0.1)])
     assert [line.get_color() for line in axes.lines] == [PALETTE[1]], "the second method's"
-    axes = chart_of([charts.Point(k, 0.83, 0.82, 0.84) for k in (1, 2, 4)])
+    axes = chart_of([charts.CurvePoint(k, 0.83, 0.82, 0.84) for k in (1, 2, 4)])
     assert list(axes.get_xticks()) == [1, 2, 4] and len(axes.lines) == 1
     assert axes.get_ylim() == pytest.approx((0, 1.05 * 0.84)), "near the top it is not cut"
-    axes = chart_of([charts.Point(k, -0.5 * k, -0.6 * k, -0.4 * k) for k in (0, 1)])
+    axes = chart_of([charts.CurvePoint(k, -0.5 * k, -0.6 * k, -0.4 * k) for k in (0, 1)])
     assert axes.get_ylim()[0] <= -0.6, "nor below zero"
 
 
 @pytest.mark.parametrize("methods", [1, 6, 8])
 def test_curves_have_their_names_at_their_ends(methods):
-    points = [charts.Point(k, 0.5, 0.4, 0.6) for k in (1, 2)]
+    points = [charts.CurvePoint(k, 0.5, 0.4, 0.6) for k in (1, 2)]
     curves = {f"ermoe_without_{number}": points for number in range(methods)}
     figure = charts.curves_chart(curves, charts.ChartSpec("", "k", "Accuracy"))
     figure.canvas.draw()
@@ -64,23 +64,23 @@ def test_curves_have_their_names_at_their_ends(methods):
 
 
 def test_names_move_as_little_as_they_must():
-    assert charts.spread_heights([0.2, 0.5, 0.9], 0.1) == pytest.approx([0.2, 0.5, 0.9])
-    assert charts.spread_heights([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
-    assert charts.spread_heights([0.98, 1.0], 0.1) == pytest.approx([0.9, 1.0])
-    assert charts.spread_heights([0.0, 0.02, 0.5], 0.1) == pytest.approx([0.0, 0.1, 0.5])
+    assert charts.spread_label_heights([0.2, 0.5, 0.9], 0.1) == pytest.approx([0.2, 0.5, 0.9])
+    assert charts.spread_label_heights([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
+    assert charts.spread_label_heights([0.98, 1.0], 0.1) == pytest.approx([0.9, 1.0])
+    assert charts.spread_label_heights([0.0, 0.02, 0.5], 0.1) == pytest.approx([0.0, 0.1, 0.5])
 
 
 def test_one_epoch_has_whole_ticks():
     points = dict.fromkeys(model_figures.AGREEMENTS, {})
-    points["agreement_consecutive"] = {"vmoe": [charts.Point(2, 0.5, 0.5, 0.5)]}
-    figure = model_figures.routing_agreement(points)
+    points["agreement_consecutive"] = {"vmoe": [charts.CurvePoint(2, 0.5, 0.5, 0.5)]}
+    figure = model_figures.draw_routing_agreement(points)
     figure.canvas.draw()
     ticks = [text.get_text() for text in figure.axes[-1].get_xticklabels()]
     assert all(tick.isdigit() for tick in ticks) and "2" in ticks
 
 
 def test_a_legend_of_long_names_lies_within_its_figure():
-    points = [charts.Point(k, 0.5, 0.4, 0.6) for k in (1, 2)]
+    points = [charts.CurvePoint(k, 0.5, 0.4, 0.6) for k in (1, 2)]
     curves = {f"ermoe_without_orthogonality_{number}": points for number in range(24)}
     figure = charts.curves_chart(curves, charts.ChartSpec("", "k", "Accuracy"))
     figure.canvas.draw()
@@ -91,20 +91,22 @@ def test_a_legend_of_long_names_lies_within_its_figure():
 
 def test_svg_leaves_settings_alone_follows_the_page_and_has_a_label(tmp_path):
     before = dict(matplotlib.rcParams)
-    pictures.svg(model_figures.confusion_matrix([[3, 1], [0, 4]], ["a", "b"]), "confusion")
+    pictures.render_svg(
+        model_figures.draw_confusion_matrix([[3, 1], [0, 4]], ["a", "b"]), "confusion"
+    )
     assert dict(matplotlib.rcParams) == before
-    figure = expert_load([shares(4)])
+    figure = draw_expert_load([shares(4)])
     figure.savefig(tmp_path / "load.png")
     assert figure.axes[0].get_xticklabels()[0].get_color() == INK, "whoever saves a figure"
-    text = pictures.svg(expert_load([shares(4)]), 'load of "x"')
+    text = pictures.render_svg(draw_expert_load([shares(4)]), 'load of "x"')
     assert text.startswith("<svg") and "currentColor" in text
     assert INK not in text and "<metadata" not in text
     assert 'aria-label="load of &quot;x&quot;"' in text and ' height="' not in text.split(">")[0]
-    assert pictures.png(expert_load([shares(4)])).startswith("data:image/png;base64,")
+    assert pictures.render_png(draw_expert_load([shares(4)])).startswith("data:image/png;base64,")
 
 
 def test_looks_are_distinct():
-    assert len({tuple(line_look(index).items()) for index in range(28)}) == 28
+    assert len({tuple(line_style(index).items()) for index in range(28)}) == 28
     assert len(set(expert_colours(8))) == 8 and len(set(expert_colours(64))) == 64
 
 
@@ -158,7 +160,7 @@ def test_of_text_perplexities_are_drawn():
     nats = [{"train_nats": 6 - n, "validation_nats": 5 - n} for n in range(len(result.curve))]
     curve = tuple(row | more for row, more in zip(result.curve, nats, strict=True))
     words = result.model_copy(update={"curve": curve, "task": NextToken(words=9)})
-    loss, below = model_figures.training_curves({"smoe": [words], "smoge": [words]}).axes[:2]
+    loss, below = model_figures.draw_training_curves({"smoe": [words], "smoge": [words]}).axes[:2]
     assert loss.lines[0].get_ydata() == pytest.approx(np.exp([6, 5, 4, 3]))
     assert below.lines[0].get_ydata() == pytest.approx(np.exp([5, 4, 3, 2]))
     assert below.get_ylabel() == "Validation perplexity" and below.get_yscale() == "log"
@@ -181,7 +183,7 @@ def test_the_schedule_of_sigma_is_that_of_the_regularizer():
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_panels_have_one_scale_and_one_legend(layers):
-    points = [charts.Point(x, 0.5, 0.4, 0.6) for x in (0.0, 0.1)]
+    points = [charts.CurvePoint(x, 0.5, 0.4, 0.6) for x in (0.0, 0.1)]
     panels = {f"MoE {number}": {"vmoe": points} for number in range(layers)}
     figure = charts.panels_chart(panels, charts.ChartSpec("Change", "ε", "1 − IoU", share=True))
     seen = [axes for axes in figure.axes if axes.get_visible()]
@@ -199,7 +201,7 @@ def whole():
 
 @pytest.fixture(scope="module")
 def page(whole):
-    return explorer_page.explorer(whole)
+    return explorer_page.render_study_explorer(whole)
 
 
 def data_of(page: str) -> dict:
@@ -207,7 +209,7 @@ def data_of(page: str) -> dict:
 
 
 def test_the_page_is_self_contained_and_the_same_every_time(whole, page):
-    assert explorer_page.explorer(whole) == page
+    assert explorer_page.render_study_explorer(whole) == page
     assert not re.search(r"""(src|href|url|@import)\s*[=(]?\s*["']?\s*(https?:)?//""", page)
     assert re.findall(r'href="([^"]+)"', page) == ["index.html"]
     assert "<link" not in page and page.count("<script") == 2
@@ -238,8 +240,8 @@ def test_epochs_come_from_the_training(page):
 
 def explore(data, **phases) -> tuple[bool, str]:
     """Whether there are images to explore of these models of each phase, and the page."""
-    found = Results({name: explored.phase(data, one, name) for name, one in phases.items()})
-    return explorer_page.has_explorer_images(found), explorer_page.explorer(found)
+    found = StudyResults({name: explored.phase(data, one, name) for name, one in phases.items()})
+    return explorer_page.has_explorer_images(found), explorer_page.render_study_explorer(found)
 
 
 def test_epochs_of_other_images_are_left_out():
@@ -266,4 +268,4 @@ def test_what_there_is_to_explore():
 
 def test_four_hundred_experts_and_a_thousand_classes_stay_small():
     many = explored.alone(subject(images(classes=1000), moe(400)))
-    assert len(explorer_page.explorer(many).encode()) < 1.5e6
+    assert len(explorer_page.render_study_explorer(many).encode()) < 1.5e6

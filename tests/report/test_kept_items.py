@@ -11,11 +11,11 @@ import pytest
 from moecore.core.files import UserError, read_json, write_json, write_whole
 from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.report.claims import result_evidence
-from moecore.report.claims.answers import describe_plans, needed_sample
-from moecore.report.claims.evaluation import claim_entry, compare_json_claims, evaluate_claims
+from moecore.report.claims.answers import compute_required_samples, describe_required_samples
+from moecore.report.claims.evaluation import claim_to_json, claims_for_compare_json, evaluate_claims
 from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.statistics.comparisons import BOTH, Difference, VarianceSource
-from moecore.study.questions import QuestionFile, Round
+from moecore.study.questions import QuestionFile, QuestionRound
 from tests.project import PARAMS, ROOT
 from tests.report.test_claims import claim, of_items, question, study
 from tools.study_pages import Answer
@@ -26,9 +26,11 @@ ASKED = [claim(), claim(better="equivalent", margin=0.1), question()]
 
 def write_result(path: Path, shown, comparisons=ASKED, **record) -> Path:
     evaluated = evaluate_claims(comparisons, shown)
-    numbers = compare_json_claims(evaluated)
+    numbers = claims_for_compare_json(evaluated)
     write_json(path, record | numbers)
-    write_tensors(path.with_suffix(".safetensors"), result_evidence.pack_items(evaluated, numbers))
+    write_tensors(
+        path.with_suffix(".safetensors"), result_evidence.pack_item_values(evaluated, numbers)
+    )
     return path
 
 
@@ -41,21 +43,21 @@ def drawn_items(steps: int):
 @pytest.mark.parametrize(("steps", "size"), [(1, 38), (4, 301), (0, 602)])
 def test_intervals_follow_from_kept_items(tmp_path, steps, size):
     path = write_result(tmp_path / "one.json", drawn_items(steps))
-    assert result_evidence.verify_kept_items(path) == len(ASKED)
+    assert result_evidence.verify_stored_items(path) == len(ASKED)
     tensors, _ = read_tensors(path.with_suffix(".safetensors"))
     ours, theirs = (f"pretrain/match_top1/{method}" for method in ("prc", "vmoe"))
     assert tensors[ours].nbytes == 3 * size, "bits, a byte, or two an item"
     tensors[ours] = tensors[theirs].clone()
     write_tensors(path.with_suffix(".safetensors"), tensors)
     with pytest.raises(UserError, match=r"one.safetensors: claims: 0: PRC, pretrain: .* found"):
-        result_evidence.verify_kept_items(path)
+        result_evidence.verify_stored_items(path)
 
 
 def test_numbers_of_seeds_are_kept_too(tmp_path):
     path = write_result(tmp_path / "one.json", study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82]))
-    assert result_evidence.verify_kept_items(path) == len(ASKED)
+    assert result_evidence.verify_stored_items(path) == len(ASKED)
     path.with_suffix(".safetensors").unlink()
-    assert result_evidence.verify_kept_items(path) == 0
+    assert result_evidence.verify_stored_items(path) == 0
 
 
 def test_a_claim_that_was_not_asked_follows_from_items_kept_for_others(tmp_path):
@@ -63,15 +65,15 @@ def test_a_claim_that_was_not_asked_follows_from_items_kept_for_others(tmp_path)
     path = write_result(tmp_path / "one.json", shown)
     numbers = read_json(path) | compare_methods(shown)
     turned = claim(method="vmoe", against="prc", better="lower")
-    entry = result_evidence.compare_kept_items(path, numbers, turned)
+    entry = result_evidence.compare_stored_items(path, numbers, turned)
     (asked,) = evaluate_claims([turned], shown)
-    expected = claim_entry(asked)
+    expected = claim_to_json(asked)
     for key in ("mean", "low", "high", "variances", "freedoms", "seeds", "items"):
         assert entry["difference"][key] == pytest.approx(expected["difference"][key])
     assert entry["method"]["mean"] == expected["method"]["mean"] < entry["against"]["mean"]
-    assert result_evidence.compare_kept_items(path, numbers, claim(method="tgr")) == {}
+    assert result_evidence.compare_stored_items(path, numbers, claim(method="tgr")) == {}
     path.with_suffix(".safetensors").unlink()
-    assert result_evidence.compare_kept_items(path, numbers, turned) == {}
+    assert result_evidence.compare_stored_items(path, numbers, turned) == {}
 
 
 def test_items_of_another_result_are_refused(tmp_path):
@@ -81,12 +83,12 @@ def test_items_of_another_result_are_refused(tmp_path):
     first["difference"]["variances"][0] *= 1.01  # the limits follow from them
     write_json(path, numbers)
     with pytest.raises(UserError, match=r"one.safetensors: claims: 0: PRC, pretrain: .* found"):
-        result_evidence.verify_kept_items(path)
+        result_evidence.verify_stored_items(path)
     first["difference"]["variances"][0] /= 1.01
     numbers["questions"].popitem()
     write_json(path, numbers)
     with pytest.raises(UserError, match="one.safetensors: found the items of another result"):
-        result_evidence.verify_kept_items(path)
+        result_evidence.verify_stored_items(path)
 
 
 def test_what_would_be_too_many_bytes_is_said_and_left_out(tmp_path, monkeypatch, capsys):
@@ -94,14 +96,14 @@ def test_what_would_be_too_many_bytes_is_said_and_left_out(tmp_path, monkeypatch
     path = write_result(tmp_path / "one.json", drawn_items(0))
     assert set(read_tensors(path.with_suffix(".safetensors"))[0]) == {result_evidence.RESULT}
     assert "items are too large to be stored: match_top1 of prc higher" in capsys.readouterr().err
-    assert result_evidence.verify_kept_items(path) == 0
+    assert result_evidence.verify_stored_items(path) == 0
 
 
 @pytest.mark.parametrize("name", RESULT_NAMES)
 def test_intervals_follow_from_the_items_in_git(name):
     path = ROOT / f"pipelines/results/{name}.json"
     if path.with_suffix(".safetensors").is_file():
-        assert result_evidence.verify_kept_items(path) > 0
+        assert result_evidence.verify_stored_items(path) > 0
         assert path.with_suffix(".safetensors").stat().st_size <= 2e6
 
 
@@ -114,13 +116,13 @@ def test_what_makes_a_claim_precise():
     # By seeds alone: A = 3e-4 of 3 seeds, so 9e-4/S. With S = 9 it reaches 2.306 · 0.01 = 0.0231,
     # with S = 8 2.365 · 0.01061 = 0.0251; half of the paper's effect is 0.024.
     for value in (0.033, -5.0):  # whatever was measured
-        needed = needed_sample(difference(value, 3e-4, 0.0), 0.048)
+        needed = compute_required_samples(difference(value, 3e-4, 0.0), 0.048)
         assert (needed.seeds, needed.items) == (9, None)
     # By items alone: B = 1e-4 of 100, so 0.01/n, and 1.966²·0.01/0.01² = 387
-    needed = needed_sample(difference(0.01, 0.0, 1e-4), -0.02)
+    needed = compute_required_samples(difference(0.01, 0.0, 1e-4), -0.02)
     assert needed.seeds is None and needed.seeds_of_more_items == 3
     assert needed.items == pytest.approx(387, abs=2)
-    assert needed_sample(difference(0.0, 1e-4, 1e-4), 1e-9) == (None, None, None)
+    assert compute_required_samples(difference(0.0, 1e-4, 1e-4), 1e-9) == (None, None, None)
 
 
 def answer_of(claim_or_question, entry: dict) -> Answer:
@@ -131,12 +133,14 @@ def test_a_table_is_planned_as_a_whole_by_the_papers_effects():
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.63, 0.87])  # 0.1 with a deviation of 0.03
     (one,) = evaluate_claims([claim()], shown)
     studies = {"one": {name: {"pretrain": {"seconds": {"mean": 60}}} for name in ("prc", "vmoe")}}
-    wide, narrow = (answer_of(claim(effect=effect), claim_entry(one)) for effect in (0.15, 0.05))
-    none = answer_of(claim(), claim_entry(one))
+    wide, narrow = (answer_of(claim(effect=effect), claim_to_json(one)) for effect in (0.15, 0.05))
+    none = answer_of(claim(), claim_to_json(one))
     later = answer_of(claim(phase="finetune", effect=0.1), {})
-    flat = claim_entry(evaluate_claims([claim()], study(vmoe=[0.125, 0.25], prc=[0.25, 0.375]))[0])
+    flat = claim_to_json(
+        evaluate_claims([claim()], study(vmoe=[0.125, 0.25], prc=[0.25, 0.375]))[0]
+    )
     same = answer_of(claim(effect=0.1), flat)
-    lines = describe_plans([none, same, later, wide], studies)
+    lines = describe_required_samples([none, same, later, wide], studies)
     # t(2) is 4.303, and 4.303·0.03/√3 = 0.0745, a little less than half of 0.15
     start = "PRC, table 4: ±7.5 pp where half of the paper's effect is "
     words = "(match_top1 of prc higher than of vmoe): "
@@ -146,7 +150,7 @@ def test_a_table_is_planned_as_a_whole_by_the_papers_effects():
     told = "one: PRC, table 4, finetune: match_top1 of prc higher than of vmoe: not run yet"
     assert lines[3] == told
     # t(7)·0.03/√8 = 2.365·0.0106 = 0.0251 > 0.025 > t(8)·0.03/√9: 6 more, 2 min each
-    plan = describe_plans([wide, narrow], studies)
+    plan = describe_required_samples([wide, narrow], studies)
     assert plan == [f"{start}2.5 pp {words}9 seeds (12 min of training)"]
 
 
@@ -162,13 +166,13 @@ def git(folder: Path, *words: str) -> str:
 def asked(tmp_path) -> Path:
     shutil.copy(ROOT / "dvc.yaml", tmp_path)
     (tmp_path / "params.yaml").write_text(PARAMS, encoding="utf-8")
-    assert not result_evidence.has_whole_history(tmp_path)
+    assert not result_evidence.has_full_git_history(tmp_path)
     git(tmp_path, "init", "--quiet")
-    assert result_evidence.has_whole_history(tmp_path)
+    assert result_evidence.has_full_git_history(tmp_path)
     return tmp_path
 
 
-def ask(place: Path, *comparisons) -> Round:
+def ask(place: Path, *comparisons) -> QuestionRound:
     content = [one.model_dump(mode="json", exclude_defaults=True) for one in comparisons]
     path = place / "pipelines/own/one.yaml"
     write_whole(path, json.dumps({"methods": ["vmoe", "tgr"], "claims": content}))
@@ -181,28 +185,30 @@ def commit(place: Path) -> str:
     return git(place, "rev-parse", "HEAD").strip()
 
 
-def dates(one: Round) -> list[tuple[bool, bool]]:
-    return [(dated.is_late, dated.is_refused) for dated in result_evidence.date_questions(one)]
+def dates(one: QuestionRound) -> list[tuple[bool, bool]]:
+    return [
+        (dated.is_late, dated.is_refused) for dated in result_evidence.list_question_commits(one)
+    ]
 
 
 def test_a_question_is_older_than_its_answer(asked):
     one = ask(asked, claim())
     path = Path("pipelines/own/one.yaml")
-    assert result_evidence.committed_at(asked, path) is None, "it is not committed"
+    assert result_evidence.find_commit_of_files(asked, path) is None, "it is not committed"
     first = commit(asked)
-    assert result_evidence.committed_at(asked, path) == first
-    assert result_evidence.date_questions(one) == []
+    assert result_evidence.find_commit_of_files(asked, path) == first
+    assert result_evidence.list_question_commits(one) == []
     record = {"commit": first, "file": str(path)}
     write_result(one.results, drawn_items(1), [claim()], asked=record)
-    (dated,) = result_evidence.date_questions(one)
+    (dated,) = result_evidence.list_question_commits(one)
     words = "pretrain: match_top1 of prc higher than of vmoe: asked in "
     assert dated.line == f"{words}{first[:8]}, answered in no commit" and not dated.is_late
     second = commit(asked)
     told = f"{words}{first[:8]}, answered in {second[:8]}"
-    assert result_evidence.date_questions(one)[0].line == told
+    assert result_evidence.list_question_commits(one)[0].line == told
     lower = claim(better="lower")
     one = ask(asked, claim(), lower)
-    assert result_evidence.committed_at(asked, path) is None, "it was edited since"
+    assert result_evidence.find_commit_of_files(asked, path) is None, "it was edited since"
     with_both = commit(asked)
     assert dates(one) == [(False, False), (True, False)], "another direction, asked later"
     both = ask(asked, lower)
@@ -242,15 +248,17 @@ def test_claims_by_name_are_those_that_the_paper_had_then(asked):
     write_whole(asked / "pipelines/own/one.yaml", json.dumps({"asks": ["mine/match"]}))
     one = QuestionFile(asked, "own/one").rounds[0]
     files = [file.relative_to(asked) for file in one.question.asking_files]
-    assert result_evidence.committed_at(asked, *files) is None
+    assert result_evidence.find_commit_of_files(asked, *files) is None
     first = commit(asked)
-    assert result_evidence.committed_at(asked, *files) == first
+    assert result_evidence.find_commit_of_files(asked, *files) == first
     record = {"commit": first, "file": "pipelines/own/one.yaml"}
     write_result(one.results, drawn_items(1), [claim()], asked=record)
     assert dates(one) == [(False, False)]
     content["better"] = "lower"
     write_whole(path, json.dumps(paper | {"tables": [table]}))
-    assert result_evidence.committed_at(asked, *files) is None, "the paper's file was edited since"
+    assert result_evidence.find_commit_of_files(asked, *files) is None, (
+        "the paper's file was edited since"
+    )
     assert dates(QuestionFile(asked, "own/one").rounds[0]) == [(True, False)], "the page says so"
 
 
@@ -272,7 +280,7 @@ def test_an_overwritten_answer_is_reported_until_the_file_lists_it(asked):
     (line,) = result_evidence.find_overwritten_answers(one, [])
     text = f"{mean:+.4g} of 3 seeds in {first[:8]} was overwritten and is not in pipelines/results"
     assert f"match_top1 of prc higher than of vmoe: {text}/earlier.json" in line
-    design = result_evidence.design_of(one, claim())
+    design = result_evidence.digest_design(one, claim())
     before = {"claim": "mine/match", "question": "one", "commit": first, "mean": mean}
     before |= {"seeds": [2, 3], "design": design}
     path = asked / result_evidence.EARLIER

@@ -10,19 +10,23 @@ from moecore.measure.values import place_slug
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.column import PlannedPhase
 from moecore.report.figures.drawing import PALETTE
-from moecore.report.figures.model_figures import AGREEMENTS, agreement_points, routing_agreement
+from moecore.report.figures.model_figures import (
+    AGREEMENTS,
+    agreement_points,
+    draw_routing_agreement,
+)
 from moecore.report.page.report_page import render_report
 from moecore.report.report_files import robustness_csv
-from moecore.report.results import read_results
+from moecore.report.results_and_displays import read_results
 from moecore.report.tables import metrics_by_method
 from moecore.report.tables.cells import PAPERS, REPORTED
 from moecore.report.tables.terminal_summary import headline_rows
-from moecore.study.document import load_yaml_document, parse_yaml_document
-from moecore.study.model_rules import load_previews
-from moecore.study.sections import Selection
-from moecore.study.settings import extract_settings
-from moecore.study.stages import MEASURED_STAGES, describe_addition
+from moecore.study.model_rules import load_data_previews
+from moecore.study.params_reader import extract_settings
+from moecore.study.run_and_claims import RunSelection
+from moecore.study.stages import MEASURED_STAGES, describe_how_to_add
 from moecore.study.study import Study
+from moecore.study.yaml_document import load_yaml_document, parse_yaml_document
 from tests.project import PARAMS, SHIPPED
 from tests.report.generated import EPSILONS, NEW, TRANSFORMS, write_results
 from tests.report.test_claims import claim
@@ -35,7 +39,7 @@ ALL = (*MEASURED_STAGES, "invariance", *NEW)
 
 def study(root, seeds=(0,), stages=ALL, methods=METHODS):
     write_results(root, methods, list(seeds), ["pretrain"], stages)
-    run = Selection(methods=tuple(methods), seeds=tuple(seeds), phases=("pretrain",))
+    run = RunSelection(methods=tuple(methods), seeds=tuple(seeds), phases=("pretrain",))
     return read_results(run, "", root, stages)
 
 
@@ -162,7 +166,7 @@ def test_agreement_is_drawn_for_those_who_have_it(drawn, whole):
         name: {method: agreement_points(seeds, name) for method, seeds in trained.items()}
         for name in AGREEMENTS
     }
-    panels = routing_agreement(curves).axes
+    panels = draw_routing_agreement(curves).axes
     assert curves["agreement_with_final"]["dense"] == []
     assert [axes.get_title("left") for axes in panels] == list(AGREEMENTS.values())
     colours = [[line.get_color() for line in axes.lines] for axes in panels]
@@ -202,7 +206,7 @@ ASKED = "asks: so, method: prc, against: vmoe, better: higher"
 
 def problems_of(text: str) -> list[tuple[tuple, str]]:
     study = extract_settings(Study, parse_yaml_document(text))
-    return list(metrics_by_method.unfit_metric_problems(study, STAGES, previews={}))
+    return list(metrics_by_method.unanswerable_claims(study, STAGES, previews={}))
 
 
 def misnamed(metric: str, phase: str = "pretrain", asked=ASKED) -> list[tuple[tuple, str]]:
@@ -226,7 +230,7 @@ def test_a_metric_that_the_study_will_not_have_is_refused():
         ((keys, text),) = misnamed(metric)
         hint = f", did you mean {near[metric]!r}?" if metric in near else ""
         if metric == "ece_after":
-            hint = f", a metric of {describe_addition('calibrate')}"
+            hint = f", a metric of {describe_how_to_add('calibrate')}"
         assert keys == ("questions", 0, "metric") and "; allowed in pretrain: test_acc" in text
         assert text.startswith(f"found {metric!r}{hint};")
 
@@ -279,7 +283,9 @@ def test_a_method_that_a_measurement_refuses_is_named_before_anything_runs():
     second = f"{{{asked}, metric: load_cv2, against: tgr}}"
     settings = parse_yaml_document(text.replace("ions: []", f"ions: [{first}, {second}]"))
     study = extract_settings(Study, settings)
-    [(keys, problem)] = metrics_by_method.unfit_metric_problems(study, STAGES, load_previews(study))
+    [(keys, problem)] = metrics_by_method.unanswerable_claims(
+        study, STAGES, load_data_previews(study)
+    )
     assert keys == ("questions", 0, "against")
     assert problem.startswith("found dense, which will have no router_regret: a dense model has no")
     assert problem.endswith("; allowed: methods that router_regret measures")
@@ -296,7 +302,7 @@ def test_a_method_whose_tokens_choose_no_experts_has_no_roles():
     entries = [f"{{{asked}, metric: {name}}}" for name in names]
     settings = parse_yaml_document(text.replace("ions: []", f"ions: [{', '.join(entries)}]"))
     study = extract_settings(Study, settings)
-    problems = dict(metrics_by_method.unfit_metric_problems(study, STAGES, load_previews(study)))
+    problems = dict(metrics_by_method.unanswerable_claims(study, STAGES, load_data_previews(study)))
     assert list(problems) == [("questions", 0, "against"), ("questions", 1, "metric")]
     refused, unknown = problems.values()
     assert "with the router expert_choice tokens choose no experts" in refused

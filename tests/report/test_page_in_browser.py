@@ -8,11 +8,11 @@ import pytest
 
 from moecore.predict import pictures as predicted
 from moecore.report.claims.evaluation import evaluate_claims
-from moecore.report.page.explorer_page import explorer
+from moecore.report.page.explorer_page import render_study_explorer
 from moecore.report.page.report_page import render_report
-from moecore.report.results import read_results
+from moecore.report.results_and_displays import read_results
 from moecore.report.study_results import Models
-from moecore.study.sections import Selection
+from moecore.study.run_and_claims import RunSelection
 from moecore.study.stages import MEASURED_STAGES
 from moecore.tasks.classification import Classification
 from tests.browser import LOOKS, clipped, opened
@@ -38,7 +38,7 @@ def study(tmp_path_factory):
     """Six methods, two phases, everything measured; one seed."""
     root = tmp_path_factory.mktemp("study")
     write_results(root, METHODS, [0], list(PHASES), STAGES)
-    run = Selection(methods=tuple(METHODS), seeds=(0,), phases=PHASES)
+    run = RunSelection(methods=tuple(METHODS), seeds=(0,), phases=PHASES)
     return read_results(run, SETTINGS, root, STAGES)
 
 
@@ -223,7 +223,7 @@ def hostile_page(folder: Path) -> str:
         for old, new in names.items():
             text = text.replace(json.dumps(old), json.dumps(new))
         path.write_text(text, encoding="utf-8")
-    run = Selection(methods=("vmoe", "prc"), seeds=(0,), phases=("pretrain",))
+    run = RunSelection(methods=("vmoe", "prc"), seeds=(0,), phases=("pretrain",))
     found = read_results(run, f"{SETTINGS}# {EVIL['method']}\n", folder)
     evaluated = evaluate_claims([claim(says=EVIL["caption"])], found)
     (phase,) = found.phases.values()
@@ -242,7 +242,7 @@ def hostile_explorer(folder: Path) -> str:
     for name, phase in found.phases.items():
         card = {**phase.card, "name": EVIL["data"]}
         phases[name] = phase._replace(models=renamed(phase.models), task=task, card=card)
-    return explorer(found._replace(phases=phases))
+    return render_study_explorer(found._replace(phases=phases))
 
 
 def hostile_predictions(folder: Path) -> str:

@@ -15,8 +15,8 @@ from moecore.report.column import Column
 from moecore.report.page.page_objects import format_column
 from moecore.report.page.report_page import render_report
 from moecore.report.report_files import robustness_csv, training_csv
-from moecore.report.results import read_results
-from moecore.report.study_results import Measured
+from moecore.report.results_and_displays import read_results
+from moecore.report.study_results import ModelResults
 from moecore.report.tables import metrics_by_method, terminal_summary
 from moecore.report.tables.cells import (
     Cell,
@@ -27,7 +27,7 @@ from moecore.report.tables.cells import (
 )
 from moecore.report.tables.metrics_by_method import best_by_disjoint_intervals, compare_methods
 from moecore.statistics.intervals import Interval
-from moecore.study.sections import Selection
+from moecore.study.run_and_claims import RunSelection
 from moecore.study.stages import MEASURED_STAGES
 from tests.report.generated import write_results
 
@@ -41,7 +41,7 @@ METHODS = {"dense": False, "vmoe": True, "tgr": True}
 
 def results(root, methods=METHODS, seeds=(0,), phases=("pretrain", "finetune")):
     write_results(root, methods, list(seeds), list(phases))
-    run = Selection(methods=tuple(methods), seeds=tuple(seeds), phases=tuple(phases))
+    run = RunSelection(methods=tuple(methods), seeds=tuple(seeds), phases=tuple(phases))
     return read_results(run, "run: {} # <settings> & more\n", root)
 
 
@@ -102,7 +102,7 @@ def test_several_seeds_have_an_interval_over_items_and_seeds():
     def cell(read, *seeds):
         mean = lambda result: float(np.mean(result.items))
         column = Column("a", "a", mean, kind=Kept, read_items=read)
-        return cell_over_seeds(column, [Measured({Kept: one}) for one in seeds])
+        return cell_over_seeds(column, [ModelResults({Kept: one}) for one in seeds])
 
     two = Kept(items=(0, 2)), Kept(items=(2, 4))
     both = cell(lambda result: np.array(result.items), *two)
@@ -144,7 +144,7 @@ def test_the_best_is_marked_only_outside_the_intervals():
 
 def test_a_file_that_is_missing_or_of_other_code_is_named(tmp_path):
     write_results(tmp_path, METHODS, [0], ["pretrain", "finetune"])
-    run = Selection(methods=tuple(METHODS), seeds=(0,))
+    run = RunSelection(methods=tuple(METHODS), seeds=(0,))
     for name, stage in MISSING.items():
         text = (tmp_path / name).read_text()
         (tmp_path / name).unlink()
@@ -180,7 +180,7 @@ def spoiled(path: Path, contents: Sequence[str]) -> Iterator[None]:
 
 def test_a_damaged_file_is_named_in_a_line(tmp_path):
     write_results(tmp_path, {"vmoe": True}, [0], ["pretrain"])
-    run = Selection(methods=("vmoe",), seeds=(0,), phases=("pretrain",))
+    run = RunSelection(methods=("vmoe",), seeds=(0,), phases=("pretrain",))
     for name in ("data/pretrain/card.json", "measured/routing/pretrain/vmoe/0.json"):
         for _ in spoiled(tmp_path / "artifacts" / name, ("{}", *DAMAGED)):
             with pytest.raises(UserError, match=re.escape(name)) as error:
@@ -194,7 +194,7 @@ def test_the_end_of_a_run_has_the_best_methods_in_25_lines(tmp_path, capsys):
         accuracy = {"mean": number / 100, "low": 0.0, "high": 0.5, "form": "share"}
         cells[f"m{number}"] = dict.fromkeys(("pretrain", "finetune"), {"test_accuracy": accuracy})
     (tmp_path / "compare.json").write_text(json.dumps(cells))
-    terminal_summary.print_end(tmp_path / "compare.json")
+    terminal_summary.print_run_summary(tmp_path / "compare.json")
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["phase", "method", "test", "accuracy"]
     assert [line.split()[1] for line in lines[:20]] == [f"m{n}" for n in range(29, 19, -1)] * 2
@@ -216,7 +216,7 @@ def test_a_damaged_compare_json_is_named_in_a_line(tmp_path):
 @pytest.mark.usefixtures("undrawn")
 def test_methods_left_on_disk_are_not_compared(tmp_path):
     write_results(tmp_path, METHODS, [0], ["pretrain"])
-    run = Selection(methods=("vmoe",), seeds=(0,), phases=("pretrain",))
+    run = RunSelection(methods=("vmoe",), seeds=(0,), phases=("pretrain",))
     found = read_results(run, "", tmp_path)
     assert list(compare_methods(found)) == ["vmoe"] and ">tgr<" not in render_report(found)
 
@@ -278,7 +278,7 @@ def test_a_phase_that_is_not_thorough_has_the_usual_stages_only(tmp_path):
     write_results(tmp_path, METHODS, [0], ["pretrain"], stages)
     write_results(tmp_path, METHODS, [0], ["finetune"], MEASURED_STAGES)
     phases = {"phases": ("pretrain", "finetune"), "thorough": ("pretrain",)}
-    run = Selection(methods=tuple(METHODS), seeds=(0,), measurements=("cost",), **phases)
+    run = RunSelection(methods=tuple(METHODS), seeds=(0,), measurements=("cost",), **phases)
     found = read_results(run, "", tmp_path, stages)
     assert len(found.phases["pretrain"].results(Cost)) == len(METHODS)
     assert found.phases["finetune"].results(Cost) == []
@@ -288,4 +288,4 @@ def test_a_phase_that_is_not_thorough_has_the_usual_stages_only(tmp_path):
         read_results(run.model_copy(update={"thorough": None}), "", tmp_path, stages)
     words = "thorough names adversarial; allowed: pretrain, finetune, as in phases"
     with pytest.raises(ValidationError, match=words):
-        Selection(methods=("dense",), seeds=(0,), thorough=("adversarial",))
+        RunSelection(methods=("dense",), seeds=(0,), thorough=("adversarial",))

@@ -11,18 +11,18 @@ from moecore.measure.pixel_baselines import LOGISTIC, Baselines
 from moecore.measure.training import Trained, collect_outcome_values
 from moecore.measure.values import Found, Value
 from moecore.report.claims import evaluation, result_evidence
-from moecore.report.claims.answers import collect_answers, evaluate_results
-from moecore.report.claims.evaluation import ControlPair, excludes_zero, list_unasked_controls
-from moecore.report.page.sections import with_reference_rows
-from moecore.report.study_results import Measured, Phase, Results
+from moecore.report.claims.answers import collect_answers, collect_corrected_answers
+from moecore.report.claims.evaluation import RouterControl, excludes_zero, list_unasked_controls
+from moecore.report.page.sections import add_reference_rows
+from moecore.report.study_results import ModelResults, PhaseResults, StudyResults
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
-from moecore.report.tables.terminal_summary import find_guess, first_sentence, headline_rows
+from moecore.report.tables.terminal_summary import find_guess, headline_rows, main_result_sentence
 from moecore.statistics.comparisons import BOTH, SEEDS, Difference, VarianceSource
 from moecore.statistics.intervals import Interval
 from moecore.statistics.pooling import combined_p, correct_for_looks
 from moecore.study import papers
 from moecore.study.questions import load_rounds
-from moecore.study.sections import Claim, Question, design_digest
+from moecore.study.run_and_claims import Claim, Question, design_digest
 from moecore.tasks import MultiLabel, NextToken, Regression, Task
 from tests.project import ROOT
 from tests.report import generated
@@ -36,7 +36,7 @@ AGES = Regression(target="age", unit="years", mean=60.0, deviation=10.0)
 CONTROL = "methods: {tgr: {}, vmoe: {}, told: {router: {kind: told}}}"
 
 
-def study(task: Task = generated.TASK, settings: str = "", **scores) -> Results:
+def study(task: Task = generated.TASK, settings: str = "", **scores) -> StudyResults:
     """A phase whose methods have these test scores, one per seed, without items."""
     models = {}
     for method, values in scores.items():
@@ -45,8 +45,8 @@ def study(task: Task = generated.TASK, settings: str = "", **scores) -> Results:
             changes = {"task": task, "test_score": generated.estimate(value, value - 0.1, value)}
             changes["median_mae"] = 9.0 if task is AGES else None
             outcome = generated.trained(0, 0, False, "pretrain").model_copy(update=changes)
-            models[method][seed] = Measured({Trained: collect_outcome_values(outcome)})
-    return Results({"pretrain": Phase("pretrain", CARD, task, models)}, settings)
+            models[method][seed] = ModelResults({Trained: collect_outcome_values(outcome)})
+    return StudyResults({"pretrain": PhaseResults("pretrain", CARD, task, models)}, settings)
 
 
 CARD = generated.card("pretrain")
@@ -82,14 +82,14 @@ CASES = (
 
 @pytest.mark.parametrize(("results", "finding"), CASES)
 def test_only_what_a_test_shows_is_said(results, finding):
-    assert first_sentence(results).partition("): ")[2] == f"{finding}."
+    assert main_result_sentence(results).partition("): ")[2] == f"{finding}."
 
 
 def test_controls_are_named_and_not_compared():
     found = study(settings=CONTROL, vmoe=SECOND, tgr=FIRST, told=FIRST)
     start = "2 methods on Fashion-MNIST (vmoe and tgr; not compared: told; 3 seeds): "
-    assert first_sentence(found) == f"{start}{LEAD}."
-    assert first_sentence(Results({})) == "Nothing was trained; calculated: nothing."
+    assert main_result_sentence(found) == f"{start}{LEAD}."
+    assert main_result_sentence(StudyResults({})) == "Nothing was trained; calculated: nothing."
 
 
 def test_a_guess_is_the_best_constant_answer_and_ends_the_table():
@@ -100,13 +100,13 @@ def test_a_guess_is_the_best_constant_answer_and_ends_the_table():
     linear = Value(metric="baseline", at={"classifier": LOGISTIC}, value=0.25, low=0.2, high=0.3)
     fitted = Found(values=(linear,), facts={"images": 4000})
     phase = phase._replace(together={Baselines: fitted})
-    grid = with_reference_rows(phase, [column], table.cells, ())
+    grid = add_reference_rows(phase, [column], table.cells, ())
     assert [line.items[0].note for line in grid.lines] == ["not shown to beat a guess", ""]
     assert [line.items[0].text for line in grid.foot] == ["16.7 %", "25.0 %"]
     assert grid.foot[1].items[0].small == "20.0 – 30.0"
     assert grid.foot[1].head.note == "on the pixels of 4,000 training images"
     results = results._replace(phases={"pretrain": phase})
-    assert first_sentence(results).endswith("; logistic regression on pixels reaches 25.0 %.")
+    assert main_result_sentence(results).endswith("; logistic regression on pixels reaches 25.0 %.")
     compared = compare_methods(results)
     assert compared["baselines"]["pretrain"][LOGISTIC]["mean"] == 0.25
     assert [row["method"] for row in headline_rows(compared)] == ["tgr", "vmoe"]
@@ -145,7 +145,7 @@ methods:
     ],
 )
 def test_the_pair_differs_in_its_router_alone(methods, pair):
-    assert evaluation.find_control_pair(methods) == (pair and ControlPair(*pair))
+    assert evaluation.find_router_control(methods) == (pair and RouterControl(*pair))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_the_first_sentence_ends_with_what_the_data_can_show(learned, fixed, sho
     results = study(settings=SETTINGS, tgr=learned, vmoe=learned, hash_moe=fixed)
     described = evaluation.describe_sensitivity(results, results.phases["pretrain"])
     assert described == (shown and f"vmoe − hash_moe = {shown}")
-    assert first_sentence(results).endswith(f"; {described}." if shown else "vmoe.")
+    assert main_result_sentence(results).endswith(f"; {described}." if shown else "vmoe.")
 
 
 def test_the_control_is_asked_once_and_judged():
@@ -286,7 +286,7 @@ def test_tgr_with_eight_experts(pooled):
 
 
 def test_claims_with_one_answer_are_unchanged_and_other_p_follow_from_the_runs(rounds, pooled):
-    _, alone = evaluate_results(rounds)
+    _, alone = collect_corrected_answers(rounds)
     before = {(each.study, each.claim): each.entry for each in alone}
     numbers = Counter()
     for each in pooled:

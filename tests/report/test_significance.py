@@ -13,14 +13,14 @@ from moecore.measure.robustness import Robustness
 from moecore.measure.training import Trained
 from moecore.parts import Classification, Config
 from moecore.report.claims.evaluation import evaluate_claims
-from moecore.report.claims.significance import differences_from, possible_test
-from moecore.report.column import Column, find_moe_baseline, references
-from moecore.report.figures.overview import limits_with_margin, overview_charts
-from moecore.report.headline_quantities import phase_quantities
-from moecore.report.page.page_objects import find_explaining_word
+from moecore.report.claims.significance import choose_test, compare_with_reference
+from moecore.report.column import Column, find_moe_baseline, reference_methods
+from moecore.report.figures.overview import axis_limits_with_margin, draw_overview
+from moecore.report.headline_quantities import choose_main_quantities
+from moecore.report.page.page_objects import find_glossary_term
 from moecore.report.page.report_page import build_page, render_report, template_environment
-from moecore.report.page.sections import describe_claims, describe_phase_findings
-from moecore.report.study_results import Measured, Results
+from moecore.report.page.sections import describe_phase_findings, describe_verdict_counts
+from moecore.report.study_results import ModelResults, StudyResults
 from moecore.report.tables import metrics_by_method
 from moecore.statistics.intervals import Interval
 from tests.report.generated import changed, model_with_results, trained, with_values
@@ -37,11 +37,11 @@ class Found(Config):
     hits: tuple[bool, ...] | None = None
 
 
-def model(hits=None, value: float | None = 0.0) -> Measured:
+def model(hits=None, value: float | None = 0.0) -> ModelResults:
     return model_with_results(Found(value=value, hits=None if hits is None else tuple(hits)))
 
 
-def sized(parameters: int = 10) -> Measured:
+def sized(parameters: int = 10) -> ModelResults:
     sizes = {"parameters": parameters, "active_parameters": 10}
     return model_with_results(trained(0, 0, False, "pretrain").model_copy(update=sizes))
 
@@ -53,7 +53,7 @@ def right(*wrong: int, count: int = 100) -> np.ndarray:
     return found
 
 
-def hits_of(model: Measured) -> np.ndarray | None:
+def hits_of(model: ModelResults) -> np.ndarray | None:
     found = model.of(Found).hits
     return None if found is None else np.array(found)
 
@@ -68,11 +68,11 @@ WITHIN = metric(lambda found: Interval(found.value, found.value - 0.1, found.val
 NEITHER = metric(lambda found: found.value, "")
 
 
-def one_seed(**hits) -> dict[str, dict[int, Measured]]:
+def one_seed(**hits) -> dict[str, dict[int, ModelResults]]:
     return {name: {0: model(found)} for name, found in hits.items()}
 
 
-def seeds(**values) -> dict[str, dict[int, Measured]]:
+def seeds(**values) -> dict[str, dict[int, ModelResults]]:
     models = {name: [model(value=value) for value in found] for name, found in values.items()}
     return {name: dict(enumerate(of_seeds)) for name, of_seeds in models.items()}
 
@@ -85,7 +85,7 @@ def marked(metric: Column, models) -> list[str]:
 def test_one_seed_is_tested_on_the_images():
     # b alone is right on 10 images, a alone on 2: exact p = 158 / 4096
     models = one_seed(a=right(*range(10)), b=right(50, 51))
-    found = differences_from(SHARE, models, "a")["b"]
+    found = compare_with_reference(SHARE, models, "a")["b"]
     assert (found.test, found.only) == ("mcnemar", (10, 2))
     assert found.p == found.holm == pytest.approx(158 / 4096)
     assert found.difference.value == pytest.approx(0.08)
@@ -99,14 +99,14 @@ def test_a_difference_that_does_not_stand_is_not_marked():
     assert marked(SHARE, one_seed(a=right(1), b=right(1))) == []
     assert marked(SHARE, one_seed(a=right(1))) == []
     models = seeds(a=(1.0, 2.0, 3.1), b=(2.0, 3.0, 4.0))  # neither is better
-    assert marked(NEITHER, models) == [] and differences_from(NEITHER, models, "a") == {}
+    assert marked(NEITHER, models) == [] and compare_with_reference(NEITHER, models, "a") == {}
 
 
 def test_holm_takes_the_number_of_comparisons_into_account():
     # 10 against 2 has p = 0.0386, which stands alone; against two such methods 2 · 0.0386 does not
     two = one_seed(a=right(*range(10)), b=right(50, 51))
     three = two | one_seed(c=right(*range(20, 30)))
-    found = differences_from(SHARE, three, "b")
+    found = compare_with_reference(SHARE, three, "b")
     assert [tested.holm for tested in found.values()] == pytest.approx([2 * 158 / 4096] * 2)
     assert marked(SHARE, two) == ["b"] and marked(SHARE, three) == []
     weak = right(*range(20))  # the best must beat each other method
@@ -117,7 +117,7 @@ def test_holm_takes_the_number_of_comparisons_into_account():
 def test_several_seeds_are_tested_pair_by_pair():
     # differences 0.1, 0.11, 0.09: t = 0.1 / (0.01 / √3) = 17.3; the seeds' own spread is far larger
     models = seeds(a=(0.2, 0.61, 0.89), b=(0.1, 0.5, 0.8))
-    found = differences_from(VALUE, models, "b")["a"]
+    found = compare_with_reference(VALUE, models, "b")["a"]
     assert found.test == "seeds" and found.difference.value == pytest.approx(0.1)
     assert found.p == pytest.approx(1 - np.sqrt(300 / 302), rel=1e-6)
     assert marked(VALUE, models) == ["b"], "lower is better"
@@ -125,11 +125,11 @@ def test_several_seeds_are_tested_pair_by_pair():
 
 
 def test_without_a_paired_test_the_intervals_decide():
-    assert possible_test(WITHIN, [{0: model()}]) == "intervals"
-    assert possible_test(SHARE, [{0: model(None)}]) == "intervals"
+    assert choose_test(WITHIN, [{0: model()}]) == "intervals"
+    assert choose_test(SHARE, [{0: model(None)}]) == "intervals"
     assert marked(WITHIN, seeds(a=(0.5,), b=(0.1,))) == ["b"]
     assert marked(WITHIN, seeds(a=(0.25,), b=(0.1,))) == []
-    assert differences_from(WITHIN, seeds(a=(0.5,), b=(0.1,)), "a") == {}
+    assert compare_with_reference(WITHIN, seeds(a=(0.5,), b=(0.1,)), "a") == {}
     assert marked(VALUE, seeds(a=(0.5,), b=(0.1,))) == []
 
 
@@ -138,20 +138,20 @@ def test_without_the_metric_none_takes_part_and_other_images_or_seeds_are_an_err
     found = metrics_by_method.cells_with_best_marked(VALUE, models)
     assert found["dense"] is None and found["b"].marked and not found["a"].marked
     with pytest.raises(UserError, match="100 images, another method's of 90"):
-        differences_from(SHARE, one_seed(a=right(1), b=right(1, count=90)), "b")
+        compare_with_reference(SHARE, one_seed(a=right(1), b=right(1, count=90)), "b")
     models = seeds(a=(1.0, 2.0), b=(1.0, 2.0))
     models["b"] = {5: models["b"][0], 6: models["b"][1]}
     with pytest.raises(UserError, match="seeds"):
-        differences_from(VALUE, models, "a")
+        compare_with_reference(VALUE, models, "a")
 
 
 def test_what_methods_are_compared_with():
     plain = {0: sized()}
     routed = {0: sized(parameters=20)}
     assert find_moe_baseline({"dense": plain, "prc": routed, "vmoe": routed}) == "vmoe"
-    assert references({"dense": plain, "prc": routed, "tgr": routed}) == ["prc", "dense"]
-    assert references({"told": routed, "prc": routed, "dense": plain}) == ["prc", "dense"]
-    assert references({"a": plain}) == [] and find_moe_baseline({"a": plain}) == ""
+    assert reference_methods({"dense": plain, "prc": routed, "tgr": routed}) == ["prc", "dense"]
+    assert reference_methods({"told": routed, "prc": routed, "dense": plain}) == ["prc", "dense"]
+    assert reference_methods({"a": plain}) == [] and find_moe_baseline({"a": plain}) == ""
 
 
 def test_compare_json_has_the_tests_and_the_page_names_them(tmp_path):
@@ -188,12 +188,12 @@ DENSE = "methods: {dense: {}, vmoe: {router: {kind: noisy_top_k}}, tgr: {router:
 CHANGED = "each pixel changed by at most 3.1 % of its range (ε = 8/255)."
 
 
-def answered(found: Results) -> str:
+def answered(found: StudyResults) -> str:
     """The sentence, its spaces plain."""
     return build_page(found, ()).answer.replace("\u00a0", " ")
 
 
-def with_hits(found: Results, method: str, wrong: int) -> None:
+def with_hits(found: StudyResults, method: str, wrong: int) -> None:
     """Its attacked images all right but ``wrong``, at every epsilon."""
     phase = found.phases["pretrain"]
     result = phase.models[method][0].of(Robustness)
@@ -268,18 +268,18 @@ def test_errors_have_their_unit(tmp_path, seeds):
 def test_claims_are_counted():
     shown = claimed(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89])
     asked = [claim(), claim(better="lower"), claim(metric="test_accuracy")]
-    text = describe_claims(evaluate_claims(asked, shown))
+    text = describe_verdict_counts(evaluate_claims(asked, shown))
     assert text.startswith("Of 3 claims tested here, 1 holds (prc against vmoe: Match")
     assert "1 differs here" in text and "1 is open: not significant" in text
-    one = describe_claims(evaluate_claims(asked[:1], shown))
+    one = describe_verdict_counts(evaluate_claims(asked[:1], shown))
     assert one.startswith("The one claim tested here holds (prc against vmoe: ")
 
 
 def test_pictures_hold_their_data(drawn, tmp_path):
     found = results(tmp_path, phases=["pretrain"])
     phase = found.phases["pretrain"]
-    known = phase_quantities(phase, metrics_by_method.build_table(found, phase))
-    scatter, rows = (one.figure for one in overview_charts(phase, known))
+    known = choose_main_quantities(phase, metrics_by_method.build_table(found, phase))
+    scatter, rows = (one.figure for one in draw_overview(phase, known))
     for figure in (scatter, rows):
         for axes in figure.axes:
             (left, right), (low, high) = axes.get_xlim(), sorted(axes.get_ylim())
@@ -288,15 +288,15 @@ def test_pictures_hold_their_data(drawn, tmp_path):
                 assert all(low <= y <= high for y in line.get_ydata())
     names = {text.get_text() for text in scatter.axes[0].texts}
     assert names == set(phase.models), "every point has its name"
-    assert limits_with_margin([0.99, 1.0], "share")[1] <= 1.03
+    assert axis_limits_with_margin([0.99, 1.0], "share")[1] <= 1.03
 
 
 def test_words_explain_columns():
-    assert find_explaining_word("imed_rotation_5") == "IMED"
-    assert find_explaining_word("mce") == "mCE"
+    assert find_glossary_term("imed_rotation_5") == "IMED"
+    assert find_glossary_term("mce") == "mCE"
     for name in ("accuracy_worst_case", "attacked_mae_worst_case"):
-        assert find_explaining_word(name) == "worst case"
-    assert find_explaining_word("test_accuracy") == ""
+        assert find_glossary_term(name) == "worst case"
+    assert find_glossary_term("test_accuracy") == ""
     terms = template_environment().get_template("parts.html.jinja").module.glossary
     assert all("\n" not in text and not text.endswith(".") for text in terms.values())
     lines = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").splitlines()
@@ -322,7 +322,7 @@ def test_a_study_of_a_thousand_classes(tmp_path):
     block = next(one for one in section.blocks if one.title == "Confusion of classes")
     assert block.finding == "class 7 is taken for class 8 most often (25\u00a0%, mean over methods)"
     assert [len(tile.lines) for tile in block.tiles] == [1, 1, 1]
-    quantities = phase_quantities(phase, metrics_by_method.build_table(found, phase))
+    quantities = choose_main_quantities(phase, metrics_by_method.build_table(found, phase))
     assert describe_phase_findings(phase, "x", quantities, ())
 
 
@@ -333,8 +333,8 @@ def test_pairs_of_seeds_are_tested_by_the_jackknife():
     between = metric(lambda one, other: pairs[one.value, other.value], "higher")
     between = between._replace(of_pairs=True)
     models = seeds(ours=[0, 1, 2], theirs=[3, 4, 5])
-    (tested,) = differences_from(between, models, "theirs").values()
+    (tested,) = compare_with_reference(between, models, "theirs").values()
     assert tested.difference == pytest.approx((0.2, 0.2 - 0.496828, 0.2 + 0.496828), abs=1e-6)
     assert tested.p == pytest.approx(2 * stdtr(2, -(3**0.5))) and marked(between, models) == []
     two = seeds(ours=[0, 1], theirs=[3, 4])
-    assert differences_from(between, two, "theirs") == {} and marked(between, two) == []
+    assert compare_with_reference(between, two, "theirs") == {} and marked(between, two) == []

@@ -18,7 +18,7 @@ from moecore.core.config import Config
 from moecore.core.files import ResumableParts, UnusableFile, UserError, append_line, read_json
 from moecore.core.source_layout import ROOT
 from moecore.run import history_file, run_record
-from moecore.run.history_file import HISTORY_FILE, GrowingHistory, encode_line, read_lines
+from moecore.run.history_file import HISTORY_FILE, HistoryReader, encode_line, read_lines
 from moecore.run.run_record import record_run
 
 
@@ -179,14 +179,14 @@ def test_the_stage_ends_when_its_parent_is_killed():
 
 @pytest.fixture
 def history(tmp_path):
-    return GrowingHistory(tmp_path)
+    return HistoryReader(tmp_path)
 
 
-def write(history: GrowingHistory, *lines: dict) -> None:
+def write(history: HistoryReader, *lines: dict) -> None:
     history.path.write_text("".join(map(encode_line, lines)))
 
 
-def append(history: GrowingHistory, text: str) -> None:
+def append(history: HistoryReader, text: str) -> None:
     with open(history.path, "a") as handle:
         handle.write(text)
 

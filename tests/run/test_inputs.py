@@ -15,25 +15,25 @@ import pytest
 from moecore.core.config import Config
 from moecore.core.files import UserError, read_json, write_json
 from moecore.core.source_layout import ROOT
-from moecore.pipeline.code_hashes import write_code
-from moecore.pipeline.dvc import dvc_entry
-from moecore.pipeline.study_runs import keep_results, why_results_stay, write_run_folder
+from moecore.pipeline.code_hashes import write_code_hashes
+from moecore.pipeline.dvc_yaml import build_dvc_entry
+from moecore.pipeline.run_folders import explain_stale_results, store_results, write_run_folder
 from moecore.report.claims.evaluation import describe_waiting_claims, split_answerable_comparisons
-from moecore.run import history_file, inputs
+from moecore.run import history_file, stage_inputs
 from moecore.run.history_file import read_dvc_locks, read_lines
-from moecore.run.inputs import (
+from moecore.run.run_record import record_run
+from moecore.run.stage_inputs import (
     StageInputs,
     hash_source_file,
+    list_stage_hash_files,
     refuse_changed_document,
-    stage_hash_files,
 )
-from moecore.run.run_record import record_run
 from moecore.stages.compare import Params
-from moecore.study.document import load_yaml_document
-from moecore.study.params_file import write_assignments
-from moecore.study.questions import QuestionFile, Round
-from moecore.study.settings import read_params
+from moecore.study.params_reader import read_params
+from moecore.study.params_writer import write_assignments
+from moecore.study.questions import QuestionFile, QuestionRound
 from moecore.study.stages import STAGES
+from moecore.study.yaml_document import load_yaml_document
 from tests.project import PARAMS, Project
 
 STAGE = "pretrain@dense-0"
@@ -113,8 +113,8 @@ def test_code_edited_while_a_stage_runs_files_no_result_and_is_named(project):
 
 
 def test_a_forked_stage_has_the_code_that_its_server_imported(monkeypatch, tmp_path):
-    monkeypatch.setattr(inputs, "_imported_by_server", {})
-    inputs.remember_imported_sources()
+    monkeypatch.setattr(stage_inputs, "_imported_by_server", {})
+    stage_inputs.remember_imported_sources()
     file, other = Path(CODE), Path("moecore/training/loop.py")
     hashes = {path.as_posix(): hash_source_file(path) for path in (file, other)}
     write_json(tmp_path / "hashes.json", hashes)
@@ -127,10 +127,10 @@ def test_a_forked_stage_has_the_code_that_its_server_imported(monkeypatch, tmp_p
 def test_a_stage_compares_the_code_that_dvc_files_its_result_under(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("params.yaml").write_text(PARAMS, encoding="utf-8")
-    write_code("params.yaml")
+    write_code_hashes("params.yaml")
     names = {"${item.method}": "vmoe", "${key}": "pretrain", "${item.what}": "invariance"}
     for stage in [name for name, row in STAGES.items() if row.reads]:
-        defined = dvc_entry(STAGES[stage])
+        defined = build_dvc_entry(STAGES[stage])
         deps = [path for path in defined.get("do", defined)["deps"] if "/settings/" not in path]
         for template, name in names.items():
             deps = [path.replace(template, name) for path in deps]
@@ -143,7 +143,7 @@ def test_a_stage_compares_the_code_that_dvc_files_its_result_under(monkeypatch, 
             what = "invariance"
         if stage == "calculate":
             phase_and_method = ()
-        assert {*stage_hash_files(what, *phase_and_method)} == named, stage
+        assert {*list_stage_hash_files(what, *phase_and_method)} == named, stage
 
 
 def test_dvc_tells_settings_apart_that_are_called_size(copied):
@@ -215,7 +215,7 @@ NUMBERS = {"moe": {}, "claims": {"0: one": {}}}
 
 
 @pytest.fixture
-def study(tmp_path, monkeypatch) -> Round:
+def study(tmp_path, monkeypatch) -> QuestionRound:
     """A question with claims in a project of its own, whose run folder is written."""
     for name in ("params.yaml", "dvc.yaml", f"pipelines/{NAME}.yaml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -227,7 +227,7 @@ def study(tmp_path, monkeypatch) -> Round:
     return one
 
 
-def finish(one: Round) -> None:
+def finish(one: QuestionRound) -> None:
     """Leave what `dvc repro` leaves at the end, as far as results go."""
     write_json(one.folder / "reports/compare.json", NUMBERS)
     (one.folder / "reports/items.safetensors").write_bytes(b"items")
@@ -241,9 +241,11 @@ def finish(one: Round) -> None:
 
 
 def test_results_of_the_whole_study_are_kept_with_who_asked(study):
-    assert why_results_stay(study).startswith(f"{study.folder}/reports/compare.json does not exist")
+    assert explain_stale_results(study).startswith(
+        f"{study.folder}/reports/compare.json does not exist"
+    )
     finish(study)
-    assert keep_results(study) == study.results
+    assert store_results(study) == study.results
     asked = {"commit": None, "file": f"pipelines/{NAME}.yaml"}
     assert read_json(study.results) == {"asked": asked} | NUMBERS
     assert study.results.with_suffix(".safetensors").read_bytes() == b"items"
@@ -256,7 +258,7 @@ def test_a_part_leaves_the_results_and_its_claims_wait(study):
     finish(study)
     write_assignments(study.folder / "params.yaml", ["run.methods=[moge]", "run.seeds=[0]"])
     with pytest.raises(UserError, match="left as it is: this run has other settings, run.methods"):
-        keep_results(study)
+        store_results(study)
     assert not study.results.exists()
     params = read_params(Params, str(study.folder / "params.yaml"))
     ready, waiting = split_answerable_comparisons([*params.claims, *params.questions], params.run)
@@ -270,10 +272,12 @@ def test_numbers_that_are_not_of_these_settings_are_not_kept(study):
     write_assignments(study.folder / "params.yaml", ["run.seeds=[0]"])
     finish(study)
     assert write_run_folder(study) == ["run.seeds: [0] → [0, 1, 2]"], "the question's, again"
-    assert "params.yaml is not what the stages compare and numbers saw" in why_results_stay(study)
+    assert "params.yaml is not what the stages compare and numbers saw" in explain_stale_results(
+        study
+    )
     finish(study)
     write_json(study.folder / "reports/compare.json", {})
-    assert "reports/compare.json is not what the stages" in why_results_stay(study)
+    assert "reports/compare.json is not what the stages" in explain_stale_results(study)
 
 
 def test_who_asked_is_known_before_the_run_and_stays(study):

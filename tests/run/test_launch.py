@@ -23,8 +23,8 @@ import pytest
 from moecore.core.files import UserError
 from moecore.core.safetensors_files import read_tensors
 from moecore.pipeline import parallel
-from moecore.run import launch
-from moecore.run.launch import launch_command, launch_environment, variables_from_slurm
+from moecore.run import launcher
+from moecore.run.launcher import build_launch_command, launcher_environment, ranks_from_slurm
 from tests.project import PARAMS, Project
 
 CONFIG = """\
@@ -140,7 +140,7 @@ FP32 = "  {precision: float32, epochs: 2, batch: 64,"
 )
 def test_wrong_words_are_refused(monkeypatch, name, value, said):
     monkeypatch.setenv(f"MOECORE_{name}", value)
-    for refusing in (lambda: launch_command(PRETRAIN), lambda: parallel.job_environments(2)):
+    for refusing in (lambda: build_launch_command(PRETRAIN), lambda: parallel.job_environments(2)):
         with pytest.raises(UserError) as error:
             refusing()
         assert f"MOECORE_{name}: {said}" in str(error.value)
@@ -150,43 +150,45 @@ def test_a_job_of_its_own_knows_nothing_of_the_job_around_it():
     around = {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURMD_NODENAME": "n1"}
     kept = {"SLURM_CONF": "/c", "SLURM_ACCOUNT": "lab", "HOME": "/h"}
     kill = {"SLURM_KILL_BAD_EXIT": "1"}
-    assert launch_environment(around | kept | {"SLURM_JOB_ID": "7"}) == kept | kill
-    assert launch_environment(around | kept) == around | kept | kill
+    assert launcher_environment(around | kept | {"SLURM_JOB_ID": "7"}) == kept | kill
+    assert launcher_environment(around | kept) == around | kept | kill
 
 
 def test_what_is_started(monkeypatch):
     monkeypatch.setenv("MOECORE_RANKS", "4")
     ranks = ["-m", "moecore.run.local_ranks", "4"]
-    assert launch_command(PRETRAIN) == [PYTHON, *ranks, *PRETRAIN]
+    assert build_launch_command(PRETRAIN) == [PYTHON, *ranks, *PRETRAIN]
     routing = ["-m", "moecore.stages.measure", "routing", "pretrain", "vmoe", "0"]
-    assert launch_command(routing) == [PYTHON, *routing]
+    assert build_launch_command(routing) == [PYTHON, *routing]
     monkeypatch.setenv("MOECORE_LAUNCH", "env A={stage} B={gpus}")
-    assert launch_command(PRETRAIN) == ["env", "A=pretrain", "B=4", PYTHON, *ranks, *PRETRAIN]
-    assert launch_command(routing) == ["env", "A=routing", "B=1", PYTHON, *routing]
+    assert build_launch_command(PRETRAIN) == ["env", "A=pretrain", "B=4", PYTHON, *ranks, *PRETRAIN]
+    assert build_launch_command(routing) == ["env", "A=routing", "B=1", PYTHON, *routing]
     compare = ["-m", "moecore.stages.compare"]
-    assert launch_command(compare) == ["env", "A=compare", "B=0", PYTHON, *compare]
+    assert build_launch_command(compare) == ["env", "A=compare", "B=0", PYTHON, *compare]
     adversarial = ["-m", "moecore.stages.finetune", "adversarial", "vmoe", "0"]
-    assert launch_command(adversarial)[:2] == ["env", "A=adversarial"]
+    assert build_launch_command(adversarial)[:2] == ["env", "A=adversarial"]
     monkeypatch.setenv("MOECORE_LAUNCH", "env A={ranks}")
-    assert launch_command(PRETRAIN) == ["env", "A=4", PYTHON, *PRETRAIN]
+    assert build_launch_command(PRETRAIN) == ["env", "A=4", PYTHON, *PRETRAIN]
 
 
 def test_a_task_of_slurm_knows_its_rank():
     task = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
     ranks = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert variables_from_slurm(task) == ranks
-    assert variables_from_slurm(task | {"SLURM_NTASKS": "1"}) == {}
-    assert variables_from_slurm(task | {"RANK": "0"}) == {}, "torchrun has said it"
+    assert ranks_from_slurm(task) == ranks
+    assert ranks_from_slurm(task | {"SLURM_NTASKS": "1"}) == {}
+    assert ranks_from_slurm(task | {"RANK": "0"}) == {}, "torchrun has said it"
     four = {"MOECORE_THREADS": "4", "OMP_NUM_THREADS": "4"}
-    assert variables_from_slurm({"SLURM_CPUS_PER_TASK": "4"}) == four
-    assert variables_from_slurm({"SLURM_CPUS_PER_TASK": "4", "MOECORE_THREADS": "1"}) == {}
+    assert ranks_from_slurm({"SLURM_CPUS_PER_TASK": "4"}) == four
+    assert ranks_from_slurm({"SLURM_CPUS_PER_TASK": "4", "MOECORE_THREADS": "1"}) == {}
 
 
 def test_the_exit_code_is_the_launchers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for script, code in (("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137)):
         words = ["sh", "-c", f'touch "$MOECORE_MEETING"; {script}']
-        assert launch.run_launcher(words, 2) == code and not list(Path(".state/meetings").iterdir())
+        assert launcher.run_launcher(words, 2) == code and not list(
+            Path(".state/meetings").iterdir()
+        )
 
 
 def test_jobs_take_the_cards_that_were_given(monkeypatch):

@@ -22,10 +22,10 @@ from moecore.measure.calibrators.linear import Linear
 from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.pipeline import code_hashes
-from moecore.pipeline.code_hashes import write_code
-from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
+from moecore.pipeline.code_hashes import write_code_hashes
+from moecore.pipeline.dvc_yaml import build_stage_entries, study_dvc_yaml_texts
 from moecore.report.figures.overview import draw_dataset_samples
-from moecore.report.tables.metrics_by_method import unfit_metric_problems
+from moecore.report.tables.metrics_by_method import unanswerable_claims
 from moecore.stages import code as code_stage
 from moecore.stages import out_of_fold as stage
 from moecore.stages.calculate import calculate
@@ -33,7 +33,7 @@ from moecore.stages.compare import compare
 from moecore.stages.measure import measure
 from moecore.stages.prepare import prepare
 from moecore.study.check import check_document, check_study
-from moecore.study.document import load_yaml_document, parse_yaml_document
+from moecore.study.yaml_document import load_yaml_document, parse_yaml_document
 from moecore.testing import check_calculation
 from moecore.training.artifacts import save_model, save_no_guide
 from tests.data.making import leaning, write_cohort
@@ -135,7 +135,7 @@ DATA = re.compile(r'<script id="data" type="application/json">(.*?)</script>', r
 
 def test_the_page_shows_the_epochs_of_a_training(tmp_path):
     explored = Project(tmp_path, PARAMS)
-    stages = stage_definitions(["prepare", "teacher_router", "pretrain", "measure"])
+    stages = build_stage_entries(["prepare", "teacher_router", "pretrain", "measure"])
     text = study_dvc_yaml_texts(stages, {})["dvc.yaml"]
     (tmp_path / "dvc.yaml").write_text(text, encoding="utf-8")
     for words in ("prepare pretrain", "teacher_router vmoe 0", "pretrain vmoe 0"):
@@ -182,7 +182,7 @@ def test_every_volume_is_predicted_by_a_model_without_its_participant(tmp_path, 
     monkeypatch.setenv("MOECORE_THREADS", "1")
     monkeypatch.delenv("MOECORE_PARAMS", raising=False)
     (tmp_path / "params.yaml").write_text(OUT_OF_FOLD_PARAMS)
-    write_code("params.yaml")
+    write_code_hashes("params.yaml")
     numbers = {"train": 12, "validation": 4, "test": 4}
     data = write_cohort(tmp_path / "artifacts/data/pretrain", numbers=numbers)
     trained = []
@@ -222,7 +222,7 @@ def test_nothing_is_trained_where_the_calibration_needs_none(tmp_path, monkeypat
     monkeypatch.delenv("MOECORE_PARAMS", raising=False)
     text = OUT_OF_FOLD_PARAMS.replace("fit_on: out_of_fold", "fit_on: validation")
     (tmp_path / "params.yaml").write_text(text)
-    write_code("params.yaml")
+    write_code_hashes("params.yaml")
     numbers = {"train": 12, "validation": 4, "test": 4}
     write_cohort(tmp_path / "artifacts/data/pretrain", numbers=numbers)
     monkeypatch.setattr(brain, "build_fold_job", lambda *given: pytest.fail("a model was trained"))
@@ -243,7 +243,7 @@ def study(tmp_path, monkeypatch):
 
 def prepare_from(study: Path, source: str) -> None:
     (study / "params.yaml").write_text(f"run: {{methods: []}}\ndata:\n  finetune: {source}\n")
-    write_code("params.yaml")
+    write_code_hashes("params.yaml")
     prepare("finetune")
 
 
@@ -375,7 +375,7 @@ class Bound(Calculation):
 '''.replace("from", "import numpy as np\nfrom", 1)
 PICTURES = """\
 from matplotlib.figure import Figure
-from moecore.report.results import Pictures
+from moecore.report.results_and_displays import Pictures
 
 PICTURES = Pictures("my_lab.bound", lambda found: [("a_curve", Figure())])
 """
@@ -396,15 +396,15 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.delenv("MOECORE_PARAMS", raising=False)
     write_my_lab(tmp_path, bound=BOUND, pictures=PICTURES)
     (tmp_path / "params.yaml").write_text(CALCULATED)
-    stages = stage_definitions(["calculate", "compare"])
+    stages = build_stage_entries(["calculate", "compare"])
     (tmp_path / "dvc.yaml").write_text(study_dvc_yaml_texts(stages, {})["dvc.yaml"])
     yield tmp_path
     forget_package()
 
 
 def test_its_values_reach_the_page_and_answer_a_question(folder):
-    check_study(also=unfit_metric_problems)
-    write_code("params.yaml")
+    check_study(also=unanswerable_claims)
+    write_code_hashes("params.yaml")
     hashed = read_json(folder / "artifacts/code/measure/my_lab.bound.json")
     assert "my_lab/bound.py" in hashed and "my_lab/pictures.py" not in hashed
     assert "my_lab/pictures.py" in read_json(folder / "artifacts/code/stages/compare.json")
@@ -443,7 +443,7 @@ def test_it_keeps_its_promises(folder):
 def test_what_is_wrong_is_named(folder, old, new, line):
     (folder / "params.yaml").write_text(CALCULATED.replace(old, new, 1))
     with pytest.raises(UserError, match=line.replace("[", r"\[").replace("?", r"\?")):
-        check_study(also=unfit_metric_problems)
+        check_study(also=unanswerable_claims)
 
 
 def test_a_calculation_needs_its_stage(folder):

@@ -11,8 +11,8 @@ import yaml
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
 from moecore.study import check
-from moecore.study.document import load_yaml_document, parse_yaml_document
-from moecore.study.params_file import dump_inline_yaml
+from moecore.study.params_writer import dump_inline_yaml
+from moecore.study.yaml_document import load_yaml_document, parse_yaml_document
 from tests.data.making import image_classes
 from tests.project import PARAMS, check_params, compose_shipped, write_question
 

@@ -7,8 +7,8 @@ import pytest
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
 from moecore.study.check import check_document
-from moecore.study.document import parse_yaml_document
 from moecore.study.questions import QuestionFile, find_question, list_question_names, load_rounds
+from moecore.study.yaml_document import parse_yaml_document
 from tests.project import PARAMS
 
 BASE = parse_yaml_document(PARAMS).data

@@ -15,12 +15,12 @@ from pydantic import Field, model_validator
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
-from moecore.study import document, settings
-from moecore.study.document import cap_line_count, load_yaml_document, parse_yaml_document
-from moecore.study.layers import merge_settings
-from moecore.study.settings import params_keys_by_field, read_params
+from moecore.study import params_reader, yaml_document
+from moecore.study.params_layers import merge_settings
+from moecore.study.params_reader import params_keys_by_field, read_params
 from moecore.study.stages import SECTIONS
 from moecore.study.study import MEASURED_SECTIONS, Study
+from moecore.study.yaml_document import cap_line_count, load_yaml_document, parse_yaml_document
 
 
 class NoisyTopK(Config):
@@ -56,7 +56,7 @@ class Method(Config):
 class Params(Config):
     epsilons: tuple[Annotated[float, Field(ge=0, le=1)], ...]
     flag: bool = False
-    method: Annotated[Method, settings.ParamsKeyTemplate("methods.{method}")]
+    method: Annotated[Method, params_reader.ParamsKeyTemplate("methods.{method}")]
 
 
 def test_yaml_1_2():
@@ -167,7 +167,7 @@ def test_what_is_no_file_of_text_is_said(tmp_path):
 
 def test_a_line_is_a_line_and_no_longer_than_a_screen():
     assert (
-        document.spell_keys(("a\nb\u2028", 0, "c" * 200))
+        yaml_document.spell_keys(("a\nb\u2028", 0, "c" * 200))
         == rf"a\nb\u2028[0].{'c' * 28}...{'c' * 28}"
     )
     assert cap_line_count(["p:1:1: a"] * 20) == "\n".join(["p:1:1: a"] * 20)
@@ -190,7 +190,7 @@ def test_reads_exactly_what_is_declared(tmp_path, monkeypatch):
 
 def problems(text: str) -> list[str]:
     with pytest.raises(UserError) as caught:
-        settings.extract_settings(Params, parse_yaml_document(text), method="vmoe")
+        params_reader.extract_settings(Params, parse_yaml_document(text), method="vmoe")
     return str(caught.value).split("\n")
 
 
@@ -255,7 +255,7 @@ def test_single_problems(text, place_and_key, word):
     assert line.startswith(f"params.yaml:{place_and_key}: ") and word in line
 
 
-LIGHT = "import moecore.study.settings, moecore.run.run_record, moecore.run.stage_entry"
+LIGHT = "import moecore.study.params_reader, moecore.run.run_record, moecore.run.stage_entry"
 CHECK = "import moecore.pipeline.cli as cli\ntry: cli.app(['check'])\nexcept SystemExit: pass"
 SCIPY = "scipy.special scipy.ndimage scipy.optimize scipy.stats"
 

@@ -9,11 +9,11 @@ import torch
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import allow_packages
-from moecore.report.tables.metrics_by_method import unfit_metric_problems
+from moecore.report.tables.metrics_by_method import unanswerable_claims
 from moecore.study.check import check_study
-from moecore.study.document import load_yaml_document
 from moecore.study.study import Study, read_study
 from moecore.study.trial_rules import outside_part_misfits, trial_step_misfits
+from moecore.study.yaml_document import load_yaml_document
 from tests import my_lab
 from tests.my_lab import BRIGHTNESS, CALM, COSINE, SECTIONS, write_my_lab
 from tests.project import SHIPPED
@@ -55,7 +55,7 @@ def test_our_methods_and_parts_without_fault_make_a_step(folder):
     assert list(trial_step_misfits(with_all_methods(read_study(load_yaml_document(SHIPPED))))) == []
     assert torch.equal(before, torch.get_rng_state())
     write_my_lab(folder)
-    assert check_study(also=unfit_metric_problems).study.run.methods == ("mine",)
+    assert check_study(also=unanswerable_claims).study.run.methods == ("mine",)
 
 
 FAULTS = [
@@ -77,7 +77,7 @@ FAULTS = [
 def test_a_faulty_part_is_named_in_a_line(folder, files, place, words):
     write_my_lab(folder, **files)
     with pytest.raises(UserError) as raised:
-        check_study(also=unfit_metric_problems)
+        check_study(also=unanswerable_claims)
     [line] = str(raised.value).split("\n")
     assert line.startswith(place) and words in line
 
@@ -248,17 +248,17 @@ def test_a_part_that_refuses_so_small_a_model_is_noted(folder):
     refusing = 'from moecore import UserError\n        raise UserError("width: found 8")'
     write_my_lab(folder, calm=CALM.replace("return ", f"{refusing}\n        return "))
     note = "my_lab.calm was not tried in small: width: found 8"
-    assert check_study(also=unfit_metric_problems).untried == (note,)
+    assert check_study(also=unanswerable_claims).untried == (note,)
 
 
 def test_a_measurement_is_held_to_its_promises_and_noted_where_it_fails_in_small(folder):
     drawing = BRIGHTNESS.replace("images = ", "import torch; torch.rand(1); images = ")
     write_my_lab(folder, brightness=drawing)
     with pytest.raises(UserError, match=r"^params.yaml:2:10: my_lab.brightness: .*no global"):
-        check_study(also=unfit_metric_problems)
+        check_study(also=unanswerable_claims)
     my_lab.forget_package()
     write_my_lab(folder, brightness=BRIGHTNESS.replace("subject.data.test", "subject.data.lost"))
-    [note] = check_study(also=unfit_metric_problems).untried
+    [note] = check_study(also=unanswerable_claims).untried
     assert note.startswith("my_lab.brightness was not tried in small: it fails on a small ViT")
     assert note.endswith("my_lab/brightness.py:14)")
 
@@ -268,4 +268,4 @@ def test_a_measurement_without_metrics_is_named(folder):
     write_my_lab(folder, brightness=typed.replace("out.piece(", "return ("))
     line = r"^params.yaml:4:71: run.measurements\[0\]: found my_lab.brightness, .* since 0.4.0"
     with pytest.raises(UserError, match=line):
-        check_study(also=unfit_metric_problems)
+        check_study(also=unanswerable_claims)

@@ -23,15 +23,15 @@ from moecore.core.source_layout import ROOT, SHIPPED
 from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
 from moecore.nn.predict import meta_device_context
-from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
-from moecore.report.tables.metrics_by_method import unfit_metric_problems
-from moecore.study import params_file
+from moecore.pipeline.dvc_yaml import build_stage_entries, study_dvc_yaml_texts
+from moecore.report.tables.metrics_by_method import unanswerable_claims
+from moecore.study import params_writer
 from moecore.study.check import check_study
-from moecore.study.document import load_yaml_document, parse_yaml_document
-from moecore.study.layers import compose_layers, load_overlay_layer, load_root_layer
-from moecore.study.model_rules import image_spec, load_previews
+from moecore.study.model_rules import load_data_previews, planned_image_spec
+from moecore.study.params_layers import compose_layers, load_overlay_layer, load_root_layer
 from moecore.study.questions import QuestionFile, list_question_names
 from moecore.study.study import Study
+from moecore.study.yaml_document import load_yaml_document, parse_yaml_document
 from moecore.training.job import Objective, TrainingJob, training_batch
 from moecore.training.loop import train_step
 from moecore.training.method import build_guide
@@ -41,8 +41,8 @@ from tests.project import PARAMS, write_question
 
 def text_of(question: QuestionFile, *presets: str) -> str:
     place = question.root / "pipelines"
-    origin = params_file.ParamsOrigin("own/asked.yaml", "params.yaml", "schema", place)
-    return params_file.params_text(question.round(None).compose(presets), origin, presets)
+    origin = params_writer.ParamsOrigin("own/asked.yaml", "params.yaml", "schema", place)
+    return params_writer.params_text(question.round(None).compose(presets), origin, presets)
 
 
 @pytest.mark.parametrize("name", list_question_names(ROOT))
@@ -67,13 +67,13 @@ def test_a_question_of_five_lines_is_a_study(ask, place):
     )
     path = place / "params.yaml"
     root = parse_yaml_document(PARAMS).data
-    assert params_file.write_params(path, text_of(question))
+    assert params_writer.write_params(path, text_of(question))
     data = load_yaml_document(path).data
     assert data["model"] == root["model"] | {"width": 48}
     assert data["methods"] == root["methods"] and data["cost"] == root["cost"]
     assert data["data"] == {"pretrain": root["data"]["pretrain"]}
     assert "robustness" not in data and "finetune" not in data and "teacher" not in data
-    assert not params_file.write_params(path, path.read_text(encoding="utf-8"))
+    assert not params_writer.write_params(path, path.read_text(encoding="utf-8"))
 
 
 def test_what_is_written_says_where_it_comes_from(ask):
@@ -92,7 +92,7 @@ def test_what_is_written_says_where_it_comes_from(ask):
 @pytest.mark.parametrize("name", ["ours/quick", "tgr/table_3", "moge/paper_scale", "ours/sizes"])
 def test_an_overlay_comes_to_the_same(tmp_path, name):
     composed = QuestionFile(SHIPPED, name).round(1).compose()
-    (tmp_path / "overlay.yaml").write_text(params_file.overlay_text(composed), encoding="utf-8")
+    (tmp_path / "overlay.yaml").write_text(params_writer.overlay_text(composed), encoding="utf-8")
     base = load_root_layer(SHIPPED)
     again = compose_layers([base, load_overlay_layer(tmp_path, base)], SHIPPED)
     text = str(composed.document.data).replace("../../data/", "data/")
@@ -101,12 +101,12 @@ def test_an_overlay_comes_to_the_same(tmp_path, name):
 
 def test_changes():
     before, after = {"a": {"x": 1, "y": None}, "b": [1]}, {"a": {"x": 1, "y": 2, "z": "text"}}
-    changes = list(params_file.list_changes(before, after))
+    changes = list(params_writer.list_changes(before, after))
     assert changes == ["a.y: null → 2", 'a.z: (absent) → "text"', "b: [1] → (absent)"]
     # Of lists of mappings, the entries that differ
     before = {"claims": [{"says": "one"}, {"says": "two"}]}
     after = {"claims": [{"says": "two"}, {"says": "three"}]}
-    changes = list(params_file.list_changes(before, after))
+    changes = list(params_writer.list_changes(before, after))
     assert changes == ['claims: {"says": "one"} → (absent)', 'claims: (absent) → {"says": "three"}']
 
 
@@ -138,17 +138,17 @@ again: {<<: *two, kind: 'three'}
 )
 def test_one_value_changes_and_all_else_stays(assignment, before, after):
     assert TEXT.count(before) == 1
-    assert params_file.apply_assignments(TEXT, [assignment]) == TEXT.replace(before, after)
+    assert params_writer.apply_assignments(TEXT, [assignment]) == TEXT.replace(before, after)
 
 
 def test_a_file_of_ours_is_written_as_it_stands(tmp_path):
     text = write_question(tmp_path, "ours/quick").read_text(encoding="utf-8")
-    assert params_file.apply_assignments(text, []) == text
+    assert params_writer.apply_assignments(text, []) == text
 
 
 def test_the_last_of_several_assignments_holds():
     words = ["pretrain.epochs=4", "pretrain={epochs: 5}", "pretrain.epochs=6"]
-    text = params_file.apply_assignments(TEXT, words)
+    text = params_writer.apply_assignments(TEXT, words)
     before = parse_yaml_document(TEXT).data
     assert parse_yaml_document(text).data == before | {"pretrain": {"epochs": 6}}
     assert "# the head" in text
@@ -169,20 +169,20 @@ def test_the_last_of_several_assignments_holds():
 )
 def test_what_cannot_be_written_is_said(assignment, word):
     with pytest.raises(UserError) as error:
-        params_file.apply_assignments(TEXT, [assignment])
+        params_writer.apply_assignments(TEXT, [assignment])
     assert f"-S {assignment}" in str(error.value) and word in str(error.value)
 
 
 def test_a_long_assignment_is_shortened():
     with pytest.raises(UserError, match="more than 64 levels") as error:
-        params_file.apply_assignments(TEXT, [f"pretrain.epochs={'[' * 5000}"])
+        params_writer.apply_assignments(TEXT, [f"pretrain.epochs={'[' * 5000}"])
     assert len(str(error.value)) < 200
 
 
 @pytest.mark.parametrize("text", ["", "- 1\n", "x\n"])
 def test_a_file_that_holds_no_keys_is_said(text):
     with pytest.raises(UserError, match="found 'a' in the file; allowed: "):
-        params_file.apply_assignments(text, ["a=1"])
+        params_writer.apply_assignments(text, ["a=1"])
 
 
 def test_the_file_is_checked_and_left_as_it_was_where_it_is_not_in_order(tmp_path):
@@ -190,10 +190,12 @@ def test_the_file_is_checked_and_left_as_it_was_where_it_is_not_in_order(tmp_pat
     path: Path = tmp_path / "params.yaml"
     path.write_text(PARAMS, encoding="utf-8")
     with pytest.raises(UserError) as error:
-        params_file.write_assignments(path, ["run.seeds=[0, 1]", "pretrain.epochs=none"])
+        params_writer.write_assignments(path, ["run.seeds=[0, 1]", "pretrain.epochs=none"])
     assert "pretrain.epochs" in str(error.value) and "left as it was" in str(error.value)
     assert path.read_text(encoding="utf-8") == PARAMS
-    assert params_file.write_assignments(path, ["run.seeds=[0, 1]"]) == ["run.seeds: [0] → [0, 1]"]
+    assert params_writer.write_assignments(path, ["run.seeds=[0, 1]"]) == [
+        "run.seeds: [0] → [0, 1]"
+    ]
     assert load_yaml_document(path).data["run"]["seeds"] == [0, 1]
 
 
@@ -218,7 +220,7 @@ def composed_study(name: str) -> tuple[dict, dict[str, str]]:
         data = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
         return data, {"dvc.yaml": (ROOT / "dvc.yaml").read_text(encoding="utf-8")}
     composed = QuestionFile(ROOT, name).round(1).compose()
-    stages = stage_definitions(composed.stages)
+    stages = build_stage_entries(composed.stages)
     data = composed.document.data
     return data, study_dvc_yaml_texts(stages, data["run"])
 
@@ -274,7 +276,7 @@ def test_no_edit_of_a_file_gives_a_traceback(tmp_path_factory, study, draw, edit
         change(data, draw)
     path = written(tmp_path_factory.mktemp("edited"), data, stages)
     try:
-        check_study(path, also=unfit_metric_problems)
+        check_study(path, also=unanswerable_claims)
     except UserError as error:
         lines = str(error).split("\n")
         assert all(line.startswith(f"{path}") for line in lines), lines
@@ -317,7 +319,7 @@ def test_what_is_accepted_passes_a_step(tmp_path_factory, every_method, draw):
 def step(study: Study, name: str) -> None:
     method, training = study.methods[name], study.pretrain
     assert study.model is not None and training is not None
-    image = image_spec(load_previews(study)["pretrain"])
+    image = planned_image_spec(load_data_previews(study)["pretrain"])
     backbone = method.merge_model_settings(study.model)
     with meta_device_context():
         small = backbone.build(image, method.moe)

@@ -16,8 +16,8 @@ from moecore.run.history_file import flatten_keys
 from moecore.run.run_record import record_run
 from moecore.tracking import sync as module
 from moecore.tracking.mlflow_connection import store_address
-from moecore.tracking.stored_run import metrics_and_params, select_changed_params
-from moecore.tracking.sync import Importer, sync_runs
+from moecore.tracking.stored_run import select_changed_params, split_metrics_and_params
+from moecore.tracking.sync import HistoryImporter, sync_runs
 from moecore.training.method import Method
 from moecore.training.monitor import LayerTotals, Monitor, build_routing_point
 from moecore.training.settings import Training
@@ -42,7 +42,7 @@ with record_run("pretrain", None, method="vmoe", seed=0, work=Path(sys.argv[3]))
 
 def import_all() -> dict[str, int]:
     """What a process of its own does; the counts that are not 0."""
-    return {word: count for word, count in Importer().import_all().items() if count}
+    return {word: count for word, count in HistoryImporter().import_all().items() if count}
 
 
 def everything(study) -> list:
@@ -119,7 +119,7 @@ def test_a_training_that_runs_again_shows_nothing_of_the_earlier_model(study):
     import_all()
     old = study.parent()
     time.sleep(0.01)
-    importer = Importer()
+    importer = HistoryImporter()
     with record_run("pretrain", None, method="vmoe", seed=0) as run:
         run.log(1, {"loss": 4.0})
         importer.import_all()
@@ -200,16 +200,16 @@ def test_a_method_that_was_removed_leaves_the_view_and_colours_are_the_reports(s
     study.write()
     study.write(method="gone")
     import_all()
-    from moecore.report.figures.drawing import line_look
+    from moecore.report.figures.drawing import line_style
 
-    assert study.parent().data.tags["mlflow.runColor"] == line_look(1)["color"]
+    assert study.parent().data.tags["mlflow.runColor"] == line_style(1)["color"]
     [gone] = [run for run in study.parents() if run.data.tags["method"] == "gone"]
     assert gone.data.tags["dvc.current"] == "false"
 
 
 def test_a_killed_run_ends_and_its_resumption_logs_no_step_twice(study):
     Path("live.py").write_text(LIVE)
-    importer = Importer()
+    importer = HistoryImporter()
     process = study.start("live.py", "1", "4", str(WORK), "wait")
     process.stdout.readline()
     importer.import_all()
@@ -248,7 +248,7 @@ def test_a_run_whose_history_and_process_are_gone_is_ended(study):
 def test_a_failed_run_says_why_and_what_was_deleted_in_the_store_is_imported_again(study):
     with pytest.raises(UserError), record_run("pretrain", None, method="vmoe", seed=0):
         raise UserError("the loss is not finite")
-    importer = Importer()
+    importer = HistoryImporter()
     importer.import_all()
     assert only_run(study).info.status == "FAILED"
     assert only_run(study).data.tags["error"] == "UserError: the loss is not finite"
@@ -288,7 +288,7 @@ def test_an_import_that_was_killed_is_completed_by_the_next(study, monkeypatch):
     def kill(*_):
         raise SystemExit
 
-    for owner, name in ((module.StudyImporter, "_send_figures"), (module, "mark_complete")):
+    for owner, name in ((module.StudyImporter, "_send_figures"), (module, "mark_import_complete")):
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
             patch.setattr(owner, name, kill)
             import_all()
@@ -340,10 +340,10 @@ def test_two_processes_make_one_store_and_one_run(study, tmp_path, monkeypatch):
 def test_what_is_given_is_a_param_and_no_chart():
     summary = {"test_correct": 84, "test_count": 359, "seconds": 0.4}
     summary |= {"test_score.value": 0.2339, "test_score.low": 0.1931}
-    metrics, params = metrics_and_params("finetune", summary)
+    metrics, params = split_metrics_and_params("finetune", summary)
     assert params == {"finetune.test_count": 359}
     assert metrics == {"test/correct": 84, "test/score": 0.2339, "train/seconds overall": 0.4}
-    metrics, params = metrics_and_params("cost", {"latency_ms.median": 2.5, "rounds": 5})
+    metrics, params = split_metrics_and_params("cost", {"latency_ms.median": 2.5, "rounds": 5})
     assert (metrics, params) == ({"cost/latency_ms": 2.5}, {"cost.rounds": 5})
 
 
@@ -358,7 +358,7 @@ def test_params_are_the_settings_that_are_no_defaults_and_the_kinds_of_parts():
 
 
 def test_the_routing_of_a_training_has_curves_and_a_map_while_it_trains(study):
-    importer, point = Importer(), None
+    importer, point = HistoryImporter(), None
     with record_run("pretrain", None, method="vmoe", seed=0) as run:
         for step, counts in ((10, (6, 2)), (20, (8, 0))):
             run.log(step, {"loss": 1.0})

@@ -32,7 +32,7 @@ from moecore.core.ranks import MEETING, Ranks, join_ranks, leave_ranks
 from moecore.core.safetensors_files import read_tensors
 from moecore.core.source_layout import ROOT
 from moecore.core.streams import BatchDraws, generator_for
-from moecore.study.document import load_yaml_document
+from moecore.study.yaml_document import load_yaml_document
 from moecore.teachers import Adversarial, Mix, Training, ViewSettings
 from moecore.training import loop
 from moecore.training.distributed_training import to_full_tensor

@@ -17,8 +17,8 @@ from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import eval_mode
-from moecore.study.document import parse_yaml_document
-from moecore.study.settings import extract_settings
+from moecore.study.params_reader import extract_settings
+from moecore.study.yaml_document import parse_yaml_document
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.job import training_batch
 from moecore.training.loop import iterate_training

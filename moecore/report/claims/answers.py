@@ -1,4 +1,4 @@
-"""The answers of all studies to claims and questions, and the sample that makes them precise.
+"""Stored answers of all studies to claims and questions, and the sample sizes that claims need.
 
 Stored results are judged by the claims as they are now, with Holm's correction over all studies.
 Sample sizes follow from the papers' effects and measured variances, never from a measured
@@ -14,16 +14,16 @@ from moecore.core.config import Config
 from moecore.report.claims import evaluation, result_evidence
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.tables.cells import NumberFormat
-from moecore.report.tables.metrics_by_method import expected_metrics, read_comparison
+from moecore.report.tables.metrics_by_method import expected_metrics, read_compare_json
 from moecore.statistics.comparisons import SEEDS, Difference, VarianceSource
-from moecore.study import sections
-from moecore.study.questions import Round
-from moecore.study.settings import extract_settings
+from moecore.study import run_and_claims
+from moecore.study.params_reader import extract_settings
+from moecore.study.questions import QuestionRound
 from moecore.study.stages import PHASES
 from moecore.study.study import read_study
 
 VERDICTS = {"open": "not significant"}  # verdict → its text, if that is not its name
-Asked = sections.Claim | sections.Question
+Asked = run_and_claims.Claim | run_and_claims.Question
 Studies = Mapping[str, Mapping[str, Any]]  # round of a question → result, {} if it was not run
 MOST_SEEDS = 100
 MOST_ITEMS = 10_000_000
@@ -31,15 +31,15 @@ MORE_ITEMS = 10  # factor
 
 
 class DeclaredClaims(Config):
-    """The sections of a params.yaml that claims depend on."""
+    """The sections of a params.yaml that define its claims and questions, and what is run."""
 
-    run: sections.Selection
-    claims: tuple[sections.Claim, ...] = ()
-    questions: tuple[sections.Question, ...] = ()
+    run: run_and_claims.RunSelection
+    claims: tuple[run_and_claims.Claim, ...] = ()
+    questions: tuple[run_and_claims.Question, ...] = ()
 
 
 class Answer(NamedTuple):
-    """A claim or question of a round, with its numbers in compare.json, if it was run."""
+    """A claim or question of one round, with its numbers from compare.json if the round was run."""
 
     study: str
     command: str  # that runs the round
@@ -51,12 +51,12 @@ class Answer(NamedTuple):
 
     @property
     def source(self) -> str:
-        return self.claim.source if isinstance(self.claim, sections.Claim) else ""
+        return self.claim.source if isinstance(self.claim, run_and_claims.Claim) else ""
 
     @property
     def words(self) -> Mapping[str, str]:
-        """Verdict → printed text, where that is not the verdict's name."""
-        if isinstance(self.claim, sections.Question):
+        """Verdict → text to print, where that differs from the verdict's name."""
+        if isinstance(self.claim, run_and_claims.Question):
             return VERDICTS | ANSWERS
         if self.claim.margin:
             return VERDICTS | {"holds": self.claim.better.replace("_", " ")}
@@ -69,31 +69,30 @@ class Answer(NamedTuple):
 
     @property
     def verdict_holm(self) -> str:
-        """The printed text of the verdict, after Holm's correction if there is one."""
+        """The printed text of the verdict, after Holm's correction if the answer has one."""
         verdict = self.entry.get("verdict_holm") or self.entry.get("verdict", "not run yet")
         return self.words.get(verdict, verdict)
 
 
-def evaluate_results(rounds: Iterable[Round]) -> tuple[Studies, list[Answer]]:
-    """Return round → result, and all answers, with Holm's correction per paper over all rounds."""
+def collect_corrected_answers(rounds: Iterable[QuestionRound]) -> tuple[Studies, list[Answer]]:
+    """Return round → compare.json, and all answers with Holm's correction per paper."""
     studies, answers = collect_answers(rounds)
-    return studies, correct_over_papers(answers)
+    return studies, apply_holm_per_paper(answers)
 
 
-def collect_answers(rounds: Iterable[Round]) -> tuple[Studies, list[Answer]]:
+def collect_answers(rounds: Iterable[QuestionRound]) -> tuple[Studies, list[Answer]]:
     studies: dict[str, Mapping[str, Any]] = {}
     answers: list[Answer] = []
     for study in rounds:
-        compared = read_comparison(study.results) if study.results.exists() else {}
+        compared = read_compare_json(study.results) if study.results.exists() else {}
         studies[study.name] = compared
         answers += _answers_of_round(study, compared)
     return studies, answers
 
 
-def correct_over_papers(answers: list[Answer]) -> list[Answer]:
-    """Return the answers with verdicts after Holm's correction over the claims of each paper."""
+def apply_holm_per_paper(answers: list[Answer]) -> list[Answer]:
     ps = [answer.entry.get("p") for answer in answers]
-    corrected = evaluation.correct_by_paper([answer.claim for answer in answers], ps)
+    corrected = evaluation.holm_by_paper([answer.claim for answer in answers], ps)
     for place, p in enumerate(corrected):
         if entry := answers[place].entry:
             holm = {"p_holm": p, "verdict_holm": evaluation.verdict_after_holm(entry["verdict"], p)}
@@ -101,7 +100,7 @@ def correct_over_papers(answers: list[Answer]) -> list[Answer]:
     return answers
 
 
-def _answers_of_round(study: Round, compared: Mapping[str, Any]) -> Iterator[Answer]:
+def _answers_of_round(study: QuestionRound, compared: Mapping[str, Any]) -> Iterator[Answer]:
     composed = study.compose()
     declared = extract_settings(DeclaredClaims, composed.document)
     entries = compared.get("claims", {}) | compared.get("questions", {})
@@ -111,38 +110,40 @@ def _answers_of_round(study: Round, compared: Mapping[str, Any]) -> Iterator[Ans
         if entry.keys() >= {"asked", "form"}  # older versions wrote less
         and ("interval" not in entry["difference"] or "variances" in entry["difference"])
     }
-    measured = {sections.compared_quantity_key(entry["asked"]): entry for entry in entries.values()}
-    asked_before = result_evidence.forms_asked_before(entries, compared.get("asked") or {})
+    measured = {
+        run_and_claims.compared_quantity_key(entry["asked"]): entry for entry in entries.values()
+    }
+    asked_before = result_evidence.keys_asked_before(entries, compared.get("asked") or {})
     state = "not run yet with this claim" if compared else "not run yet"
     for claim in (*declared.claims, *declared.questions):
-        entry = measured.get(sections.compared_quantity_key(claim.model_dump()))
-        entry = entry or result_evidence.compare_kept_items(study.results, compared, claim)
+        entry = measured.get(run_and_claims.compared_quantity_key(claim.model_dump()))
+        entry = entry or result_evidence.compare_stored_items(study.results, compared, claim)
         data = composed.document.data
-        changed = sections.settings_changed(entry.get("settings"), data, claim)
+        changed = run_and_claims.have_settings_changed(entry.get("settings"), data, claim)
         good = ""
         if entry and claim.better == "no_worse":
             settings = read_study(composed.document)
             good = expected_metrics(settings, composed.all_stages, claim.phase)[claim.metric].better
         if entry:
-            entry = judge_again(entry, claim, good)
+            entry = reevaluate_claim(entry, claim, good)
             entry["late"] = result_evidence.verdict_key(claim.model_dump()) not in asked_before
         yield Answer(study.name, study.command, claim, entry, state, changed, good)
 
 
-def judge_again(entry: Mapping[str, Any], claim: Asked, good: str = "") -> dict[str, Any]:
-    """Return the stored numbers of a comparison with the uncorrected verdict on ``claim``."""
+def reevaluate_claim(entry: Mapping[str, Any], claim: Asked, good: str = "") -> dict[str, Any]:
+    """Return a claim's stored numbers with the verdict that the claim's present wording gives."""
     # entry: the numbers in compare.json; good: whether "higher" or "lower" is better, for no_worse.
     difference = evaluation.difference_from_json(entry)
-    verdict = evaluation.judge_difference(difference, claim, good)
-    p = evaluation.p_of(difference, claim, good)
+    verdict = evaluation.evaluate_difference(difference, claim, good)
+    p = evaluation.verdict_p_value(difference, claim, good)
     keys = ("method", "against", "form", "settings")
     measured = {key: entry[key] for key in keys if key in entry}
     judged = evaluation.verdict_to_json(difference, entry["form"], verdict, p, None)
     return measured | judged | {"asked": claim.model_dump(mode="json", exclude_none=True)}
 
 
-def count_facts_once(claims: Sequence[Answer]) -> list[Answer]:
-    """Return the claims without those that repeat another study's quotation and effect."""
+def drop_repeated_claims(claims: Sequence[Answer]) -> list[Answer]:
+    """Return the claims without those that test the sentence and effect of an earlier one."""
     studies: dict[tuple[Any, ...], str] = {}
     for answer in sorted(claims, key=lambda answer: not answer.entry):
         studies.setdefault(_fact_key(answer.claim), answer.study)
@@ -150,20 +151,20 @@ def count_facts_once(claims: Sequence[Answer]) -> list[Answer]:
 
 
 def _fact_key(claim: Asked) -> tuple[Any, ...]:
-    assert isinstance(claim, sections.Claim), "a question is no fact of a paper"
+    assert isinstance(claim, run_and_claims.Claim), "a question is no fact of a paper"
     return claim.paper, claim.source, claim.quote, claim.metric, claim.better, claim.effect
 
 
 class RequiredSampleSizes(NamedTuple):
-    """The smallest number of seeds that suffices with the items as they are, and vice versa."""
+    """The number of seeds, or of test items, that a claim needs if the other number stays."""
 
     seeds: int | None  # None: no number up to MOST_SEEDS
     items: int | None  # None: no number up to MOST_ITEMS, or the metric has no items
     seeds_of_more_items: int | None  # with MORE_ITEMS times the items
 
 
-def needed_sample(difference: Difference, effect: float) -> RequiredSampleSizes:
-    """Return the sample whose 95 % interval reaches at most half of ``effect`` to each side."""
+def compute_required_samples(difference: Difference, effect: float) -> RequiredSampleSizes:
+    """Return the sample sizes at which the 95 % interval is at most ± ``effect`` / 2."""
     # effect: what the paper prints. Of the difference only the variances are used, not the value.
 
     def is_precise(seeds: int, items: int) -> bool:
@@ -188,8 +189,8 @@ def needed_sample(difference: Difference, effect: float) -> RequiredSampleSizes:
     return RequiredSampleSizes(enough, high, fewer)
 
 
-def describe_plans(answers: Sequence[Answer], studies: Studies) -> list[str]:
-    """Return a line per table of a paper: whether its claims are precise, or what they need."""
+def describe_required_samples(answers: Sequence[Answer], studies: Studies) -> list[str]:
+    """Return a line per table of a paper: "precise enough", or the seeds or items that it needs."""
     # Then a line per claim that was not run, or of which the paper prints no effect.
     tables = defaultdict(list)  # (paper, source) → claims with the paper's effect
     others = []
@@ -197,7 +198,7 @@ def describe_plans(answers: Sequence[Answer], studies: Studies) -> list[str]:
         line = f"{_describe_comparison(answer)}: "
         if not answer.entry:
             others.append(line + answer.state)
-        elif isinstance(answer.claim, sections.Claim):
+        elif isinstance(answer.claim, run_and_claims.Claim):
             effect = answer.claim.effect or answer.claim.reference_effect
             if not answer.entry["difference"].get("interval"):
                 others.append(line + build_claim_row(answer.entry).over)
@@ -218,13 +219,13 @@ def _describe_comparison(answer: Answer) -> str:
 def _describe_table(
     place: str, claims: Sequence[tuple[Answer, float]], studies: Studies
 ) -> tuple[float, str]:
-    """Return minutes of training and the line of a table; minutes are infinite without a plan."""
+    """Return the minutes of training that a table's claims need (inf: unknown), and its line."""
     # claims: those of the table, each with the effect that the paper prints.
     samples = []
     widths = []  # half-width in halves of the effect, and as text
     for answer, effect in claims:
         difference = evaluation.difference_from_json(answer.entry)
-        samples.append(needed_sample(difference, effect))
+        samples.append(compute_required_samples(difference, effect))
         half = difference.half_width() or 0.0
         shown = NumberFormat(answer.entry["form"])
         text = f"±{shown.size(half)} where half of the paper's effect is {shown.size(effect / 2)}"
@@ -249,7 +250,6 @@ def _describe_table(
 
 
 def _minutes_of_training(claims: Sequence[Answer], seeds: int, studies: Studies) -> float:
-    """Return the training time of a table's models, each method once, up to this many seeds."""
     minutes: dict[tuple[str, str, str], float] = {}
     for answer in claims:
         missing = seeds - answer.entry["difference"]["seeds"]

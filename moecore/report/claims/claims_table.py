@@ -1,12 +1,12 @@
-"""Evaluated claims and questions as rows of the page, of claims.md and of other tables."""
+"""Tables of evaluated claims and questions, for the page and for claims.md."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moecore.report.claims import evaluation
-from moecore.report.page.page_objects import Block, PageCell, PageTable, Section, TableRow
+from moecore.report.page.page_objects import PageBlock, PageCell, PageSection, PageTable, TableRow
 from moecore.report.tables import cells
-from moecore.study.sections import Claim
+from moecore.study.run_and_claims import Claim
 
 ANSWERS = {"holds": "yes", "differs": "no"}  # to a question
 MARKS = {"holds": "✓ holds", "differs": "✗ differs here", "open": "? open", "": "–"}
@@ -32,7 +32,7 @@ ASKED_HEAD = ("Question", "Answer", "Difference", "Of", "Against", "Metric")
 
 
 class ClaimRow(NamedTuple):
-    """The printed texts of a claim or question; "" for a missing value."""
+    """The printed texts of one claim or question; a missing value is ""."""
 
     verdict: str  # holds, differs or open
     verdict_holm: str  # with Holm's correction
@@ -54,7 +54,6 @@ class ClaimRow(NamedTuple):
 
 
 def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
-    """Return the texts of one claim or question; entry: of a section of compare.json."""
     ours = cells.interval_from_json(entry["method"])
     theirs = cells.interval_from_json(entry["against"])
     difference = entry["difference"]
@@ -88,19 +87,18 @@ def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
     return ClaimRow(*verdicts, values, limits, *texts)
 
 
-def claims_section(evaluated: Sequence[evaluation.EvaluatedClaim]) -> Section:
+def claims_section(evaluated: Sequence[evaluation.EvaluatedClaim]) -> PageSection:
     claims, questions = evaluation.split_questions(evaluated)
     blocks = [
-        Block(title, grids=[PageTable(head, list(map(_claim_line, answers)))])
+        PageBlock(title, grids=[PageTable(head, list(map(_claim_line, answers)))])
         for title, head, answers in (("", HEAD, claims), (ASKED, ASKED_HEAD, questions))
         if answers
     ]
-    blocks.append(Block("How this is decided", [HOW], folded=True))
-    return Section("claims", TITLE if claims else ASKED, "Claims", blocks)
+    blocks.append(PageBlock("How this is decided", [HOW], folded=True))
+    return PageSection("claims", TITLE if claims else ASKED, "Claims", blocks)
 
 
 def claims_markdown(evaluated: Sequence[evaluation.EvaluatedClaim]) -> str:
-    """Return the content of reports/claims.md: the tables of the page's section."""
     if not evaluated:
         return f"# {TITLE}\n\nparams.yaml has no claims.\n"
     section = claims_section(evaluated)
@@ -119,11 +117,11 @@ def claims_markdown(evaluated: Sequence[evaluation.EvaluatedClaim]) -> str:
 
 def _claim_line(evaluated_claim: evaluation.EvaluatedClaim) -> TableRow:
     claim = evaluated_claim.claim
-    row = build_claim_row(evaluation.claim_entry(evaluated_claim))
-    detectable = fasten_unit(row.detectable)
+    row = build_claim_row(evaluation.claim_to_json(evaluated_claim))
+    detectable = keep_units_on_line(row.detectable)
     if isinstance(claim, Claim):
         head = PageCell(claim.paper, note=f"{claim.source}: {claim.says} “{claim.quote}”")
-        excludes = fasten_unit(row.excludes)
+        excludes = keep_units_on_line(row.excludes)
         marks = [PageCell(MARKS[row.verdict], detectable, excludes, look=f"verdict {row.verdict}")]
         marks.append(PageCell(MARKS[row.verdict_holm], look=f"verdict {row.verdict_holm}"))
     else:
@@ -142,9 +140,9 @@ def _claim_line(evaluated_claim: evaluation.EvaluatedClaim) -> TableRow:
     metric = PageCell(evaluated_claim.metric.label, note=note)
     sides = map(PageCell, row.values, row.limits, (claim.method, claim.against))
     printed = row.effect and f"the paper: {row.effect}"
-    difference = PageCell(row.difference, small, fasten_unit(printed))
+    difference = PageCell(row.difference, small, keep_units_on_line(printed))
     return TableRow(head, [*marks, difference, *sides, metric])
 
 
-def fasten_unit(text: str) -> str:
+def keep_units_on_line(text: str) -> str:
     return cells.keep_percent_on_line(text.replace(" pp", "\u00a0pp"))

@@ -16,19 +16,19 @@ import numpy as np
 from moecore.core.files import UserError
 from moecore.report.claims import significance
 from moecore.report.column import Column, score_slug
-from moecore.report.results import subjects_of_comparisons
-from moecore.report.study_results import Models, Phase, Results, parse_settings
+from moecore.report.results_and_displays import phases_and_calculations
+from moecore.report.study_results import Models, PhaseResults, StudyResults, parse_params_text
 from moecore.report.tables import cells
 from moecore.report.tables.cells import Cell, NumberFormat, cell_to_json, method_cells_over_seeds
 from moecore.report.tables.metrics_by_method import build_table, phase_result_columns
 from moecore.statistics.comparisons import LEVEL as LEVEL_OF_INTERVALS
 from moecore.statistics.comparisons import Difference, VarianceSource, holm
 from moecore.statistics.intervals import Interval
-from moecore.study.sections import (
+from moecore.study.run_and_claims import (
     Claim,
     Comparison,
     Question,
-    Selection,
+    RunSelection,
     answer_settings_digest,
     compared_quantity_key,
 )
@@ -53,11 +53,13 @@ class EvaluatedClaim(NamedTuple):
         return verdict_after_holm(self.verdict, self.p_holm)
 
 
-def evaluate_claims(claims: Sequence[Claim | Question], results: Results) -> list[EvaluatedClaim]:
-    """Return every claim and question with its verdict; claims with Holm's correction per paper."""
+def evaluate_claims(
+    claims: Sequence[Claim | Question], results: StudyResults
+) -> list[EvaluatedClaim]:
+    """Evaluate each claim and question on ``results``; claims get Holm's correction per paper."""
     if not claims:
         return []
-    subjects = subjects_of_comparisons(results)
+    subjects = phases_and_calculations(results)
     tables = {name: build_table(results, phase).metrics for name, phase in subjects.items()}
     counts = {Claim: count(), Question: count()}
     evaluated = []
@@ -66,13 +68,13 @@ def evaluate_claims(claims: Sequence[Claim | Question], results: Results) -> lis
         columns = _choose(tables, claim.subject, f"{place}.phase")
         metrics = {column.name: column for column in columns}
         evaluated.append(_evaluate(claim, place, metrics, subjects[claim.subject].models))
-    corrected = correct_by_paper(claims, [answer.p for answer in evaluated])
+    corrected = holm_by_paper(claims, [answer.p for answer in evaluated])
     return [answer._replace(p_holm=p) for answer, p in zip(evaluated, corrected, strict=True)]
 
 
-def describe_method_without_metric(claim: Comparison, results: Results) -> str:
-    """Return "<method> has no <metric>" for the first missing side of a claim, or ""."""
-    phase = subjects_of_comparisons(results)[claim.subject]
+def describe_missing_metric(claim: Comparison, results: StudyResults) -> str:
+    """Return "METHOD has no METRIC" for the first side of a claim without a value; "" if none."""
+    phase = phases_and_calculations(results)[claim.subject]
     metrics = {metric.name: metric for metric in phase_result_columns(phase)}
     sides = ((claim.method, claim.metric), (claim.against, claim.against_metric or claim.metric))
     for method, name in sides:
@@ -88,10 +90,10 @@ def split_questions(
     return claims, [answer for answer in evaluated if isinstance(answer.claim, Question)]
 
 
-def correct_by_paper(
+def holm_by_paper(
     comparisons: Sequence[Claim | Question], ps: Sequence[float | None]
 ) -> list[float | None]:
-    """Return one p per comparison, with Holm's correction over the claims of a paper; else None."""
+    """Return the p-values after Holm's correction over each paper's claims; questions: None."""
     families: dict[str, dict[int, float]] = defaultdict(dict)  # paper → place → p
     for place, (claim, p) in enumerate(zip(comparisons, ps, strict=True)):
         if isinstance(claim, Claim) and p is not None:
@@ -103,18 +105,22 @@ def correct_by_paper(
     return corrected
 
 
-def judge_difference(difference: Difference, comparison: Comparison, good: str = "") -> str:
-    """Return the verdict on a claim: "holds", "differs" or "open"; "open" without an interval."""
+def evaluate_difference(difference: Difference, comparison: Comparison, good: str = "") -> str:
+    """Return the verdict on a claim: "holds", "differs", or "open" (also without an interval)."""
     # higher, lower: the 95 % interval lies on the claimed side of 0, on the other, or includes 0.
     # equivalent: the 90 % interval lies within ±margin (two one-sided tests at 5 %); the 95 %
     # interval lies wholly outside; else open. no_worse: the one-sided 95 % limit lies on the good
     # side of −margin; the 95 % interval wholly on the bad side; else open. good: whether "higher"
     # or "lower" is better for the metric.
-    return judge_p(p_of(difference, comparison, good), difference, comparison, good)
+    return verdict_from_p(
+        verdict_p_value(difference, comparison, good), difference, comparison, good
+    )
 
 
-def judge_p(p: float | None, difference: Difference, comparison: Comparison, good: str = "") -> str:
-    """Return the verdict of a test with this p: ``judge_difference`` of its own p."""
+def verdict_from_p(
+    p: float | None, difference: Difference, comparison: Comparison, good: str = ""
+) -> str:
+    """Return the verdict "holds", "differs" or "open" that follows from the p-value ``p``."""
     if p is None or p >= significance.LEVEL:
         return "open"
     is_as_claimed = (difference.value > 0) == (comparison.better == "higher")
@@ -123,8 +129,8 @@ def judge_p(p: float | None, difference: Difference, comparison: Comparison, goo
     return "holds" if is_as_claimed else "differs"
 
 
-def p_of(difference: Difference, comparison: Comparison, good: str = "") -> float | None:
-    """Return the p-value of ``judge_difference``, below 5 % exactly if the verdict is not open."""
+def verdict_p_value(difference: Difference, comparison: Comparison, good: str = "") -> float | None:
+    """Return the p-value of the claim's test; below 5 % exactly if the verdict is not "open"."""
     # A direction has a two-sided test. With a margin the test is one-sided if the difference lies
     # on the margin's good side (equivalence: the larger p of two one-sided tests), else two-sided.
     if comparison.margin is None:
@@ -154,7 +160,7 @@ def _distance_to_margin(difference: Difference, comparison: Comparison, good: st
     return comparison.margin + {"higher": 1, "lower": -1}[good] * difference.value
 
 
-def compare_json_claims(
+def claims_for_compare_json(
     evaluated: Sequence[EvaluatedClaim], study: Mapping[str, Any] | None = None
 ) -> dict[str, dict[str, Any]]:
     """Build the sections ``claims`` and ``questions`` of compare.json: text of a claim → numbers.
@@ -166,15 +172,14 @@ def compare_json_claims(
         claim = answer.claim
         entries = entries_by_section[SECTIONS[type(claim)]]
         start = ", ".join(filter(None, (claim.paper, claim.subject)))
-        entry = claim_entry(answer)
+        entry = claim_to_json(answer)
         if study is not None:
             entry["settings"] = answer_settings_digest(study, claim)
         entries[f"{len(entries)}: {start}: {claim.words}"] = entry
     return dict(entries_by_section)
 
 
-def claim_entry(evaluated_claim: EvaluatedClaim) -> dict[str, Any]:
-    """Return the numbers of a claim or question in compare.json, without the settings' digest."""
+def claim_to_json(evaluated_claim: EvaluatedClaim) -> dict[str, Any]:
     claim, metric, ours, theirs, difference, verdict, p, _, p_holm = evaluated_claim
     return {
         "asked": claim.model_dump(mode="json", exclude_none=True),
@@ -188,7 +193,7 @@ def claim_entry(evaluated_claim: EvaluatedClaim) -> dict[str, Any]:
 def verdict_to_json(
     difference: Difference, form: str, verdict: str, p: float | None, p_holm: float | None
 ) -> dict[str, Any]:
-    """Return difference, verdict, p-values and detectable difference as compare.json has them."""
+    """Return difference, verdict and p-values as entries of compare.json."""
     cell = cell_to_json(Cell(difference.interval(), difference.kind, difference.seeds), form)
     cell["items"] = difference.items
     if difference.sources:
@@ -200,7 +205,6 @@ def verdict_to_json(
 
 
 def difference_from_json(entry: Mapping[str, Any]) -> Difference:
-    """Return the ``Difference`` that ``verdict_to_json`` stored in a claim of compare.json."""
     stored = entry["difference"]
     pairs = zip(stored.get("variances", ()), stored.get("freedoms", ()), strict=True)
     sources = tuple(VarianceSource(*pair) for pair in pairs)
@@ -238,12 +242,12 @@ def _evaluate(
     # Checked before the difference, whose message for a missing metric would be worse.
     first = _require_cell(metric, models, claim.method, f"{place}.method")
     second = _require_cell(other, models, claim.against, f"{place}.against")
-    values = significance.paired_values(ours, metric, theirs, other, f"{place}.metric")
+    values = significance.pair_values_by_seed(ours, metric, theirs, other, f"{place}.metric")
     difference = drop_zero_width_interval(significance.crossed_or_paired_difference(*values))
     if metric.has_bound(ours.values()) or other.has_bound(theirs.values()):
         difference = difference._replace(sources=(), kind="")
-    verdict = judge_difference(difference, claim, metric.better)
-    p = p_of(difference, claim, metric.better)
+    verdict = evaluate_difference(difference, claim, metric.better)
+    p = verdict_p_value(difference, claim, metric.better)
     return EvaluatedClaim(claim, metric, first, second, difference, verdict, p, values)
 
 
@@ -266,9 +270,9 @@ AnyComparison = TypeVar("AnyComparison", bound=Comparison)
 
 
 def split_answerable_comparisons(
-    comparisons: Iterable[AnyComparison], run: Selection
+    comparisons: Iterable[AnyComparison], run: RunSelection
 ) -> tuple[list[AnyComparison], list[AnyComparison]]:
-    """Return claims and questions whose methods, phase and seeds are in ``run``, and the others."""
+    """Return the claims and questions whose methods, phase and seeds are run, and all others."""
     answerable: list[AnyComparison] = []
     waiting: list[AnyComparison] = []
     for comparison in comparisons:
@@ -282,13 +286,13 @@ def split_answerable_comparisons(
 
 
 def choose_answerable_comparisons(
-    comparisons: Iterable[AnyComparison], run: Selection, results: Results
+    comparisons: Iterable[AnyComparison], run: RunSelection, results: StudyResults
 ) -> list[AnyComparison]:
-    """Return the claims and questions that ``results`` answer; explain the others on stderr."""
+    """Return the claims and questions that ``results`` can answer; print why others cannot be."""
     complete, waiting = split_answerable_comparisons(comparisons, run)
     answerable = []
     for comparison in complete:  # ``moecore check`` does not foresee every missing metric
-        if missing := describe_method_without_metric(comparison, results):
+        if missing := describe_missing_metric(comparison, results):
             text = f"not answered: {comparison.words}, {comparison.phase}: {missing}"
             print(text, file=sys.stderr)
         else:
@@ -298,7 +302,7 @@ def choose_answerable_comparisons(
     return answerable
 
 
-def describe_waiting_claims(waiting: Sequence[Comparison], run: Selection) -> str:
+def describe_waiting_claims(waiting: Sequence[Comparison], run: RunSelection) -> str:
     named = [name for comparison in waiting for name in (comparison.method, comparison.against)]
     missing = [f"method {name}" for name in dict.fromkeys(named) if name not in run.methods]
     phases = dict.fromkeys(comparison.phase for comparison in waiting)
@@ -314,15 +318,15 @@ USUAL = "vmoe"  # the learned router, where several have the hash's experts
 EQUAL = ("experts", "blocks", "model")  # settings that the two methods share
 
 
-class ControlPair(NamedTuple):
-    """Two methods that differ in their router alone: a learned one and a hash."""
+class RouterControl(NamedTuple):
+    """Two methods that differ only in their router: a learned router, and a fixed hash."""
 
     learned: str
     fixed: str
 
 
-def find_control_pair(methods: Mapping[str, Mapping[str, Any] | None]) -> ControlPair | None:
-    """Return the pair with equal experts, blocks and k among the methods of a params.yaml."""
+def find_router_control(methods: Mapping[str, Mapping[str, Any] | None]) -> RouterControl | None:
+    """Return the two methods of a params.yaml that differ only in their router; None if none do."""
     settings = {name: method or {} for name, method in methods.items()}
     routers = {name: method.get("router") or {} for name, method in settings.items()}
     for fixed in (name for name, router in routers.items() if router.get("kind") == FIXED):
@@ -334,18 +338,18 @@ def find_control_pair(methods: Mapping[str, Mapping[str, Any] | None]) -> Contro
             and all(settings[name].get(key) == settings[fixed].get(key) for key in EQUAL)
         ]
         if partners:
-            return ControlPair(USUAL if USUAL in partners else partners[0], fixed)
+            return RouterControl(USUAL if USUAL in partners else partners[0], fixed)
     return None
 
 
-def find_trained_pair(results: Results) -> ControlPair | None:
-    methods = parse_settings(results.settings).get("methods") or {}
-    return find_control_pair({name: methods.get(name) for name in results.methods})
+def find_trained_control(results: StudyResults) -> RouterControl | None:
+    methods = parse_params_text(results.settings).get("methods") or {}
+    return find_router_control({name: methods.get(name) for name in results.methods})
 
 
-def list_unasked_controls(results: Results, asked: Sequence[Comparison]) -> list[Question]:
-    """Return the control of each phase with two seeds or more that ``asked`` does not have."""
-    pair = find_trained_pair(results)
+def list_unasked_controls(results: StudyResults, asked: Sequence[Comparison]) -> list[Question]:
+    """Return a question per phase, learned router against hash, if ``asked`` lacks it."""
+    pair = find_trained_control(results)
     if pair is None:
         return []
     keys = {compared_quantity_key(comparison.model_dump()) for comparison in asked}
@@ -362,16 +366,16 @@ def list_unasked_controls(results: Results, asked: Sequence[Comparison]) -> list
     return questions
 
 
-def describe_sensitivity(results: Results, phase: Phase) -> str:
-    """Return "vmoe − hash_moe = −0.9 pp [−2.1 to +0.3]: …", what the data can show; "" unknown."""
-    pair = find_trained_pair(results)
+def describe_sensitivity(results: StudyResults, phase: PhaseResults) -> str:
+    """Return a sentence on learned router − hash: do these data tell routers apart? "": unknown."""
+    pair = find_trained_control(results)
     score = f"test_{score_slug(phase.task.score)}"
     column = next((column for column in phase_result_columns(phase) if column.name == score), None)
     if pair is None or column is None:
         return ""
     learned, fixed = pair
     models = {name: phase.models[name] for name in pair}
-    tested = significance.differences_from(column, models, fixed).get(learned)
+    tested = significance.compare_with_reference(column, models, fixed).get(learned)
     if tested is None or tested.difference.limits is None:
         return ""
     number_format = NumberFormat.of(column.form, [tested.difference])

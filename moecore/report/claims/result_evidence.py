@@ -1,4 +1,4 @@
-"""Evidence stored with a result: values per item, and proof that its questions came first.
+"""Evidence stored with a result: values per test item, and the commit that asked each question.
 
 Two subjects: the items behind intervals, and the commits that asked and answered.
 items.safetensors, in the folder of compare.json or of pipelines/results/, has the values of each
@@ -33,9 +33,9 @@ from moecore.report.claims.significance import crossed_or_paired_difference
 from moecore.report.tables.cells import interval_from_json
 from moecore.report.tables.metrics_by_method import expected_metrics
 from moecore.statistics.comparisons import Difference
-from moecore.study import papers, sections
-from moecore.study.questions import Round
-from moecore.study.sections import Comparison, compared_quantity_key
+from moecore.study import papers, run_and_claims
+from moecore.study.questions import QuestionRound
+from moecore.study.run_and_claims import Comparison, compared_quantity_key
 from moecore.study.study import read_study
 
 ITEMS = Path("reports/items.safetensors")  # in git, as are the numbers
@@ -52,7 +52,7 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 SHORT = 8  # characters of a printed commit
 
 
-def pack_items(
+def pack_item_values(
     evaluated: Sequence[evaluation.EvaluatedClaim], numbers: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Return name → tensor of the claims' item values, for items.safetensors.
@@ -73,8 +73,8 @@ def pack_items(
     return tensors
 
 
-def verify_kept_items(results: Path) -> int:
-    """Return how many stored differences their items reproduce; UserError if one is not."""
+def verify_stored_items(results: Path) -> int:
+    """Return the number of differences that stored items reproduce; UserError for a mismatch."""
     # results: the JSON of a round; without items next to it the number is 0.
     path = results.with_suffix(ITEMS.suffix)
     if not path.is_file():
@@ -103,12 +103,14 @@ def verify_kept_items(results: Path) -> int:
     return number
 
 
-def compare_kept_items(path: Path, numbers: Mapping[str, Any], claim: Comparison) -> dict[str, Any]:
-    """Return a claim's numbers as compare.json has them, from items kept for others; {}: not kept.
+def compare_stored_items(
+    path: Path, numbers: Mapping[str, Any], claim: Comparison
+) -> dict[str, Any]:
+    """Return a new claim's numbers, computed from stored items; {} if they are not stored.
 
-    The claim was asked after the run. path: of the JSON of a round, which has ``numbers``.
+    The claim was asked after the run. ``numbers`` is the content of the round's JSON at ``path``.
     """
-    sides = read_kept_values(path, numbers, claim)
+    sides = read_stored_values(path, numbers, claim)
     if sides is None:
         return {}
     difference = evaluation.drop_zero_width_interval(crossed_or_paired_difference(*sides))
@@ -121,10 +123,10 @@ def compare_kept_items(path: Path, numbers: Mapping[str, Any], claim: Comparison
     return cells | evaluation.verdict_to_json(difference, cells["form"], "open", None, None)
 
 
-def read_kept_values(
+def read_stored_values(
     results: Path, numbers: Mapping[str, Any], claim: Comparison
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the kept values of both sides of a claim, each (S, N) or (S,); None: not kept."""
+    """Return the stored values of a claim's two sides, each (S, N) or (S,); None if not stored."""
     path = results.with_suffix(ITEMS.suffix)
     if not path.is_file():
         return None
@@ -143,7 +145,7 @@ def read_kept_values(
 
 
 def _value_names(comparison: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the names of the two sides' tensors, ``phase/metric/method``."""
+    """Return the names ``phase/metric/method`` of the tensors of a comparison's two sides."""
     phase, metric = comparison["phase"], comparison["metric"]
     other = comparison.get("against_metric") or metric
     return f"{phase}/{metric}/{comparison['method']}", f"{phase}/{other}/{comparison['against']}"
@@ -182,7 +184,7 @@ def _unpack_values(tensors: Mapping[str, Tensor], name: str, items: int) -> np.n
 
 
 def _agrees(difference: Difference, entry: Mapping[str, Any]) -> bool:
-    """Return whether a claim's ``entry`` has this difference and its limits, to within fp16."""
+    """Return whether difference and limits equal those in ``entry``, within the error of fp16."""
     stored = entry["difference"]
     if (difference.seeds, difference.items) != (stored["seeds"], stored.get("items", 0)):
         return False
@@ -202,7 +204,7 @@ def _agrees(difference: Difference, entry: Mapping[str, Any]) -> bool:
 
 
 def _result_digest(numbers: Mapping[str, Any]) -> Tensor:
-    """Return the sha256, uint8 (32,), of compare.json's claims and questions without variances."""
+    """Return the sha256, uint8 (32,), of the claims and questions in compare.json."""
     judged: dict[str, dict[str, Any]] = {section: {} for section in evaluation.SECTIONS.values()}
     for section, entries in judged.items():
         for name, entry in numbers.get(section, {}).items():
@@ -212,8 +214,8 @@ def _result_digest(numbers: Mapping[str, Any]) -> Tensor:
     return torch.tensor(list(hashlib.sha256(text).digest()), dtype=torch.uint8)
 
 
-class DatedQuestion(NamedTuple):
-    """A claim or question, with the git commits that first asked and that answered it."""
+class QuestionCommits(NamedTuple):
+    """A claim or question, with the git commits that asked it and that answered it."""
 
     words: str
     asked: str  # "" for no commit
@@ -229,13 +231,12 @@ class DatedQuestion(NamedTuple):
         return f"{self.words}: asked in {asked}, answered in {answered}{late}"
 
 
-def has_whole_history(folder: Path) -> bool:
-    """Return whether ``folder`` is in a git repository that is not a shallow clone."""
+def has_full_git_history(folder: Path) -> bool:
     return run_git(folder, "rev-parse", "--is-shallow-repository") == "false"
 
 
-def committed_at(root: Path, *paths: Path) -> str | None:
-    """Return the hash of HEAD if it has these files as they are now, else None."""
+def find_commit_of_files(root: Path, *paths: Path) -> str | None:
+    """Return the hash of HEAD if it has ``paths`` with their present content, else None."""
     for path in paths:
         committed = run_git(root, "show", f"HEAD:./{path.as_posix()}")
         if not committed or committed != (root / path).read_text(encoding="utf-8").strip():
@@ -243,9 +244,9 @@ def committed_at(root: Path, *paths: Path) -> str | None:
     return run_git(root, "rev-parse", "HEAD")
 
 
-def date_questions(study: Round) -> list[DatedQuestion]:
-    """Return the claims and questions of a round's result with their commits, in file order."""
-    # The project must be in a repository that ``has_whole_history``.
+def list_question_commits(study: QuestionRound) -> list[QuestionCommits]:
+    """Return each claim and question of a round's result with its two git commits."""
+    # The project must be in a repository that ``has_full_git_history``.
     if not study.results.is_file():
         return []
     root = study.question.root
@@ -273,15 +274,17 @@ def date_questions(study: Round) -> list[DatedQuestion]:
         is_new = is_late and dates.get("commit") and not dates.get("late")
         is_new = is_new and verdict_key(was) == verdict_key(question)
         settings = entry.get("settings")
-        is_refused = bool(is_new) and not sections.settings_changed(settings, data, claim)
+        is_refused = bool(is_new) and not run_and_claims.have_settings_changed(
+            settings, data, claim
+        )
         text = f"{claim.phase}: {claim.words}"
         commits = (dates.get("commit") or "", dates["answered"] or "")
-        dated.append(DatedQuestion(text, *commits, is_late, is_refused))
+        dated.append(QuestionCommits(text, *commits, is_late, is_refused))
     return dated
 
 
 def read_earlier_answers(root: Path) -> list[dict[str, Any]]:
-    """Return the answers in ``EARLIER``; [] without the file, UserError if keys are missing."""
+    """Return the answers in ``EARLIER``, which later results replaced; [] without the file."""
     path = root / EARLIER
     answers = read_json(path)["answers"] if path.is_file() else []
     for place, answer in enumerate(answers):
@@ -291,8 +294,10 @@ def read_earlier_answers(root: Path) -> list[dict[str, Any]]:
     return answers
 
 
-def find_overwritten_answers(study: Round, earlier: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line per overwritten answer to a present claim that ``earlier`` does not list."""
+def find_overwritten_answers(
+    study: QuestionRound, earlier: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Return a line per answer in git's history that was overwritten and that ``earlier`` lacks."""
     root = study.question.root
     listed = {round(answer["mean"], 9) for answer in earlier}
     asked = {compared_quantity_key(DEFAULTS | c) for c in papers.load_named_claims(root).values()}
@@ -314,8 +319,8 @@ def find_overwritten_answers(study: Round, earlier: Sequence[Mapping[str, Any]])
     return [line for key, line in lines.items() if key in asked]
 
 
-def find_reused_seeds(study: Round, earlier: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line per claim of a round whose seeds answered it before, in the same design."""
+def find_reused_seeds(study: QuestionRound, earlier: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line per claim of which an earlier answer of equal design has the same seeds."""
     named = papers.load_named_claims(study.question.root)
     data = study.compose().document.data
     lines = []
@@ -325,26 +330,26 @@ def find_reused_seeds(study: Round, earlier: Sequence[Mapping[str, Any]]) -> lis
             former = named.get(answer["claim"], {})
             is_same = all(claim.get(key) == former.get(key) for key in ("source", "says"))
             seeds = set(answer["seeds"]) & set(data["run"]["seeds"])
-            if is_same and seeds and answer["design"] == design_of(study, comparison):
+            if is_same and seeds and answer["design"] == digest_design(study, comparison):
                 shown = ", ".join(map(str, sorted(seeds)))
                 where = f"{answer['question']} in {answer['commit'][:SHORT]}"
                 lines.append(f"{answer['claim']}: seeds {shown} answered it before, {where}")
     return lines
 
 
-def design_of(study: Round, claim: Comparison) -> str:
-    """Return the digest of a claim's design; the round's name for a calculation."""
+def digest_design(study: QuestionRound, claim: Comparison) -> str:
+    """Return a digest of the settings that define a claim's design; for calculations a name."""
     composed = study.compose()
     if "." in claim.method or claim.phase not in composed.document.data.get("data", {}):
         return study.name
     metrics = expected_metrics(read_study(composed.document), composed.all_stages, claim.phase)
     if claim.metric not in metrics:
         return study.name
-    return sections.design_digest(composed.document.data, claim, metrics[claim.metric].stage)
+    return run_and_claims.design_digest(composed.document.data, claim, metrics[claim.metric].stage)
 
 
 def _is_asked_before(root: Path, record: Mapping[str, Any], question: Mapping[str, Any]) -> bool:
-    """Return whether the record's commit contains the question and precedes that of the answer."""
+    """Return whether the recorded commit has the question and precedes the answer's commit."""
     commit = record.get("commit")
     answered = record["answered"]
     if not commit or commit == answered:
@@ -356,7 +361,7 @@ def _is_asked_before(root: Path, record: Mapping[str, Any], question: Mapping[st
 
 @lru_cache
 def _read_questions(root: Path, commit: str, file: str) -> frozenset[tuple[Any, ...]]:
-    """Return the keys (``verdict_key``) of all claims and questions in a file of a commit."""
+    """Return the ``verdict_key`` of every claim and question in ``file`` as of ``commit``."""
     data = _read_committed(root, commit, file)
     parts = [data, *(data.get("rounds") or ())]
     references = [reference for part in parts for reference in part.get(papers.ASKS) or ()]
@@ -366,9 +371,9 @@ def _read_questions(root: Path, commit: str, file: str) -> frozenset[tuple[Any, 
 
 
 def _find_named_claims(root: Path, commit: str, asks: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the values of the papers' claims that a question names, from the commit's files."""
+    """Yield the values of the papers' claims that ``asks`` names, read from files of ``commit``."""
     for reference in asks:
-        folder, name, changes = papers.split_asked(reference)
+        folder, name, changes = papers.parse_asked_claim(reference)
         file = papers.PIPELINES / folder / papers.PAPER_FILE
         paper = _read_committed(root, commit, file.as_posix())
         path = papers.find_paper_file(root, folder)
@@ -384,15 +389,14 @@ def _read_committed(root: Path, commit: str, file: str) -> dict[str, Any]:
 
 
 def _list_comparisons(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the claims, then the questions, of parsed params.yaml, with default values added."""
     for section in ("claims", "questions"):
         yield from (DEFAULTS | comparison for comparison in data.get(section) or ())
 
 
-def forms_asked_before(
+def keys_asked_before(
     entries: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any]
 ) -> set[tuple[Any, ...]]:
-    """Return ``verdict_key`` of a result's claims and questions that are not recorded as late."""
+    """Return the ``verdict_key`` of each entry that was asked before its answer was known."""
     # entries: name → numbers; record: what the result has under ``ASKED``.
     dates = record.get("entries", {})
     return {

@@ -1,4 +1,4 @@
-"""Tests between two methods, paired by items, seeds or both, with Holm's correction."""
+"""Significance tests between two methods, paired by test items, by seeds or by both."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,13 +7,13 @@ import numpy as np
 
 from moecore.core.files import UserError
 from moecore.report.column import Column
-from moecore.report.study_results import Measured, Models
+from moecore.report.study_results import ModelResults, Models
 from moecore.statistics import comparisons
 from moecore.statistics.comparisons import BOTH, SEEDS
 from moecore.statistics.intervals import Interval
 
 LEVEL = 0.05
-Seeds = Mapping[int, Measured]
+Seeds = Mapping[int, ModelResults]
 WORDS = {
     "mcnemar": "McNemar's exact test for shares of images, with Holm's correction over the column",
     BOTH: "a test over test items and seeds together (docs/intervals.md), with Holm's correction "
@@ -24,7 +24,7 @@ WORDS = {
 
 
 class TestedDifference(NamedTuple):
-    """A method minus another with its interval, and the p-value of the paired test of the two."""
+    """The difference between two methods, with its interval and the p-value of a paired test."""
 
     difference: Interval
     p: float
@@ -34,14 +34,14 @@ class TestedDifference(NamedTuple):
     only: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry ``against`` of compare.json: difference, limits, p-values and test."""
+        """Return an entry of ``against`` in compare.json: difference, limits, p-values, test."""
         (value, low, high), p, holm, test, only = self
         entry = {"difference": value, "low": low, "high": high, "p": p, "p_holm": holm}
         return entry | {"test": test} | dict(zip(("only_first", "only_second"), only, strict=False))
 
 
-def possible_test(metric: Column, methods: Sequence[Seeds]) -> str:
-    """Return the test that the results allow; "" if neither higher nor lower values are better."""
+def choose_test(metric: Column, methods: Sequence[Seeds]) -> str:
+    """Choose the test that the results allow; "" if the metric has no better direction."""
     # Several seeds: BOTH if all results have a value per item, else SEEDS. One seed: "mcnemar" if
     # all have hits (which images are right), else "intervals".
     if not metric.better:
@@ -57,13 +57,15 @@ def possible_test(metric: Column, methods: Sequence[Seeds]) -> str:
     return "intervals"
 
 
-def differences_from(metric: Column, models: Models, reference: str) -> dict[str, TestedDifference]:
-    """Return method → its tested difference from ``reference``; {} if no test is possible."""
+def compare_with_reference(
+    metric: Column, models: Models, reference: str
+) -> dict[str, TestedDifference]:
+    """Test each method against ``reference``: method → difference; {} if no test is possible."""
     # models: methods with the metric; those with a value that is only a bound are not tested.
     # Holm's correction is over these tests.
     models = {name: seeds for name, seeds in models.items() if not metric.has_bound(seeds.values())}
     rivals = [method for method in models if method != reference]
-    test = possible_test(metric, list(models.values()))
+    test = choose_test(metric, list(models.values()))
     if reference not in models or not rivals or test not in ("mcnemar", BOTH, SEEDS):
         return {}
     compare = {"mcnemar": _by_images}.get(test, _by_seeds)
@@ -75,24 +77,26 @@ def differences_from(metric: Column, models: Models, reference: str) -> dict[str
     }
 
 
-def find_leader(metric: Column, models: Models, values: Mapping[str, float]) -> str | None:
-    """Return the method that is significantly better than every other after Holm, or None."""
+def find_significant_leader(
+    metric: Column, models: Models, values: Mapping[str, float]
+) -> str | None:
+    """Return the method that is significantly better than all others (Holm), or None."""
     sign = {"higher": 1, "lower": -1}.get(metric.better, 0)
     first = max(values, key=lambda method: sign * values[method])
-    tests = differences_from(metric, models, first)
+    tests = compare_with_reference(metric, models, first)
     if len(tests) == len(models) - 1 and all(tested.holm < LEVEL for tested in tests.values()):
         return first
     return None
 
 
 def crossed_or_paired_difference(ours: np.ndarray, theirs: np.ndarray) -> comparisons.Difference:
-    """Return the mean of ours − theirs: over items and seeds for (S, N), over seeds for (S,)."""
+    """Return the mean of ours − theirs, over seeds and items for (S, N), over seeds for (S,)."""
     if ours.ndim == 1:
         return comparisons.paired_seed_difference((ours - theirs).tolist())
     return comparisons.crossed_difference(ours - theirs)
 
 
-def paired_values(
+def pair_values_by_seed(
     ours: Seeds, metric: Column, theirs: Seeds, against_metric: Column, place: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return both sides' values, paired by seed: (S, N) of seeds and items, or (S,) without items.
@@ -132,7 +136,7 @@ def _by_seeds(metric: Column, method: str, ours: Seeds, theirs: Seeds) -> Tested
     if ours.keys() != theirs.keys():
         seeds = f"seeds {list(ours)}, another method {list(theirs)}"
         raise UserError(f"compare: {method} has {seeds}; run.seeds is for all")
-    values = paired_values(ours, metric, theirs, metric, f"compare: {method}")
+    values = pair_values_by_seed(ours, metric, theirs, metric, f"compare: {method}")
     difference = crossed_or_paired_difference(*values)
     # Identical differences have no variance: no interval, and no test.
     p = 1.0 if difference.p is None else difference.p

@@ -1,4 +1,4 @@
-"""The charts that several measurements share: curves with bands, tables in colour."""
+"""Charts that several measurements share: curves with bands, and heatmaps."""
 
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -24,8 +24,8 @@ DIRECT = 8  # curves that have their names at their ends; more have a legend
 AROUND = 1.0  # inches of a figure that are not its axes: title, ticks and the axis' name
 
 
-class End(NamedTuple):
-    """Where a curve ends, with its name and line style."""
+class CurveEnd(NamedTuple):
+    """The last point of a curve, with the curve's name and line style."""
 
     name: str
     x: float
@@ -33,14 +33,14 @@ class End(NamedTuple):
     style: Mapping[str, object]
 
 
-class Point(NamedTuple):
+class CurvePoint(NamedTuple):
     x: float
     value: float
     low: float
     high: float
 
 
-Curves = Mapping[str, Sequence[Point]]  # name → points; one without points has no line
+Curves = Mapping[str, Sequence[CurvePoint]]  # name → points; one without points has no line
 
 
 class ChartSpec(NamedTuple):
@@ -52,16 +52,16 @@ class ChartSpec(NamedTuple):
     height: float = 3.5  # inches, of one panel
 
 
-def point_from_interval(x: float, interval: Interval, limits: Limits = EVERYWHERE) -> Point:
-    """Return a point with a band from its interval, cut to ``limits``; no limits: no width."""
+def point_from_interval(x: float, interval: Interval, limits: Limits = EVERYWHERE) -> CurvePoint:
+    """Return a point whose band is the interval, cut to ``limits``; no interval: no band."""
     if interval.limits is None:
-        return Point(x, interval.value, interval.value, interval.value)
+        return CurvePoint(x, interval.value, interval.value, interval.value)
     low, high = interval.limits
-    return Point(x, interval.value, max(limits[0], low), min(limits[1], high))
+    return CurvePoint(x, interval.value, max(limits[0], low), min(limits[1], high))
 
 
-def points_over_seeds(seeds: Sequence[Series], limits: Limits = EVERYWHERE) -> list[Point]:
-    """Return a point per x with a value in all seeds, its interval as band; seeds: x → value."""
+def points_over_seeds(seeds: Sequence[Series], limits: Limits = EVERYWHERE) -> list[CurvePoint]:
+    """Return the mean over seeds with its interval, for each x that all seeds have."""
     points = []
     for x in next(iter(seeds), {}):
         values = list_without_none(of_seed.get(x) for of_seed in seeds)
@@ -71,37 +71,37 @@ def points_over_seeds(seeds: Sequence[Series], limits: Limits = EVERYWHERE) -> l
 
 
 def interval_caption(seeds: Mapping[str, Sequence[object]]) -> str:
-    """Return a sentence on the bands of ``points_over_seeds``; seeds: method → its seeds."""
+    """Return the caption's sentence on bands: intervals over seeds, or of one seed."""
     if any(len(of_method) > 1 for of_method in seeds.values()):
         return "Bands: 95 % intervals over seeds."
     return "One seed."
 
 
-def draw_curves(axes: Axes, curves: Curves) -> list[End]:
-    """Draw a line and a band per curve, in a colour per name; return the curves' last points."""
+def draw_curves(axes: Axes, curves: Curves) -> list[CurveEnd]:
+    """Draw each curve as a line with a band; return the last point of each."""
     ends = []
     for index, (name, points) in enumerate(curves.items()):
         if not points:
             continue
-        style = drawing.line_look(index)
+        style = drawing.line_style(index)
         places, values, low, high = zip(*points, strict=True)
         axes.plot(places, values, label=name, **style)
         axes.fill_between(places, low, high, color=style["color"], alpha=0.13, linewidth=0)
-        ends.append(End(name, places[-1], values[-1], style))
+        ends.append(CurveEnd(name, places[-1], values[-1], style))
     return ends
 
 
-def name_curves(figure: Figure, axes: Axes, ends: Sequence[End], height: float) -> None:
-    """Write the names at the curves' ends, or many in a legend; height: of final axes in inches."""
+def label_curves(figure: Figure, axes: Axes, ends: Sequence[CurveEnd], height: float) -> None:
+    """Label the curves at their ends, or in a legend if there are many; height: of axes, inches."""
     if 0 < len(ends) <= DIRECT:
-        label_ends(axes, ends, height)
+        label_curve_ends(axes, ends, height)
     else:
         drawing.add_legend_below(figure, axes)
 
 
 @drawing.styled_drawing
 def curves_chart(curves: Curves, spec: ChartSpec) -> Figure:
-    """Draw all curves with bands in one panel, whose vertical axis includes 0."""
+    """Return a figure of one panel with all curves and bands; its vertical axis includes 0."""
     figure = drawing.empty_figure(4.8, spec.height)
     axes = figure.subplots()
     ends = draw_curves(axes, curves)
@@ -115,13 +115,12 @@ def curves_chart(curves: Curves, spec: ChartSpec) -> Figure:
     places = {point.x for points in curves.values() for point in points}
     if places and all(float(x).is_integer() for x in places) and len(places) < 12:
         axes.set_xticks(sorted(places))
-    name_curves(figure, axes, ends, spec.height - AROUND)
+    label_curves(figure, axes, ends, spec.height - AROUND)
     return figure
 
 
 @drawing.styled_drawing
 def panels_chart(panels: Mapping[str, Curves], spec: ChartSpec) -> Figure:
-    """Draw a panel per title with equal axes, up to three in a row, and one legend below them."""
     across = min(3, len(panels))
     down = -(-len(panels) // across)
     figure = drawing.empty_figure(4.8 if across == 1 else 9.8, 0.9 + 2.7 * down)
@@ -145,9 +144,7 @@ def panels_chart(panels: Mapping[str, Curves], spec: ChartSpec) -> Figure:
     return figure
 
 
-class Labels(NamedTuple):
-    """The texts around a heatmap."""
-
+class HeatmapLabels(NamedTuple):
     title: str
     rows: Sequence[str]
     columns: Sequence[str]
@@ -160,7 +157,7 @@ class Labels(NamedTuple):
 def draw_heatmap(
     values: np.ndarray,  # (rows, columns) from 0 to 1, NaN has no colour
     texts: np.ndarray,  # "" for none
-    labels: Labels,
+    labels: HeatmapLabels,
     size: tuple[float, float],  # width and height in inches
     caption: str = "",
 ) -> Figure:
@@ -184,7 +181,7 @@ def draw_heatmap(
 
 
 def percent_annotations(table: np.ndarray, minimum: float = 0, limit: float = np.inf) -> np.ndarray:
-    """Return shares as texts, 0.123 as "12"; "" for NaN and for shares below ``minimum``."""
+    """Return shares as texts in percent, "12" for 0.123; "" for NaN and below ``minimum``."""
     # limit: of columns; of a table with more all texts are "", as they would not fit.
     is_shown = (table >= minimum) & (table.shape[1] <= limit)
     return np.where(is_shown, np.char.mod("%.0f", 100 * table), "")
@@ -198,8 +195,8 @@ def draw_score_over_epsilon(curves: Curves, what: str, score: Score) -> Figure:
     return curves_chart(curves, spec)
 
 
-def attack_points(seeds: Sequence[Sequence[Value]], score: Score) -> list[Point]:
-    """Return a point per epsilon of one attack: the mean over seeds, or one seed's interval."""
+def attack_points(seeds: Sequence[Sequence[Value]], score: Score) -> list[CurvePoint]:
+    """Return a point per epsilon of one attack: mean over seeds, or one seed's value."""
     limits = {"share": (0.0, 1.0)}.get(score.form, (0.0, np.inf))
     points = []
     for values in zip(*seeds, strict=True):
@@ -221,22 +218,22 @@ SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
 REACHES = (7, 14, 24, 38, 55, 75)  # pixels between a point and its name
 
 
-def label_ends(axes: Axes, ends: Sequence[End], height: float) -> None:
-    """Write names right of the axes, with lines to the curves' ends; height: of axes in inches."""
+def label_curve_ends(axes: Axes, ends: Sequence[CurveEnd], height: float) -> None:
+    """Write each name right of the axes, with a line to its curve; height: of axes, inches."""
     low, high = axes.get_ylim()
     ends = sorted(ends, key=lambda end: end.y)
     heights = [(end.y - low) / (high - low) for end in ends]
     right = axes.get_xlim()[1]
     line = {"arrowstyle": "-", "linewidth": 0.9, "shrinkA": 1, "shrinkB": 2, "alpha": 0.9}
     style: dict[str, Any] = {"textcoords": "axes fraction", "va": "center", "fontsize": FONT}
-    for end, place in zip(ends, spread_heights(heights, LINE / height), strict=True):
+    for end, place in zip(ends, spread_label_heights(heights, LINE / height), strict=True):
         style |= {"annotation_clip": False, "arrowprops": line | {"color": end.style["color"]}}
         axes.annotate(end.name, (end.x, end.y), (1.06, place), **style)
     axes.set_xlim(right=right)
 
 
-def spread_heights(heights: Sequence[float], distance: float) -> np.ndarray:
-    """Return ascending heights moved as little as possible to be ``distance`` apart, in [0, 1]."""
+def spread_label_heights(heights: Sequence[float], distance: float) -> np.ndarray:
+    """Return ascending heights in [0, 1], moved as little as possible to be ``distance`` apart."""
     steps = distance * np.arange(len(heights))
     return np.clip(scipy.optimize.isotonic_regression(heights - steps).x, 0, 1 - steps[-1]) + steps
 
@@ -244,7 +241,7 @@ def spread_heights(heights: Sequence[float], distance: float) -> np.ndarray:
 def label_points(
     figure: Figure, axes: Axes, points: Mapping[str, tuple[float, float]], lines: Sequence[Line2D]
 ) -> None:
-    """Write a name near each point, so that it covers no other name, point or line."""
+    """Write a name near each point without covering other names, points or lines."""
     # points: name → position in the data; lines: whiskers, and points without names. This computes
     # the layout of the figure.
     from matplotlib.transforms import Bbox
@@ -270,13 +267,12 @@ def label_points(
 
 
 def _cost(reach: float, box: Bbox, obstacles: Sequence[tuple[Bbox, int]], frame: Bbox) -> float:
-    """Return the cost of a name in ``box``: area outside ``frame``, weighted overlaps, reach."""
+    """Return the cost of placing a name in ``box``: area outside ``frame``, overlaps, distance."""
     outside = box.width * box.height - _shared(box, frame)
     return 20 * outside + sum(weight * _shared(box, other) for other, weight in obstacles) + reach
 
 
 def _shared(first: Bbox, second: Bbox) -> float:
-    """Return the area that two boxes share, in square pixels."""
     overlap = first.intersection(first, second)
     return 0.0 if overlap is None else overlap.width * overlap.height
 

@@ -1,4 +1,4 @@
-"""Style of figures: colours for colour-blind readers, and an ink that a page can recolour."""
+"""Style and basic elements of figures: colours, line styles, axes, legends, sheets of pictures."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ STYLE = {
 
 
 def finish_layout(figure: Figure) -> Figure:
-    """Return the figure with its layout computed, so that printing draws it once, not twice."""
+    """Compute the figure's layout once, so that printing does not compute it again; return it."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
@@ -58,7 +58,7 @@ def finish_layout(figure: Figure) -> Figure:
 
 
 def styled_drawing(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """Decorate a figure function to run with ``STYLE``; outside, matplotlib's settings stay."""
+    """Decorate a function that returns a figure, so that it runs with the report's ``STYLE``."""
 
     @wraps(draw)
     def within(*args: P.args, **kwargs: P.kwargs) -> Figure:
@@ -75,20 +75,20 @@ def draw_in_style(draw: Callable[P, Figure], *args: P.args, **kwargs: P.kwargs) 
 
 
 def empty_figure(width: float, height: float, caption: str = "", raster: bool = False) -> Figure:
-    """Return an empty StyledFigure of this size in inches on the Agg canvas; needs no closing."""
+    """Return an empty figure of this size in inches, in the report's style."""
     from moecore.report.figures.styled_figure import StyledFigure
 
     return StyledFigure((width, height), caption, raster, STYLE)
 
 
-def line_look(index: int) -> dict[str, Any]:
-    """Return colour, marker and line style of the line with this index; the first 28 differ."""
+def line_style(index: int) -> dict[str, Any]:
+    """Return colour, marker and line style for the line ``index``; the first 28 are distinct."""
     dash = DASHES[index // 7 % 4]
     return {"color": PALETTE[index % 7], "marker": MARKERS[index % 8], "linestyle": dash}
 
 
 def expert_colours(number: int) -> list[str]:
-    """Return ``number`` colours, one per expert: the palette up to 8, else steps of cividis."""
+    """Return one colour per expert: the palette for up to 8 experts, else steps of cividis."""
     if number <= len(PALETTE):
         return list(PALETTE[:number])
     from matplotlib import colormaps, colors
@@ -97,7 +97,7 @@ def expert_colours(number: int) -> list[str]:
 
 
 def add_legend_below(figure: Figure, axes: Axes) -> Legend:
-    """Add a legend below the panels, for which the figure's height grows; return it."""
+    """Add a legend below the panels, for which the figure gets higher; return the legend."""
     handles, labels = axes.get_legend_handles_labels()
     widest = 0.6 + 0.08 * max(map(len, labels), default=0)  # inches, with the handle
     rows = math.ceil(len(labels) / max(1, int(figure.get_figwidth() / widest))) or 1
@@ -107,7 +107,7 @@ def add_legend_below(figure: Figure, axes: Axes) -> Legend:
 
 
 def set_percent_axis(axes: Axes, label: str) -> None:
-    """Label the vertical axis and print its shares as percent; 0.775 is 77.5%, not 78%."""
+    """Set the vertical axis' label, and print its shares as percent (0.775 as 77.5%)."""
     axes.set_ylabel(label)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
 
@@ -136,8 +136,8 @@ LUMINANCE = np.array([0.299, 0.587, 0.114])  # of red, green and blue (ITU-R BT.
 PRINTED = 100  # patches, at most, that get their number
 
 
-class Tile(NamedTuple):
-    """One picture of a sheet, optionally with a colour and a text per patch."""
+class ImageTile(NamedTuple):
+    """One image of a sheet, optionally with a colour and a text per patch."""
 
     pixels: np.ndarray  # (H, W), (H, W, 3) or (H, W, 4), ready to be shown
     tint: np.ndarray | None = None  # (rows, columns, 4): a colour a patch
@@ -153,8 +153,10 @@ class SheetLabels(NamedTuple):
 
 
 @styled_drawing
-def sheet(tiles: list[list[Tile]], frame: SheetLabels, width: float, height: float) -> Figure:
-    """Draw rows of pictures, ``width`` × ``height`` inches each, with the texts of ``frame``."""
+def draw_picture_sheet(
+    tiles: list[list[ImageTile]], frame: SheetLabels, width: float, height: float
+) -> Figure:
+    """Return a figure with rows of images, each ``width`` × ``height`` inches, with labels."""
     across = max(len(row) for row in tiles)
     top = (0.3 if frame.title else 0.05) + (0.2 if frame.columns else 0)
     right = 0.55 if frame.right else 0.05
@@ -165,7 +167,7 @@ def sheet(tiles: list[list[Tile]], frame: SheetLabels, width: float, height: flo
     axes = figure.add_axes((LEFT / size[0], 0.05 / size[1], across * width / size[0], high))
     for row, line in enumerate(tiles):
         for column, tile in enumerate(line):
-            put(axes, tile, column, row)
+            draw_tile(axes, tile, column, row)
     strip_axes(axes)
     axes.set(xlim=(-GAP, across - GAP / 2), ylim=(len(tiles), -GAP / 2), aspect="auto")
     middle = 0.5 - GAP / 2
@@ -182,8 +184,8 @@ def sheet(tiles: list[list[Tile]], frame: SheetLabels, width: float, height: flo
     return figure
 
 
-def put(axes: Axes, tile: Tile, column: int, row: int) -> None:
-    """Draw a picture into the axes' unit square that begins at (column, row)."""
+def draw_tile(axes: Axes, tile: ImageTile, column: int, row: int) -> None:
+    """Draw an image into the unit square of the axes whose corner is (column, row)."""
     side = 1 - GAP
     box = (column, column + side, row + side, row)
     style: Any = {"extent": box, "interpolation": "nearest", "aspect": "auto"}
@@ -202,7 +204,7 @@ def put(axes: Axes, tile: Tile, column: int, row: int) -> None:
             axes.text(*place, text, color=colour, **style)
 
 
-def _brightness(tile: Tile, y: int, x: int, rows: int, columns: int) -> float:
+def _brightness(tile: ImageTile, y: int, x: int, rows: int, columns: int) -> float:
     height, width = tile.pixels.shape[:2]
     down = slice(y * height // rows, (y + 1) * height // rows)
     across = slice(x * width // columns, (x + 1) * width // columns)
@@ -219,7 +221,7 @@ def displayable_image(image: np.ndarray) -> np.ndarray:
 
 
 def patch_expert_colours(grid: np.ndarray, colours: Sequence[str]) -> np.ndarray:
-    """Return the half-transparent colour (rows, columns, 4) of each patch's expert; −1: none."""
+    """Return a half-transparent RGBA colour per patch, by its expert; −1: no colour."""
     from matplotlib.colors import to_rgba
 
     return np.array([to_rgba(colour, 0.55) for colour in colours] + [(0.0, 0.0, 0.0, 0.0)])[grid]

@@ -1,4 +1,4 @@
-"""Figures of models: their training, confusions, and experts by class, patch and word."""
+"""Figures of trained models: training curves, confusions, and experts by class, patch and word."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -24,8 +24,7 @@ EXPONENTS = (0.0, 0.3, 0.5, 1.0, 2.0, 3.0)  # γ: its own, and what the paper's 
 
 
 @drawing.styled_drawing
-def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
-    """Draw loss, or perplexity, and validation score over epochs; trained: method → its seeds."""
+def draw_training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = drawing.empty_figure(4.8, 4.8)
@@ -35,14 +34,14 @@ def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
     ends = []
     for index, (label, seeds) in enumerate(trained.items()):
         for number, result in enumerate(seeds):
-            style = drawing.line_look(index) | {"alpha": 0.45, "label": None}
+            style = drawing.line_style(index) | {"alpha": 0.45, "label": None}
             if number == 0:
                 style |= {"alpha": 0.9, "label": label}
             learned = f"train_{task.history_name}" if task.long else "train_loss"
             _plot(loss, result, learned, style | {"marker": ""})
             last = _plot(below, result, f"validation_{result.task.history_name}", style)
             if number == 0 and last is not None:
-                ends.append(charts.End(label, *last, style))
+                ends.append(charts.CurveEnd(label, *last, style))
     loss.set(ylabel="Loss in training", title="Training")
     below.set_ylabel(f"Validation {score_title(score)}{unit_suffix(score)}")
     if task.long:
@@ -58,7 +57,7 @@ def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
         loss.set_ylabel("Cross-entropy in training")
         drawing.set_percent_axis(below, f"Validation {score.label}")
     if "" not in trained:
-        charts.name_curves(figure, below, ends, 1.7)
+        charts.label_curves(figure, below, ends, 1.7)
     return figure
 
 
@@ -75,7 +74,7 @@ def _plot(axes: Axes, result: Outcome, name: str, style: Mapping) -> tuple[float
 
 @drawing.styled_drawing
 def draw_filter_sigma_schedule(settings: GroupSparsity, method: str) -> Figure:
-    """Draw σ of MoGE's filter over the iterations for several γ, the method's bold (figure 3)."""
+    """Draw the width σ of MoGE's filter over iterations, for several exponents γ (figure 3)."""
     caption = (
         f"σ from {settings.sigma_start:g} to {settings.sigma_end:g} as in {method}, whose γ is "
         f"{settings.exponent:g}; T = {ITERATIONS:,} iterations (MoGE, figure 3)."
@@ -85,7 +84,7 @@ def draw_filter_sigma_schedule(settings: GroupSparsity, method: str) -> Figure:
     progress = np.linspace(0, 1, 201)
     for index, exponent in enumerate(sorted({*EXPONENTS, settings.exponent})):
         other = settings.model_copy(update={"exponent": exponent})
-        style = drawing.line_look(index) | {"marker": ""}
+        style = drawing.line_style(index) | {"marker": ""}
         if exponent == settings.exponent:
             style |= {"linewidth": 3.2}
         sigmas = [other.sigma(float(share)) for share in progress]
@@ -96,8 +95,8 @@ def draw_filter_sigma_schedule(settings: GroupSparsity, method: str) -> Figure:
     return figure
 
 
-def agreement_points(seeds: Sequence[Outcome], name: str) -> list[charts.Point]:
-    """Return a point per epoch, the mean over a method's seeds; [] if a seed has no values."""
+def agreement_points(seeds: Sequence[Outcome], name: str) -> list[charts.CurvePoint]:
+    """Return a point per epoch: routing agreement ``name``, mean over seeds; [] if missing."""
     # name: a key of AGREEMENTS. Lists shorter than the training end with the last epoch.
     lists = [getattr(result, name) or () for result in seeds]
     if not all(lists):
@@ -110,8 +109,10 @@ def agreement_points(seeds: Sequence[Outcome], name: str) -> list[charts.Point]:
 
 
 @drawing.styled_drawing
-def routing_agreement(curves: Mapping[str, Mapping[str, Sequence[charts.Point]]]) -> Figure:
-    """Draw a panel per key of AGREEMENTS (TGR, figure 3); curves: key → method → points."""
+def draw_routing_agreement(
+    curves: Mapping[str, Mapping[str, Sequence[charts.CurvePoint]]],
+) -> Figure:
+    """Draw a panel per kind of routing agreement, over epochs (TGR, figure 3)."""
     figure = drawing.empty_figure(9.8, 3.9)
     panels = figure.subplots(1, len(AGREEMENTS), sharex=True, sharey=True)
     named = []
@@ -123,27 +124,26 @@ def routing_agreement(curves: Mapping[str, Mapping[str, Sequence[charts.Point]]]
             named = [(axes, ends)]
     drawing.set_percent_axis(panels[0], "Tokens")
     for axes, ends in named:
-        charts.name_curves(figure, axes, ends, 3.9 - charts.AROUND)
+        charts.label_curves(figure, axes, ends, 3.9 - charts.AROUND)
     return figure
 
 
-def confusion_matrix(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> Figure:
-    """Draw the share of each true class (row) predicted as each (column); counts: images (K, K)."""
-    shares = row_shares(counts)
+def draw_confusion_matrix(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> Figure:
+    shares = normalise_rows(counts)
     names = classes if len(classes) <= charts.NUMBERED else ()
     texts = charts.percent_annotations(shares, 0.005, charts.NUMBERED)
-    labels = charts.Labels("Confusion", names, names, "Predicted", "True", slanted=True)
+    labels = charts.HeatmapLabels("Confusion", names, names, "Predicted", "True", slanted=True)
     return charts.draw_heatmap(shares, texts, labels, (4.8, 4.7), "Percent of each true class.")
 
 
-def row_shares(counts: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return counts (K, E) as shares of their row's sum; rows without counts are zero."""
+def normalise_rows(counts: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return counts (K, E) divided by their row sums; rows of zeros stay zero."""
     table = np.asarray(counts, dtype=float)
     return table / np.maximum(table.sum(axis=1, keepdims=True), 1)
 
 
 def describe_strongest_preference(first: Mapping[str, Outcome]) -> str:
-    """Return a phrase on the class that most prefers one expert; first: method → outcome."""
+    """Return a phrase on the class with the highest mean probability of a single expert."""
     strongest = (0.0, "")
     for method, result in first.items():
         for layers in list(result.class_maps.values())[-1:]:
@@ -171,7 +171,7 @@ BELOW = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 def draw_expert_grids_by_class(
     maps: Mapping[str, Sequence[Sequence[float | None]]], classes: Sequence[str], caption: str = ""
 ) -> Figure:
-    """Draw the mean probability of each expert on the experts' grid, a column per class."""
+    """Draw each class's mean routing probabilities on the grid of experts, a column per class."""
     # maps: label of a row (model, layer or epoch) → (K classes, E experts), None for a class
     # without images, whose panel is empty. Each row has one scale, from 0 to its largest value.
     rows = {label: np.asarray(values, dtype=float)[:MOST] for label, values in maps.items()}
@@ -179,19 +179,18 @@ def draw_expert_grids_by_class(
     height = min(2.0, max(0.35, grid[0] / grid[1])) * 0.85
     largest = [np.nanmax(values) if np.isfinite(values).any() else 1.0 for values in rows.values()]
     tiles = [
-        [drawing.Tile(drawing.heat_colours(values.reshape(grid), scale)) for values in line]
+        [drawing.ImageTile(drawing.heat_colours(values.reshape(grid), scale)) for values in line]
         for line, scale in zip(rows.values(), largest, strict=True)
     ]
     title = "Mean routing of each class"
     scales = [f"0 – {value:.2g}" for value in largest]
     caption = f"{caption} A cell is an expert; on the right the scale of each row.".lstrip()
     frame = drawing.SheetLabels(title, list(rows), list(classes)[:MOST], scales, caption)
-    return drawing.sheet(tiles, frame, 0.9, height)
+    return drawing.draw_picture_sheet(tiles, frame, 0.9, height)
 
 
 @drawing.styled_drawing
-def expert_load(layers: list[tuple[float, ...]]) -> Figure:
-    """Draw bars of each expert's share of the choices, a panel per MoE layer; dotted: balance."""
+def draw_expert_load(layers: list[tuple[float, ...]]) -> Figure:
     caption = "Share of the choices. Dotted: balance."
     figure = drawing.empty_figure(4.8, 0.5 + 1.2 * len(layers), caption)
     panels = figure.subplots(len(layers), 1, sharex=True, squeeze=False)[:, 0]
@@ -211,20 +210,19 @@ def expert_load(layers: list[tuple[float, ...]]) -> Figure:
 def draw_experts_of_patches(
     images: np.ndarray, layers: Mapping[str, tuple[Iterable[np.ndarray], int]], title: str
 ) -> Figure:
-    """Draw a row of images (N, C, H, W), then a row per layer with each patch's expert."""
     # layers: name → (a grid of experts per image, number of experts).
-    tiles = [[drawing.Tile(drawing.displayable_image(image)) for image in images]]
+    tiles = [[drawing.ImageTile(drawing.displayable_image(image)) for image in images]]
     for grids, experts in layers.values():
         colours = drawing.expert_colours(experts)
         pairs = zip(images, grids, strict=True)
         tiles.append([patch_experts_tile(image, grid, colours) for image, grid in pairs])
     caption = "The expert with the largest weight in each patch."
     labels = drawing.SheetLabels(title, ["Image", *layers], caption=caption)
-    return drawing.sheet(tiles, labels, 1.35, 1.35)
+    return drawing.draw_picture_sheet(tiles, labels, 1.35, 1.35)
 
 
 def draw_patch_correspondence(pair: MatchedCrops) -> Figure:
-    """Draw two crops of one image; patches with equal numbers show the same part of it."""
+    """Draw two crops of one image, with equal numbers on patches that show the same part."""
     grids = [parse_expert_grid(rows) for rows in pair.numbers]
     colours = drawing.expert_colours(grids[0].size)
     pairs = zip(pair.views.array(), grids, strict=True)
@@ -234,19 +232,21 @@ def draw_patch_correspondence(pair: MatchedCrops) -> Figure:
         "ones have no partner (PRC, figure 4)."
     )
     labels = drawing.SheetLabels("Corresponding patches", ["Crops"], caption=caption)
-    return drawing.sheet([tiles], labels, 1.9, 1.9)
+    return drawing.draw_picture_sheet([tiles], labels, 1.9, 1.9)
 
 
-def patch_experts_tile(image: np.ndarray, grid: np.ndarray, colours: Sequence[str]) -> drawing.Tile:
-    """Return a tile: an image (C, H, W), its patches coloured and numbered by expert (``grid``)."""
+def patch_experts_tile(
+    image: np.ndarray, grid: np.ndarray, colours: Sequence[str]
+) -> drawing.ImageTile:
+    """Return an image (C, H, W) as a tile, its patches coloured and numbered by their expert."""
     tint = drawing.patch_expert_colours(grid, colours)
     texts = np.where(grid < 0, "", grid.astype(str))
-    return drawing.Tile(drawing.displayable_image(image), tint, texts)
+    return drawing.ImageTile(drawing.displayable_image(image), tint, texts)
 
 
 @drawing.styled_drawing
-def image_and_caption_experts(stored: Overlays, captions: list[list[Read]], experts: int) -> Figure:
-    """Draw a row per image: its patches and a caption's words in the colours of their experts."""
+def draw_caption_experts(stored: Overlays, captions: list[list[Read]], experts: int) -> Figure:
+    """Draw each image with the experts of its patches, and its caption with those of words."""
     # Experts are those of the last MoE layer; a dense tower has no colours. captions: per image the
     # layers of the text tower, each (word, expert) pairs; experts: number in a text layer.
     images = stored.images()
@@ -258,18 +258,18 @@ def image_and_caption_experts(stored: Overlays, captions: list[list[Read]], expe
     axes.set(xlim=(0, size[0] / SIDE), ylim=(size[1] / SIDE, 0), aspect="auto")
     colours = drawing.expert_colours(stored.experts)
     for row, image in enumerate(images):
-        tile = drawing.Tile(drawing.displayable_image(image))
+        tile = drawing.ImageTile(drawing.displayable_image(image))
         if stored.grids:
             tile = patch_experts_tile(image, parse_expert_grid(stored.grids[-1][row]), colours)
-        drawing.put(axes, tile, 0, row)
+        drawing.draw_tile(axes, tile, 0, row)
         if captions[row]:
-            write_words(axes, captions[row][-1], row, drawing.expert_colours(experts))
+            draw_word_experts(axes, captions[row][-1], row, drawing.expert_colours(experts))
     drawing.strip_axes(axes)
     return figure
 
 
-def write_words(axes: Axes, read_words: Read, row: int, colours: Sequence[str]) -> None:
-    """Write (word, expert) pairs beside the image in ``row``, in as many lines as they need."""
+def draw_word_experts(axes: Axes, read_words: Read, row: int, colours: Sequence[str]) -> None:
+    """Write the words of a caption beside the image in ``row``, coloured by their experts."""
     start, line = 0.0, 0
     for word, expert in read_words:
         text = word
@@ -292,7 +292,6 @@ LARGEST_LOAD = 3.0  # times an even share, from which on colours do not change
 
 @drawing.styled_drawing
 def draw_load_over_steps(points: Sequence[RoutingPoint]) -> Figure:
-    """Draw each expert's load over the training steps, 1 for an even share, a panel per layer."""
     names = list(points[0].layers)
     caption = "Load of each expert, 1: an even share. As the training counted it."
     figure = drawing.empty_figure(6.4, 0.6 + 1.3 * len(names), caption, raster=True)

@@ -1,4 +1,4 @@
-"""Pictures of a phase: score, attacks, steadiness and cost of its methods; samples of its data."""
+"""Overview figures of a phase: its methods' score, robustness and cost; samples of its data."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import fill
@@ -17,7 +17,7 @@ from moecore.report.figures.charts import Limits, label_points
 from moecore.report.figures.drawing import displayable_image
 from moecore.report.headline_quantities import PANELS, PhaseQuantities, QuantityByMethod
 from moecore.report.page.page_objects import Picture
-from moecore.report.study_results import Phase
+from moecore.report.study_results import PhaseResults
 from moecore.report.tables.cells import NumberFormat
 from moecore.statistics.intervals import Interval
 
@@ -31,10 +31,10 @@ BEST = {"higher": "upper right", "lower": "lower left"}
 Looks = Mapping[str, Mapping[str, Any]]
 
 
-def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Picture]:
-    """Yield pictures: score against score under attack; then steadiness and cost per method."""
+def draw_overview(phase: PhaseResults, quantities: PhaseQuantities) -> Iterator[Picture]:
+    """Yield two pictures: score against score under attack; steadiness and cost per method."""
     looks = {
-        method: {key: drawing.line_look(number)[key] for key in ("color", "marker")}
+        method: {key: drawing.line_style(number)[key] for key in ("color", "marker")}
         for number, method in enumerate(phase.models)
     }
     bounds = ""
@@ -68,7 +68,6 @@ def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Pictu
 def draw_clean_against_attacked(
     score: QuantityByMethod, attacked: QuantityByMethod, looks: Looks
 ) -> Figure:
-    """Draw a point per method: score against score under attack; named points have whiskers."""
     form = score.column.form
     figure = drawing.empty_figure(5.0, 4.3)
     axes = figure.subplots()
@@ -88,8 +87,8 @@ def draw_clean_against_attacked(
         lines += axes.plot([x.value] * 2, limits_or_value(y), **thin)
         axes.plot(x.value, y.value, linestyle="", markersize=8, **looks[method])
     draw_floor_and_ceiling(axes, score)
-    axes.set_xlim(limits_with_margin([x for line in lines for x in line.get_xdata()], form))
-    axes.set_ylim(limits_with_margin([y for line in lines for y in line.get_ydata()], form))
+    axes.set_xlim(axis_limits_with_margin([x for line in lines for x in line.get_xdata()], form))
+    axes.set_ylim(axis_limits_with_margin([y for line in lines for y in line.get_ydata()], form))
     axes.set(title="Clean and under attack", xlabel=score.column.label)
     axes.set_ylabel(attacked.column.label)
     if form == "share":
@@ -102,7 +101,7 @@ def draw_clean_against_attacked(
 
 @drawing.styled_drawing
 def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Figure:
-    """Draw a panel per quantity with a row per method: its value with a whisker, or "none"."""
+    """Draw one panel per quantity, with one row per method: its value and interval."""
     methods = [name for name in looks if any(name in quantity.cells for quantity in quantities)]
     width = max(5.0, 1.4 + 1.55 * len(quantities))  # titles do not touch
     figure = drawing.empty_figure(width, max(4.3, 1.3 + 0.37 * len(methods)))
@@ -126,10 +125,10 @@ def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Fi
         near = [end for end in ends if end]
         is_far = column.name in ERRORS and near and min(near) > FAR * max(near)
         if quantity.floor_and_ceiling or is_far:  # from zero, differences could not be seen
-            axes.set_xlim(limits_with_margin(near, column.form))
+            axes.set_xlim(axis_limits_with_margin(near, column.form))
         else:
-            axes.set_xlim(limits_with_margin(ends, column.form, from_zero=True))
-        print_values(axes, quantity, methods)
+            axes.set_xlim(axis_limits_with_margin(ends, column.form, from_zero=True))
+        annotate_values(axes, quantity, methods)
         axes.xaxis.set_major_locator(MaxNLocator(3))  # labels such as 98.75% do not touch
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
         if quantity.column.form == "share":
@@ -141,13 +140,12 @@ def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Fi
 
 
 def draw_floor_and_ceiling(axes: Axes, score: QuantityByMethod) -> None:
-    """Draw dashed lines at the scores of dense and told, if both were trained."""
     for interval in score.floor_and_ceiling.values():
         axes.axvline(interval.value, color=drawing.GUIDE, linewidth=1, linestyle="--", zorder=1)
 
 
 def methods_to_label(*quantities: QuantityByMethod) -> set[str]:
-    """Return the methods whose points get a name: all if few, else dense, told and the best."""
+    """Return the methods whose points are labelled: all if few, else dense, told and the best."""
     named = set().union(*(quantity.cells for quantity in quantities))
     if len(named) <= NAMED:
         return named
@@ -159,7 +157,7 @@ def methods_to_label(*quantities: QuantityByMethod) -> set[str]:
     return named
 
 
-def print_values(axes: Axes, quantity: QuantityByMethod, methods: Sequence[str]) -> None:
+def annotate_values(axes: Axes, quantity: QuantityByMethod, methods: Sequence[str]) -> None:
     middle = sum(axes.get_xlim()) / 2
     scaled = NumberFormat.of("number", [_scaled(quantity, method) for method in quantity.cells])
     for place, method in enumerate(methods):
@@ -176,14 +174,14 @@ def print_values(axes: Axes, quantity: QuantityByMethod, methods: Sequence[str])
 
 
 def panel_title(quantity: QuantityByMethod) -> str:
-    """Return a quantity's title for a narrow panel, in lines of at most about ``WIDE`` letters."""
+    """Return a short title of the quantity, in lines of about ``WIDE`` letters."""
     name = quantity.column.name
     titles = (title for start, title in PANELS.items() if name.startswith(start))
     return next(titles, fill(quantity.column.label, WIDE))
 
 
-def limits_with_margin(ends: Sequence[float], form: str, from_zero: bool = False) -> Limits:
-    """Return an axis' limits: ``ends`` with a margin, for shares at most just beyond 0 and 1."""
+def axis_limits_with_margin(ends: Sequence[float], form: str, from_zero: bool = False) -> Limits:
+    """Return the axis limits: the range of ``ends`` plus a margin; shares stay near [0, 1]."""
     low, high = min(ends), max(ends)
     margin = ROOM * ((high - low) or abs(high) or 1.0)
     first = low if from_zero and low >= 0 else low - margin
@@ -197,7 +195,7 @@ def limits_or_value(interval: Interval) -> Limits:
 
 
 def _scaled(quantity: QuantityByMethod, method: str) -> Interval:
-    """Return a method's interval in the unit drawn: parameters and FLOPs in millions."""
+    """Return a method's interval in the panel's unit: parameters and FLOPs in millions."""
     interval = quantity.interval(method)
     scale = {"active_parameters": 1e-6, "gflops": 1e3}.get(quantity.column.name, 1.0)
     return Interval(interval.value * scale, *(limit * scale for limit in interval.limits or ()))
@@ -208,7 +206,7 @@ PLANES = ("sagittal", "coronal", "axial")  # across the axes right, anterior, su
 
 
 def draw_dataset_samples(prepared: Prepared, shots: int = 10) -> Figure:
-    """Draw ``shots`` training images of each of up to MOST_CLASSES classes, a row per class."""
+    """Draw ``shots`` training images per class, one row per class, at most MOST_CLASSES classes."""
     # For volumes: the middle slices of ``shots``, from young to old, one row per plane. For labels
     # that are not classes: one row of the first images.
     images = prepared.train.images
@@ -229,7 +227,7 @@ def draw_dataset_samples(prepared: Prepared, shots: int = 10) -> Figure:
 
 
 def draw_volume_montage(prepared: Prepared, shots: int) -> Figure:
-    """Draw middle slices of ``shots`` training volumes by age; * marks those with quality flags."""
+    """Draw middle slices of ``shots`` training volumes, sorted by age; * marks quality flags."""
     volumes = prepared.train.images
     ages = prepared.train.labels
     subjects = prepared.subjects("train")

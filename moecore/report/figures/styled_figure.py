@@ -1,4 +1,4 @@
-"""The figure class of the report; importing it loads matplotlib."""
+"""The class of the report's figures; importing this module loads matplotlib."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 
 class StyledFigure(Figure):
-    """A figure that is always drawn in one ``style``, as ticks are made and coloured only then."""
+    """A figure that applies ``style`` whenever it is drawn, because ticks are created only then."""
 
     def __init__(self, size: tuple[float, float], caption: str, raster: bool, style: Any) -> None:
         super().__init__(figsize=size)

@@ -1,4 +1,4 @@
-"""The routing explorer's page, with the answers of other measurements about the experts."""
+"""The page of the routing explorer, with facts about each expert from other measurements."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -16,8 +16,8 @@ from moecore.measure.routing_metrics.expert_similarity import decode_choices
 from moecore.measure.values import Found
 from moecore.report.page.report_page import template_environment
 from moecore.report.page.sections import phase_title
-from moecore.report.results import Display, list_displays
-from moecore.report.study_results import Measured, Phase, Results
+from moecore.report.results_and_displays import MeasurementDisplay, list_displays
+from moecore.report.study_results import ModelResults, PhaseResults, StudyResults
 from moecore.report.tables.cells import NumberFormat
 from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score
@@ -33,42 +33,44 @@ QUESTIONS = {
 }
 
 
-def display_of(kind: type[MeasuredPart]) -> Display:
+def find_display(kind: type[MeasuredPart]) -> MeasurementDisplay:
     return next(display for display in list_displays() if display.kind is kind)
 
 
-def skip_reason(measured: Measured, kind: type[MeasuredPart]) -> str:
-    """Return why a measurement was skipped for a model; "" if it was not skipped."""
-    start = f"{display_of(kind).title}: "
+def skip_reason(measured: ModelResults, kind: type[MeasuredPart]) -> str:
+    """Return why a measurement was skipped for a model; "" if it was not."""
+    start = f"{find_display(kind).title}: "
     return next((text[len(start) :] for text in measured.skipped if text.startswith(start)), "")
 
 
-def expert_answers(
-    measured: Measured, score: Score, layers: int, images: Sequence[int] = ()
+def collect_expert_facts(
+    measured: ModelResults, score: Score, layers: int, images: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Return "layers": facts about experts per MoE layer, and "open": what was not measured."""
+    """Return facts about experts per MoE layer ("layers"), and what was not measured ("open")."""
     facts: list[dict[str, Any]] = [{} for _ in range(layers)]
     if roles := measured.of(ExpertRoles):
-        facts = roles_answers(expert_roles.read_layer_roles(roles))
+        facts = describe_expert_roles(expert_roles.read_layer_roles(roles))
     if worth := measured.of(ExpertWorth):
         values = [value for value in worth.all("expert_worth") if "expert" in value.at]
         for layer, answers in enumerate(facts, 1):
             experts = [value.interval for value in values if value.at["layer"] == layer]
-            answers["without"] = worth_words(experts, score)
+            answers["without"] = worth_of_experts(experts, score)
     if regret := measured.of(RouterRegret):
         losses, shares = (regret.curve(name, "layer") for name in ("router_regret", "better_sets"))
-        for layer, best in enumerate(best_by_token(regret, images), 1):
+        for layer, best in enumerate(better_experts(regret, images), 1):
             facts[layer - 1] |= {
                 "regret": "The best experts for a token would lower the loss by "
                 f"{P.value(losses[layer])} {regret.facts['unit']}, on average; "
                 f"{SHARE.value(shares[layer])} of the sets would lower it.",
                 "best": best,
             }
-    return {"layers": facts, "open": open_questions(measured)}
+    return {"layers": facts, "open": describe_unmeasured(measured)}
 
 
-def roles_answers(layers: Sequence[LayerRoles], partners: int = PARTNERS) -> list[dict[str, Any]]:
-    """Return per layer each expert's partners, what experts reveal of tokens, and the margin."""
+def describe_expert_roles(
+    layers: Sequence[LayerRoles], partners: int = PARTNERS
+) -> list[dict[str, Any]]:
+    """Return per layer: each expert's partners, and what experts reveal about tokens."""
     facts: list[dict[str, Any]] = []
     for layer in layers:
         shares = [
@@ -85,11 +87,11 @@ def roles_answers(layers: Sequence[LayerRoles], partners: int = PARTNERS) -> lis
     return facts
 
 
-def open_questions(measured: Measured) -> list[str]:
-    """Return sentences on measurements that do not apply, and on settings that add others."""
+def describe_unmeasured(measured: ModelResults) -> list[str]:
+    """Return sentences that say which facts are missing, and why or how to get them."""
     sentences, unset, unnamed = [], [], []
     for kind, question in QUESTIONS.items():
-        display = display_of(kind)
+        display = find_display(kind)
         reason = skip_reason(measured, kind)
         name = f"{display.stage}.{display.within}" if display.within else display.stage
         if reason:
@@ -106,13 +108,13 @@ def open_questions(measured: Measured) -> list[str]:
 
 
 def list_partners(shares: Sequence[Sequence[float]], number: int) -> list[list[tuple[int, float]]]:
-    """Return per expert its ``most`` frequent (partner, share); shares: (E, E), row: expert."""
+    """Return for each expert its ``number`` most frequent partners, as (expert, share)."""
     rows = [sorted(enumerate(row), key=lambda pair: -pair[1])[:number] for row in shares]
     return [[(expert, round(share, 4)) for expert, share in row if share > 0] for row in rows]
 
 
-def worth_words(intervals: Sequence[Interval], score: Score) -> list[str]:
-    """Return a sentence per expert of a layer on the score lost without it; intervals: losses."""
+def worth_of_experts(intervals: Sequence[Interval], score: Score) -> list[str]:
+    """Return one sentence per expert: the score that is lost without this expert."""
     form = NumberFormat.of(score.form, intervals)
     return [
         f"Without it the {score.label} is worse by "
@@ -122,8 +124,8 @@ def worth_words(intervals: Sequence[Interval], score: Score) -> list[str]:
     ]
 
 
-def best_by_token(regret: Found, images: Sequence[int]) -> list[list[BetterExperts]]:
-    """Return per layer and image: token → (the better experts, the loss that they would save)."""
+def better_experts(regret: Found, images: Sequence[int]) -> list[list[BetterExperts]]:
+    """Return per layer and image: token → (better experts, text of the loss that they save)."""
     layers = []
     for choices in regret.facts["best"]:
         rows: list[BetterExperts] = [{} for _ in images]
@@ -140,14 +142,14 @@ FILE = "explorer.html"  # in the page's folder
 PACKED = ("pixels", "origins", "layers", "kinds")  # keys whose texts are packed arrays
 
 
-class PageHead(NamedTuple):
+class ExplorerHead(NamedTuple):
     question: str
     how_to_read: str
     address: str
     more: str  # text of the link
 
 
-HEAD = PageHead(
+HEAD = ExplorerHead(
     "Which expert sees which patch?",
     "Each patch has the colour and number of its main expert. Point at a patch, or use the arrow "
     "keys, to see how the router weighs experts there. The slider changes the image, or goes back "
@@ -157,8 +159,7 @@ HEAD = PageHead(
 )
 
 
-def explorer(results: Results) -> str:
-    """Return the HTML of the routing explorer: images, and how each model's experts handle them."""
+def render_study_explorer(results: StudyResults) -> str:
     phases = [
         phase
         for phase in results.phases.values()
@@ -173,7 +174,7 @@ def explorer(results: Results) -> str:
 def render_explorer(
     phases: Sequence[dict[str, Any]] | str,  # of ``explorer_phase_data``, or their packed JSON
     pool: dict[str, int],
-    head: PageHead,
+    head: ExplorerHead,
     has_models: bool = True,  # else the page says what is missing
 ) -> str:
     template = template_environment().get_template("explorer.html.jinja")
@@ -181,18 +182,18 @@ def render_explorer(
     return template.render(data=data, head=head, has_models=has_models)
 
 
-def has_explorer_images(results: Results) -> bool:
+def has_explorer_images(results: StudyResults) -> bool:
     return any(phase.first(Explorer) for phase in results.phases.values())
 
 
 class ExploredModel(NamedTuple):
     name: str  # the method; from the second seed on also the seed
     is_first: bool  # whether it is the method's first seed
-    measured: Measured
+    measured: ModelResults
 
 
-def list_explored_models(phase: Phase) -> list[ExploredModel]:
-    """Return each method's first seed, measured or not; then the other measured seeds."""
+def list_explored_models(phase: PhaseResults) -> list[ExploredModel]:
+    """Return the first seed of each method, then other seeds with explorer data."""
     models = []
     for method, seeds in phase.models.items():
         for place, (seed, measured) in enumerate(seeds.items()):
@@ -203,8 +204,7 @@ def list_explored_models(phase: Phase) -> list[ExploredModel]:
     return sorted(models, key=lambda model: not model.is_first)
 
 
-def explorer_phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
-    """Return a phase's data for the page; packed texts become their indices in ``pool``."""
+def explorer_phase_data(phase: PhaseResults, pool: dict[str, int]) -> dict[str, Any]:
     models = list_explored_models(phase)
     return {
         "name": phase.name,
@@ -220,8 +220,10 @@ def explorer_phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def explored_model_data(item: ExploredModel, phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
-    """Return a model's data for the page or why it has none; later seeds have only clean images."""
+def explored_model_data(
+    item: ExploredModel, phase: PhaseResults, pool: dict[str, int]
+) -> dict[str, Any]:
+    """Return one model's data for the page, or the reason why it has none."""
     name, is_first, measured = item
     measurement = measured.of(Explorer)
     if measurement is None:
@@ -246,12 +248,12 @@ def explored_model_data(item: ExploredModel, phase: Phase, pool: dict[str, int])
             for watched in outcome.watched
             if watched.images[: len(result.images)] == result.images
         ]
-    answers = expert_answers(measured, phase.task.score, len(result.layers), model["images"])
+    answers = collect_expert_facts(measured, phase.task.score, len(result.layers), model["images"])
     return {"name": name, "model": intern_texts(model, pool), "known": answers}
 
 
 def match_models(models: Sequence[ExploredModel]) -> list[tuple[str, str, list[list[int]]]]:
-    """Return (first, second, matches) per pair of models: per layer each expert's match."""
+    """Return (first, second, matches) per pair of models: for each layer, each expert's match."""
     choices = {
         model.name: list(map(decode_choices, expert_roles.read_encoded_choices(roles)))
         for model in models
@@ -261,18 +263,18 @@ def match_models(models: Sequence[ExploredModel]) -> list[tuple[str, str, list[l
     for (first, ours), (second, theirs) in combinations(choices.items(), 2):
         if [layer.shape for layer in ours] == [layer.shape for layer in theirs]:
             pairs = zip(ours, theirs, strict=True)
-            matches.append((first, second, [match_choices(*pair) for pair in pairs]))
+            matches.append((first, second, [match_experts_by_choices(*pair) for pair in pairs]))
     return matches
 
 
-def match_choices(ours: np.ndarray, theirs: np.ndarray) -> list[int]:
-    """Return each expert's match in ``theirs``; both sides: choices (images, tokens, experts)."""
+def match_experts_by_choices(ours: np.ndarray, theirs: np.ndarray) -> list[int]:
+    """Return for each expert the index of its match; choices: (images, tokens, experts)."""
     sides = [side.reshape(-1, side.shape[-1]) for side in (ours, theirs)]
     return expert_similarity.match_experts(expert_similarity.indicator_correlation(*sides)).tolist()
 
 
 def intern_texts(value: Any, pool: dict[str, int], key: str = "") -> Any:
-    """Return ``value`` with the texts of ``PACKED`` keys replaced by their indices in ``pool``."""
+    """Return ``value`` with each text of a ``PACKED`` key replaced by its index in ``pool``."""
     if isinstance(value, dict):
         return {name: intern_texts(inner, pool, name) for name, inner in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The objects that the page's templates lay out."""
+"""Objects that the page's templates lay out: cells, tables, pictures, blocks and sections."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -19,8 +19,8 @@ BEGINNINGS = {
 ENDINGS = {"_worst_case": "worst case"}
 
 
-def find_explaining_word(column: str) -> str:
-    """Return the term of parts.html.jinja that explains a column of this name, or ""."""
+def find_glossary_term(column: str) -> str:
+    """Return the term that explains a column on the page (from parts.html.jinja), or ""."""
     terms = [term for beginning, term in BEGINNINGS.items() if column.startswith(beginning)]
     terms += [term for ending, term in ENDINGS.items() if column.endswith(ending)]
     return next(iter(terms), "")
@@ -43,7 +43,7 @@ EMPTY = PageCell("")
 
 
 class TableRow(NamedTuple):
-    """A row of a table; without items its head spans all columns."""
+    """A row of a table; a row without items is a heading across all columns."""
 
     head: PageCell
     items: Sequence[PageCell] = ()
@@ -71,7 +71,7 @@ class PageTable(NamedTuple):
 
     @property
     def named(self) -> Sequence[tuple[str, ColumnHead]]:
-        """Pairs of a column's name and its head; heads are empty if the table has none."""
+        """(name, head) of each column; empty heads if the table has none."""
         heads = self.heads or [ColumnHead()] * len(self.columns)
         return list(zip(self.columns, heads, strict=True))
 
@@ -81,7 +81,7 @@ class PageTable(NamedTuple):
 
     @property
     def upright(self) -> bool:
-        """True if the columns' names are printed vertically: words are, numbers are not."""
+        """True if column names are printed vertically: in small tables with words as names."""
         return self.small and any(len(name) > 2 for name in self.columns[1:])
 
 
@@ -101,8 +101,8 @@ class Picture(NamedTuple):
         return self.figure.get_figwidth() > WIDE
 
 
-class Block(NamedTuple):
-    """A titled part of a section: texts, tables, pictures and remarks below them."""
+class PageBlock(NamedTuple):
+    """A titled part of a page section: texts, tables, pictures, remarks."""
 
     title: str
     words: Sequence[str] = ()
@@ -122,19 +122,19 @@ class Block(NamedTuple):
         return not (self.grids or self.pictures or self.tiles or self.below)
 
 
-class Section(NamedTuple):
+class PageSection(NamedTuple):
     id: str
     title: str
     short: str  # in the bar
-    blocks: Sequence[Block]
+    blocks: Sequence[PageBlock]
 
 
 class Page(NamedTuple):
     simulated: str  # names of simulated data; "" where there are none
     title: str  # what was compared, and who is better by how much
     answer: str  # further findings
-    overviews: Sequence[Block]  # of a phase: pictures of its methods, and what was not measured
-    sections: Sequence[Section]
+    overviews: Sequence[PageBlock]  # of a phase: pictures of its methods, and what was not measured
+    sections: Sequence[PageSection]
     facts: Sequence[PageTable]  # about the data
     settings: str  # the text of params.yaml
     explorer: str = ""  # address of the routing explorer, if there is one
@@ -146,7 +146,7 @@ def method_rows_table(
     controls: Collection[str] = (),
     notes: Callable[[Column], Sequence[str]] = lambda column: (),
 ) -> PageTable:
-    """Return a table of methods (rows) and metrics (columns); notes: column → lines below it."""
+    """Return a table with one row per method and one column per metric."""
     rows = cells.values()
     items = [format_column(column, [row[column.name] for row in rows]) for column in columns]
     lines = []
@@ -154,7 +154,7 @@ def method_rows_table(
         head = PageCell(method, note="control" if method in controls else "")
         lines.append(TableRow(head, [column_cells[row] for column_cells in items]))
     heads = [
-        ColumnHead(column.note, column.better, find_explaining_word(column.name), notes(column))
+        ColumnHead(column.note, column.better, find_glossary_term(column.name), notes(column))
         for column in columns
     ]
     names = ["Method", *(column.label for column in columns)]
@@ -174,7 +174,7 @@ def metric_rows_table(columns: Sequence[Column], cells: Cells) -> PageTable:
 
 
 def format_column(column: Column, cells: Sequence[Cell | None]) -> list[PageCell]:
-    """Return a table cell per value, all with equal decimals; a dash for a missing value."""
+    """Return one table cell per value, all with equal decimals; a dash for a missing value."""
     number_format = NumberFormat.of(column.form, (cell.interval for cell in cells if cell))
     items = []
     for cell in cells:
@@ -188,14 +188,14 @@ def format_column(column: Column, cells: Sequence[Cell | None]) -> list[PageCell
     return items
 
 
-def list_cells(column: Column, models: Models) -> list[PageCell]:
+def format_model_cells(column: Column, models: Models) -> list[PageCell]:
     return format_column(column, list(method_cells_over_seeds(column, models).values()))
 
 
 def percent_grid(
     corner: str, rows: Mapping[str, Sequence[float | None]], columns: Sequence[str]
 ) -> PageTable:
-    """Return a coloured table of percentages; rows: name → share per column, None: empty cell."""
+    """Return a table of coloured percentages; rows: name → share per column, None: empty cell."""
     lines = []
     for name, shares in rows.items():
         cells = [
@@ -207,7 +207,7 @@ def percent_grid(
 
 
 def format_paper_number(value: float, column: Column) -> str:
-    """Return a paper's number as text, in the column's unit and with up to four figures."""
+    """Return a number of a paper as text, in the column's unit, with up to four digits."""
     if column.form == "share":
         return f"{100 * value:.4g} %"
     if column.form == "count" and value >= 1e6:

@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML file, built from the objects of ``view``."""
+"""The report's page: one self-contained HTML file."""
 
 import base64
 import io
@@ -20,37 +20,36 @@ from moecore.report.claims.evaluation import EvaluatedClaim
 from moecore.report.column import CEILING, find_moe_baseline
 from moecore.report.figures import overview
 from moecore.report.figures.drawing import INK, STYLE, finish_layout
-from moecore.report.headline_quantities import PhaseQuantities, phase_quantities
+from moecore.report.headline_quantities import PhaseQuantities, choose_main_quantities
 from moecore.report.page import page_objects, sections
 from moecore.report.page.page_objects import PageCell, TableRow
-from moecore.report.pictures.experts import describe_routings_worth
+from moecore.report.pictures.experts import describe_routing_gain
 from moecore.report.pictures.robustness import describe_attacks
-from moecore.report.results import list_calculations
-from moecore.report.study_results import Phase, Results
+from moecore.report.results_and_displays import list_calculations
+from moecore.report.study_results import PhaseResults, StudyResults
 from moecore.report.tables.cells import join_names, keep_percent_on_line
 from moecore.report.tables.metrics_by_method import build_table
-from moecore.report.tables.terminal_summary import first_sentence
-from moecore.study.sections import Claim
+from moecore.report.tables.terminal_summary import main_result_sentence
+from moecore.study.run_and_claims import Claim
 
 NAMED = 20  # classes, at most, whose names are listed
 
 
 def render_report(
-    results: Results, evaluated: Sequence[EvaluatedClaim] = (), explorer: str | None = None
+    results: StudyResults, evaluated: Sequence[EvaluatedClaim] = (), explorer: str | None = None
 ) -> str:
-    """Return the HTML of a study's report; the same results give the same text."""
     # explorer: address of the routing explorer, relative to the page's folder, if there is one.
     page = build_page(results, evaluated)._replace(explorer=explorer or "")
     return template_environment().get_template("page.html.jinja").render(page=page)
 
 
-def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_objects.Page:
+def build_page(results: StudyResults, evaluated: Sequence[EvaluatedClaim]) -> page_objects.Page:
     parts = [claims_section(evaluated)] if evaluated else []
     papers = {answer.claim.paper for answer in evaluated if isinstance(answer.claim, Claim)}
     overviews, facts, quantities = [], [], {}
     for name, phase in results.phases.items():
         table = build_table(results, phase)
-        quantities[name] = phase_quantities(phase, table, results.controls)
+        quantities[name] = choose_main_quantities(phase, table, results.controls)
         notes = []
         if not phase.task.long and quantities[name].attacked is None:  # texts are not attacked
             notes.append("Not measured: the score under attack (the stage robustness would).")
@@ -60,12 +59,12 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_ob
         controls = results.controls - {CEILING}
         if left_out := [method for method in phase.models if method in controls]:
             notes.append(f"Not shown: {join_names(left_out)} (control).")
-        charts = list(overview.overview_charts(phase, quantities[name]))
+        charts = list(overview.draw_overview(phase, quantities[name]))
         title = sections.phase_title(phase)
-        block = page_objects.Block(title, pictures=charts, below=notes, id=f"overview-{name}")
+        block = page_objects.PageBlock(title, pictures=charts, below=notes, id=f"overview-{name}")
         overviews.append(block)
         parts.append(sections.phase_section(results, phase, table, papers))
-        facts.append(page_objects.PageTable((), card_facts(phase), title=title))
+        facts.append(page_objects.PageTable((), list_data_facts(phase), title=title))
     calculated = [
         sections.calculation_section(display, phase, build_table(results, phase))
         for display, phase in list_calculations(results)
@@ -73,7 +72,7 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_ob
     cards = [phase.card for phase in results.phases.values()]
     return page_objects.Page(
         simulated=", ".join(card["name"] for card in cards if card.get("simulated")),
-        title=keep_percent_on_line(first_sentence(results)),
+        title=keep_percent_on_line(main_result_sentence(results)),
         answer=main_finding(results, quantities, evaluated, calculated),
         overviews=overviews,
         sections=[*parts, *calculated],
@@ -83,21 +82,21 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_ob
 
 
 def main_finding(
-    results: Results,
+    results: StudyResults,
     quantities: Mapping[str, PhaseQuantities],
     evaluated: Sequence[EvaluatedClaim],
-    calculated: Sequence[page_objects.Section],
+    calculated: Sequence[page_objects.PageSection],
 ) -> str:
-    """Return what routing is worth, then verdicts or findings under attack, and the attacks."""
+    """Return the page's main sentences: value of routing, verdicts on claims, attacks."""
     phase = next(iter(results.phases.values()), None)
     if phase is None:
         if evaluated:
-            return sections.describe_claims(evaluated)
+            return sections.describe_verdict_counts(evaluated)
         stated = (block.finding for section in calculated for block in section.blocks)
         return keep_percent_on_line(next(filter(None, stated), "Nothing was trained."))
-    sentences = [describe_routings_worth(phase, find_moe_baseline(phase.models))]
+    sentences = [describe_routing_gain(phase, find_moe_baseline(phase.models))]
     if evaluated:
-        sentences.append(sections.describe_claims(evaluated))
+        sentences.append(sections.describe_verdict_counts(evaluated))
     else:
         measured = quantities[phase.name]
         title = sections.phase_title(phase)
@@ -106,11 +105,10 @@ def main_finding(
     return keep_percent_on_line(" ".join(filter(None, sentences)))
 
 
-def card_facts(phase: Phase) -> list[TableRow]:
-    """Return a table row per fact about the phase's data, from the card.json of `prepare`."""
+def list_data_facts(phase: PhaseResults) -> list[TableRow]:
     card = phase.card
     if phase.task.kind == "regression":
-        facts = cohort_facts(card)
+        facts = list_cohort_facts(card)
     else:
         classes = phase.task.answers
         facts = {
@@ -124,7 +122,7 @@ def card_facts(phase: Phase) -> list[TableRow]:
     return [TableRow(PageCell(key), [PageCell(text, look="words")]) for key, text in facts.items()]
 
 
-def cohort_facts(card: Mapping[str, Any]) -> dict[str, str]:
+def list_cohort_facts(card: Mapping[str, Any]) -> dict[str, str]:
     low, high = card["target_range"]
     unit = card["task"]["unit"]
     edges = " × ".join(f"{edge:g}" for edge in card["voxel_mm"])
@@ -154,12 +152,12 @@ def template_environment(is_html: bool = True) -> Environment:
 
 def render_picture(picture: page_objects.Picture) -> Markup | str:
     if picture.raster:
-        return png(picture.figure)
-    return Markup(svg(picture.figure, picture.label))
+        return render_png(picture.figure)
+    return Markup(render_svg(picture.figure, picture.label))
 
 
-def svg(figure: Figure, label: str) -> str:
-    """Return the figure as one <svg> element without size; label: for screen readers, unique."""
+def render_svg(figure: Figure, label: str) -> str:
+    """Return the figure as an <svg> element; label: for screen readers, unique in the page."""
     buffer = io.StringIO()
     # The label, for screen readers, also salts the ids: it is unique within a page.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": label}):
@@ -174,7 +172,7 @@ def svg(figure: Figure, label: str) -> str:
     return text.replace("<svg", start, 1).replace(INK, "currentColor")
 
 
-def png(figure: Figure) -> str:
+def render_png(figure: Figure) -> str:
     buffer = io.BytesIO()
     with matplotlib.rc_context(STYLE):
         finish_layout(figure).set_dpi(110)

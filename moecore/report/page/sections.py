@@ -1,4 +1,4 @@
-"""The page's sentences and sections. A difference is named only where a test shows it."""
+"""Sections and sentences of the report's page; differences are stated only if a test shows them."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -14,19 +14,19 @@ from moecore.report.figures.model_figures import draw_filter_sigma_schedule
 from moecore.report.headline_quantities import PhaseQuantities, QuantityByMethod, cells_by_method
 from moecore.report.page.page_objects import (
     NONE,
-    Block,
+    PageBlock,
     PageCell,
+    PageSection,
     PageTable,
     Picture,
-    Section,
     TableRow,
     format_paper_number,
     method_rows_table,
     metric_rows_table,
 )
 from moecore.report.pictures.robustness import transfer_blocks
-from moecore.report.results import Display, list_displays
-from moecore.report.study_results import Phase, Results
+from moecore.report.results_and_displays import MeasurementDisplay, list_displays
+from moecore.report.study_results import PhaseResults, StudyResults
 from moecore.report.tables.cells import (
     NOTES,
     PAPERS,
@@ -54,9 +54,9 @@ NAMED = 3  # claims per verdict, at most, that are named
 
 
 def describe_phase_findings(
-    phase: Phase, title: str, quantities: PhaseQuantities, controls: Collection[str]
+    phase: PhaseResults, title: str, quantities: PhaseQuantities, controls: Collection[str]
 ) -> str:
-    """Return sentences on a phase's routing and on its methods under attack, except controls."""
+    """Return a sentence on a phase's routing, and on its methods under attack."""
     # The score on clean data is in the report's first sentence.
     parts = [_routing(phase, quantities)]
     if attacked := quantities.attacked:
@@ -66,7 +66,7 @@ def describe_phase_findings(
     return keep_percent_on_line(f"{title}: {'. '.join(parts)}.")
 
 
-def describe_claims(evaluated: Sequence[EvaluatedClaim]) -> str:
+def describe_verdict_counts(evaluated: Sequence[EvaluatedClaim]) -> str:
     claims, questions = split_questions(evaluated)
     sentences = []
     if claims:
@@ -81,7 +81,7 @@ def describe_claims(evaluated: Sequence[EvaluatedClaim]) -> str:
 
 
 def _describe_verdicts(claims: Sequence[EvaluatedClaim]) -> list[str]:
-    """Return sentences that count claims by verdict, naming up to ``NAMED`` each, and with Holm."""
+    """Return sentences that count the claims by verdict, before and after Holm's correction."""
     parts = []
     for name, (singular, plural) in VERDICTS.items():
         judged = [claim for claim in claims if claim.verdict == name]
@@ -109,8 +109,8 @@ def _describe_verdicts(claims: Sequence[EvaluatedClaim]) -> list[str]:
     return sentences
 
 
-def _routing(phase: Phase, quantities: PhaseQuantities) -> str:
-    """Return a phrase on how steady the router's choices are, or why that is not known."""
+def _routing(phase: PhaseResults, quantities: PhaseQuantities) -> str:
+    """Return a phrase on how steady the router's choices are, or why this is unknown."""
     steady = quantities.steady
     if steady is None and not find_moe_baseline(phase.models):
         return "no expert is chosen, as a dense model sends every token through the same weights"
@@ -127,7 +127,7 @@ def _routing(phase: Phase, quantities: PhaseQuantities) -> str:
 
 
 def format_method_value(quantity: QuantityByMethod, method: str) -> str:
-    """Return a method's value as text, such as ``79.1 % (76.0 – 82.2)``; an error has its unit."""
+    """Return a method's value as text: ``79.1 % (76.0 – 82.2)``, with the unit of the score."""
     text = quantity.format.value_with_limits(quantity.interval(method), "()")
     return f"{text} {quantity.unit}".rstrip()
 
@@ -144,17 +144,19 @@ CONTROL = "trained on shuffled labels, or with routing that is not learned"
 
 
 def phase_section(
-    results: Results, phase: Phase, compared: ComparisonTable, papers: Collection[str] = ()
-) -> Section:
-    """Return a phase's section of the page: its main table, then a folded block per measurement."""
+    results: StudyResults,
+    phase: PhaseResults,
+    compared: ComparisonTable,
+    papers: Collection[str] = (),
+) -> PageSection:
     # papers: names of the papers whose claims the study tests.
     columns = {metric.name: metric for metric in compared.metrics}
     controls = [method for method in compared.cells if method in results.controls]
-    first = [columns[name] for name in headline_quantities.first_columns(phase, columns)]
-    how = Block("How to read this table", below=[describe_intervals(compared)], folded=True)
+    first = [columns[name] for name in headline_quantities.first_table_columns(phase, columns)]
+    how = PageBlock("How to read this table", below=[describe_intervals(compared)], folded=True)
     blocks = [
-        Block("", grids=[with_reference_rows(phase, first, compared.cells, controls)]),
-        how._replace(marks=describe_marks(results, phase, compared, controls)),
+        PageBlock("", grids=[add_reference_rows(phase, first, compared.cells, controls)]),
+        how._replace(marks=describe_best_marks(results, phase, compared, controls)),
         paper_tables_block(list(columns.values()), compared.cells, controls, papers),
     ]
     folded = [
@@ -168,7 +170,7 @@ def phase_section(
     sizes = f"{pluralize(len(columns), 'metric')} of {pluralize(len(compared.cells), 'method')}"
     grids = [metric_rows_table(compared.metrics, compared.cells)]
     folded += transfer_blocks(phase)
-    folded.append(Block("All measurements", grids=grids, finding=sizes))
+    folded.append(PageBlock("All measurements", grids=grids, finding=sizes))
     folded.append(skipped_measurements_block(phase))
     blocks += [block._replace(folded=True) for block in folded]
     shown = []
@@ -181,21 +183,23 @@ def phase_section(
         place = block.title and f"{phase.name}-{place_slug(block.title).lower()}"
         shown.append(block._replace(finding=keep_percent_on_line(finding), id=place))
     title = phase_title(phase)
-    return Section(phase.name, title, title, shown)
+    return PageSection(phase.name, title, title, shown)
 
 
-def calculation_section(display: Display, phase: Phase, compared: ComparisonTable) -> Section:
+def calculation_section(
+    display: MeasurementDisplay, phase: PhaseResults, compared: ComparisonTable
+) -> PageSection:
     shown = [column for column in compared.metrics if not column.detail]
-    values = Block("", grids=[metric_rows_table(shown, compared.cells)] if shown else [])
+    values = PageBlock("", grids=[metric_rows_table(shown, compared.cells)] if shown else [])
     blocks = [block for block in (values, *display.blocks(phase)) if not block.empty]
     title = display.title[0].upper() + display.title[1:]
-    return Section(place_slug(display.stage), title, title, blocks)
+    return PageSection(place_slug(display.stage), title, title, blocks)
 
 
-def with_reference_rows(
-    phase: Phase, columns: Sequence[Column], cells: Cells, controls: Collection[str]
+def add_reference_rows(
+    phase: PhaseResults, columns: Sequence[Column], cells: Cells, controls: Collection[str]
 ) -> PageTable:
-    """Return the table of methods, with a guess and classifiers on pixels below."""
+    """Return the table of methods with rows below it for a guess and for classifiers on pixels."""
     grid = method_rows_table(columns, cells, controls)
     guess = find_guess(phase)
     score = f"test_{score_slug(phase.task.score)}"
@@ -228,8 +232,7 @@ def with_reference_rows(
     return grid._replace(lines=lines, foot=foot)
 
 
-def sigma_schedule_block(results: Results) -> Block:
-    """Return a block that plots σ of MoGE's filter in training; equal schedules share a plot."""
+def sigma_schedule_block(results: StudyResults) -> PageBlock:
     different = {
         (schedule.sigma_start, schedule.sigma_end, schedule.exponent): method
         for method, schedule in reversed(results.schedules.items())
@@ -239,10 +242,10 @@ def sigma_schedule_block(results: Results) -> Block:
         figure = draw_filter_sigma_schedule(results.schedules[method], method)
         pictures.append(Picture(figure, f"σ of {method}", getattr(figure, "caption", "")))
     finding = f"the schedule of {join_names(list(results.schedules))}" if pictures else ""
-    return Block("How the neighbourhood narrows", pictures=pictures, finding=finding)
+    return PageBlock("How the neighbourhood narrows", pictures=pictures, finding=finding)
 
 
-def skipped_measurements_block(phase: Phase) -> Block:
+def skipped_measurements_block(phase: PhaseResults) -> PageBlock:
     methods_by_reason = {
         f"{method}, {reason}.": method
         for method, seeds in phase.models.items()
@@ -252,13 +255,12 @@ def skipped_measurements_block(phase: Phase) -> Block:
     methods = ", ".join(dict.fromkeys(methods_by_reason.values()))
     finding = f"{pluralize(len(methods_by_reason), 'measurement')} of {methods}"
     title = "Measurements that do not apply to a method"
-    return Block(title, below=list(methods_by_reason), finding=finding)
+    return PageBlock(title, below=list(methods_by_reason), finding=finding)
 
 
-def describe_marks(
-    results: Results, phase: Phase, compared: ComparisonTable, controls: Collection[str]
+def describe_best_marks(
+    results: StudyResults, phase: PhaseResults, compared: ComparisonTable, controls: Collection[str]
 ) -> str:
-    """Return sentences on what a mark in the table means; "" if no metric can be tested."""
     used = used_tests(results, phase, compared)
     if not used:
         return ""
@@ -287,12 +289,12 @@ def describe_intervals(compared: ComparisonTable) -> str:
     return " ".join(sentences)
 
 
-def phase_title(phase: Phase) -> str:
+def phase_title(phase: PhaseResults) -> str:
     return f"{STAGES[phase.name].title} on {phase.card['name']}"
 
 
 def describe_leader_or_range(column: Column, cells: Cells, controls: Collection[str] = ()) -> str:
-    """Return a line on a column: the method that leads by a test, else the range; "" if empty."""
+    """Return a line on a column: its significant leader, else its range over methods."""
     having = cells_by_method(column.name, cells)
     compared = {name: cell for name, cell in having.items() if name not in controls}
     quantity = QuantityByMethod("", column, compared)
@@ -324,27 +326,27 @@ PRINTED_NUMBERS = (
 
 def paper_tables_block(
     columns: Sequence[Column], cells: Cells, controls: Collection[str], papers: Collection[str]
-) -> Block:
-    """Return a block with a table per paper with any of the metrics; one is shown at a time."""
+) -> PageBlock:
+    """Return a block with one table per paper, of all methods on that paper's metrics."""
     # papers: names of the papers whose claims the study tests: only their numbers are shown.
     grids = [
-        table_of_paper(paper, columns, cells, controls, papers)
+        build_paper_table(paper, columns, cells, controls, papers)
         for paper in PAPERS
         if any(column.paper == paper and not column.detail for column in columns)
     ]
     texts = [PRINTED_NUMBERS] if any(grid.more for grid in grids) else []
     title = "Every method on the metrics of every paper"
-    return Block(title, texts, grids, choice=True, folded=True)
+    return PageBlock(title, texts, grids, choice=True, folded=True)
 
 
-def table_of_paper(
+def build_paper_table(
     paper: str,
     columns: Sequence[Column],
     cells: Cells,
     controls: Collection[str],
     papers: Collection[str],
 ) -> PageTable:
-    """Return a paper's table: its metrics, methods that have any, numbers of ``asked`` papers."""
+    """Return the table of one paper: our methods, and the paper's own numbers below."""
     of_paper = [column for column in columns if column.paper == paper and not column.detail]
     names = (*OTHER_COLUMNS.get(paper, ("test_accuracy",)), *ERRORS)
     shown = [column for column in columns if column.name in names] + of_paper
@@ -367,13 +369,15 @@ def table_of_paper(
         ]
         head = PageCell(model.model, note=model.source)
         more.append(TableRow(head, [PageCell("; ".join(values), look="words")]))
-    grid = method_rows_table(shown, having, controls, lambda column: paper_values(column, models))
+    grid = method_rows_table(
+        shown, having, controls, lambda column: format_paper_values(column, models)
+    )
     below = " ".join(filter(None, below))
     return grid._replace(title=PAPERS[paper], short=SHORT[paper], below=below, more=more)
 
 
-def paper_values(column: Column, models: Sequence[PaperModelNumbers]) -> list[str]:
-    """Return the paper's numbers of one column as texts: one per model if few, else their range."""
+def format_paper_values(column: Column, models: Sequence[PaperModelNumbers]) -> list[str]:
+    """Return a paper's numbers for a column as texts: one per model, or their range if many."""
     name = column.name
     values = {model.model: model.values[name] for model in models if name in model.values}
     printed = {

@@ -1,4 +1,4 @@
-"""Experts and their routing: load, patches, roles, worth, noise, truth, Lipschitz terms."""
+"""Pictures of experts and routing: load, patches, roles, worth, noise, truth, Lipschitz terms."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,28 +14,28 @@ from moecore.measure.stability import Stability
 from moecore.measure.training import Trained, outcome_of
 from moecore.measure.truth import PIXEL, Truth
 from moecore.measure.values import Chart, Found
-from moecore.report.column import CEILING, DENSE, MetricColumns, column_context
+from moecore.report.column import CEILING, DENSE, MetricColumns, build_column_context
 from moecore.report.figures import drawing, model_figures
 from moecore.report.figures.charts import (
     NUMBERED,
     ChartSpec,
     Curves,
-    Labels,
+    HeatmapLabels,
     curves_chart,
     draw_heatmap,
     percent_annotations,
     point_from_interval,
 )
-from moecore.report.page.page_objects import Block, Picture, method_rows_table
-from moecore.report.results import (
+from moecore.report.page.page_objects import PageBlock, Picture, method_rows_table
+from moecore.report.results_and_displays import (
     Figures,
     Pictures,
-    draw_chart,
     draw_method_curves,
+    draw_metric_chart,
     first_seed_pictures,
     pictures_by_name,
 )
-from moecore.report.study_results import Phase, list_without_none
+from moecore.report.study_results import PhaseResults, list_without_none
 from moecore.report.tables.cells import cell_over_seeds
 from moecore.statistics.comparisons import Difference, headroom_recovered
 
@@ -46,7 +46,7 @@ TEACHER = TEACHER._replace(words="Tokens whose first expert is the teacher's (TG
 
 def draw_routing(result: Found) -> Figures:
     if result.facts["load"]:
-        yield "expert_load", model_figures.expert_load(result.facts["load"])
+        yield "expert_load", model_figures.draw_expert_load(result.facts["load"])
     overlays = Overlays.model_validate(result.facts["overlays"])
     if overlays.shape[0] and overlays.grids:
         layers = {
@@ -57,14 +57,14 @@ def draw_routing(result: Found) -> Figures:
         yield "expert_overlays", figure
 
 
-def routing_blocks(phase: Phase) -> Iterator[Block]:
-    """Yield blocks: experts' load, experts of patches, matched crops, agreement with a teacher."""
+def routing_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
+    """Yield four blocks: load, experts of patches, matched crops, agreement with the teacher."""
     by_name = pictures_by_name(phase, Routing, draw_routing)
-    yield Block("Load of the experts", pictures=by_name["expert_load"], about="load_cv2")
+    yield PageBlock("Load of the experts", pictures=by_name["expert_load"], about="load_cv2")
     measured = phase.first(Routing)
     finding = describe_adjacent_patches(measured)
     patches = by_name["expert_overlays"]
-    yield Block("Which expert sees which patch", pictures=patches, finding=finding)
+    yield PageBlock("Which expert sees which patch", pictures=patches, finding=finding)
     crops = []
     first = next(iter(measured.values()), None)  # the crops are the same for every method
     if first is not None and first.facts["corresponding"]:
@@ -72,13 +72,15 @@ def routing_blocks(phase: Phase) -> Iterator[Block]:
         figure = model_figures.draw_patch_correspondence(pair)
         label = f"{phase.name}: corresponding patches"
         crops.append(Picture(figure, label, getattr(figure, "caption", "")))
-    yield Block("Corresponding patches", pictures=crops, about="match_top1")
-    pictures = draw_chart(phase, Routing, TEACHER)
-    yield Block("Agreement with the teacher by layer", pictures=pictures, about="teacher_agreement")
+    yield PageBlock("Corresponding patches", pictures=crops, about="match_top1")
+    pictures = draw_metric_chart(phase, Routing, TEACHER)
+    yield PageBlock(
+        "Agreement with the teacher by layer", pictures=pictures, about="teacher_agreement"
+    )
 
 
 def describe_adjacent_patches(first: Mapping[str, Found]) -> str:
-    """Return a phrase: how often adjacent patches share an expert of the last layer; or ""."""
+    """Return a phrase: the share of adjacent patches with the same expert; "" if unknown."""
     shares = {}
     for method, result in first.items():
         grids = result.facts["overlays"]["grids"][-1:]
@@ -94,7 +96,7 @@ def describe_adjacent_patches(first: Mapping[str, Found]) -> str:
     return f"patches side by side share their expert in {' to '.join(ends)} of the pairs"
 
 
-def step_times(phase: Phase) -> Iterator[Block]:
+def step_time_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     label = "Time of a batch / that of k = 1"
     spec = ChartSpec("Step time over k", "Experts per token k", label, height=3.2)
     caption = "Forward passes on this machine (ERMoE, figure S5)."
@@ -106,7 +108,7 @@ def step_times(phase: Phase) -> Iterator[Block]:
         return {}
 
     pictures = draw_method_curves(phase, Cost, relative_to_top_1, spec, caption)
-    yield Block("Step time over k", pictures=pictures)
+    yield PageBlock("Step time over k", pictures=pictures)
 
 
 Pairs = Sequence[Sequence[float | None]]  # (E, E')
@@ -117,8 +119,7 @@ SEEDS_WORDS = (
 )
 
 
-def draw_roles(result: Found) -> Figures:
-    """Yield (name, heatmap): information by layer, then coactivation and similarity per layer."""
+def draw_expert_roles(result: Found) -> Figures:
     layers = expert_roles.read_layer_roles(result)
     if any(layer.labels for layer in layers):
         yield "expert_information", draw_expert_information(layers)
@@ -126,23 +127,23 @@ def draw_roles(result: Found) -> Figures:
         if np.any(layer.together):
             axes = "Also chose expert", "Chose expert"
             caption = "Percent of the tokens that chose the row's expert."
-            figure = expert_pair_table(layer.together, f"MoE {number}", axes, caption, 0.005)
+            figure = draw_expert_pair_heatmap(layer.together, f"MoE {number}", axes, caption, 0.005)
             yield f"coactivation_{number}", figure
         if layer.after:  # experts of this layer that tokens chose after each of the previous one
             axes = f"Chose expert in MoE {number}", f"Chose expert in MoE {number - 1}"
             caption = "Percent of the tokens that chose the row's expert a layer earlier."
             title = f"MoE {number - 1} to {number}"
-            figure = expert_pair_table(layer.after, title, axes, caption, 0.005)
+            figure = draw_expert_pair_heatmap(layer.after, title, axes, caption, 0.005)
             yield f"coactivation_{number - 1}_{number}", figure
         if layer.cka:
             caption = "Linear CKA of two experts' outputs for the same tokens, in percent."
             title = f"Similarity, MoE {number}"
-            figure = expert_pair_table(layer.cka, title, ("Expert", "Expert"), caption)
+            figure = draw_expert_pair_heatmap(layer.cka, title, ("Expert", "Expert"), caption)
             yield f"expert_similarity_{number}", figure
 
 
 def draw_expert_information(layers: Sequence[expert_roles.LayerRoles]) -> drawing.Figure:
-    """Draw a heatmap of how much experts reveal about each label of a token, a row per layer."""
+    """Draw a heatmap: what experts reveal about each label of a token, one row per layer."""
     names = [name for name in expert_roles.LABELS if any(name in layer.labels for layer in layers)]
     shares = np.full((len(layers), len(names)), np.nan)
     texts = np.full(shares.shape, "", dtype=object)
@@ -154,24 +155,25 @@ def draw_expert_information(layers: Sequence[expert_roles.LayerRoles]) -> drawin
             texts[row, column] = f"{100 * shares[row, column]:.0f}{mark}"
     rows = [f"MoE {number}" for number in range(1, len(layers) + 1)]
     heads = [expert_roles.LABELS[name] for name in names]
-    labels = Labels("What an expert tells", rows, heads, "of a token's")
+    labels = HeatmapLabels("What an expert tells", rows, heads, "of a token's")
     caption = f"Percent of the label's entropy, above chance. *: p < {SURE}."
     return draw_heatmap(shares, texts, labels, (4.8, 1.3 + 0.35 * len(rows)), caption)
 
 
-def expert_pair_table(
+def draw_expert_pair_heatmap(
     pairs: Pairs, title: str, axes: tuple[str, str], caption: str, minimum: float = 0.0
 ) -> drawing.Figure:
-    """Draw a heatmap of one share per pair of experts, (E, E'); shares ≥ ``minimum`` as text."""
+    """Draw a heatmap of one share per pair of experts (E, E'); numbers from ``minimum`` on."""
     values = np.array(pairs, dtype=float)
     texts = percent_annotations(values, minimum, NUMBERED)
     rows, columns = ([str(expert) for expert in range(number)] for number in values.shape)
-    return draw_heatmap(values, texts, Labels(title, rows, columns, *axes), (4.8, 4.7), caption)
+    return draw_heatmap(
+        values, texts, HeatmapLabels(title, rows, columns, *axes), (4.8, 4.7), caption
+    )
 
 
-def seed_table(phase: Phase) -> Iterator[Block]:
-    """Yield a block with a table of metrics that compare the experts of a method's seeds."""
-    context = column_context(phase, expert_roles.ExpertRoles)
+def seed_stability_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
+    context = build_column_context(phase, expert_roles.ExpertRoles)
     columns = MetricColumns("routing", expert_roles.ExpertRoles, "roles").columns(context)
     columns = [column for column in columns if column.of_pairs]
     cells = {
@@ -181,25 +183,25 @@ def seed_table(phase: Phase) -> Iterator[Block]:
     having = {method: row for method, row in cells.items() if all(row.values())}
     if having:
         table = method_rows_table(columns, having)
-        yield Block(
+        yield PageBlock(
             "Do seeds find the same experts?", [SEEDS_WORDS], [table], about="seed_stability"
         )
 
 
-def draw_worth(result: Found) -> Figures:
-    """Yield (name, chart): loss over removed experts, and over the rank of a dropped choice."""
+def draw_expert_worth(result: Found) -> Figures:
+    """Yield two charts: loss over the number of removed experts, and over the dropped choice."""
     label = "Loss, 95 % intervals over images"
     spec = ChartSpec("Removing experts", "Experts removed from every layer", label)
-    curves = loss_curves(result, ORDERS, "lost_without", "removed")
+    curves = collect_loss_curves(result, ORDERS, "lost_without", "removed")
     yield "expert_removal", curves_chart(curves, spec)
-    curves = loss_curves(result, WAYS, "lost_without_choice", "rank")
+    curves = collect_loss_curves(result, WAYS, "lost_without_choice", "rank")
     if len(next(iter(curves.values()))) > 1:
         spec = ChartSpec("Without one choice", "Rank", label)
         yield "dropped_choices", curves_chart(curves, spec)
 
 
-def loss_curves(result: Found, names: Mapping[Any, str], metric: str, over: str) -> Curves:
-    """Return label → points of the metric over the values of ``over``, such as "removed"."""
+def collect_loss_curves(result: Found, names: Mapping[Any, str], metric: str, over: str) -> Curves:
+    """Return label → points: the metric over the values of the place ``over``."""
     # names: end of the metric's name → label of its curve.
     return {
         label: [
@@ -212,7 +214,6 @@ def loss_curves(result: Found, names: Mapping[Any, str], metric: str, over: str)
 
 
 def draw_mean_routing(result: Found) -> Figures:
-    """Yield a picture of each class's mean routing on the experts' grid, a row per MoE layer."""
     by_layer = enumerate(zip(*result.facts["class_maps"], strict=True), 1)
     if rows := {f"MoE {layer}": maps for layer, maps in by_layer}:
         yield "class_maps", model_figures.draw_expert_grids_by_class(rows, result.facts["classes"])
@@ -229,19 +230,19 @@ def draw_noise_effects(result: Found) -> Figures:
         yield "noise_overlays", draw_noise_overlays(rows)
 
 
-def ramps_and_patches(phase: Phase) -> Iterator[Block]:
+def noise_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     pictures = first_seed_pictures(phase, Stability, draw_noise_effects)
     title = "Predictions along a ramp, and patches under noise"
-    yield Block(title, pictures=pictures, about="jumps")
+    yield PageBlock(title, pictures=pictures, about="jumps")
 
 
 @drawing.styled_drawing
 def draw_probability_ramp(ramp: Mapping[str, Any]) -> drawing.Figure:
-    """Draw the probability of the true class over noise; crosses mark changed predictions."""
+    """Draw the true class's probability over noise; a cross marks a changed prediction."""
     figure = drawing.empty_figure(4.8, 3.5, "Example images. Cross: the predicted class changes.")
     axes = figure.subplots()
     for number, curve in enumerate(ramp["shown"]):
-        style = drawing.line_look(number) | {"marker": ""}
+        style = drawing.line_style(number) | {"marker": ""}
         axes.plot(ramp["sigmas"], curve["probability"], label=f"image {curve['index']}", **style)
         predicted = np.array(curve["predicted"])
         changed = 1 + (predicted[1:] != predicted[:-1]).nonzero()[0]
@@ -254,7 +255,6 @@ def draw_probability_ramp(ramp: Mapping[str, Any]) -> drawing.Figure:
 
 
 def draw_noise_overlays(rows: Mapping[float, Overlays]) -> drawing.Figure:
-    """Draw each patch's expert in the last MoE layer, a row per σ; tinted where it changed."""
     clean = next(iter(rows.values()))
     tiles = []
     for row in rows.values():
@@ -264,34 +264,36 @@ def draw_noise_overlays(rows: Mapping[float, Overlays]) -> drawing.Figure:
             changed = grid != parse_expert_grid(clean.grids[-1][number])
             texts = np.where(grid < 0, "–", grid.astype(str))
             tint = drawing.patch_expert_colours(np.where(changed, 0, -1), (drawing.PALETTE[1],))
-            line.append(drawing.Tile(drawing.displayable_image(image), tint, texts))
+            line.append(drawing.ImageTile(drawing.displayable_image(image), tint, texts))
         tiles.append(line)
     names = [f"σ = {sigma:g}" if sigma else "clean" for sigma in rows]
     caption = "Last MoE layer. Tinted: another expert."
     title = "Experts under noise: changed ones are tinted"
-    return drawing.sheet(tiles, drawing.SheetLabels(title, names, caption=caption), 1.5, 1.5)
+    return drawing.draw_picture_sheet(
+        tiles, drawing.SheetLabels(title, names, caption=caption), 1.5, 1.5
+    )
 
 
 UNITS = {"noise": "σ", "attack": f"ε in 1/{PIXEL}"}
 LIMITS = (0.0, 1.0)
 
 
-def draw_groups_of_tokens(result: Found) -> Figures:
-    """Yield (name, heatmap) per MoE layer: each expert's tokens by their true group, in percent."""
+def draw_kinds_of_experts(result: Found) -> Figures:
+    """Yield a heatmap per MoE layer: the true kinds of the tokens of each expert, in percent."""
     for index, counts in enumerate(result.facts["counts"], 1):
-        shares = model_figures.row_shares(counts)
+        shares = model_figures.normalise_rows(counts)
         texts = percent_annotations(shares, 0.005, NUMBERED)
         columns = [str(kind + 1) for kind in range(shares.shape[1])]
         axes = ("Kind of token", "Expert, by its matched kind")
-        labels = Labels(f"MoE {index}", (), columns, *axes)
+        labels = HeatmapLabels(f"MoE {index}", (), columns, *axes)
         caption = "Percent of each expert's tokens."
         if (unmatched := len(shares) - shares.shape[1]) > 0:
             caption += f" More experts than kinds: the last {unmatched} are matched to none."
         yield f"truth_{index}", draw_heatmap(shares, texts, labels, (4.8, 4.7), caption)
 
 
-def share_of_routings_worth(phase: Phase, method: str) -> Difference | None:
-    """Return the method's share of the gain from dense (0) to told (1); None if unknown."""
+def routing_gain_share(phase: PhaseResults, method: str) -> Difference | None:
+    """Return how much of the gain from dense (0) to true routing (1) a method reaches; or None."""
     trained = phase.of(Trained)
     sign = -1 if phase.task.score.better == "lower" else 1
     sides = []
@@ -304,9 +306,9 @@ def share_of_routings_worth(phase: Phase, method: str) -> Difference | None:
     return headroom_recovered(*sides)
 
 
-def describe_routings_worth(phase: Phase, method: str) -> str | None:
-    """Return a sentence on the method's share of told's gain over dense; None without interval."""
-    share = share_of_routings_worth(phase, method)
+def describe_routing_gain(phase: PhaseResults, method: str) -> str | None:
+    """Return a sentence on the share of the gain by true routing that a method reaches; or None."""
+    share = routing_gain_share(phase, method)
     if share is None or (half := share.half_width()) is None:
         return None
     value, low, high = (f"{100 * (share.value + off):.0f}" for off in (0, -half, half))
@@ -316,8 +318,7 @@ def describe_routings_worth(phase: Phase, method: str) -> str | None:
     )
 
 
-def purity_curves(phase: Phase) -> list[Picture]:
-    """Return charts of purity over epochs, noise and attacks' ε, a line per method."""
+def draw_purity_curves(phase: PhaseResults) -> list[Picture]:
     caption = "Mean over MoE layers."
     spec = ChartSpec("Purity of validation images", "Epoch", "Purity", share=True)
     read: Any = lambda result: dict(enumerate(outcome_of(result).purity, 1))
@@ -329,12 +330,15 @@ def purity_curves(phase: Phase) -> list[Picture]:
     return pictures
 
 
-def truth_blocks(phase: Phase) -> Iterator[Block]:
-    """Yield a block: each method's share of told's gain over dense, purity, and true groups."""
+def truth_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
+    """Yield a block on routing against the truth: gain, purity, and the kinds of each expert."""
     first = phase.first(Truth)
-    sentences = list_without_none(describe_routings_worth(phase, method) for method in first)
-    pictures = [*purity_curves(phase), *first_seed_pictures(phase, Truth, draw_groups_of_tokens)]
-    yield Block("Experts and truth", sentences, pictures=pictures, about="purity")
+    sentences = list_without_none(describe_routing_gain(phase, method) for method in first)
+    pictures = [
+        *draw_purity_curves(phase),
+        *first_seed_pictures(phase, Truth, draw_kinds_of_experts),
+    ]
+    yield PageBlock("Experts and truth", sentences, pictures=pictures, about="purity")
 
 
 def draw_lipschitz(result: Found) -> Figures:
@@ -344,7 +348,7 @@ def draw_lipschitz(result: Found) -> Figures:
 
 @drawing.styled_drawing
 def draw_lemma_terms(layers: list[dict[str, list[float]]]) -> drawing.Figure:
-    """Plot ‖∇f(x)‖₂ and the router's term against lemma 1's bound, a point per token and layer."""
+    """Plot ‖∇f(x)‖₂ and the router's term over the bound of lemma 1, one point per token."""
     # If the lemma holds, all points of the upper panel lie on or below the diagonal.
     figure = drawing.empty_figure(4.8, 5.6, "One point per token.")
     panels = figure.subplots(2, 1, sharex=True)
@@ -367,11 +371,13 @@ def draw_lemma_terms(layers: list[dict[str, list[float]]]) -> drawing.Figure:
 
 
 PICTURES = [
-    Pictures("routing", draw_routing, is_on_page=False, above=routing_blocks, more=step_times),
-    Pictures("routing.roles", draw_roles, more=seed_table),
-    Pictures("expert_worth", draw_worth),
+    Pictures(
+        "routing", draw_routing, is_on_page=False, above=routing_blocks, more=step_time_blocks
+    ),
+    Pictures("routing.roles", draw_expert_roles, more=seed_stability_blocks),
+    Pictures("expert_worth", draw_expert_worth),
     Pictures("lipschitz", draw_lipschitz),
     Pictures("invariance", draw_mean_routing),
-    Pictures("stability", draw_noise_effects, is_on_page=False, more=ramps_and_patches),
-    Pictures("truth", draw_groups_of_tokens, is_on_page=False, more=truth_blocks),
+    Pictures("stability", draw_noise_effects, is_on_page=False, more=noise_blocks),
+    Pictures("truth", draw_kinds_of_experts, is_on_page=False, more=truth_blocks),
 ]

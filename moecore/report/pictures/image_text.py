@@ -1,4 +1,4 @@
-"""Images and captions: experts of patches and words, and zero-shot accuracy per class."""
+"""Pictures of image–text models: experts of patches and words, and zero-shot accuracy."""
 
 from collections.abc import Iterator
 
@@ -6,10 +6,10 @@ from moecore.measure.retrieval import Retrieval
 from moecore.measure.routing_metrics.expert_gallery import Overlays
 from moecore.measure.values import Found
 from moecore.measure.zero_shot import ZeroShot
-from moecore.report.figures.model_figures import image_and_caption_experts
-from moecore.report.page.page_objects import Block, percent_grid
-from moecore.report.results import Figures, Pictures, pictures_by_name
-from moecore.report.study_results import Phase
+from moecore.report.figures.model_figures import draw_caption_experts
+from moecore.report.page.page_objects import PageBlock, percent_grid
+from moecore.report.results_and_displays import Figures, Pictures, pictures_by_name
+from moecore.report.study_results import PhaseResults
 
 
 def draw_images_and_words(result: Found) -> Figures:
@@ -19,11 +19,10 @@ def draw_images_and_words(result: Found) -> Figures:
         experts = next((len(word_rows[0]["experts"]) for word_rows in layers), 0)
         overlays = Overlays.model_validate(stored)
         captions = result.facts["captions_read"]
-        yield "images_and_words", image_and_caption_experts(overlays, captions, experts)
+        yield "images_and_words", draw_caption_experts(overlays, captions, experts)
 
 
-def images_and_words(phase: Phase) -> Iterator[Block]:
-    """Yield a block of tables of words' experts per method and layer, and a block of pictures."""
+def image_text_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     results = phase.first(Retrieval)
     grids = []
     for method, result in results.items():
@@ -39,13 +38,12 @@ def images_and_words(phase: Phase) -> Iterator[Block]:
     images = f"{first.facts['images']:,} images"
     text = f"Gallery: {images}. A tie counts as the share of its orders that are hits."
     k = next(iter(first.curve("text_to_image", "k")))
-    yield Block("Images and captions", [text], grids, about=f"text_to_image_r{k}", choice=True)
+    yield PageBlock("Images and captions", [text], grids, about=f"text_to_image_r{k}", choice=True)
     pictures = pictures_by_name(phase, Retrieval, draw_images_and_words)["images_and_words"]
-    yield Block("Experts of patches and words", pictures=pictures)
+    yield PageBlock("Experts of patches and words", pictures=pictures)
 
 
-def class_share_table(phase: Phase) -> Iterator[Block]:
-    """Yield a block with the share of correct images per class, a row per method (first seed)."""
+def class_accuracy_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     facts = {method: result.facts for method, result in phase.first(ZeroShot).items()}
     first = next(iter(facts.values()))
     names = [row["name"] for row in first["classes"]]
@@ -63,10 +61,10 @@ def class_share_table(phase: Phase) -> Iterator[Block]:
     if unknown:
         texts.append(f"Words that are not in the vocabulary, by class: {', '.join(unknown)}.")
     grid = percent_grid("method", rows, names)._replace(title="Zero-shot, by class", below=below)
-    yield Block("Zero-shot", words=texts, grids=[grid], about="zero_shot_accuracy")
+    yield PageBlock("Zero-shot", words=texts, grids=[grid], about="zero_shot_accuracy")
 
 
 PICTURES = [
-    Pictures("retrieval", draw_images_and_words, is_on_page=False, more=images_and_words),
-    Pictures("zero_shot", more=class_share_table),
+    Pictures("retrieval", draw_images_and_words, is_on_page=False, more=image_text_blocks),
+    Pictures("zero_shot", more=class_accuracy_blocks),
 ]

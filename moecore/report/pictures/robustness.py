@@ -14,22 +14,28 @@ from moecore.measure.corruptions import Corruptions, errors_of
 from moecore.measure.robustness import Robustness
 from moecore.measure.transfer_attacks import Transfer
 from moecore.measure.values import Found, Metric, Place, Value, place_slug
-from moecore.report.column import references, score_slug, score_title
+from moecore.report.column import reference_methods, score_slug, score_title
 from moecore.report.figures import charts
-from moecore.report.figures.drawing import Figure, SheetLabels, Tile, displayable_image, sheet
+from moecore.report.figures.drawing import (
+    Figure,
+    ImageTile,
+    SheetLabels,
+    displayable_image,
+    draw_picture_sheet,
+)
 from moecore.report.page import page_objects
 from moecore.report.page.page_objects import (
     EMPTY,
     NONE,
-    Block,
+    PageBlock,
     PageCell,
     PageTable,
     Picture,
     TableRow,
     percent_grid,
 )
-from moecore.report.results import Figures, Pictures, draw_method_curves
-from moecore.report.study_results import Phase
+from moecore.report.results_and_displays import Figures, Pictures, draw_method_curves
+from moecore.report.study_results import PhaseResults
 from moecore.report.tables.cells import PIXEL, NumberFormat, format_epsilon, shorten_epsilons
 from moecore.statistics.comparisons import crossed_difference, linearize_ratio
 from moecore.statistics.intervals import Interval
@@ -91,7 +97,7 @@ def attack_title(name: str) -> str:
     return re.sub("^auto ?attack", "AutoAttack", title)
 
 
-def describe_attacks(phase: Phase, settings: Mapping[str, Attack]) -> str:
+def describe_attacks(phase: PhaseResults, settings: Mapping[str, Attack]) -> str:
     """Return a sentence on a phase's attacks and their largest ε; settings: name → attack."""
     texts = []
     own_radii = {name for name, attack in settings.items() if attack.radii(())}  # in the name
@@ -126,7 +132,7 @@ def attacks_of(result: Found, metric: str = "attacked") -> list[str]:
     return list(dict.fromkeys(str(value.at["attack"]) for value in result.all(metric)))
 
 
-def names_of_attacks(phase: Phase, metric: str = "attacked") -> list[str]:
+def names_of_attacks(phase: PhaseResults, metric: str = "attacked") -> list[str]:
     names = [name for result in phase.results(Robustness) for name in attacks_of(result, metric)]
     return list(dict.fromkeys(names))
 
@@ -166,7 +172,7 @@ def draw_attacks(result: Found) -> Figures:
     yield "score_under_attack", charts.draw_score_over_epsilon(curves, "attack", score)
 
 
-def draw_under_attack(phase: Phase) -> Iterator[Picture]:
+def draw_under_attack(phase: PhaseResults) -> Iterator[Picture]:
     """Yield pictures over epsilon: scores per attack and worst case, then routing changes."""
     results = phase.results(Robustness)
     attacks = dict.fromkeys(name for result in results for name in attacks_with_curves(result))
@@ -188,29 +194,29 @@ def draw_under_attack(phase: Phase) -> Iterator[Picture]:
         yield from draw_routing_change_by_layer(phase, attack)
 
 
-def attack_blocks(phase: Phase) -> Iterator[Block]:
+def attack_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     about = attacked_name(score_slug(phase.task.score), WORST)
     pictures = []
     first = phase.first(Robustness)
-    for method in references(phase.models):
+    for method in reference_methods(phase.models):
         if method not in first or first[method].facts["attacked"] is None:
             continue
         shown = AttackedGallery.model_validate(first[method].facts["attacked"])
         tiles, names = [], []
         for row in shown.rows:
-            tiles.append([Tile(displayable_image(image)) for image in row.pictures.array()])
+            tiles.append([ImageTile(displayable_image(image)) for image in row.pictures.array()])
             names.append(f"ε = {format_epsilon(row.epsilon)}" if row.epsilon else "clean")
         title = f"{attack_title(shown.attack)} on {method}"
-        figure = sheet(tiles, SheetLabels(title, names), 1.1, 1.1)
+        figure = draw_picture_sheet(tiles, SheetLabels(title, names), 1.1, 1.1)
         caption = f"{method}. Images as the strongest attack made them (figure 5)."
         label = f"{phase.name}: attacked pictures of {method}"
         pictures.append(Picture(figure, label, caption + phase.first_seed))
     yield robust_accuracy_block(phase)
-    yield Block("Attacked pictures", pictures=pictures, about=about)
+    yield PageBlock("Attacked pictures", pictures=pictures, about=about)
     yield audit_block(phase)
 
 
-def robust_accuracy_block(phase: Phase) -> Block:
+def robust_accuracy_block(phase: PhaseResults) -> PageBlock:
     """Return a table with a row per method and attack: the score without attack and at each ε."""
     score = phase.task.score
     shown = {
@@ -218,7 +224,7 @@ def robust_accuracy_block(phase: Phase) -> Block:
         for method, results in phase.of(Robustness).items()
         if results and results[0].all("worst")
     }
-    reference = next(reversed(references(phase.models)), "")
+    reference = next(reversed(reference_methods(phase.models)), "")
     own = {  # titles of attacks with a radius of their own, which have the last column
         attack_title(name)
         for result, *_ in shown.values()
@@ -253,7 +259,7 @@ def robust_accuracy_block(phase: Phase) -> Block:
     if score.form == "share":
         notes.append(EQUAL_CLEAN)
     about = attacked_name(score_slug(score), WORST)
-    return Block(f"{score_title(score)} at each ε", notes, grids, about=about)
+    return PageBlock(f"{score_title(score)} at each ε", notes, grids, about=about)
 
 
 def curves_by_title(results: Sequence[Found]) -> dict[str, list[list[Value]]]:
@@ -296,7 +302,7 @@ def difference_cell(share: Interval | None) -> PageCell:
     return PageCell(text, number_format.difference_limits(share))
 
 
-def draw_attack_curve(phase: Phase, attack: str) -> Picture:
+def draw_attack_curve(phase: PhaseResults, attack: str) -> Picture:
     score = phase.task.score
     curves = {}
     for method, seeds in phase.of(Robustness).items():
@@ -310,12 +316,12 @@ def draw_attack_curve(phase: Phase, attack: str) -> Picture:
     return Picture(chart, label, f"{images} Bands: 95 % intervals.")
 
 
-def draw_routing_change_by_layer(phase: Phase, attack: str) -> list[Picture]:
+def draw_routing_change_by_layer(phase: PhaseResults, attack: str) -> list[Picture]:
     """Return [a picture of the routing change over epsilon, a panel per MoE layer], or []."""
     seeds = phase.of(Robustness)
     changes = [result.all("routing_change_layer") for result in phase.results(Robustness)]
     number = max((int(value.at["layer"]) for values in changes for value in values), default=0)
-    panels: dict[str, dict[str, list[charts.Point]]] = {}
+    panels: dict[str, dict[str, list[charts.CurvePoint]]] = {}
     for layer, (method, results) in product(range(1, 1 + number), seeds.items()):
         curves = [changes_by_epsilon(result, attack, layer) for result in results]
         points = charts.points_over_seeds(curves, (0.0, 1.0))
@@ -333,7 +339,7 @@ def change_chart_spec(attack: str) -> charts.ChartSpec:
     return charts.ChartSpec(title, f"ε in 1/{PIXEL}", "1 − IoU of experts", share=True)
 
 
-def audit_block(phase: Phase) -> Block:
+def audit_block(phase: PhaseResults) -> PageBlock:
     lines = {
         method: [line for result in seeds for line in result.facts["audit"]]
         for method, seeds in phase.of(Robustness).items()
@@ -348,7 +354,7 @@ def audit_block(phase: Phase) -> Block:
     verdicts = [line["holds"] for line in all_lines]
     judged = len(verdicts) - verdicts.count(None)
     finding = f"{verdicts.count(True)} of {judged} lines of the audit hold"
-    return Block("Can the attacks be believed?", grids=grids, finding=finding)
+    return PageBlock("Can the attacks be believed?", grids=grids, finding=finding)
 
 
 def worst_audit_verdict_cell(audited: Sequence[Audited]) -> PageCell:
@@ -364,7 +370,7 @@ def draw_transfer(result: Found) -> Figures:
         yield "transfer", draw_transfer_matrix(result)
 
 
-def transfer_blocks(phase: Phase) -> Iterator[Block]:
+def transfer_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     """Yield a block with scores of transferred attacks, as table and heatmap, and a verdict."""
     result: Found | None = phase.together.get(Transfer)
     if result is None:
@@ -385,7 +391,7 @@ def transfer_blocks(phase: Phase) -> Iterator[Block]:
     if phase.seeds > 1:
         notes.append("First seed.")
     grids = [transfer_table(result)]
-    yield Block("Transfer of attacks", [text], grids, pictures, below=notes, finding=verdict)
+    yield PageBlock("Transfer of attacks", [text], grids, pictures, below=notes, finding=verdict)
 
 
 def transfer_table(result: Found) -> PageTable:
@@ -427,7 +433,7 @@ def draw_transfer_matrix(result: Found) -> Figure:
     title = f"{score_title(score)} under transferred {attack_title(result.facts['attack'])}"
     names = [line.head.text for line in lines]
     methods = result.facts["methods"]
-    labels = charts.Labels(title, names, methods, "scored by", "made on", slanted=True)
+    labels = charts.HeatmapLabels(title, names, methods, "scored by", "made on", slanted=True)
     size = (1.9 + 0.5 * len(methods), 1.7 + 0.36 * len(lines))
     caption = "Of the images that were made on each model."
     return charts.draw_heatmap(shades, np.where(np.isnan(values), "", texts), labels, size, caption)
@@ -438,7 +444,7 @@ def draw_corruptions(result: Found) -> Figures:
     table = np.array([[item.share for item in line.items] for line in grid.lines], dtype=float)
     names = [line.head.text for line in grid.lines]
     severities = grid.columns[1:]
-    labels = charts.Labels("Error under corruption", names, severities, "Severity")
+    labels = charts.HeatmapLabels("Error under corruption", names, severities, "Severity")
     size = (2.4 + 0.5 * len(severities), 0.9 + 0.27 * len(names))
     figure = charts.draw_heatmap(table, charts.percent_annotations(table), labels, size, "Percent.")
     yield "corruption_errors", figure
@@ -455,12 +461,12 @@ def corruption_by_severity_table(result: Found) -> PageTable:
     return grid._replace(below="Error in percent.")
 
 
-def corruption_tables(phase: Phase) -> Iterator[Block]:
+def corruption_tables(phase: PhaseResults) -> Iterator[PageBlock]:
     tiles = [
         corruption_by_severity_table(result)._replace(title=name)
         for name, result in phase.first(Corruptions).items()
     ]
-    yield Block("Each corruption", tiles=tiles)
+    yield PageBlock("Each corruption", tiles=tiles)
 
 
 ATTACKS = Pictures("robustness", draw_attacks, is_on_page=False, draw=draw_under_attack)

@@ -1,4 +1,4 @@
-"""Pictures of trainings: curves, settling of the routing, confusions, experts of tissues."""
+"""Pictures of training: curves, routing agreement, confusions, and experts of tissues."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,8 +13,8 @@ from moecore.report.figures import charts, model_figures
 from moecore.report.figures.drawing import Figure
 from moecore.report.figures.model_figures import draw_expert_grids_by_class
 from moecore.report.page import page_objects
-from moecore.report.results import Figures, Pictures, first_seed_pictures
-from moecore.report.study_results import Phase
+from moecore.report.results_and_displays import Figures, Pictures, first_seed_pictures
+from moecore.report.study_results import PhaseResults
 from moecore.training.outcome import EpochTissueRouting, Outcome, TissueRoutingRow
 
 LISTED = 10  # confusions of a method with many classes
@@ -28,10 +28,10 @@ TISSUE_WORDS = (
 def figures(result: Found) -> Figures:
     outcome = outcome_of(result)
     if outcome.curve:
-        yield "training_curves", model_figures.training_curves({"": [outcome]})
+        yield "training_curves", model_figures.draw_training_curves({"": [outcome]})
     if outcome.confusion is not None:
         classes = outcome.task.classes
-        yield "confusion_matrix", model_figures.confusion_matrix(outcome.confusion, classes)
+        yield "confusion_matrix", model_figures.draw_confusion_matrix(outcome.confusion, classes)
     yield from class_routing_figures(result)
 
 
@@ -46,15 +46,14 @@ def class_routing_figures(result: Found) -> Figures:
         yield "class_maps", draw_expert_grids_by_class(rows, classes, "Last MoE layer.")
 
 
-def all_blocks(phase: Phase) -> Iterator[page_objects.Block]:
-    """Yield blocks: training curves, settling of routing, warnings, tissues, classes, confusion."""
+def training_blocks(phase: PhaseResults) -> Iterator[page_objects.PageBlock]:
     outcomes = phase.outcomes
     if any(outcome.curve for seeds in outcomes.values() for outcome in seeds):
-        chart = model_figures.training_curves(outcomes)
+        chart = model_figures.draw_training_curves(outcomes)
         caption = "One line per seed." if phase.seeds > 1 else ""
         picture = page_objects.Picture(chart, f"{phase.name}: training", caption)
         score = f"test_{score_slug(phase.task.score)}"
-        yield page_objects.Block("Training", pictures=[picture], about=score)
+        yield page_objects.PageBlock("Training", pictures=[picture], about=score)
     yield agreement_block(phase)
     warnings = []
     for method, seeds in phase.models.items():
@@ -63,38 +62,38 @@ def all_blocks(phase: Phase) -> Iterator[page_objects.Block]:
             warnings += [f"{method}, seed {seed}: {line}." for line in lines]
     finding = f"warnings while training: {len(warnings)}"
     title = "Experts without tokens, loads that collapsed"
-    yield page_objects.Block(title, below=warnings, finding=finding)
+    yield page_objects.PageBlock(title, below=warnings, finding=finding)
     yield from tissue_blocks(phase)
     maps = first_seed_pictures(phase, Trained, class_routing_figures)
     finding = model_figures.describe_strongest_preference(phase.first_outcomes)
-    yield page_objects.Block("Which class goes to which expert", pictures=maps, finding=finding)
+    yield page_objects.PageBlock("Which class goes to which expert", pictures=maps, finding=finding)
     yield confusion_block(phase)
 
 
-def agreement_block(phase: Phase) -> page_objects.Block:
+def agreement_block(phase: PhaseResults) -> page_objects.PageBlock:
     curves = {}
     points = model_figures.agreement_points
     for name in model_figures.AGREEMENTS:
         curves[name] = {method: points(seeds, name) for method, seeds in phase.outcomes.items()}
     title = "How the routing settles"
     if not any(any(points.values()) for points in curves.values()):
-        return page_objects.Block(title)
+        return page_objects.PageBlock(title)
     caption = (
         "Share of tokens with the same first expert as at the end, and as one epoch before; "
         "saturation: share of a token's final experts. Mean over MoE layers. "
         f"{charts.interval_caption(phase.outcomes)}"
     )
-    chart = model_figures.routing_agreement(curves)
+    chart = model_figures.draw_routing_agreement(curves)
     picture = page_objects.Picture(chart, f"{phase.name}: agreement", caption)
-    return page_objects.Block(title, pictures=[picture], about="agreement_with_final")
+    return page_objects.PageBlock(title, pictures=[picture], about="agreement_with_final")
 
 
-def confusion_block(phase: Phase) -> page_objects.Block:
+def confusion_block(phase: PhaseResults) -> page_objects.PageBlock:
     counts = {method: result.confusion for method, result in phase.first_outcomes.items()}
-    shares = model_figures.row_shares
+    shares = model_figures.normalise_rows
     tables = {name: shares(table) for name, table in counts.items() if table is not None}
     if not tables:
-        return page_objects.Block("")
+        return page_objects.PageBlock("")
     classes = phase.task.answers
     below = "Percent of each true class." + phase.first_seed
     tiles = [
@@ -108,7 +107,7 @@ def confusion_block(phase: Phase) -> page_objects.Block:
         over = ", mean over methods" if len(tables) > 1 else ""
         pair = f"{classes[true]} is taken for {classes[predicted]}"
         finding = f"{pair} most often ({100 * share:.0f} %{over})"
-    return page_objects.Block("Confusion of classes", tiles=tiles, finding=finding)
+    return page_objects.PageBlock("Confusion of classes", tiles=tiles, finding=finding)
 
 
 def confusion_table(shares: np.ndarray, classes: Sequence[str]) -> page_objects.PageTable:
@@ -125,7 +124,7 @@ def confusion_table(shares: np.ndarray, classes: Sequence[str]) -> page_objects.
 
 
 def list_confusions(shares: np.ndarray) -> Iterator[tuple[float, int, int]]:
-    """Yield (share, true class, predicted class), largest first; shares: (true, predicted)."""
+    """Yield (share, true class, predicted class) of the largest errors, largest first."""
     wrong = shares * (1 - np.eye(len(shares)))
     order = np.argsort(-wrong, axis=None, kind="stable")[:LISTED]
     for true, predicted in zip(*np.unravel_index(order, wrong.shape), strict=True):
@@ -133,8 +132,8 @@ def list_confusions(shares: np.ndarray) -> Iterator[tuple[float, int, int]]:
             yield float(wrong[true, predicted]), int(true), int(predicted)
 
 
-def tissue_blocks(phase: Phase) -> Iterator[page_objects.Block]:
-    """Yield a block with each tissue's two best experts over epochs, and the final choices."""
+def tissue_blocks(phase: PhaseResults) -> Iterator[page_objects.PageBlock]:
+    """Yield a block on the experts that each brain tissue is routed to, over epochs."""
     probed = {name: result.region_routing for name, result in phase.first_outcomes.items()}
     probed = {name: probes for name, probes in probed.items() if probes}
     grids = [tissue_expert_table(probes, method) for method, probes in probed.items()]
@@ -145,11 +144,11 @@ def tissue_blocks(phase: Phase) -> Iterator[page_objects.Block]:
         pictures.append(page_objects.Picture(chart, f"{phase.name}: regions of {method}", caption))
     notes = [TISSUE_WORDS + phase.first_seed]
     title = "Which expert answers for which tissue"
-    yield page_objects.Block(title, notes, grids, pictures, about="own_expert_gain")
+    yield page_objects.PageBlock(title, notes, grids, pictures, about="own_expert_gain")
 
 
 def tissue_expert_table(probes: Sequence[EpochTissueRouting], title: str) -> page_objects.PageTable:
-    """Return a table with a row per tissue: per epoch its experts, and those of random tokens."""
+    """Return a table with one row per tissue: its best experts at each epoch, and a control."""
     columns = ["Tissue"]
     for probe in probes:
         columns += [f"Epoch {probe.epoch}", "Control"]
@@ -167,7 +166,6 @@ def tissue_expert_table(probes: Sequence[EpochTissueRouting], title: str) -> pag
 
 
 def tissue_experts_cell(row: TissueRoutingRow | None) -> page_objects.PageCell:
-    """Return a cell with a tissue's experts, their scores, and shares of tokens that chose them."""
     if row is None:
         return page_objects.NONE
     experts = "\n".join(f"{name} {score:.3f}" for name, score in row.experts)
@@ -177,11 +175,12 @@ def tissue_experts_cell(row: TissueRoutingRow | None) -> page_objects.PageCell:
 
 
 def region_share_heatmap(rows: Sequence[TissueRoutingRow]) -> Figure:
-    """Draw a heatmap of the share of tokens that choose each expert, a row per tissue, control."""
     experts = list(dict.fromkeys(name for row in rows for name in row.share))
     table = np.array([[row.share.get(name, 0.0) for name in experts] for row in rows])
     names = [row.region.replace(CONTROL, "random, as ") for row in rows]
-    labels = charts.Labels("Choices by tissue", names, experts, "Expert", slanted=len(experts) > 6)
+    labels = charts.HeatmapLabels(
+        "Choices by tissue", names, experts, "Expert", slanted=len(experts) > 6
+    )
     size = (1.6 + 0.62 * len(experts), 0.9 + 0.36 * len(rows))
     return charts.draw_heatmap(table, charts.percent_annotations(table), labels, size)
 
@@ -193,4 +192,6 @@ def read_outcome(path: Path, stage: str) -> Found | Skipped:
     return collect_outcome_values(outcome)
 
 
-PICTURES = Pictures("", figures, is_on_page=False, more=all_blocks, kind=Trained, read=read_outcome)
+PICTURES = Pictures(
+    "", figures, is_on_page=False, more=training_blocks, kind=Trained, read=read_outcome
+)

@@ -1,4 +1,4 @@
-"""Numbers for readers: as many digits as their interval supports, the same for a whole column.
+"""Table cells and number formats: as many digits as the intervals of a column support.
 
 Numbers that papers print are shown next to ours, never compared.
 """
@@ -14,7 +14,7 @@ import yaml
 
 from moecore.core.source_layout import SHIPPED
 from moecore.report.column import Column
-from moecore.report.study_results import Measured, Models, list_without_none
+from moecore.report.study_results import ModelResults, Models, list_without_none
 from moecore.statistics.comparisons import BOTH, crossed_difference
 from moecore.statistics.intervals import Interval, mean_over_seed_pairs, mean_over_seeds
 from moecore.study import papers
@@ -35,7 +35,7 @@ class NumberFormat(NamedTuple):
 
     @classmethod
     def of(cls, form: str, intervals: Iterable[Interval]) -> "NumberFormat":
-        """Return the format in which these values of a column have equal decimals."""
+        """Return the format with equal decimals for all values of a column."""
         # Two figures of the median half width; without intervals, three figures of the median
         # value, and one decimal of shares.
         if form not in MOST_DECIMALS:
@@ -52,7 +52,7 @@ class NumberFormat(NamedTuple):
         return cls(form, count_decimals(median_low(sizes), OF_VALUE, form))
 
     def value(self, number: float) -> str:
-        """Return 91.2 % for the share 0.912, 12,345, 1 min 15 s for 75 seconds, or 3.0 MiB."""
+        """Return a value as text with its unit: 91.2 % for the share 0.912, 3.0 MiB, 1 min 15 s."""
         # A positive number that would be printed as 0 is "< 0.001".
         text = self._text(number)
         if 0 < number and not text.strip("0."):
@@ -60,7 +60,7 @@ class NumberFormat(NamedTuple):
         return text + UNITS.get(self.form, "")
 
     def difference(self, number: float) -> str:
-        """Return a difference as text with its sign; shares in percentage points."""
+        """Return a difference as text with its sign; shares are in percentage points (pp)."""
         text = self._text(abs(number))
         unit = {"share": " pp", "bytes": " MiB"}.get(self.form, "")
         if not re.search("[1-9]", text):
@@ -71,19 +71,19 @@ class NumberFormat(NamedTuple):
         return self.difference(number).lstrip(f"+{MINUS}±")
 
     def interval(self, low: float, high: float) -> str:
-        """Return two limits as text, such as 90.5 – 91.9, without a unit."""
+        """Return two limits as text without a unit, such as 90.5 – 91.9."""
         both = Interval((low + high) / 2, low, high)
         return f"{self._text(low, both)} – {self._text(high, both)}"
 
     def limits(self, interval: Interval) -> str:
-        """Return the limits as text; "" if there are none, or for equal limits of a count."""
+        """Return an interval's limits as text; "" if there are none, or for equal counts."""
         limits = interval.limits
         if limits is None or (self.form == "count" and limits[0] == limits[1]):
             return ""
         return self.interval(*limits)
 
     def value_with_limits(self, interval: Interval, brackets: str = "[]") -> str:
-        """Return the text 79.1 % [76.0 – 82.2]; the value alone without limits."""
+        """Return value and limits as text: 79.1 % [76.0 – 82.2]."""
         text = self.value(interval.value)
         if limits := self.limits(interval):
             text += f" {brackets[0]}{limits}{brackets[1]}"
@@ -94,7 +94,7 @@ class NumberFormat(NamedTuple):
         return " to ".join(self.difference(edge).removesuffix(" pp") for edge in edges)
 
     def _text(self, number: float, within: Interval | None = None) -> str:
-        """Return a number as text without its unit; a minus is typographic, and 0 has none."""
+        """Return a number as text without its unit, with a typographic minus."""
         # within: interval whose width sets the decimals if the format has none.
         if self.form == "seconds":
             return format_duration(round(number))
@@ -123,7 +123,7 @@ def format_duration(seconds: int) -> str:
 
 
 def format_epsilon(value: float) -> str:
-    """Return an attack's radius as text: 8/255 for a whole number of steps, else such as 0.05."""
+    """Return an attack's radius as text: 8/255 for whole steps of a pixel, else such as 0.05."""
     steps = value * PIXEL
     if abs(steps - round(steps)) < 1e-3:
         return f"{round(steps)}/{PIXEL}"
@@ -150,7 +150,7 @@ def shorten_epsilons(text: str) -> str:
 
 
 class Cell(NamedTuple):
-    """A value in the table of methods and metrics, with the kind of its interval and its rank."""
+    """One value in the table of methods and metrics, with its interval."""
 
     interval: Interval
     kind: str  # of its limits: BOTH, t, jackknife, wilson, bootstrap, quartiles or "" for none
@@ -164,8 +164,8 @@ class Cell(NamedTuple):
 Cells = Mapping[str, Mapping[str, Cell | None]]  # method → metric → cell
 
 
-def cell_over_seeds(metric: Column, models: Sequence[Measured]) -> Cell | None:
-    """Return the mean of a metric over a method's seeds with its interval; None if any lacks it."""
+def cell_over_seeds(metric: Column, models: Sequence[ModelResults]) -> Cell | None:
+    """Return a metric's mean over a method's seeds, with interval; None if any seed lacks it."""
     # The interval is over items and seeds, or Student's over seeds if they do not store equally
     # many items, at least two; there is none if a value is a bound. One seed has the metric's own
     # interval, if any; a metric of pairs of seeds has the mean over pairs.
@@ -201,7 +201,7 @@ def method_cells_over_seeds(metric: Column, models: Models) -> dict[str, Cell | 
 
 
 def cell_to_json(cell: Cell, form: str) -> dict[str, Any]:
-    """Return the entry of compare.json: mean, seeds, form; low, high, interval if it has limits."""
+    """Return the cell as an entry of compare.json: mean, seeds, form and, if any, its limits."""
     value, low, high = cell.interval
     entry = {"mean": value, "low": low, "high": high, "interval": cell.kind}
     if not cell.kind:

@@ -1,4 +1,4 @@
-"""The tables: a value with its interval for every method and metric, the best one marked."""
+"""The comparison table: each metric of each method with its interval, the best one marked."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
@@ -10,17 +10,28 @@ from moecore.core.files import UserError, read_json
 from moecore.data.card import Card
 from moecore.measure.base import find_measurement
 from moecore.report.claims import significance
-from moecore.report.column import Column, PlannedMetric, PlannedPhase, column_context, references
-from moecore.report.pictures.experts import share_of_routings_worth
-from moecore.report.results import list_calculations, list_displays
-from moecore.report.study_results import Models, Phase, Results, stages_and_measurements
+from moecore.report.column import (
+    Column,
+    PlannedMetric,
+    PlannedPhase,
+    build_column_context,
+    reference_methods,
+)
+from moecore.report.pictures.experts import routing_gain_share
+from moecore.report.results_and_displays import list_calculations, list_displays
+from moecore.report.study_results import (
+    Models,
+    PhaseResults,
+    StudyResults,
+    add_measurements_to_stages,
+)
 from moecore.report.tables.cells import PAPERS, Cell, cell_to_json, method_cells_over_seeds
-from moecore.study.document import did_you_mean
-from moecore.study.model_rules import build_phase_model, image_spec
-from moecore.study.sections import Comparison
-from moecore.study.sections import Phase as PhaseName
-from moecore.study.stages import STAGES, describe_addition
+from moecore.study.model_rules import build_phase_model, planned_image_spec
+from moecore.study.run_and_claims import Comparison
+from moecore.study.run_and_claims import PhaseName as PhaseName
+from moecore.study.stages import STAGES, describe_how_to_add
 from moecore.study.study import Study
+from moecore.study.yaml_document import did_you_mean
 from moecore.tasks.regression import Regression
 
 LISTED = 40  # metrics that a message names
@@ -35,20 +46,19 @@ class ComparisonTable(NamedTuple):
     cells: dict[str, dict[str, Cell | None]]  # method → metric → cell
 
 
-def phase_result_columns(phase: Phase) -> list[Column]:
-    """Return the columns of all metrics of a phase: those of no single paper, then by paper."""
+def phase_result_columns(phase: PhaseResults) -> list[Column]:
     metrics = [
         column
         for shown in list_displays()
         if shown.applies(phase.task)
-        for column in shown.columns.columns(column_context(phase, shown.kind))
+        for column in shown.columns.columns(build_column_context(phase, shown.kind))
     ]
     order = ["", *PAPERS]
     return sorted(metrics, key=lambda metric: order.index(metric.paper))
 
 
-def build_table(results: Results, phase: Phase) -> ComparisonTable:
-    """Return a phase's metrics and method → metric → cell; the best are marked, never controls."""
+def build_table(results: StudyResults, phase: PhaseResults) -> ComparisonTable:
+    """Return a phase's table of methods and metrics, in which the best methods are marked."""
     unmarked = results.without_experts
     columns = {
         metric: cells_with_best_marked(metric, phase.models, results.controls, unmarked)
@@ -65,18 +75,18 @@ def build_table(results: Results, phase: Phase) -> ComparisonTable:
 def cells_with_best_marked(
     metric: Column, models: Models, controls: Collection[str] = (), unmarked: Collection[str] = ()
 ) -> dict[str, Cell | None]:
-    """Return method → its cell; the best is marked if a test, or disjoint intervals, show it."""
+    """Return method → cell of one metric; the significantly best method is marked."""
     # controls: neither best nor compared; unmarked: compared, but not marked if best.
     cells = method_cells_over_seeds(metric, models)
     having = {method: cell for method, cell in cells.items() if cell and method not in controls}
     if not metric.better or len(having) < 2:
         return cells
     seeds = {method: models[method] for method in having}
-    if significance.possible_test(metric, list(seeds.values())) == "intervals":
+    if significance.choose_test(metric, list(seeds.values())) == "intervals":
         first = best_by_disjoint_intervals(metric, having)
     else:
         values = {method: cell.interval.value for method, cell in having.items()}
-        first = significance.find_leader(metric, seeds, values)
+        first = significance.find_significant_leader(metric, seeds, values)
     if first is not None:
         cells[first] = having[first]._replace(leads=True, marked=first not in unmarked)
     return cells
@@ -93,19 +103,19 @@ def best_by_disjoint_intervals(metric: Column, cells: Mapping[str, Cell]) -> str
     return first if beaten else None
 
 
-def used_tests(results: Results, phase: Phase, compared: ComparisonTable) -> set[str]:
-    """Return the tests that decided on a table's marks: keys of ``significance.WORDS``."""
+def used_tests(results: StudyResults, phase: PhaseResults, compared: ComparisonTable) -> set[str]:
+    """Return the tests that decided a table's marks: keys of ``significance.WORDS``."""
     tests = set()
     rows = {name: row for name, row in compared.cells.items() if name not in results.controls}
     for metric in compared.metrics:
         having = [phase.models[name] for name, row in rows.items() if row[metric.name]]
         if len(having) > 1:
-            tests.add(significance.possible_test(metric, having))
+            tests.add(significance.choose_test(metric, having))
     return tests - {""}
 
 
-def compare_methods(results: Results) -> dict[str, Any]:
-    """Return compare.json without claims: method → phase → metric → mean, interval and seeds."""
+def compare_methods(results: StudyResults) -> dict[str, Any]:
+    """Return compare.json without claims: method → phase → metric → mean, interval, tests."""
     # Also ``against``: the paired tests against the baseline MoE and the dense model, by name;
     # ``baselines``: phase → classifier on pixels → its test score; ``headroom_recovered`` for
     # methods between dense and told; ``data``: phase → its data, if labels have a unit;
@@ -146,20 +156,19 @@ def compare_methods(results: Results) -> dict[str, Any]:
             for method, cell in cells.items():
                 compared[method][name][metric.name] = cell_to_json(cell, metric.form)
             having = {method: phase.models[method] for method in cells}
-            for reference in references(phase.models):
-                tests = significance.differences_from(metric, having, reference)
+            for reference in reference_methods(phase.models):
+                tests = significance.compare_with_reference(metric, having, reference)
                 for method, tested in tests.items():
                     against = compared[method][name][metric.name].setdefault("against", {})
                     against[reference] = tested.to_json()
         for method in phase.models:
-            if share := share_of_routings_worth(phase, method):
+            if share := routing_gain_share(phase, method):
                 cell = Cell(share.interval(), share.kind, share.seeds)
                 compared[method][name]["headroom_recovered"] = cell_to_json(cell, "share")
     return compared
 
 
-def read_comparison(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the content of the compare.json at ``path``; UserError if it is something else."""
+def read_compare_json(path: Path) -> dict[str, dict[str, Any]]:
     compared = read_json(path)
     entries = compared.values() if isinstance(compared, dict) else [compared]
     if not all(isinstance(entry, dict) for entry in entries):
@@ -167,10 +176,10 @@ def read_comparison(path: Path) -> dict[str, dict[str, Any]]:
     return compared
 
 
-def unfit_metric_problems(
+def unanswerable_claims(
     study: Study, stages: Collection[str], previews: Mapping[str, Card]
 ) -> Iterator[tuple[tuple, str]]:
-    """Yield (key in params.yaml, problem): metrics that answer no claim, hidden measurements."""
+    """Yield (key in params.yaml, problem) for claims whose metric the runs will not give."""
     # previews: phase → its data, as far as known. A metric cannot answer a claim or question if one
     # of its methods will not have it. Phases that the study does not run are ignored.
     displays = list_displays()
@@ -185,7 +194,7 @@ def unfit_metric_problems(
         phase: expected_metrics(study, stages, phase) for phase in study.data
     }
     absent = {
-        metric: describe_addition(display.stage)
+        metric: describe_how_to_add(display.stage)
         for display in displays
         if display.stage in STAGES and display.stage not in stages
         for metric in display.kind.metrics
@@ -216,7 +225,7 @@ def _lacking_methods(
     metrics: PlannedMetrics,
     previews: Mapping[str, Card],
 ) -> Iterator[tuple[str, str]]:
-    """Yield ("method" or "against", problem) if that method will not have the metric compared."""
+    """Yield ("method" or "against", problem) for methods that will not have the compared metric."""
     ours = ("method", comparison.method, comparison.metric)
     theirs = ("against", comparison.against, comparison.against_metric or comparison.metric)
     for key, method, name in (ours, theirs):
@@ -226,7 +235,7 @@ def _lacking_methods(
         text = f"found {method}, which will have no {name}"
         preview = previews.get(comparison.phase)
         if preview is not None and planned.stage in (*study.run.measurements, "routing"):
-            model = build_phase_model(study, method, comparison.phase, image_spec(preview))
+            model = build_phase_model(study, method, comparison.phase, planned_image_spec(preview))
             refusal = planned.refusal or find_measurement(planned.stage).model_refusal
             if model is not None and (reason := refusal(model)):
                 yield key, f"{text}: {reason}; allowed: methods that {planned.stage} measures"
@@ -240,7 +249,7 @@ def _lacking_methods(
 def _metric_problems(
     comparison: Comparison, metrics: PlannedMetrics, seeds: int, absent: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (key of the comparison, problem) if these ``metrics`` of its phase cannot answer it."""
+    """Yield (key, problem) if the comparison's metric is unknown, fixed or of the wrong kind."""
     # absent: metric → how to add the stage that measures it.
     for key, name in (("metric", comparison.metric), ("against_metric", comparison.against_metric)):
         if name and name not in metrics:
@@ -271,10 +280,10 @@ def _metric_problems(
 
 
 def expected_metrics(study: Study, stages: Collection[str], phase: PhaseName) -> PlannedMetrics:
-    """Return name → properties of the metrics that a phase will have, before anything has run."""
+    """Return name → properties of all metrics that a phase will have after its run."""
     task: Any = study.data[phase].task  # a class; it answers what it needs
     ahead = PlannedPhase(study, SCORES.get(task.model_fields["kind"].default, "accuracy"), phase)
-    measured = stages_and_measurements(stages, study.run)
+    measured = add_measurements_to_stages(stages, study.run)
     metrics: PlannedMetrics = {}
     for shown in list_displays():
         covered = shown.stage in measured and study.run.covers(shown.stage, phase)

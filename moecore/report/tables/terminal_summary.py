@@ -1,4 +1,4 @@
-"""The report's first sentence, its headline as a table in the terminal, and the end of a run.
+"""The summary that a run prints on the terminal, and the report's first sentence.
 
 python -m moecore.report.tables.terminal_summary [reports/compare.json]
 """
@@ -15,10 +15,10 @@ from moecore.core.files import UserError
 from moecore.measure.pixel_baselines import LOGISTIC
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.claims.evaluation import describe_sensitivity
-from moecore.report.claims.significance import LEVEL, differences_from
+from moecore.report.claims.significance import LEVEL, compare_with_reference
 from moecore.report.column import Column, score_slug
 from moecore.report.headline_quantities import HEADLINES
-from moecore.report.study_results import Phase, Results
+from moecore.report.study_results import PhaseResults, StudyResults
 from moecore.report.tables import metrics_by_method
 from moecore.report.tables.cells import (
     Cell,
@@ -28,7 +28,7 @@ from moecore.report.tables.cells import (
     method_cells_over_seeds,
     pluralize,
 )
-from moecore.report.tables.metrics_by_method import NO_METHODS, read_comparison
+from moecore.report.tables.metrics_by_method import NO_METHODS, read_compare_json
 from moecore.statistics.intervals import Interval
 from moecore.tasks.multi_label import MultiLabel
 from moecore.tasks.next_token import NextToken
@@ -41,7 +41,6 @@ Rows = list[dict[str, str]]  # per phase and method: headline metric → value a
 
 
 def headline_rows(compared: Mapping[str, Any]) -> Rows:
-    """Return a row per phase and method: headline metric → value with limits as text."""
     methods = {name: phases for name, phases in compared.items() if name not in NO_METHODS}
     measured = [cells for by_phase in methods.values() for cells in by_phase.values()]
     if not measured:
@@ -70,7 +69,7 @@ def headline_rows(compared: Mapping[str, Any]) -> Rows:
 
 
 def best_rows(compared: Mapping[str, Any], rows: Rows, limit: int) -> Rows:
-    """Return all rows if at most ``limit``, else the best ⌊limit / phases⌋ (≥ 1) of each phase."""
+    """Return at most about ``limit`` rows: those with the best score in each phase."""
     # The best have the best first score, and come first.
     if len(rows) <= limit:
         return rows
@@ -87,7 +86,7 @@ def best_rows(compared: Mapping[str, Any], rows: Rows, limit: int) -> Rows:
 
 
 def claim_lines(claims: Mapping[str, Any], texts: Mapping[str, str] = {}) -> list[str]:
-    """Return a line per claim in compare.json; texts: verdict → its text, if not its name."""
+    """Return one line per claim of compare.json; texts: verdict → printed text."""
     lines = []
     for name, entry in claims.items():
         row = build_claim_row(entry)
@@ -105,15 +104,15 @@ def claim_lines(claims: Mapping[str, Any], texts: Mapping[str, str] = {}) -> lis
 
 
 def main(path: str = "reports/compare.json") -> None:
-    """Print a compare.json's headline numbers and claims; UserError if it is damaged or old."""
-    print_end(Path(path), has_claims=True)
+    """Print the headline numbers and all claims of a compare.json."""
+    print_run_summary(Path(path), has_claims=True)
 
 
-def print_end(path: Path, has_claims: bool = False) -> None:
-    """Print a compare.json: headline numbers, first sentence, page, in at most MAX_LINES lines."""
+def print_run_summary(path: Path, has_claims: bool = False) -> None:
+    """Print the headline numbers of a compare.json in MAX_LINES lines, or with all claims."""
     # has_claims: all rows, and the claims' verdicts instead of the page. Columns that do not fit
     # into the terminal are left out. UserError for a damaged or old file.
-    compared = read_comparison(path)
+    compared = read_compare_json(path)
     try:
         _print_summary(compared, "" if has_claims else f"Page: {path.with_name('index.html')}")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -165,14 +164,14 @@ if __name__ == "__main__":
         sys.exit(str(error))
 
 
-class Guess(NamedTuple):
+class ConstantGuess(NamedTuple):
     value: float  # the score of a constant answer
     words: str  # that answer
 
 
-def first_sentence(results: Results) -> str:
-    """Return the sentence on the first phase's test score, with differences that tests show."""
-    # Tests are paired, with Holm's correction (``differences_from``); controls are not compared.
+def main_result_sentence(results: StudyResults) -> str:
+    """Return the report's first sentence: the best test score, and differences that tests show."""
+    # ``compare_with_reference`` has the tests; controls are not compared.
     phase = next(iter(results.phases.values()), None)
     if phase is None:
         calculated = join_names(list(results.calculations)) or "nothing"
@@ -205,8 +204,8 @@ def first_sentence(results: Results) -> str:
     return f"{subject}: {finding}."
 
 
-def describe_best(phase: Phase, column: Column, cells: Mapping[str, Cell]) -> str:
-    """Return a clause on the best method, and on the methods that no test tells from it."""
+def describe_best(phase: PhaseResults, column: Column, cells: Mapping[str, Cell]) -> str:
+    """Return a clause: the best method, and the methods that no test tells apart from it."""
     score = phase.task.score
     sign = -1 if column.better == "lower" else 1
     values = {method: sign * cell.interval.value for method, cell in cells.items()}
@@ -215,7 +214,7 @@ def describe_best(phase: Phase, column: Column, cells: Mapping[str, Cell]) -> st
         number_format = NumberFormat.of(column.form, [cells[best].interval])
         measured = number_format.value_with_limits(cells[best].interval, "()")
         return f"the {score.label} of {best} is {measured} {score.unit}".rstrip()
-    tests = differences_from(column, {method: phase.models[method] for method in cells}, best)
+    tests = compare_with_reference(column, {method: phase.models[method] for method in cells}, best)
     beaten = [method for method in rivals if method in tests and tests[method].holm < LEVEL]
     if not tests and metrics_by_method.best_by_disjoint_intervals(column, cells) == best:
         beaten = rivals
@@ -239,8 +238,8 @@ def describe_best(phase: Phase, column: Column, cells: Mapping[str, Cell]) -> st
     return clause
 
 
-def find_guess(phase: Phase) -> Guess | None:
-    """Return the score of a constant answer: the most frequent class, the median, or any word."""
+def find_guess(phase: PhaseResults) -> ConstantGuess | None:
+    """Return the score of always giving the best constant answer; None if unknown."""
     task = phase.task
     counts = phase.card.get("counts", {}).get("test", {})
     if task.classes and set(counts) == set(task.classes):
@@ -248,16 +247,18 @@ def find_guess(phase: Phase) -> Guess | None:
         total = sum(counts.values())
         if isinstance(task, MultiLabel):
             total = phase.card["images"]["test"]
-        return Guess(counts[frequent] / total, f"always {frequent}, the most frequent class")
+        return ConstantGuess(
+            counts[frequent] / total, f"always {frequent}, the most frequent class"
+        )
     if isinstance(task, NextToken):
-        return Guess(math.log(task.words), "all words are equally likely")
+        return ConstantGuess(math.log(task.words), "all words are equally likely")
     for model in phase.every:
         if model.outcome is not None and model.outcome.median_mae is not None:
-            return Guess(model.outcome.median_mae, f"always the median {task.answers[0]}")
+            return ConstantGuess(model.outcome.median_mae, f"always the median {task.answers[0]}")
     return None
 
 
-def beats_guess(cell: Cell, guess: Guess, better: str) -> bool:
+def beats_guess(cell: Cell, guess: ConstantGuess, better: str) -> bool:
     if cell.interval.limits is None:
         return False
     low, high = cell.interval.limits

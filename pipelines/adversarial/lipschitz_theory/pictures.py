@@ -7,8 +7,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from moecore.measure.values import Found
-from moecore.report.figures.drawing import INK, PALETTE, empty_figure, line_look, styled_drawing
-from moecore.report.results import Figures, Pictures
+from moecore.report.figures.drawing import INK, PALETTE, empty_figure, line_style, styled_drawing
+from moecore.report.results_and_displays import Figures, Pictures
 
 TARGETS = {
     "shared": "every expert learns the same",
@@ -38,7 +38,7 @@ def ratio_over_angle(curves: Mapping[int, Mapping[float, float]], targets: str) 
     last = max(angle for curve in curves.values() for angle in curve)
     for index, experts in enumerate(numbers):
         angles, ratios = zip(*sorted(curves[experts].items()), strict=True)
-        over_angle.plot(angles, ratios, label=f"E = {experts}", **line_look(index))
+        over_angle.plot(angles, ratios, label=f"E = {experts}", **line_style(index))
     over_angle.axhline(1, color=INK, linewidth=0.9, linestyle=":")
     over_angle.set(xlabel="Angle between subspaces in degrees", ylabel="max ‖wᵢ*‖ / ‖w*‖")
     over_angle.set_ylim(0, None)

@@ -5,9 +5,9 @@ from typing import Any
 
 from moecore.measure.values import Found
 from moecore.report.figures.drawing import GUIDE, PALETTE, Figure, empty_figure, styled_drawing
-from moecore.report.page.page_objects import EMPTY, NONE, Block, PageCell, PageTable, TableRow
-from moecore.report.results import Figures, Pictures
-from moecore.report.study_results import Phase
+from moecore.report.page.page_objects import EMPTY, NONE, PageBlock, PageCell, PageTable, TableRow
+from moecore.report.results_and_displays import Figures, Pictures
+from moecore.report.study_results import PhaseResults
 from moecore.report.tables.cells import COSTS, PaperModelNumbers
 from paper_models.sizes import METRICS, Sizes
 
@@ -29,10 +29,10 @@ def figures(result: Found) -> Figures:
     yield "difference_from_the_papers", draw_paper_deviations(result)
 
 
-def paper_size_blocks(phase: Phase) -> Iterator[Block]:
+def paper_size_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     for result in phase.results(Sizes):
         finding = describe_reproduction(result)
-        yield Block("Our numbers and the papers'", grids=[size_table(result)], finding=finding)
+        yield PageBlock("Our numbers and the papers'", grids=[size_table(result)], finding=finding)
 
 
 def describe_reproduction(result: Found) -> str:

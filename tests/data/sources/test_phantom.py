@@ -21,7 +21,7 @@ from moecore.data.volumes.cohorts import VolumeSubject, split_cohort
 from moecore.data.volumes.volume_preparation import load_volume, normalise_intensities
 from moecore.predict.folder_predictions import find_volumes
 from moecore.sources import Phantom, Source, TwoCohorts
-from moecore.study.document import load_yaml_document
+from moecore.study.yaml_document import load_yaml_document
 from tests.data.making import AFFINE, SMALL, cohort, head, participants, save
 from tests.project import ROOT
 

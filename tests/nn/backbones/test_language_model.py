@@ -18,7 +18,7 @@ from moecore.nn.backbones.two_towers import TextTowerSettings, TextTransformer
 from moecore.nn.experts.mlp import Mlp
 from moecore.parts import Classification, EncodeOptions, ImageSpec, MoESettings
 from moecore.routers import NoisyTopK, TeacherRouted, TopKSoftmax
-from moecore.study.document import load_yaml_document
+from moecore.study.yaml_document import load_yaml_document
 from moecore.tasks.next_token import NextToken
 from moecore.training.method import Method
 from tests.nn.backbones.test_two_towers import TASK

@@ -1,4 +1,4 @@
-"""Calibration: reliability of classes, predicted ages (ERMoE-ba, table S1); cohort checks."""
+"""Pictures of calibration (classes; ages as in ERMoE-ba, table S1), and checks of cohorts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from operator import methodcaller
@@ -18,16 +18,21 @@ from moecore.report.figures import drawing
 from moecore.report.figures.drawing import Axes, Figure
 from moecore.report.page.page_objects import (
     NONE,
-    Block,
+    PageBlock,
     PageCell,
     PageTable,
     Picture,
     TableRow,
     format_column,
-    list_cells,
+    format_model_cells,
 )
-from moecore.report.results import Figures, Pictures, first_seed_pictures, pictures_by_name
-from moecore.report.study_results import Models, Phase, list_without_none
+from moecore.report.results_and_displays import (
+    Figures,
+    Pictures,
+    first_seed_pictures,
+    pictures_by_name,
+)
+from moecore.report.study_results import Models, PhaseResults, list_without_none
 from moecore.report.tables.cells import NumberFormat, cell_over_seeds
 
 Facts = Mapping[str, Any]  # of ``AgeResult``, or of a part of it, as JSON has them
@@ -46,15 +51,15 @@ PANELS = {"raw": "as predicted", "pooled": "corrected"}
 COLOURS = {"raw": drawing.PALETTE[1], "pooled": drawing.PALETTE[0]}
 
 
-def draw_ages(result: Found) -> Figures:
-    yield "age_scatter", age_scatter(result.facts)
-    yield "pad_against_age", pad_against_age(result.facts)
+def draw_age_predictions(result: Found) -> Figures:
+    yield "age_scatter", draw_age_scatter(result.facts)
+    yield "pad_against_age", draw_pad_against_age(result.facts)
     groups = {name: result.facts[f"by_{name}"] for name in ("decade", "sex", "site")}
     if having := {name: rows for name, rows in groups.items() if rows}:
-        yield "errors_by_group", errors_by_group(having, result.facts)
+        yield "errors_by_group", draw_errors_by_group(having, result.facts)
 
 
-def age_blocks(phase: Phase) -> Iterator[Block]:
+def age_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     first = phase.results(AgeCalibration)[0]
     facts = first.facts
     low, high = facts["age_range"]
@@ -69,22 +74,22 @@ def age_blocks(phase: Phase) -> Iterator[Block]:
     )
     if facts["diagnosis_gaps"]:
         text += f" Gaps of a diagnosis are relative to {facts['diagnosis_gaps'][0]['reference']}."
-    pictures = pictures_by_name(phase, AgeCalibration, draw_ages)
+    pictures = pictures_by_name(phase, AgeCalibration, draw_age_predictions)
     refusals = [
         f"Not corrected: {method}, seed {seed}. {result.facts['refused']}"
         for method, seeds in phase.models.items()
         for seed, model in seeds.items()
         if (result := model.of(AgeCalibration)) and result.facts["refused"]
     ]
-    block = Block("Predicted age", [text], [table_s1(phase)], pictures["age_scatter"])
+    block = PageBlock("Predicted age", [text], [age_errors_table(phase)], pictures["age_scatter"])
     yield block._replace(below=refusals, about="mae_pooled")
     gaps_and_errors = pictures["pad_against_age"] + pictures["errors_by_group"]
     title = "Brain-PAD, and errors by decade, sex and site"
-    yield Block(title, pictures=gaps_and_errors, about="corr_raw")
+    yield PageBlock(title, pictures=gaps_and_errors, about="corr_raw")
 
 
-def table_s1(phase: Phase) -> PageTable:
-    """Return a table of methods × kinds of prediction (raw, corrected, …): errors and age bias."""
+def age_errors_table(phase: PhaseResults) -> PageTable:
+    """Return a table of age errors and bias, a row per method and kind of prediction."""
     pairs = [(method, prediction) for method in phase.models for prediction in PREDICTIONS]
     columns = []
     for name in NUMBERS:
@@ -103,7 +108,7 @@ def table_s1(phase: Phase) -> PageTable:
 
 
 @drawing.styled_drawing
-def age_scatter(facts: Facts) -> Figure:
+def draw_age_scatter(facts: Facts) -> Figure:
     points = facts["points"]
     figure, panels, predictions = new_prediction_panels(points, 4.3, "Test split.")
     ages = np.concatenate([points["age"], *predictions.values()])
@@ -114,12 +119,12 @@ def age_scatter(facts: Facts) -> Figure:
         _by_sex(axes, points, values)
         axes.set(xlabel="Known age, years", title=PANELS[name], xlim=limits, ylim=limits)
         axes.set_aspect("equal")
-    return add_title_and_legend(figure, panels, "Predicted age", "Predicted age, years", facts)
+    return label_age_figure(figure, panels, "Predicted age", "Predicted age, years", facts)
 
 
 @drawing.styled_drawing
-def pad_against_age(facts: Facts) -> Figure:
-    """Draw predicted − known age against known age, with mean and mean ± 1.96 SD, by sex."""
+def draw_pad_against_age(facts: Facts) -> Figure:
+    """Draw the brain-PAD (predicted − known age) over known age, with mean ± 1.96 SD."""
     points = facts["points"]
     caption = "Grey lines: mean and mean ± 1.96 SD."
     figure, panels, predictions = new_prediction_panels(points, 3.6, caption)
@@ -132,12 +137,11 @@ def pad_against_age(facts: Facts) -> Figure:
             axes.axhline(height, color=drawing.GUIDE, linewidth=1, linestyle=dash)
         _by_sex(axes, points, gaps)
         axes.set(xlabel="Known age, years", title=f"{PANELS[name]}: {mean:+.2f} ± {width:.2f}")
-    return add_title_and_legend(figure, panels, "Brain-PAD", "Predicted − known age, years", facts)
+    return label_age_figure(figure, panels, "Brain-PAD", "Predicted − known age, years", facts)
 
 
 @drawing.styled_drawing
-def errors_by_group(groups: Mapping[str, Sequence[Facts]], facts: Facts) -> Figure:
-    """Draw the MAE, raw and corrected, of each group; groups: "sex", "decade", … → its rows."""
+def draw_errors_by_group(groups: Mapping[str, Sequence[Facts]], facts: Facts) -> Figure:
     widths = [len(rows) + 1 for rows in groups.values()]
     caption = "95 % intervals over participants."
     figure = drawing.empty_figure(1.2 + 0.62 * sum(widths), 3.5, caption)
@@ -145,13 +149,13 @@ def errors_by_group(groups: Mapping[str, Sequence[Facts]], facts: Facts) -> Figu
     for axes, (name, rows) in zip(panels, groups.items(), strict=True):
         _draw_group_errors(axes, rows)
         axes.set(title=name, ylim=(0, None), xlim=(-0.6, len(rows) - 0.4))
-    return add_title_and_legend(figure, panels, "Error by group", "MAE, years", facts)
+    return label_age_figure(figure, panels, "Error by group", "MAE, years", facts)
 
 
-def add_title_and_legend(
+def label_age_figure(
     figure: Figure, panels: np.ndarray, title: str, label: str, facts: Facts
 ) -> Figure:
-    """Add a title that marks simulated data, a legend and the first panel's axis label."""
+    """Add the title, marked if data are simulated, a legend and the vertical label; return it."""
     panels[0].set_ylabel(label)
     drawing.add_legend_below(figure, panels[0])
     if facts["simulated"]:
@@ -179,7 +183,7 @@ def _draw_group_errors(axes: Axes, rows: Sequence[Facts]) -> None:
 def new_prediction_panels(
     points: Facts, height: float, caption: str
 ) -> tuple[Figure, np.ndarray, dict[str, np.ndarray]]:
-    """Return a figure, a panel for raw and one for corrected ages, and name → predictions (N,)."""
+    """Return a figure with one panel per kind of prediction, and name → predicted ages (N,)."""
     names = [name for name in PANELS if points[name] is not None]
     predictions = {name: np.asarray(points[name], float) for name in names}
     figure = drawing.empty_figure(0.6 + 4.3 * len(predictions), height, caption)
@@ -239,41 +243,41 @@ AGREEMENTS = {
 }
 
 
-def draw_checks(result: Found) -> Figures:
+def draw_cohort_checks(result: Found) -> Figures:
     if ageing := result.facts.get("ageing"):
         yield "ageing", draw_ageing(ageing)
 
 
-def cohort_blocks(phase: Phase) -> Iterator[Block]:
-    """Yield blocks: region experts on other volumes; single tissues, ageing and rescans."""
+def cohort_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
+    """Yield two blocks: region experts on new kinds of volumes; single tissues and ageing."""
     reasons: dict[str, str] = {}
     mixtures = []
     for method, result in phase.first(CohortChecks).items():
         reasons |= result.facts["not_checked"]
         if result.find("whole_agreement"):
-            mixtures.append(mixture_table(result, method))
+            mixtures.append(tissue_mixture_table(result, method))
     if tried := region_experts_by_volume_kind(phase):
         reasons.pop("generalisation", None)  # the reason of methods without region experts
         title = "Region experts where they were not taught"
         notes = [f"Mixtures: one model per method.{phase.first_seed}"]
-        yield Block(title, notes, [tried, *mixtures], about="whole_over_chance")
+        yield PageBlock(title, notes, [tried, *mixtures], about="whole_over_chance")
     grid = tissue_error_table(phase)
     probed = grid is not None and any(name.endswith(", probe") for name in grid.columns)
     notes = [PROBE] if probed else []
-    pictures = first_seed_pictures(phase, CohortChecks, draw_checks)
+    pictures = first_seed_pictures(phase, CohortChecks, draw_cohort_checks)
     below = [f"Not checked, {name}: {reason}." for name, reason in reasons.items()]
-    block = Block("Tissues alone, ageing, rescans", notes, list_without_none([grid]), pictures)
+    block = PageBlock("Tissues alone, ageing, rescans", notes, list_without_none([grid]), pictures)
     yield block._replace(below=below, about="isolated_gm")
 
 
-def metric_cells(models: Models, metric: str, form: str = "number") -> list[PageCell]:
+def cohort_check_cells(models: Models, metric: str, form: str = "number") -> list[PageCell]:
     read = methodcaller("interval", metric)
-    return list_cells(Column(metric, metric, read, form=form, kind=CohortChecks), models)
+    return format_model_cells(Column(metric, metric, read, form=form, kind=CohortChecks), models)
 
 
-def tissue_error_table(phase: Phase) -> PageTable | None:
-    """Return a table of errors in years per method (``ERRORS``); None if none was measured."""
-    cells = {label: metric_cells(phase.models, metric) for label, metric in ERRORS.items()}
+def tissue_error_table(phase: PhaseResults) -> PageTable | None:
+    """Return a table of errors in years, methods × ``ERRORS``; None if none was measured."""
+    cells = {label: cohort_check_cells(phase.models, metric) for label, metric in ERRORS.items()}
     having = {label: items for label, items in cells.items() if set(items) != {NONE}}
     if not having:
         return None
@@ -282,7 +286,7 @@ def tissue_error_table(phase: Phase) -> PageTable | None:
     return PageTable(["MAE, years", *having], lines)
 
 
-def region_experts_by_volume_kind(phase: Phase) -> PageTable | None:
+def region_experts_by_volume_kind(phase: PhaseResults) -> PageTable | None:
     lines = []
     measured = phase.of(CohortChecks)
     for method, seeds in phase.models.items():
@@ -293,15 +297,15 @@ def region_experts_by_volume_kind(phase: Phase) -> PageTable | None:
             items = []
             for number in AGREEMENTS:
                 form = "number" if number == "over_chance" else "share"
-                items += metric_cells({method: seeds}, f"{volumes}_{number}", form)
+                items += cohort_check_cells({method: seeds}, f"{volumes}_{number}", form)
             lines.append(TableRow(PageCell(label), items))
     if not lines:
         return None
     return PageTable(["First region expert", *AGREEMENTS.values()], lines, below=GENERALISED)
 
 
-def mixture_table(result: Found, method: str) -> PageTable:
-    """Return a table of agreement: a row per pair of tissues, a column per share of the second."""
+def tissue_mixture_table(result: Found, method: str) -> PageTable:
+    """Return a table of expert agreement: rows are tissue pairs, columns the second one's share."""
     shares = result.all("mixture_agreement")
     chances = result.all("mixture_permuted")
     remaining: list[Any] = sorted({value.at["left"] for value in shares})
@@ -326,14 +330,13 @@ def mixture_table(result: Found, method: str) -> PageTable:
 
 @drawing.styled_drawing
 def draw_ageing(ageing: Mapping[str, Any]) -> Figure:
-    """Draw predicted age over simulated age, a line per subject, and the identity."""
     ages, predictions = ageing["ages"], ageing["predictions"]
     rising = rising_step_share(np.array(predictions))
     figure = drawing.empty_figure(4.4, 4.0, f"Rising steps: {rising:.0%}.")
     axes = figure.subplots()
     ends = [ages[0], ages[-1]]
     axes.plot(ends, ends, color=drawing.GUIDE, linewidth=1, linestyle=":", label="identity")
-    style = {"color": drawing.line_look(0)["color"], "linewidth": 0.8, "alpha": 0.6}
+    style = {"color": drawing.line_style(0)["color"], "linewidth": 0.8, "alpha": 0.6}
     for row in predictions:
         axes.plot(ages, row, marker="o", markersize=2, **style)
     axes.set(xlabel="Age in years", ylabel="Predicted age in years")
@@ -343,11 +346,10 @@ def draw_ageing(ageing: Mapping[str, Any]) -> Figure:
 
 
 def draw_reliability(result: Found) -> Figures:
-    yield "reliability", reliability_diagram(result.facts["bins"], "Reliability")
+    yield "reliability", draw_reliability_diagram(result.facts["bins"], "Reliability")
 
 
-def calibration_blocks(phase: Phase) -> Iterator[Block]:
-    """Yield a block with the reliability diagrams before and after calibration, all methods."""
+def calibration_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     first = phase.first(ClassCalibration)
     temperatures = [
         f"{method} {value.value:.2f}" + (" (at its limit)" if result.facts["at_limit"] else "")
@@ -362,14 +364,14 @@ def calibration_blocks(phase: Phase) -> Iterator[Block]:
     for when, caption in captions.items():
         bins = {method: result.facts["bins"][when] for method, result in first.items()}
         title = f"Reliability {when} calibration"
-        chart = reliability_diagram(bins, title)
+        chart = draw_reliability_diagram(bins, title)
         pictures.append(Picture(chart, f"{phase.name}: {title}", caption + phase.first_seed))
-    yield Block("Calibration", pictures=pictures, about="ece_after")
+    yield PageBlock("Calibration", pictures=pictures, about="ece_after")
 
 
 @drawing.styled_drawing
-def reliability_diagram(curves: Mapping[str, Mapping[str, Any]], title: str) -> Figure:
-    """Draw accuracy against confidence in bins; curves: label → ``ReliabilityBins`` as JSON."""
+def draw_reliability_diagram(curves: Mapping[str, Mapping[str, Any]], title: str) -> Figure:
+    """Draw accuracy over confidence, in bins; curves: label → ``ReliabilityBins`` as JSON."""
     from matplotlib.collections import PathCollection
 
     figure = drawing.empty_figure(4.8, 4.2)
@@ -378,7 +380,7 @@ def reliability_diagram(curves: Mapping[str, Mapping[str, Any]], title: str) -> 
     for index, (label, bins) in enumerate(curves.items()):
         points = np.array([bins[name] for name in ("confidence", "accuracy", "count")], dtype=float)
         x, y, counts = points[:, np.isfinite(points).all(axis=0)]
-        line = drawing.line_look(index)
+        line = drawing.line_style(index)
         axes.plot(x, y, color=line["color"], linestyle=line["linestyle"], linewidth=1.2)
         areas = 14 + 180 * np.sqrt(counts / max(1, counts.sum()))
         style = {"color": line["color"], "marker": line["marker"], "alpha": 0.75, "linewidths": 0}
@@ -395,9 +397,9 @@ def reliability_diagram(curves: Mapping[str, Mapping[str, Any]], title: str) -> 
 HAS_CLASSES = lambda task: task.needs_classes("label_smoothing") is None
 HAS_NO_CLASSES = lambda task: not HAS_CLASSES(task)
 CLASSES = Pictures("calibrate", draw_reliability, is_on_page=False, more=calibration_blocks)
-AGES = Pictures("calibrate", draw_ages, is_on_page=False, more=age_blocks)
+AGES = Pictures("calibrate", draw_age_predictions, is_on_page=False, more=age_blocks)
 PICTURES = [
     CLASSES._replace(kind=ClassCalibration, applies=HAS_CLASSES),
     AGES._replace(kind=AgeCalibration, applies=HAS_NO_CLASSES),
-    Pictures("cohort_checks", draw_checks, is_on_page=False, more=cohort_blocks),
+    Pictures("cohort_checks", draw_cohort_checks, is_on_page=False, more=cohort_blocks),
 ]

@@ -15,9 +15,9 @@ from moecore.core.files import describe_refusal
 from moecore.study.stages import PHASES
 
 if TYPE_CHECKING:
-    Phase = str
+    PhaseName = str
 else:
-    Phase = Literal[PHASES]  # the names in this tuple
+    PhaseName = Literal[PHASES]  # the names in this tuple
 Direction = Literal["higher", "lower", "equivalent", "no_worse"]
 WITH_MARGIN = ("equivalent", "no_worse")
 # of a paper; it may begin with a formula, or be a cell of a table
@@ -29,19 +29,19 @@ SIZES = ("images", "batch", "overlays", "augmentations", "sweeps", "audit")  # o
 MEASURING_CLASS = re.compile(r"\((Measurement|Calculation)\):")
 
 
-class Selection(Config):
-    """What is trained and measured: every method with every seed, and which models."""
+class RunSelection(Config):
+    """The section ``run``: which methods, seeds, phases and measurements are computed."""
 
     methods: tuple[str, ...] = Field(description="entries under methods; [] if nothing is trained")
     seeds: tuple[int, ...] = Field(description="one training of each method per seed")
-    phases: tuple[Phase, ...] = Field(
+    phases: tuple[PhaseName, ...] = Field(
         ("pretrain", "finetune"), description="phases whose models are calibrated and attacked"
     )
     measurements: tuple[str, ...] = Field(
         (), description="additional measurements, of the models of the phases in thorough"
     )
     calculations: tuple[str, ...] = Field((), description="package.module, without a model, once")
-    thorough: tuple[Phase, ...] | None = Field(
+    thorough: tuple[PhaseName, ...] | None = Field(
         None, description="phases whose models get these measurements; left out: all phases"
     )
 
@@ -62,8 +62,8 @@ class Selection(Config):
             raise ValueError(f"thorough names {', '.join(other)}; allowed: {allowed}, as in phases")
         return self
 
-    def covers(self, what: str, phase: Phase) -> bool:
-        """Return whether ``what`` (a stage or a measurement) uses the models of this phase."""
+    def covers(self, what: str, phase: PhaseName) -> bool:
+        """Return whether ``what``, a stage or measurement, is run on the models of a phase."""
         return self.thorough is None or what not in self.measurements or phase in self.thorough
 
 
@@ -89,7 +89,7 @@ class Comparison(Config):
         None, gt=0, description="With a margin: a printed effect; the margin is a third or less."
     )
     why: str = Field("", description="Why this margin.")
-    phase: Phase = Field("pretrain", description="Which models are compared.")
+    phase: PhaseName = Field("pretrain", description="Which models are compared.")
 
     @model_validator(mode="after")
     def _margin_where_needed(self) -> Self:
@@ -111,12 +111,12 @@ class Comparison(Config):
 
     @property
     def subject(self) -> str:
-        """Return the phase whose models are compared, or the calculation, package.module."""
+        """The phase whose models are compared; for a calculation its name, package.module."""
         return self.method if "." in self.method else self.phase
 
     @property
     def words(self) -> str:
-        """Return the comparison as text, such as "match_top1 of prc higher than of vmoe"."""
+        """The comparison as text, such as "match_top1 of prc higher than of vmoe"."""
         ours = f"{self.metric} of {self.method}"
         theirs = f"{self.against_metric} of {self.against}".lstrip()
         if self.better == "equivalent":
@@ -128,7 +128,7 @@ class Comparison(Config):
 
 
 class Claim(Comparison):
-    """A claim of a paper in a form that can be measured."""
+    """A claim of a paper, stated as a comparison of two measured values."""
 
     paper: str = Field(min_length=1, description="The paper that makes the claim.")
     source: str = Field(min_length=1, description="Place: table 4; figure 3, left; §5.1; the text.")
@@ -164,19 +164,19 @@ class Claim(Comparison):
 
 
 class Question(Comparison):
-    """A question to these runs that no paper answers; the answer is yes, no or open."""
+    """A question that no paper answers; its answer is yes, no or open."""
 
     asks: str = Field(min_length=1, description="The question in plain words.")
     paper: str = Field("", description="The paper whose method it is about, if any.")
 
 
 def defines_measurement(file: Path) -> bool:
-    """Return whether an outside module has a measurement, of a trained model or without one."""
+    """Return whether a Python file defines a measurement or a calculation."""
     return MEASURING_CLASS.search(file.read_text(encoding="utf-8")) is not None
 
 
 def compared_quantity_key(comparison: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return (metric, method, against, against_metric, phase), which decide a claim's numbers."""
+    """Return what decides a claim's numbers: metrics, methods and phase."""
     keys = ("metric", "method", "against", "against_metric", "phase")
     return tuple(comparison[key] for key in keys)
 
@@ -184,7 +184,7 @@ def compared_quantity_key(comparison: Mapping[str, Any]) -> tuple[Any, ...]:
 def answer_settings_digest(
     study: Mapping[str, Any], comparison: Comparison, left_out: Sequence[str] = ("monitor",)
 ) -> str:
-    """Return a digest of the settings that an answer depends on; study: params.yaml as data."""
+    """Return a digest of all settings that an answer depends on; study: params.yaml."""
     # These are all sections except run, claims, questions and ``left_out``, with only the two
     # methods that are compared.
     unread = ("run", "claims", "questions", "methods", *left_out)
@@ -224,8 +224,10 @@ def _without_keys(value: Any, names: Collection[str]) -> Any:
     return value
 
 
-def settings_changed(stored: str | None, study: Mapping[str, Any], comparison: Comparison) -> bool:
-    """Return whether the digest ``stored`` in compare.json is not the study's; False for None."""
+def have_settings_changed(
+    stored: str | None, study: Mapping[str, Any], comparison: Comparison
+) -> bool:
+    """Return whether a study's settings differ from the digest ``stored``; None: False."""
     # In older files the digest includes ``monitor``, which changes no result.
     same = [answer_settings_digest(study, comparison, left_out) for left_out in (("monitor",), ())]
     return stored is not None and stored not in same

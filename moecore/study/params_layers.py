@@ -1,4 +1,4 @@
-"""params.yaml composed of layers: the root's file, then files with differences.
+"""Composes a params.yaml from layers: the root's file, and files that state differences from it.
 
 Each layer is merged over the previous layers. Mappings are merged, unless their kinds differ; any
 other value, also a list, replaces the previous value. In addition:
@@ -23,58 +23,58 @@ from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import list_project_dvc_files
-from moecore.study.document import (
-    Document,
+from moecore.study.params_reader import Keys
+from moecore.study.stages import CODE_STAGE, MEASURE, PHASES, SECTIONS
+from moecore.study.study import StageSections, Study, stage_by_section
+from moecore.study.yaml_document import (
+    YamlDocument,
     as_mapping,
     did_you_mean,
     load_yaml_document,
     shorten_to_one_line,
     show_value,
 )
-from moecore.study.settings import Keys
-from moecore.study.stages import CODE_STAGE, MEASURE, PHASES, SECTIONS
-from moecore.study.study import Sections, Study, stage_by_section
 
 OVERLAY = "overlay.yaml"
 DIRECTIVES = ("stages", "whole")  # keys of a layer that are not sections
 FROM = "from"  # key of a method: the method that it is merged over
 
 
-class Layer(NamedTuple):
-    """The sections of one file, or of a part of it, and how they are merged over other layers."""
+class SettingsLayer(NamedTuple):
+    """The sections of one settings file, and how they are merged over lower layers."""
 
     # replaced: sections under ``whole``. names: the methods that remain, None for all. moved: keys
     # of ``sections`` whose text is at another key, such as run.seeds at seeds, or in another file,
     # such as claims of a paper.
 
-    document: Document
+    document: YamlDocument
     sections: Mapping[str, Any]
     stages: tuple[str, ...] | None = None
     replaced: tuple[str, ...] = ()
     names: tuple[str, ...] | None = None
-    moved: Mapping[Keys, tuple[Document, Keys]] = {}
+    moved: Mapping[Keys, tuple[YamlDocument, Keys]] = {}
 
     @property
     def methods(self) -> Mapping[str, Any]:
         return as_mapping(self.sections.get("methods"))
 
     def place(self, keys: Keys) -> str:
-        """Return ``path:line:column`` of the deepest existing key along ``keys``."""
+        """Return ``path:line:column`` of a key, or of its deepest existing parent."""
         for start, (document, rest) in self.moved.items():
             if keys[: len(start)] == start:
                 return document.place((*rest, *keys[len(start) :]))
         return self.document.place(keys)
 
 
-Chain = tuple[tuple[Layer, str], ...]  # entries of methods: layer and name
+Chain = tuple[tuple[SettingsLayer, str], ...]  # entries of methods: layer and name
 Place = tuple[int, str]  # number of a layer, and name
 
 
 @dataclass(frozen=True)
-class LayeredFiles(Document):
-    """Layers as one document; a key is placed (path:line:column) in the last layer that has it."""
+class LayeredDocument(YamlDocument):
+    """Several layers as one document; a key's place is in the last layer that has it."""
 
-    layers: tuple[Layer, ...] = ()
+    layers: tuple[SettingsLayer, ...] = ()
     methods: Mapping[str, Chain] = field(default_factory=dict)
 
     @property
@@ -92,18 +92,18 @@ class LayeredFiles(Document):
         return layer.place(end)
 
 
-class Composed(NamedTuple):
-    document: LayeredFiles
+class ComposedParams(NamedTuple):
+    document: LayeredDocument
     stages: tuple[str, ...] | None  # as named by layers; None: the root's stages
     all_stages: tuple[str, ...]  # the same, with the root's stages instead of None
 
 
-def load_root_layer(root: Path) -> Layer:
+def load_root_layer(root: Path) -> SettingsLayer:
     document = load_yaml_document(root / "params.yaml")
-    return Layer(document, as_mapping(document.data))
+    return SettingsLayer(document, as_mapping(document.data))
 
 
-def load_overlay_layer(folder: Path, root: Layer) -> Layer:
+def load_overlay_layer(folder: Path, root: SettingsLayer) -> SettingsLayer:
     layer = read_layer(load_yaml_document(folder / OVERLAY), root.document.packages)
     entries = layer.sections.get("methods")
     if isinstance(entries, dict):
@@ -112,12 +112,12 @@ def load_overlay_layer(folder: Path, root: Layer) -> Layer:
 
 
 def read_layer(
-    document: Document, packages: Sequence[str], directives: Sequence[str] = ()
-) -> Layer:
-    """Return a document as a layer; directives: additional keys that are not sections."""
+    document: YamlDocument, packages: Sequence[str], directives: Sequence[str] = ()
+) -> SettingsLayer:
+    """Return a YAML document as a layer; directives: keys that are not sections."""
     # packages: packages of earlier layers, whose names are sections, too.
     # Sections of single stages and measurements last
-    names = sorted(Study.model_fields, key=lambda name: name in Sections.model_fields)
+    names = sorted(Study.model_fields, key=lambda name: name in StageSections.model_fields)
     directives = (*DIRECTIVES, *directives)
     allowed = (*directives, *names, *packages, *document.packages)
     data = {} if document.data is None else document.data
@@ -130,11 +130,11 @@ def read_layer(
             raise document.error([key], f"unknown section{hint}; allowed: {', '.join(allowed)}")
     sections = {key: section for key, section in data.items() if key not in directives}
     stages = _read_list(document, "stages", SECTIONS)
-    return Layer(document, sections, stages, _read_list(document, "whole", names) or ())
+    return SettingsLayer(document, sections, stages, _read_list(document, "whole", names) or ())
 
 
-def compose_layers(layers: Sequence[Layer], root: Path) -> Composed:
-    """Return a params.yaml merged from layers, lowest first; root: folder of the main dvc.yaml."""
+def compose_layers(layers: Sequence[SettingsLayer], root: Path) -> ComposedParams:
+    """Merge layers, lowest first, to a params.yaml; root: folder of the main dvc.yaml."""
     values: dict[str, Any] = {}
     for layer in layers:
         for key, section in layer.sections.items():
@@ -157,7 +157,7 @@ def compose_layers(layers: Sequence[Layer], root: Path) -> Composed:
                 merged = merge_settings(merged, entry)
             values["methods"][name] = merged
     stages = next((source.stages for source in reversed(layers) if source.stages is not None), None)
-    all_stages = list_folder_stages(root) if stages is None else stages
+    all_stages = list_dvc_stages(root) if stages is None else stages
     readers = stage_by_section(all_stages, values.get("run") or {})
     values = {key: value for key, value in values.items() if key in readers}
     for key in ("claims", "questions"):
@@ -171,12 +171,12 @@ def compose_layers(layers: Sequence[Layer], root: Path) -> Composed:
         if isinstance(section := values.get(key), dict):
             values[key] = {name: value for name, value in section.items() if name not in names}
     path = layers[0].document.path
-    document = LayeredFiles(path, values, None, layers=tuple(layers), methods=chains)
-    return Composed(document, stages, all_stages)
+    document = LayeredDocument(path, values, None, layers=tuple(layers), methods=chains)
+    return ComposedParams(document, stages, all_stages)
 
 
 def merge_settings(base: Any, over: Any) -> Any:
-    """Return ``over`` merged over ``base``; a list, or mapping of another kind, is replaced."""
+    """Return ``over`` merged over ``base``; lists and other kinds of parts are replaced."""
     if not (isinstance(base, dict) and isinstance(over, dict)):
         return over
     if base.get("kind") != over.get("kind", base.get("kind")):
@@ -187,8 +187,8 @@ def merge_settings(base: Any, over: Any) -> Any:
     return merged
 
 
-def _compose_methods(layers: Sequence[Layer]) -> dict[str, Chain]:
-    """Return method → its entries (layer, name), lowest first; UserError for an unknown name."""
+def _compose_methods(layers: Sequence[SettingsLayer]) -> dict[str, Chain]:
+    """Return method → its entries in layers, lowest first; UserError for unknown names."""
     names: dict[str, str] = {}  # name → its place in a list
     for layer in layers:
         if "methods" in layer.replaced:
@@ -210,8 +210,10 @@ def _compose_methods(layers: Sequence[Layer]) -> dict[str, Chain]:
     return chains
 
 
-def _method_chain(name: str, layers: Sequence[Layer], above: tuple[Place, ...] = ()) -> Chain:
-    """Return the entries (layer, name) that are merged to a method, lowest first; () if unknown."""
+def _method_chain(
+    name: str, layers: Sequence[SettingsLayer], above: tuple[Place, ...] = ()
+) -> Chain:
+    """Return the entries that are merged to a method, lowest first; () if it is unknown."""
     # above: the entries merged over this method.
     layers = layers_after_replacement(layers, "methods")
     for at, layer in reversed(list(enumerate(layers))):
@@ -231,18 +233,22 @@ def _method_chain(name: str, layers: Sequence[Layer], above: tuple[Place, ...] =
     return ()
 
 
-def layers_after_replacement(layers: Sequence[Layer], section: str | int) -> Sequence[Layer]:
-    """Return the layers from the last one with ``section`` under ``whole``; all if none has it."""
+def layers_after_replacement(
+    layers: Sequence[SettingsLayer], section: str | int
+) -> Sequence[SettingsLayer]:
+    """Return the layers from the last one that replaces ``section`` as a whole."""
     starts = [at for at, layer in enumerate(layers) if section in layer.replaced]
     return layers[starts[-1] :] if starts else layers
 
 
-def _known_methods(layers: Sequence[Layer]) -> list[str]:
+def _known_methods(layers: Sequence[SettingsLayer]) -> list[str]:
     return list(dict.fromkeys(name for layer in layers for name in layer.methods))
 
 
-def _read_list(document: Document, key: str, allowed: Collection[str]) -> tuple[str, ...] | None:
-    """Return the list at ``key``, or None; UserError for an entry that is not allowed."""
+def _read_list(
+    document: YamlDocument, key: str, allowed: Collection[str]
+) -> tuple[str, ...] | None:
+    """Return the list at ``key``, or None; UserError for other values."""
     entries = (document.data or {}).get(key)
     if entries is None:
         return None
@@ -256,8 +262,8 @@ def _read_list(document: Document, key: str, allowed: Collection[str]) -> tuple[
     return tuple(entries)
 
 
-def list_folder_stages(folder: Path) -> tuple[str, ...]:
-    """Return the names of the stages in a project's dvc.yaml files, except ``code``."""
+def list_dvc_stages(folder: Path) -> tuple[str, ...]:
+    """Return the names of all stages in a project's dvc.yaml files, except ``code``."""
     names: list[str] = []
     for path in list_project_dvc_files(folder):
         document = load_yaml_document(path)
@@ -270,7 +276,7 @@ def list_folder_stages(folder: Path) -> tuple[str, ...]:
 
 
 def count_existing_keys(value: Any, keys: Sequence[str | int]) -> int:
-    """Return how many leading ``keys`` exist in the nested ``value``."""
+    """Return how many of the ``keys``, from the first on, exist in the nested ``value``."""
     for depth, key in enumerate(keys):
         if isinstance(value, dict) and key in value:
             value = value[key]

@@ -19,7 +19,7 @@ from pathlib import Path
 from moecore.core.files import UserError, set_parent_death_signal
 from moecore.core.source_layout import STAGE_MODULES
 from moecore.run.stage_entry import MEETING, end_with_parent
-from moecore.study.stages import STAGES, Stage, stage_of_command
+from moecore.study.stages import STAGES, Stage, find_stage_of_command
 
 LAUNCH, RANKS = "MOECORE_LAUNCH", "MOECORE_RANKS"
 FORMER = "MOECORE_CLUSTER"  # named a file that is no longer read
@@ -41,12 +41,12 @@ def requested_ranks(stage: Stage) -> int:
 
 
 def requested_gpus(stage: Stage) -> int:
-    """Return the number of GPUs that a stage can use: one per rank, if it computes with models."""
+    """Return the number of GPUs that a stage uses: one per rank, 0 if it uses no model."""
     return requested_ranks(stage) if "seed" in stage.item else 0
 
 
 def launch_fields() -> set[str]:
-    """Return the names of the placeholders in $MOECORE_LAUNCH; UserError if it is no command."""
+    """Return the placeholders in $MOECORE_LAUNCH; UserError if it is not a valid command."""
     if FORMER in os.environ:  # if it were ignored, stages would run on this machine
         raise UserError(f"{FORMER}: is gone; allowed: {LAUNCH} and {RANKS}, see docs/cluster.md")
     launch = os.environ.get(LAUNCH, "")
@@ -61,9 +61,9 @@ def launch_fields() -> set[str]:
     return fields
 
 
-def launch_command(arguments: Sequence[str]) -> list[str]:
+def build_launch_command(arguments: Sequence[str]) -> list[str]:
     fields = launch_fields()
-    stage = STAGES[stage_of_command(arguments)]
+    stage = STAGES[find_stage_of_command(arguments)]
     ranks = requested_ranks(stage)
     launch = os.environ.get(LAUNCH, "")
     values = {"stage": stage.name, "ranks": ranks, "gpus": requested_gpus(stage)}
@@ -74,10 +74,10 @@ def launch_command(arguments: Sequence[str]) -> list[str]:
 
 
 def hand_stage_to_launcher() -> None:
-    """Run this stage with the launcher and exit; in a launched process, only set the rank."""
+    """Run this stage through the launcher and exit; a launched process only gets its rank."""
     arguments = sys.orig_argv[1:]
     if LAUNCHED in os.environ:
-        os.environ.update(variables_from_slurm(os.environ))
+        os.environ.update(ranks_from_slurm(os.environ))
     elif (
         arguments[:1] == ["-m"]
         and arguments[1].startswith(STAGE_MODULES)
@@ -87,20 +87,22 @@ def hand_stage_to_launcher() -> None:
         end_with_parent()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
-            command = launch_command(arguments)
+            command = build_launch_command(arguments)
         except UserError as error:
             print(error, file=sys.stderr)
             sys.exit(1)
         if command[1:] != arguments:
-            sys.exit(run_launcher(command, requested_ranks(STAGES[stage_of_command(arguments)])))
+            sys.exit(
+                run_launcher(command, requested_ranks(STAGES[find_stage_of_command(arguments)]))
+            )
 
 
 def run_launcher(command: Sequence[str], ranks: int) -> int:
-    """Run ``command``, which starts ``ranks`` ranks and ends with this process; return its code."""
+    """Run the launcher's command for ``ranks`` ranks; return its exit code."""
     folder = Path(".state/meetings").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     meeting = folder / uuid.uuid4().hex
-    variables = launch_environment(os.environ) | {LAUNCHED: str(ranks), MEETING: str(meeting)}
+    variables = launcher_environment(os.environ) | {LAUNCHED: str(ranks), MEETING: str(meeting)}
     begin = set_parent_death_signal
     process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, preexec_fn=begin)
     try:
@@ -114,8 +116,7 @@ def run_launcher(command: Sequence[str], ranks: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def launch_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a launcher, without variables of a surrounding SLURM job."""
+def launcher_environment(environment: Mapping[str, str]) -> dict[str, str]:
     # With them, ``srun`` would start a step of that job, and a rank would count as its task.
     is_in_job = "SLURM_JOB_ID" in environment
     variables = {
@@ -128,8 +129,8 @@ def launch_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {"SLURM_KILL_BAD_EXIT": "1"} | variables
 
 
-def variables_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what a SLURM task says: RANK, …, of several tasks; MOECORE_THREADS, … of its cores."""
+def ranks_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return RANK, WORLD_SIZE and thread variables, derived from SLURM's variables."""
     variables = {}
     size = int(environment.get("SLURM_NTASKS", "1"))
     if size > 1 and "SLURM_PROCID" in environment and "RANK" not in environment:

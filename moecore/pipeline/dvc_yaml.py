@@ -1,4 +1,4 @@
-"""The dvc.yaml of the main run and of questions, from the table of stages in moecore/study.
+"""Writes dvc.yaml, for the main run and for questions, from the table of stages.
 
 The folder in which a question runs is a separate DVC project with the root's cache, so DVC reads
 one project at a time. After every stage DVC rewrites the whole dvc.lock next to the dvc.yaml, so a
@@ -14,7 +14,7 @@ from typing import Any
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import CODE, STAGE_MODULES
-from moecore.study.stages import CODE_STAGE, EACH, LAST_STAGES, ROWS, STAGES, Stage, hash_file
+from moecore.study.stages import CODE_STAGE, EACH, LAST_STAGES, ROWS, STAGES, Stage, hash_file_name
 
 HEAD = "# Written by `moecore study write` from moecore/study/stages.py.\n"
 MAIN_HEAD = """\
@@ -41,7 +41,7 @@ WHOLE_WORDS = {"break_long_words": False, "break_on_hyphens": False}
 def study_dvc_yaml_texts(
     stages: Mapping[str, Any], run: Mapping[str, Any], head: str = HEAD
 ) -> dict[str, str]:
-    """Return path → text of a study's dvc.yaml, split if large; run: ``run`` of its params.yaml."""
+    """Return path → text of a study's dvc.yaml, or of several files if it is large."""
     if count_stages(stages, run) <= LARGE_STUDY:
         return {"dvc.yaml": head + _dump_yaml({"stages": dict(stages)})}
     per_method = [name for name, stage in stages.items() if "method" in stage.get("matrix", {})]
@@ -55,12 +55,12 @@ def study_dvc_yaml_texts(
 
 
 def main_dvc_yaml_text() -> str:
-    text = _dump_yaml({"stages": stage_definitions()})
+    text = _dump_yaml({"stages": build_stage_entries()})
     return MAIN_HEAD + re.sub(r"(?m)^(  \w+:)$", r"\n\1", text).replace("\n\n", "\n", 1)
 
 
 def count_stages(stages: Mapping[str, Any], run: Mapping[str, Any]) -> int:
-    """Return the number of stages after DVC expands each matrix with the lists of ``run``."""
+    """Return how many stages DVC will have after expanding each matrix by the lists in ``run``."""
     total = 0
     for stage in stages.values():
         lists = [key.strip("${}").removeprefix("run.") for key in stage.get("matrix", {}).values()]
@@ -68,13 +68,13 @@ def count_stages(stages: Mapping[str, Any], run: Mapping[str, Any]) -> int:
     return total
 
 
-def stage_definitions(names: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return name → entry in dvc.yaml; names: by default the usual stages; UserError if unknown."""
+def build_stage_entries(names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return name → entry in dvc.yaml, by default for the usual stages."""
     names = [stage.name for stage in ROWS if stage.usual] if names is None else names
     if unknown := [name for name in names if name not in STAGES]:
         raise UserError(f"stages: found {unknown[0]!r}; allowed: {', '.join(STAGES)}")
     chosen = dict.fromkeys((CODE_STAGE, *names, *LAST_STAGES))
-    entries = {name: dvc_entry(STAGES[name]) for name in chosen}
+    entries = {name: build_dvc_entry(STAGES[name]) for name in chosen}
     outs = [out for entry in entries.values() for out in entry.get("do", entry)["outs"]]
     # An out may have options: {path: {cache: false}}
     paths = [CODE.as_posix(), *(out if isinstance(out, str) else next(iter(out)) for out in outs)]
@@ -92,12 +92,12 @@ def stage_definitions(names: Sequence[str] | None = None) -> dict[str, Any]:
     return entries
 
 
-def dvc_entry(stage: Stage) -> dict[str, Any]:
-    """Return a stage's entry in dvc.yaml (cmd, deps, outs, …), with all possible dependencies."""
+def build_dvc_entry(stage: Stage) -> dict[str, Any]:
+    """Return one stage's entry in dvc.yaml: cmd, deps, params, outs, matrix."""
     item = [f"{{{name}}}" for name in stage.item]
     command = [f"python -m {STAGE_MODULES}{stage.module}", stage.words or " ".join(item)]
     settings = [f"code/settings/{key}.json" for key in stage.reads]
-    deps = [*(f"code/{hash_file(path)}" for path in stage.hashes), *stage.after, *settings]
+    deps = [*(f"code/{hash_file_name(path)}" for path in stage.hashes), *stage.after, *settings]
     outs = [f"measured/{stage.item_path}.json", f"history/{stage.item_path}"]
     if stage.folder or stage.each in ("seed", "model"):
         outs.insert(0, stage.item_path)
@@ -126,7 +126,7 @@ def _artifact_folder(path: str) -> str:
 
 
 def _dump_yaml(value: Mapping[str, Any], indent: str = "") -> str:
-    """Return a mapping as YAML; only values that contain mappings or lists take several lines."""
+    """Return a mapping as YAML, with innermost lists and mappings on one line."""
     text = ""
     for key, inner in value.items():
         values = inner.values() if isinstance(inner, Mapping) else ()

@@ -1,4 +1,4 @@
-"""Questions of pipelines/, a folder of pictures, a grid: their folders below .runs/, and results.
+"""Run folders below .runs/ for questions, folders of pictures and sweeps, and stored results.
 
 A run folder is a separate DVC project with the project's cache, ignored by the project's git. DVC
 refuses files that git ignores, so it is a git repository, too: its last commit is what was written,
@@ -26,20 +26,20 @@ from moecore.core.source_layout import ROOT, RUNS, SHIPPED, run_git
 from moecore.data.files import decode
 from moecore.data.files.image_files import list_class_folders, list_labelled_images
 from moecore.data.sources.image_folder import ImageFolder
-from moecore.pipeline import dvc
+from moecore.pipeline import dvc_yaml
 from moecore.pipeline.project import LOCK, hold_project
 from moecore.report.claims.evaluation import SECTIONS
-from moecore.report.claims.result_evidence import ASKED, ITEMS, NUMBERS, committed_at
-from moecore.report.tables.metrics_by_method import unfit_metric_problems
+from moecore.report.claims.result_evidence import ASKED, ITEMS, NUMBERS, find_commit_of_files
+from moecore.report.tables.metrics_by_method import unanswerable_claims
 from moecore.run.history_file import read_dvc_locks
-from moecore.study import layers, params_file
+from moecore.study import params_layers, params_writer
 from moecore.study.check import MissingData, check_document, check_study_document, format_misfits
-from moecore.study.document import as_mapping, load_yaml_document, parse_yaml_document
-from moecore.study.layers import list_folder_stages
 from moecore.study.papers import PAPER_FILE
-from moecore.study.questions import PIPELINES, QuestionFile, Round
+from moecore.study.params_layers import list_dvc_stages
+from moecore.study.questions import PIPELINES, QuestionFile, QuestionRound
 from moecore.study.study import read_study
 from moecore.study.trial_rules import trial_step_misfits
+from moecore.study.yaml_document import as_mapping, load_yaml_document, parse_yaml_document
 
 HERE = Path()
 OUR_QUESTIONS = "ours"
@@ -67,21 +67,20 @@ stages: [{stages}]
 """
 
 
-def write_run_folder(question_round: Round, presets: Sequence[str] = ()) -> list[str]:
-    """Write the run folder of a round; return a line for every value that changes in it."""
+def write_run_folder(question_round: QuestionRound, presets: Sequence[str] = ()) -> list[str]:
     root = question_round.question.root
     folder = question_round.folder
     composed = question_round.compose(presets)
     edited = str(PIPELINES / f"{question_round.question.name}.yaml")
     schema = "../../params.schema.json"
-    origin = params_file.ParamsOrigin(edited, "params.yaml", schema, root / PIPELINES)
-    text = params_file.params_text(composed, origin, presets)
+    origin = params_writer.ParamsOrigin(edited, "params.yaml", schema, root / PIPELINES)
+    text = params_writer.params_text(composed, origin, presets)
     is_new = not (folder / "params.yaml").is_file()
     with hold_project(folder / LOCK):
-        changes = params_file.write_params(folder / "params.yaml", text)
+        changes = params_writer.write_params(folder / "params.yaml", text)
         write_dvc_files(folder, composed.stages)
         if shutil.which("git"):
-            files.write_whole(folder / ".dvc/config", dvc.RUN_CONFIG)
+            files.write_whole(folder / ".dvc/config", dvc_yaml.RUN_CONFIG)
             if not (folder / ".git").is_dir():
                 run_git(folder, "init", "--quiet", "--template=")
                 files.write_whole(folder / ".git/info/exclude", IGNORED)
@@ -89,21 +88,21 @@ def write_run_folder(question_round: Round, presets: Sequence[str] = ()) -> list
             run_git(folder, "add", "--all", "--", *names)
             run_git(folder, *COMMIT)
         else:
-            files.write_whole(folder / ".dvc/config", dvc.RUN_CONFIG + dvc.WITHOUT_GIT)
+            files.write_whole(folder / ".dvc/config", dvc_yaml.RUN_CONFIG + dvc_yaml.WITHOUT_GIT)
         if changes or not (folder / ASKED_FILE).is_file() or not (folder / NUMBERS).is_file():
             asking = [path.relative_to(root) for path in question_round.question.asking_files]
-            record = {"commit": committed_at(root, *asking), "file": asking[0].as_posix()}
+            record = {"commit": find_commit_of_files(root, *asking), "file": asking[0].as_posix()}
             files.write_json(folder / ASKED_FILE, record)
     return ["written"] if is_new else changes
 
 
-def write_project(folder: Path = HERE) -> list[str]:
-    """Write params.yaml and dvc.yaml of an overlay (clone: dvc.yaml); return a line per change."""
-    if folder.resolve() == ROOT and not (folder / layers.OVERLAY).is_file():
-        files.write_whole(folder / "dvc.yaml", dvc.main_dvc_yaml_text())
+def write_overlay_project(folder: Path = HERE) -> list[str]:
+    """Write params.yaml and dvc.yaml from overlay.yaml; return one line per change."""
+    if folder.resolve() == ROOT and not (folder / params_layers.OVERLAY).is_file():
+        files.write_whole(folder / "dvc.yaml", dvc_yaml.main_dvc_yaml_text())
         return ["dvc.yaml written"]
     composed, text = _compose_project(folder)
-    changes = params_file.write_params(folder / "params.yaml", text)
+    changes = params_writer.write_params(folder / "params.yaml", text)
     write_dvc_files(folder, composed.stages)
     return changes
 
@@ -111,22 +110,25 @@ def write_project(folder: Path = HERE) -> list[str]:
 def project_texts_from_overlay(folder: Path) -> dict[str, str]:
     composed, text = _compose_project(folder)
     run = composed.document.data["run"]
-    stages = dvc.stage_definitions(composed.stages)
-    return {"params.yaml": text} | dvc.study_dvc_yaml_texts(stages, run)
+    stages = dvc_yaml.build_stage_entries(composed.stages)
+    return {"params.yaml": text} | dvc_yaml.study_dvc_yaml_texts(stages, run)
 
 
-def _compose_project(folder: Path) -> tuple[layers.Composed, str]:
-    """Return a project's composed params.yaml (overlay.yaml over this version's) and its text."""
-    base = layers.load_root_layer(SHIPPED)
-    composed = layers.compose_layers([base, layers.load_overlay_layer(folder, base)], SHIPPED)
-    origin = params_file.ParamsOrigin(layers.OVERLAY, SHIPPED_PARAMS, "params.schema.json", folder)
-    return composed, params_file.params_text(composed, origin)
+def _compose_project(folder: Path) -> tuple[params_layers.ComposedParams, str]:
+    base = params_layers.load_root_layer(SHIPPED)
+    composed = params_layers.compose_layers(
+        [base, params_layers.load_overlay_layer(folder, base)], SHIPPED
+    )
+    origin = params_writer.ParamsOrigin(
+        params_layers.OVERLAY, SHIPPED_PARAMS, "params.schema.json", folder
+    )
+    return composed, params_writer.params_text(composed, origin)
 
 
 def write_dvc_files(folder: Path, stages: Sequence[str] | None) -> None:
-    """Write dvc.yaml, or several for many stages, and remove those that are not written again."""
+    """Write the dvc.yaml of a run folder, and remove those that it no longer has."""
     run = load_yaml_document(folder / "params.yaml").data["run"]
-    texts = dvc.study_dvc_yaml_texts(dvc.stage_definitions(stages), run)
+    texts = dvc_yaml.study_dvc_yaml_texts(dvc_yaml.build_stage_entries(stages), run)
     for file in folder.glob("steps/*/dvc.yaml"):
         if file.relative_to(folder).as_posix() not in texts:
             file.unlink()
@@ -134,13 +136,13 @@ def write_dvc_files(folder: Path, stages: Sequence[str] | None) -> None:
         files.write_whole(folder / name, text)
 
 
-def why_results_stay(question_round: Round) -> str:
-    """Return why a round's folder has no current results; "" if its numbers may be kept."""
+def explain_stale_results(question_round: QuestionRound) -> str:
+    """Return why the results in a round's folder are not current; "" if they are."""
     folder = question_round.folder
     if not (folder / NUMBERS).is_file():
         return f"{folder / NUMBERS} does not exist; run `{question_round.command}`"
     now = load_yaml_document(folder / "params.yaml").data
-    if changes := list(params_file.list_changes(question_round.compose().document.data, now)):
+    if changes := list(params_writer.list_changes(question_round.compose().document.data, now)):
         more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
         return f"this run has other settings, {changes[0]}{more}"
     ran = read_dvc_locks(folder)
@@ -154,9 +156,9 @@ def why_results_stay(question_round: Round) -> str:
     return ""
 
 
-def keep_results(question_round: Round) -> Path:
-    """Copy a complete round's results to pipelines/results/ and return the file; else UserError."""
-    if reason := why_results_stay(question_round):
+def store_results(question_round: QuestionRound) -> Path:
+    """Copy a round's current results to pipelines/results/; return the file."""
+    if reason := explain_stale_results(question_round):
         raise UserError(f"{question_round.results}: left as it is: {reason}")
     numbers = read_json(question_round.folder / NUMBERS)
     origin = read_json(question_round.folder / ASKED_FILE)
@@ -200,7 +202,7 @@ def refuse_study_name(name: str) -> None:
 
 
 def check_question(question: QuestionFile, problems: list[str]) -> Iterator[str]:
-    """Yield a line per valid round, and one for the presets; append errors to ``problems``."""
+    """Check all rounds and presets of a question; yield result lines, collect ``problems``."""
     # A round gets all checks of ``moecore check``, and a small step of methods that it does not
     # run. Presets, which may be combined, are only read.
     try:
@@ -221,14 +223,14 @@ def check_question(question: QuestionFile, problems: list[str]) -> Iterator[str]
         yield f"{question.name}: {len(question.presets)} presets"
 
 
-def _check_round(question_round: Round) -> str:
-    """Return "in order", also whether its data are missing; UserError lists what is wrong."""
+def _check_round(question_round: QuestionRound) -> str:
+    """Return "in order", and whether data are missing; UserError lists what is wrong."""
     document, _, stages = question_round.compose()
     home = question_round.folder
     if not home.is_dir():
         home = question_round.question.path.parent  # equally deep, so data paths are the same
     try:
-        study = check_study_document(document, stages, home, unfit_metric_problems).study
+        study = check_study_document(document, stages, home, unanswerable_claims).study
         data = ""
     except MissingData:
         study = read_study(document)
@@ -257,8 +259,8 @@ MAX_STEPS = 6000
 SHOTS = (1, 5, 10, 25)
 
 
-def derive_params_text(folder: Path) -> str:
-    """Return a params.yaml for a folder with class folders, or with train/ and test/ of such."""
+def derive_params_from_pictures(folder: Path) -> str:
+    """Return a params.yaml, as text, whose settings suit a folder of pictures."""
     root = find_raw_folder(str(folder), "the folder with the class folders").resolve()
     train = root / "train"
     if not train.is_dir():
@@ -296,7 +298,7 @@ def derive_params_text(folder: Path) -> str:
 
 
 def _median_side_and_channels(paths: list[Path]) -> tuple[float, int]:
-    """Return the median shorter side in pixels, and 1 channel if all are grey, else 3."""
+    """Return the median of the shorter sides (pixels), and 1 channel if all are grey."""
     sides = []
     channels = 1
     for path in paths[:: math.ceil(len(paths) / SAMPLE)]:
@@ -311,14 +313,14 @@ def _median_side_and_channels(paths: list[Path]) -> tuple[float, int]:
     return median(sides), channels
 
 
-class Axis(NamedTuple):
-    """One ``-S methods.METHOD.KEY=[…]``: the key below the method, and its values."""
+class SweepAxis(NamedTuple):
+    """One axis of a sweep, from ``-S methods.METHOD.KEY=[…]``: key and values."""
 
     key: str
     values: list[Any]
 
     def name(self, number: int) -> str:
-        """Return what a value adds to a method's name: such as k2."""
+        """Return the suffix of a method's name for the value ``number``, such as k2."""
         value = self.values[number]
         if isinstance(value, dict | list):
             value = value.get("kind", number) if isinstance(value, dict) else number
@@ -327,41 +329,41 @@ class Axis(NamedTuple):
         return f"{self.key.rpartition('.')[2]}{joint}{letters}"
 
 
-def write_derived_run(data: Path | None, sets: Sequence[str], is_sweep: bool) -> Path:
+def write_data_or_sweep_run(data: Path | None, sets: Sequence[str], is_sweep: bool) -> Path:
     # data: a folder of pictures; None: the run is of the params.yaml here. sets: values as for
     # ``-S``; with ``is_sweep``, lists below ``methods.`` are the axes of a grid.
     path = HERE / "params.yaml"
     name = "sweep"
     if data is not None:
         path = TEMPLATE
-        text = derive_params_text(data)
+        text = derive_params_from_pictures(data)
         name = f"data.{OTHER_LETTERS.sub('_', data.resolve().name.lower())}"
         stages = STAGES
     else:
         load_yaml_document(path)  # says where there is no project
         text = path.read_text(encoding="utf-8")
-        stages = list_folder_stages(HERE)
+        stages = list_dvc_stages(HERE)
     grid: dict[str, list[str]] = {}
     if is_sweep:
         text, grid, suffix = _add_sweep(text, str(path), sets)
         name += f".{suffix}"
     elif sets:
-        text = params_file.apply_assignments(text, sets)
+        text = params_writer.apply_assignments(text, sets)
     folder = HERE / RUNS / name
     with hold_project(folder / LOCK):
         write_whole(folder / "params.yaml", text)
         write_dvc_files(folder, stages)
         # A project and its runs share a cache
-        config = dvc.RUN_CONFIG if (HERE / ".dvc").is_dir() else dvc.CONFIG
-        write_whole(folder / ".dvc/config", config + dvc.WITHOUT_GIT)
+        config = dvc_yaml.RUN_CONFIG if (HERE / ".dvc").is_dir() else dvc_yaml.CONFIG
+        write_whole(folder / ".dvc/config", config + dvc_yaml.WITHOUT_GIT)
     _refuse_equal_methods(folder / "params.yaml", [*chain.from_iterable(grid.values())])
     return folder
 
 
 def _add_sweep(text: str, path: str, sets: Sequence[str]) -> tuple[str, dict[str, list[str]], str]:
-    """Return a params.yaml with the methods of a grid; method → their names; the sweep's name."""
+    """Return params.yaml with a method per grid point, their names, and the sweep's name."""
     values, swept = _split_assignments(parse_yaml_document(text, path).data, sets)
-    text = params_file.apply_assignments(text, values)
+    text = params_writer.apply_assignments(text, values)
     document = parse_yaml_document(text, path)
     present = document.data.get(METHODS, {})
     assignments = []
@@ -383,13 +385,15 @@ def _add_sweep(text: str, path: str, sets: Sequence[str]) -> tuple[str, dict[str
     names = [point for name in names for point in grid.get(name, [name])]
     assignments.append(f"run.{METHODS}={json.dumps(names)}")
     keys = [axis.key.rpartition(".")[2] for axes in swept.values() for axis in axes]
-    return params_file.apply_assignments(text, assignments), grid, "_".join([*swept, *keys])
+    return params_writer.apply_assignments(text, assignments), grid, "_".join([*swept, *keys])
 
 
-def _split_assignments(data: Any, sets: Sequence[str]) -> tuple[list[str], dict[str, list[Axis]]]:
-    """Return the assignments of single values, and method → axes; data: of the params.yaml."""
+def _split_assignments(
+    data: Any, sets: Sequence[str]
+) -> tuple[list[str], dict[str, list[SweepAxis]]]:
+    """Return the assignments of single values, and method → axes of the sweep."""
     values = []
-    swept: dict[str, list[Axis]] = {}
+    swept: dict[str, list[SweepAxis]] = {}
     for assignment in sets:
         name, _, text = assignment.partition("=")
         value = parse_yaml_document(text, f"-S {assignment}").data if text.strip() else None
@@ -403,7 +407,7 @@ def _split_assignments(data: Any, sets: Sequence[str]) -> tuple[list[str], dict[
             problem = "the key twice, or fewer than two values"
             raise UserError.at(f"-S {name}", found=problem, allowed="one list of two or more")
         else:
-            swept.setdefault(method, []).append(Axis(key, value))
+            swept.setdefault(method, []).append(SweepAxis(key, value))
     if not swept:
         raise UserError.at("--sweep", found="no list to sweep over", allowed=f"such as {EXAMPLE}")
     return values, swept

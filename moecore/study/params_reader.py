@@ -1,4 +1,4 @@
-"""Read params.yaml: check the keys that a stage declares, and return them as typed settings.
+"""Reads params.yaml as typed settings; errors are printed with file, line, column and key.
 
 A stage's model is a ``Config`` whose fields are keys of params.yaml; a field with another key has
 a template. After reading, the process may import parts of the packages that the file lists::
@@ -26,9 +26,9 @@ from moecore.core import config
 from moecore.core.config import KIND as TAG
 from moecore.core.files import UserError
 from moecore.core.source_layout import allow_packages
-from moecore.study.document import (
+from moecore.study.yaml_document import (
     SHOWN_LETTERS,
-    Document,
+    YamlDocument,
     as_mapping,
     did_you_mean,
     load_yaml_document,
@@ -45,13 +45,13 @@ PLAIN_WORDS = {"an object": "keys with values", "a valid array": "a list"}
 
 @dataclass(frozen=True)
 class ParamsKeyTemplate:
-    """The dotted key of a field in params.yaml; ``read_params`` fills the braces."""
+    """Annotation of a settings field: its key in params.yaml, with {placeholders}."""
 
     path: str
 
 
 def params_keys_by_field(model: type[config.Config]) -> dict[str, str]:
-    """Return field → key in params.yaml, as under ``params:`` of dvc.yaml."""
+    """Return field → key in params.yaml, with placeholders."""
     keys = {}
     for name, field in model.model_fields.items():
         named = [note.path for note in field.metadata if isinstance(note, ParamsKeyTemplate)]
@@ -60,15 +60,17 @@ def params_keys_by_field(model: type[config.Config]) -> dict[str, str]:
 
 
 def read_params(model: type[AnySettings], path: str | None = None, **item: object) -> AnySettings:
-    """Return the settings that ``model`` declares; UserError with a line per problem."""
+    """Read the settings ``model`` from params.yaml; UserError with one line per problem."""
     # path: the file; default: $MOECORE_PARAMS, else ./params.yaml. item: values for the templates
     # of the keys, such as ``method="vmoe"``.
     path = path or os.environ.get("MOECORE_PARAMS") or "params.yaml"
     return extract_settings(model, load_yaml_document(path), **item)
 
 
-def extract_settings(model: type[AnySettings], document: Document, **item: object) -> AnySettings:
-    """Return a ``model`` read from its keys in ``document``; UserError, a line per problem."""
+def extract_settings(
+    model: type[AnySettings], document: YamlDocument, **item: object
+) -> AnySettings:
+    """Read the settings ``model`` from their keys in a document; UserError: a line per problem."""
     places: dict[str, Keys] = {
         name: tuple(template.format(**item).split("."))
         for name, template in params_keys_by_field(model).items()
@@ -84,8 +86,8 @@ def extract_settings(model: type[AnySettings], document: Document, **item: objec
     return _validate(model, values, places, document, missing)
 
 
-def validate_whole(model: type[AnySettings], document: Document) -> AnySettings:
-    """Return all of ``document``, validated by ``model``; UserError with a line per problem."""
+def validate_document(model: type[AnySettings], document: YamlDocument) -> AnySettings:
+    """Return a whole document as settings ``model``; UserError with one line per problem."""
     if not isinstance(document.data, dict):
         raise UserError.at(
             f"{document.path}:1:1",
@@ -99,7 +101,7 @@ def _validate(
     model: type[AnySettings],
     values: dict[str, Any],
     places: dict[str, Keys],
-    document: Document,
+    document: YamlDocument,
     problems: list[str],
 ) -> AnySettings:
     allow_packages(document.packages, document.folders)
@@ -118,11 +120,11 @@ def _validate(
 def _list_error_lines(
     error: ValidationError,
     model: type[BaseModel],
-    document: Document,
+    document: YamlDocument,
     places: Mapping[str, Keys],
     absent: Collection[str],
 ) -> list[str]:
-    """Return one line per error, in the order of the file."""
+    """Return one line per validation error, in the order of the file."""
     # places: keys of fields in the document, if not their names; absent: fields already reported.
     texts: dict[Keys, list[tuple[str, str]]] = {}
     for item in error.errors(include_url=False):
@@ -143,7 +145,7 @@ def _list_error_lines(
 
 
 def line_position(line: str) -> tuple[str, int, int]:
-    """Return (file, line, column) with which an error's line begins; ("", 0, 0) if it has none."""
+    """Return (file, line, column) at the start of an error's line; ("", 0, 0) if missing."""
     match = PLACE.match(line)
     if match:
         return (match[1], int(match[2]), int(match[3]))
@@ -151,7 +153,7 @@ def line_position(line: str) -> tuple[str, int, int]:
 
 
 def _keys_at(item: Any, places: Mapping[str, Keys], data: Any) -> Keys:
-    """Return the file's keys for the location of a pydantic error; places: field → keys."""
+    """Return the keys in the file that correspond to the location of a pydantic error."""
     if not item["loc"]:
         return ()
     first, *rest = item["loc"]
@@ -186,7 +188,7 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
         hint = did_you_mean(keys[-1], names, is_section=len(keys) == 1)
         return f"unknown key{hint}", ", ".join(names) or "(none)"
     if kind == "missing":
-        return "missing", describe_field(model, item["loc"])
+        return "missing", describe_allowed_values(model, item["loc"])
     if kind == "union_tag_not_found":
         return f"{TAG} is missing", _describe_models(_models_at(model, item["loc"]))
     if kind in ("union_tag_invalid", config.UNKNOWN_KIND):
@@ -207,8 +209,8 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
     return f"found {key}{show_value(value)}{hint}", allowed
 
 
-def describe_field(model: type[BaseModel], loc: Sequence[str | int]) -> str:
-    """Return a text of what is allowed at pydantic's location: keys, kinds, or a description."""
+def describe_allowed_values(model: type[BaseModel], loc: Sequence[str | int]) -> str:
+    """Return a text on the values allowed at pydantic's location ``loc``."""
     if models := _models_at(model, loc):
         return _describe_models(models)
     owners = [owner for owner in _models_at(model, loc[:-1]) if loc[-1] in owner.model_fields]
@@ -223,7 +225,7 @@ def _describe_models(models: Sequence[type[BaseModel]]) -> str:
 
 
 def _models_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[BaseModel]]:
-    """Return the models allowed at pydantic's location ``loc`` of ``model``; [] if none."""
+    """Return the settings classes allowed at pydantic's location ``loc``; [] if none."""
     models = [model]
     for part in loc:
         fields = [owner.model_fields[str(part)] for owner in models if part in owner.model_fields]
@@ -237,7 +239,7 @@ def _models_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[Ba
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return the settings classes in a type annotation; for a family, the classes of its parts."""
+    """Return the settings classes that a type annotation contains; families give all parts."""
     models: list[type[BaseModel]] = []
     for settings in config.settings_classes_in(annotation):
         if config.is_family_base(settings):

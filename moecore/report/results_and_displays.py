@@ -1,4 +1,4 @@
-"""Read the stages' files, and list what the report shows of each measurement."""
+"""Reads a study's result files, and lists what the report displays of each measurement."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -17,13 +17,18 @@ from moecore.measure.base import NO_TASK, MeasuredPart
 from moecore.measure.pixel_baselines import Baselines
 from moecore.measure.transfer_attacks import Transfer
 from moecore.measure.values import Chart, Found
-from moecore.report.column import FillIn, MetricColumns, column_context, fill_words
+from moecore.report.column import FillIn, MetricColumns, build_column_context, fill_placeholders
 from moecore.report.figures import charts
 from moecore.report.figures.drawing import Figure
-from moecore.report.page.page_objects import Block, Picture
-from moecore.report.study_results import Measured, Phase, Results, stages_and_measurements
-from moecore.study.sections import Phase as PhaseName
-from moecore.study.sections import Selection, defines_measurement
+from moecore.report.page.page_objects import PageBlock, Picture
+from moecore.report.study_results import (
+    ModelResults,
+    PhaseResults,
+    StudyResults,
+    add_measurements_to_stages,
+)
+from moecore.study.run_and_claims import PhaseName as PhaseName
+from moecore.study.run_and_claims import RunSelection, defines_measurement
 from moecore.study.stages import CALCULATE, MEASURE, MEASURED_STAGES
 from moecore.tasks.base import Task
 
@@ -34,14 +39,16 @@ PICTURES = "moecore.report.pictures"  # folder of the modules with a constant PI
 
 
 class Pictures(NamedTuple):
-    """What PICTURES, a constant or a list of them, adds to a measurement's charts."""
+    """What a module of pictures adds to the charts that a measurement declares itself."""
 
     stage: str  # name of the measurement ("routing") or of a part ("routing.roles")
     figures: Draw = lambda result: iter(())
     is_on_page: bool = True  # below the charts; False: only on a run's page
-    above: Callable[[Phase], Iterable[Block]] = lambda phase: ()  # blocks before the charts
-    draw: Callable[[Phase], Iterable[Picture]] = lambda phase: ()  # after these, all methods
-    more: Callable[[Phase], Iterable[Block]] = lambda phase: ()  # blocks after these
+    above: Callable[[PhaseResults], Iterable[PageBlock]] = (
+        lambda phase: ()
+    )  # blocks before the charts
+    draw: Callable[[PhaseResults], Iterable[Picture]] = lambda phase: ()  # after these, all methods
+    more: Callable[[PhaseResults], Iterable[PageBlock]] = lambda phase: ()  # blocks after these
     fill_in: FillIn | None = None  # words that depend on more than one place
     kind: type[base.MeasuredPart] | None = None  # for a stage that is not a measurement
     applies: Callable[[Task], bool] = lambda task: True  # for such a stage
@@ -49,8 +56,8 @@ class Pictures(NamedTuple):
     read: Callable[[Path, str], Any] = lambda path, stage: base.read_result(path, Found, stage)
 
 
-class Display(NamedTuple):
-    """What the report shows of a measurement, a part of one, or another stage."""
+class MeasurementDisplay(NamedTuple):
+    """What the report shows of one measurement, of a part of one, or of another stage."""
 
     stage: str  # folder of the results below artifacts/measured; "" for trainings
     kind: type[base.MeasuredPart]
@@ -69,7 +76,7 @@ class Display(NamedTuple):
         return self.pictures.applies(task)
 
     def read(self, path: Path, stage: str) -> Found | base.Skipped | None:
-        """Return the values, or ``Skipped`` with the reason; None: a part without settings."""
+        """Return the result at ``path``, or ``Skipped``; None for a part without settings."""
         result = self.pictures.read(path, stage)
         if not self.within or isinstance(result, base.Skipped):
             return result
@@ -80,24 +87,25 @@ class Display(NamedTuple):
             return base.Skipped.model_validate(part)
         return result
 
-    def blocks(self, phase: Phase) -> list[Block]:
-        """Return the page's blocks: charts and pictures of all methods, and reasons for gaps."""
+    def blocks(self, phase: PhaseResults) -> list[PageBlock]:
         kind, pictures = self.kind, self.pictures
         page = kind.page
-        shown = [picture for chart in page.charts for picture in draw_chart(phase, kind, chart)]
+        shown = [
+            picture for chart in page.charts for picture in draw_metric_chart(phase, kind, chart)
+        ]
         if pictures.is_on_page:
             shown += first_seed_pictures(phase, kind, pictures.figures)
         shown += pictures.draw(phase)
         results = phase.results(kind)
         skipped = dict.fromkeys(f"{reason}." for result in results for reason in result.skipped)
         title = page.heading or self.title[0].upper() + self.title[1:]
-        block = Block(title, pictures=shown, below=list(skipped), about=self.about(phase))
+        block = PageBlock(title, pictures=shown, below=list(skipped), about=self.about(phase))
         return [*pictures.above(phase), block, *pictures.more(phase)]
 
-    def about(self, phase: Phase) -> str:
-        """Return the column of the block's summary: the page's, or the first that can be better."""
+    def about(self, phase: PhaseResults) -> str:
+        """Return the name of the column that summarises the block while it is folded."""
         name = self.kind.page.about
-        context = column_context(phase, self.kind)
+        context = build_column_context(phase, self.kind)
         metric = self.kind.metrics.get(name)
         if metric is not None and metric.name and not metric.mean:
             name = next((column.name for column in self.columns.columns_of(context, name)), "")
@@ -105,20 +113,22 @@ class Display(NamedTuple):
         return name or next(directed, "")
 
 
-def list_displays() -> list[Display]:
-    """Return what all measurements and stages show, in page order; UserError: a faulty module."""
+def list_displays() -> list[MeasurementDisplay]:
+    """Return the displays of all measurements and stages, in the order of the page."""
     try:
         constants = collect_constants_named(PICTURES, "PICTURES")
         lists = [[value] if isinstance(value, Pictures) else value for value in constants]
         declared = list(chain(*lists))
         by_stage = {page.stage: page for page in declared}
-        displays = [Display(page.stage, page.kind, page) for page in declared if page.kind]
+        displays = [
+            MeasurementDisplay(page.stage, page.kind, page) for page in declared if page.kind
+        ]
         for name in list_measurements_with_values():
             kind = find_class(base.Measurement, name)
-            displays.append(Display(name, kind, by_stage.get(name, Pictures(name))))
+            displays.append(MeasurementDisplay(name, kind, by_stage.get(name, Pictures(name))))
             for within, part in kind.parts.items():
                 pictures = by_stage.get(f"{name}.{within}", Pictures(name))
-                displays.append(Display(name, part, pictures, within))
+                displays.append(MeasurementDisplay(name, part, pictures, within))
     except ValueError as error:
         raise UserError(f"report: {error}") from None
     return sorted(displays, key=lambda shown: (shown.kind.page.place, shown.stage))
@@ -129,40 +139,39 @@ def list_measurements_with_values() -> list[str]:
     return [name for name in names if find_class(base.Measurement, name).puts_values()]
 
 
-def list_calculations(results: Results) -> list[tuple[Display, Phase]]:
-    """Return each calculation's display and, for tables and pictures, its values as one model's."""
+def list_calculations(results: StudyResults) -> list[tuple[MeasurementDisplay, PhaseResults]]:
+    """Return (display, values) of each calculation; the values have the form of a phase."""
     if not results.calculations:
         return []
     displays = {display.stage: display for display in list_displays() if not display.within}
     pairs = []
     for name, result in results.calculations.items():
         display = displays[name]
-        models = {name: {0: Measured({display.kind: result})}}
-        pairs.append((display, Phase("calculation", {}, NO_TASK, models)))
+        models = {name: {0: ModelResults({display.kind: result})}}
+        pairs.append((display, PhaseResults("calculation", {}, NO_TASK, models)))
     return pairs
 
 
-def subjects_of_comparisons(results: Results) -> dict[str, Phase]:
-    """Return ``Comparison.subject`` → what it compares: the phases, then the calculations."""
+def phases_and_calculations(results: StudyResults) -> dict[str, PhaseResults]:
     calculated = {display.stage: phase for display, phase in list_calculations(results)}
     return {**results.phases, **calculated}
 
 
-def draw_chart(phase: Phase, kind: Kind, chart: Chart) -> list[Picture]:
+def draw_metric_chart(phase: PhaseResults, kind: Kind, chart: Chart) -> list[Picture]:
     score = phase.task.score
     share = chart.share if chart.share is not None else score.form == "share"
-    title, x, y = (fill_words(text, score) for text in (chart.title, chart.x, chart.y))
+    title, x, y = (fill_placeholders(text, score) for text in (chart.title, chart.x, chart.y))
     spec = charts.ChartSpec(title, x, y, share, chart.top if share else None, chart.height)
     read = lambda result: result.curve(chart.metric, chart.over)
     return draw_method_curves(phase, kind, read, spec, chart.words, limits=chart.limits)
 
 
-def first_seed_pictures(phase: Phase, kind: Kind, figures: Draw) -> list[Picture]:
+def first_seed_pictures(phase: PhaseResults, kind: Kind, figures: Draw) -> list[Picture]:
     return list(chain(*pictures_by_name(phase, kind, figures).values()))
 
 
-def pictures_by_name(phase: Phase, kind: Kind, figures: Draw) -> dict[str, list[Picture]]:
-    """Return figure name → pictures of each method's first seed; [] for an unknown name."""
+def pictures_by_name(phase: PhaseResults, kind: Kind, figures: Draw) -> dict[str, list[Picture]]:
+    """Return figure name → one picture per method, of its first seed."""
     pictures = defaultdict(list)
     for method, result in phase.first(kind).items():
         for name, figure in figures(result):
@@ -173,7 +182,7 @@ def pictures_by_name(phase: Phase, kind: Kind, figures: Draw) -> dict[str, list[
 
 
 def draw_method_curves(
-    phase: Phase,
+    phase: PhaseResults,
     kind: Kind,
     read: Callable[[Found], charts.Series],
     spec: charts.ChartSpec,
@@ -181,7 +190,7 @@ def draw_method_curves(
     label: str = "",  # "": the title
     limits: charts.Limits = charts.EVERYWHERE,
 ) -> list[Picture]:
-    """Return [a chart with a line per method, averaged over seeds], or [] without points."""
+    """Return a list with one chart, a curve per method averaged over seeds; [] without points."""
     seeds = phase.of(kind)
     curves = {
         method: charts.points_over_seeds([read(result) for result in results], limits)
@@ -198,20 +207,25 @@ MEASURED = Path("artifacts/measured")
 
 
 def read_results(
-    run: Selection, settings: str, root: str | Path = ".", stages: Collection[str] = MEASURED_STAGES
-) -> Results:
+    run: RunSelection,
+    settings: str,
+    root: str | Path = ".",
+    stages: Collection[str] = MEASURED_STAGES,
+) -> StudyResults:
     # settings: text of params.yaml; stages: of the study's dvc.yaml.
-    measured = stages_and_measurements(stages, run)
+    measured = add_measurements_to_stages(stages, run)
     calculations = {}
     for name in run.calculations:
         result = base.read_result(Path(root, MEASURED, f"{name}.json"), Found, CALCULATE)
         assert isinstance(result, Found), f"{name} is never skipped"
         calculations[name] = result
     phases = {name: _read_phase(Path(root), run, measured, name) for name in run.phases}
-    return Results(phases, settings, calculations)
+    return StudyResults(phases, settings, calculations)
 
 
-def _read_phase(root: Path, run: Selection, stages: Collection[str], name: PhaseName) -> Phase:
+def _read_phase(
+    root: Path, run: RunSelection, stages: Collection[str], name: PhaseName
+) -> PhaseResults:
     card, task = read_card_and_task(root, name)
     displays = [
         shown
@@ -234,7 +248,7 @@ def _read_phase(root: Path, run: Selection, stages: Collection[str], name: Phase
             result = base.read_result(root / MEASURED / file, Found, stage)
             if not isinstance(result, base.Skipped):
                 together[kind] = result
-    return Phase(name, card, task, models, together)
+    return PhaseResults(name, card, task, models, together)
 
 
 def read_card_and_task(root: Path, phase: str) -> tuple[dict[str, Any], Task]:
@@ -252,10 +266,9 @@ def read_model(
     root: Path,
     phase: str,
     model: str,  # method/seed, such as ``vmoe/0``
-    displays: Iterable[Display],
+    displays: Iterable[MeasurementDisplay],
     measurements: Collection[str] = (),  # those of the stage ``measure``
-) -> Measured:
-    """Return a model's results of all ``displays``, and why others were skipped."""
+) -> ModelResults:
     results: dict[type[Config], Config] = {}
     skipped = []
     for shown in displays:
@@ -268,4 +281,4 @@ def read_model(
             skipped.append(f"{shown.title}: {result.skipped}")
         elif result is not None:
             results[shown.kind] = result
-    return Measured(results, tuple(skipped))
+    return ModelResults(results, tuple(skipped))

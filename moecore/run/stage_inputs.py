@@ -1,4 +1,4 @@
-"""Refuse edits of settings, code and artifacts while a stage runs.
+"""Hashes of the inputs of a running stage (settings, code, artifacts), to refuse edits of them.
 
 DVC hashes settings and files after the command has ended, and code when the stage ``code`` runs at
 the start of the pipeline. A result could be cached under inputs that it was not made with. So a
@@ -24,9 +24,9 @@ from moecore.core.config import Config
 from moecore.core.files import UserError, file_checksum, read_json, to_jsonable
 from moecore.core.source_layout import CODE, OUR_PACKAGE, ROOT, allow_packages, package_folder
 from moecore.run.history_file import flatten_keys
-from moecore.study.document import Document, load_yaml_document
-from moecore.study.settings import params_keys_by_field, read_params
-from moecore.study.stages import list_code_hashes
+from moecore.study.params_reader import params_keys_by_field, read_params
+from moecore.study.stages import list_hash_files
+from moecore.study.yaml_document import YamlDocument, load_yaml_document
 
 GO_ON = "undo the edit to resume this stage, or run again to use the new values"
 IGNORED_FIELDS = ("ctx", "kind", "type_comment")  # redundant, or without effect
@@ -38,7 +38,7 @@ def params_path() -> str:
 
 
 def allow_params_packages() -> None:
-    """Let this process import parts of the packages that its params.yaml lists, if there is one."""
+    """Allow imports from the packages that params.yaml lists, if the file exists."""
     if Path(params_path()).is_file():
         document = load_yaml_document(params_path())
         allow_packages(document.packages, document.folders)
@@ -49,10 +49,10 @@ class StageInputs:
         self,
         params: Config | None,
         artifacts: Iterable[str | Path],
-        hash_files: Sequence[Path] = (),  # from ``stage_hash_files``
+        hash_files: Sequence[Path] = (),  # from ``list_stage_hash_files``
         **item: object,  # values of the placeholders in keys of params.yaml, such as ``method``
     ) -> None:
-        """Hash all inputs; UserError if the code was edited after it was hashed."""
+        """Hash all inputs; UserError if code was edited since the stage ``code`` hashed it."""
         self._recorded = {  # source file → the hash under which DVC caches the stage's result
             Path(name): digest for file in hash_files for name, digest in read_json(file).items()
         }
@@ -63,19 +63,19 @@ class StageInputs:
             self._verified[file] = content
         self.refuse_edited_code()
         self._artifacts = [*artifacts, *hash_files]
-        self._hashes = hash_inputs(self._artifacts)
+        self._hashes = hash_input_files(self._artifacts)
         self._params = params
         self._item = item
         self._text: bytes | None = None  # of params.yaml, when its values were last equal
 
     def key(self) -> str:
-        """Return a hash of all inputs; a stage continues only work with the same key."""
+        """Return a hash of all inputs; work is resumed only if it is equal."""
         assert self._params is not None, "a stage that is resumed has settings"
         text = json.dumps([self._params.model_dump(mode="json"), self._hashes], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def refuse_edited_code(self) -> None:
-        """Raise UserError with the file if code, and not only its formatting, was edited."""
+        """Raise UserError if the syntax tree of a source file has changed."""
         for file, digest in self._recorded.items():
             try:
                 content = file_checksum(locate_source(file))
@@ -102,7 +102,7 @@ class StageInputs:
 
     def refuse_all_edits(self) -> None:
         self.refuse_edited_code()
-        now = hash_inputs(self._artifacts)
+        now = hash_input_files(self._artifacts)
         for file in {**self._hashes, **now}:
             if self._hashes.get(file) != now.get(file):
                 raise UserError(f"{file}: was changed since this stage read it; {GO_ON}")
@@ -116,14 +116,16 @@ def read_stage_inputs(
     phase: str | None = None,
     method: str | None = None,
 ) -> StageInputs:
-    """Return the inputs of a stage; for a measurement, ``stage`` is its name (``routing``)."""
-    files = stage_hash_files(stage, phase, method)
+    """Return the hashed inputs of a stage or, by its name, of a measurement."""
+    files = list_stage_hash_files(stage, phase, method)
     return StageInputs(params, artifacts, files, method=method, data=phase)
 
 
-def stage_hash_files(stage: str, phase: str | None = None, method: str | None = None) -> list[Path]:
-    """Return the files of artifacts/code/ with the hashes of a stage's code, as in dvc.yaml."""
-    script, *parts = [CODE / path for path in list_code_hashes(stage, key=phase, method=method)]
+def list_stage_hash_files(
+    stage: str, phase: str | None = None, method: str | None = None
+) -> list[Path]:
+    """Return the files below artifacts/code with hashes of a stage's code."""
+    script, *parts = [CODE / path for path in list_hash_files(stage, key=phase, method=method)]
     if not script.is_file():
         mend = "run `python -m moecore.stages.code`, which writes it"
         raise UserError(f"{script}: no such file; {mend}")
@@ -131,7 +133,7 @@ def stage_hash_files(stage: str, phase: str | None = None, method: str | None = 
     return [script, *(file for file in files if file.is_file())]
 
 
-def refuse_changed_document(before: Document) -> None:
+def refuse_changed_document(before: YamlDocument) -> None:
     now = load_yaml_document(before.path)
     _refuse_changed_values(flatten_keys(before.data), flatten_keys(now.data))
 
@@ -147,8 +149,8 @@ def _refuse_changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) ->
         raise UserError(f"{place}: {key}: {changed}; {GO_ON}")
 
 
-def hash_inputs(inputs: Iterable[str | Path]) -> dict[str, str]:
-    """Return path → sha256 of all files of ``inputs``; of prepared data, only of card.json."""
+def hash_input_files(inputs: Iterable[str | Path]) -> dict[str, str]:
+    """Return path → sha256 of all files in ``inputs``; for prepared data only of card.json."""
     files: list[Path] = []
     for path in map(Path, inputs):
         if not path.exists():
@@ -161,7 +163,7 @@ def hash_inputs(inputs: Iterable[str | Path]) -> dict[str, str]:
 
 
 def hash_syntax(tree: ast.AST, shown: bool = False) -> str:
-    """Return the sha256 of a syntax tree, the same on Python 3.11 to 3.13."""
+    """Return the sha256 of a syntax tree; it is the same on Python 3.11 to 3.13."""
     # Ignored are statements that are only a string (docstrings), ``pass``, methods that only
     # `moecore check` calls (``_only_refuses``), and unless ``shown`` the words of calls of
     # ``Metric`` and all arguments of ``OnPage``.
@@ -171,7 +173,7 @@ def hash_syntax(tree: ast.AST, shown: bool = False) -> str:
 
 
 def _add_node(node: Any, add: Callable[[str], None], shown: bool) -> None:
-    """Pass a text of the tree to ``add``, in pieces: node types, non-empty fields, constants."""
+    """Pass the text of a syntax tree to ``add`` in pieces: node types, fields, constants."""
     if node.__class__ is ast.Call and not shown:
         node = _without_shown_words(node)
     if node.__class__ is list:
@@ -206,7 +208,7 @@ def _add_node(node: Any, add: Callable[[str], None], shown: bool) -> None:
 
 
 def _without_shown_words(call: ast.Call) -> ast.Call:
-    """Return a call of ``Metric`` without labels and notes, of ``OnPage`` without arguments."""
+    """Return a call of ``Metric`` or ``OnPage`` without the texts that only the page shows."""
     name = getattr(call.func, "id", "")
     if name == "OnPage":
         return ast.Call(call.func, [], [])
@@ -217,7 +219,6 @@ def _without_shown_words(call: ast.Call) -> ast.Call:
 
 
 def _only_refuses(item: Any) -> bool:
-    """Return whether a method of a class is ``Config.misfits`` or ``Config.remarks``."""
     # Only `moecore check` calls them. The annotation tells them from other methods of these names.
     if item.__class__ is not ast.FunctionDef or item.decorator_list:
         return False
@@ -233,11 +234,10 @@ def _does_nothing(item: Any) -> bool:
 
 
 def hash_source_file(file: Path, root: Path = ROOT, shown: bool = False) -> str:
-    """Return the hash of a file named by its package, such as ``my_lab/cosine.py``."""
     # shown: include texts that only pages show.
     if file.suffix == ".py":
         return hash_syntax(parse_source(read_source_text(file, root), file), shown)
-    if recorded := wheel_record(file.parts[0]).get(file):
+    if recorded := read_wheel_hashes(file.parts[0]).get(file):
         return recorded
     try:
         return file_checksum(locate_source(file, root))
@@ -246,7 +246,6 @@ def hash_source_file(file: Path, root: Path = ROOT, shown: bool = False) -> str:
 
 
 def locate_source(file: Path, root: Path = ROOT) -> Path:
-    """Return the path of a file named by its package; moecore's is below ``root``."""
     top, *inner = file.parts
     if top == OUR_PACKAGE:
         return root / file
@@ -268,8 +267,8 @@ def parse_source(text: str, file: Path) -> ast.Module:
 
 
 @cache
-def wheel_record(package: str) -> dict[Path, str]:
-    """Return file → hash of an installed wheel's files other than Python, from its RECORD."""
+def read_wheel_hashes(package: str) -> dict[Path, str]:
+    """Return file → hash, from its RECORD, of an installed package's files other than Python."""
     # Empty for moecore and for source trees. Files that a package writes into its folder at run
     # time are not in its RECORD.
     if package == OUR_PACKAGE:
@@ -287,7 +286,7 @@ _imported_by_server: dict[Path, tuple[str, tuple[str, str]]] = {}
 
 
 def remember_imported_sources() -> None:
-    """Remember the hashes of all imported files of moecore, for processes forked from this one."""
+    """Store the hashes of all imported moecore files, for stages forked from this process."""
     # A forked stage runs the code that its server imported, which may be older than the files.
     for name, module in list(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or "")
@@ -298,7 +297,6 @@ def remember_imported_sources() -> None:
 
 
 def _hashes_of(file: Path) -> tuple[str, str]:
-    """Return the hashes of a source file, without and with texts that only pages show."""
     return hash_source_file(file), hash_source_file(file, shown=True)
 
 

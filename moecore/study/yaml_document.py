@@ -1,4 +1,4 @@
-"""YAML 1.2, as DVC reads it, with the place of every key.
+"""YAML files as plain data (YAML 1.2, as DVC reads it), with line and column of every key.
 
 ``1e-4`` is a number, ``no``, ``on`` and ``yes`` are text, ``010`` is 10, and a duplicate key in a
 mapping is an error. Messages show values as the file spells them, shortened.
@@ -47,8 +47,8 @@ SHOWN_LETTERS = 60  # letters of a value
 
 
 @dataclass(frozen=True)
-class Document:
-    """One parsed YAML file: its data, and file, line and column of each key."""
+class YamlDocument:
+    """A parsed YAML file: its data, and the file, line and column of each key."""
 
     path: str
     data: Any
@@ -57,18 +57,17 @@ class Document:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Return the file's folder, and for a run folder its question's and its project's."""
+        """The file's folder; for a run folder also those of its question and project."""
         folder = Path(self.path).parent
         return (folder, *find_question_and_project(folder))
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Return the outside packages in ``packages`` of a params.yaml, except non-text entries."""
         names = as_list(as_mapping(self.data).get("packages"))
         return tuple(name for name in names if isinstance(name, str))
 
     def place(self, keys: Sequence[str | int]) -> str:
-        """Return ``path:line:column`` of the deepest existing key along ``keys``; 1:1 if none."""
+        """Return ``path:line:column`` of a key, or of its deepest existing parent."""
         node = self.node
         mark = self.start
         for key in keys:
@@ -78,16 +77,16 @@ class Document:
         return _place(self.path, mark)
 
     def error(self, keys: Sequence[str | int], text: str) -> UserError:
-        """Return an error in one line: place, key and text; control characters are escaped."""
+        """Return a UserError of one line: place, key and text."""
         return UserError(f"{self.place(keys)}: {spell_keys(keys)}: {shorten_to_one_line(text)}")
 
-    def below(self, key: str | int) -> "Document":
-        """Return the value at an existing key as a separate document."""
+    def below(self, key: str | int) -> "YamlDocument":
+        """Return the value at ``key`` as a document of its own."""
         mark, node = _child(self.node, key, self.start)
-        return Document(self.path, self.data[key], node, mark)
+        return YamlDocument(self.path, self.data[key], node, mark)
 
     def get(self, keys: Sequence[str]) -> Any:
-        """Return the value at ``keys``; UserError names the first missing key and what exists."""
+        """Return the value at nested ``keys``; UserError if a key is missing."""
         value = self.data
         for depth, key in enumerate(keys):
             present = list(as_mapping(value))
@@ -101,8 +100,8 @@ class Document:
         return value
 
 
-def load_yaml_document(path: str | Path) -> Document:
-    """Read a YAML file; UserError if it is missing, too large, not UTF-8 or not valid."""
+def load_yaml_document(path: str | Path) -> YamlDocument:
+    """Read a YAML file; UserError if it is missing, too large or invalid."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:
@@ -119,8 +118,8 @@ def load_yaml_document(path: str | Path) -> Document:
         raise UserError(f"{_place(path, mark)}: not UTF-8 text (byte {error.start})") from None
 
 
-def parse_yaml_document(text: str, path: str = "params.yaml") -> Document:
-    """Read one YAML 1.2 document; UserError, with file, line and column, if it is not valid."""
+def parse_yaml_document(text: str, path: str = "params.yaml") -> YamlDocument:
+    """Parse one YAML document; UserError with line and column if it is invalid."""
     if other := OTHER_VERSION.search(text):
         place = _place(path, (text.count("\n", 0, other.start()), 0))
         directive = shorten_to_one_line(other[0].strip("\ufeff "), SHOWN_LETTERS)
@@ -128,7 +127,7 @@ def parse_yaml_document(text: str, path: str = "params.yaml") -> Document:
         raise UserError.at(place, found=directive, allowed=allowed)
     try:
         node = _load_nodes(text)
-        return Document(path, _PlainData(path).convert(node, (0, 0), 0), node)
+        return YamlDocument(path, _PlainData(path).convert(node, (0, 0), 0), node)
     except _UnfitNode as error:
         raise UserError(shorten_to_one_line(f"{_place(path, error.mark)}: {error}")) from None
     except MarkedYAMLError as error:
@@ -151,7 +150,7 @@ def _load_nodes(text: str) -> Any:
 
 
 class _UnfitNode(Exception):
-    """Error for valid YAML that settings may not contain; ``mark``: its line and column, from 0."""
+    """Error for valid YAML that settings may not contain, with its line and column from 0."""
 
     def __init__(self, mark: Any, text: str) -> None:
         super().__init__(text)
@@ -159,12 +158,12 @@ class _UnfitNode(Exception):
 
 
 class _Composer(Composer):
-    """A composer that refuses YAML that DVC reads differently or not at all, and deep nesting."""
+    """YAML composer that refuses deep nesting, and what DVC reads differently or not at all."""
 
     level = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose a node of the YAML tree; _UnfitNode if too deep, or if DVC cannot read it."""
+        """Compose a node; _UnfitNode if it is too deep, or if DVC cannot read it."""
         event = self.parser.peek_event()
         if self.level > MAX_LEVELS:
             raise _UnfitNode(event.start_mark, DEEP)
@@ -181,7 +180,7 @@ class _Composer(Composer):
 
 
 class _PlainData:
-    """Converts ruamel's nodes, which hold places and comments, to dicts, lists and plain values."""
+    """Converts ruamel's nodes to dicts, lists and plain values."""
 
     # Aliases are followed; limits on values and levels also stop aliases that repeat each other.
 
@@ -191,7 +190,7 @@ class _PlainData:
         self.names: dict[int, list] = {}  # keys of a mapping by its id, as aliases repeat it
 
     def convert(self, node: Any, mark: Mark, level: int) -> Any:
-        """Return a node, found at ``mark``, as plain data; UserError if no setting can have it."""
+        """Return a node as plain data; UserError if it is no valid setting."""
         self.left -= 1
         if self.left < 0:
             raise self._refuse(mark, f"found more than {MAX_VALUES:,} values; allowed: fewer")
@@ -219,7 +218,7 @@ class _PlainData:
         raise self._refuse(mark, f"found {type(node).__name__}; allowed: values of YAML 1.2")
 
     def _names(self, node: CommentedMap) -> list:
-        """Return the keys of a mapping; those that ``<<`` merges from other mappings first."""
+        """Return a mapping's keys; those merged by ``<<`` from other mappings come first."""
         if id(node) not in self.names:
             merged = [name for source in node.merge for name in self._names(source)]
             self.names[id(node)] = list(dict.fromkeys([*merged, *node]))
@@ -249,7 +248,7 @@ def _has_child(node: Any, key: str | int) -> bool:
 
 
 def _child(node: Any, key: Any, mark: Mark) -> tuple[Mark, Any]:
-    """Return (line, column) and value of ``key`` in ``node``; a merged key is at ``mark``."""
+    """Return (line, column) and value of ``key`` in a node; a merged key has ``mark``."""
     if isinstance(node, CommentedSeq):
         return node.lc.item(key), node[key]
     name = key if key in node else next(name for name in node if str(name) == key)
@@ -266,7 +265,7 @@ def as_list(value: Any) -> list:
 
 
 def did_you_mean(word: Any, candidates: Sequence[Any], is_section: bool = False) -> str:
-    """Return ``, did you mean 'x'?`` if a candidate is similar, for a moved section what to write.
+    """Return ``, did you mean 'x'?`` for a similar candidate, or a hint for moved sections.
 
     Else "". is_section: ``word`` is the name of a section or stage.
     """
@@ -283,7 +282,7 @@ def did_you_mean(word: Any, candidates: Sequence[Any], is_section: bool = False)
 
 
 def shorten_to_one_line(text: str, limit: int = MAX_LINE_LETTERS) -> str:
-    """Return one line of about ``limit`` letters: middle left out, control characters escaped."""
+    """Return one line of about ``limit`` letters; control characters are escaped."""
     if len(text) > limit:
         half = (limit - 3) // 2
         text = f"{text[:half]}...{text[-half:]}"
@@ -291,7 +290,7 @@ def shorten_to_one_line(text: str, limit: int = MAX_LINE_LETTERS) -> str:
 
 
 def cap_line_count(lines: Sequence[str]) -> str:
-    """Join at most MAX_LINES lines to a text, whose last line counts those left out."""
+    """Join the lines, at most MAX_LINES; a last line counts those left out."""
     more = len(lines) - MAX_LINES
     if more <= 1:
         return "\n".join(lines)
@@ -309,7 +308,7 @@ def spell_keys(keys: Sequence[str | int]) -> str:
 
 
 def show_value(value: Any) -> str:
-    """Return a value as the file spells it, with its type: ``'two' (str)``."""
+    """Return a value as text with its type: ``'two' (str)``."""
     if value is None:
         return "null"
     if isinstance(value, dict):

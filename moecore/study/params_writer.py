@@ -1,4 +1,4 @@
-"""Write a params.yaml: from layers, or with values or keys changed; comments and order stay."""
+"""Writes params.yaml: composed from layers, or edited with its comments and order kept."""
 
 import io
 import json
@@ -11,9 +11,9 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.representer import RoundTripRepresenter, SafeRepresenter
 
 from moecore.core.files import UserError, write_whole
-from moecore.study import document
+from moecore.study import yaml_document
 from moecore.study.check import check_document, check_study
-from moecore.study.layers import Composed, layers_after_replacement
+from moecore.study.params_layers import ComposedParams, layers_after_replacement
 
 HEAD = """\
 # yaml-language-server: $schema={schema}
@@ -34,7 +34,7 @@ ABSENT = object()
 
 class _TextRepresenter(SafeRepresenter):
     def represent_str(self, data: str) -> Any:
-        """Quote a string with a question mark, which libyaml misreads in braces."""
+        """Quote strings with a question mark, which libyaml misreads within braces."""
         return self.represent_scalar("tag:yaml.org,2002:str", data, "'" if "?" in data else None)
 
     yaml_representers: dict = {**SafeRepresenter.yaml_representers, str: represent_str}
@@ -54,8 +54,8 @@ class ParamsOrigin(NamedTuple):
     folder: Path  # base of paths
 
 
-def params_text(composed: Composed, origin: ParamsOrigin, presets: Sequence[str] = ()) -> str:
-    """Return a params.yaml as text with a head comment; UserError, with place, if it is invalid."""
+def params_text(composed: ComposedParams, origin: ParamsOrigin, presets: Sequence[str] = ()) -> str:
+    """Return a composed params.yaml as text; UserError if it is invalid."""
     check_document(composed.document, composed.all_stages)
     head = HEAD.format(edited=origin.edited, base=origin.base, schema=origin.schema)
     if presets:
@@ -73,19 +73,18 @@ def params_text(composed: Composed, origin: ParamsOrigin, presets: Sequence[str]
 
 
 def write_params(path: Path, text: str) -> list[str]:
-    """Write a params.yaml; return a line ``key: old → new`` for every value that changes."""
-    before = document.load_yaml_document(path).data if path.is_file() else {}
+    """Write a params.yaml; return one line ``key: old → new`` per changed value."""
+    before = yaml_document.load_yaml_document(path).data if path.is_file() else {}
     write_whole(path, text)
-    return list(list_changes(before, document.load_yaml_document(path).data))
+    return list(list_changes(before, yaml_document.load_yaml_document(path).data))
 
 
-def project_params_text(composed: Composed) -> str:
+def project_params_text(composed: ComposedParams) -> str:
     dumped = [dump_inline_yaml({key: section}) for key, section in composed.document.data.items()]
     return rewrite_data_paths("\n".join([PROJECT_HEAD, *dumped]))
 
 
-def overlay_text(composed: Composed) -> str:
-    """Return the text of an overlay.yaml: the sections that differ from the root's params.yaml."""
+def overlay_text(composed: ComposedParams) -> str:
     base = composed.document.layers[0].sections
     values = composed.document.data
     differing = {key: section for key, section in values.items() if section != base.get(key)}
@@ -101,7 +100,7 @@ def rewrite_data_paths(text: str) -> str:
 
 
 def list_changes(before: Any, after: Any, keys: str = "") -> Iterator[str]:
-    """Yield ``key: old → new`` for every changed value; for lists of mappings, changed entries."""
+    """Yield ``key: old → new`` for every value that differs between two nested mappings."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in dict.fromkeys([*before, *after]):
             inner = f"{keys}.{key}" if keys else str(key)
@@ -121,7 +120,7 @@ def list_changes(before: Any, after: Any, keys: str = "") -> Iterator[str]:
 
 
 def dump_inline_yaml(value: Any) -> str:
-    """Return a value as YAML without anchors; lists and mappings of plain values on one line."""
+    """Return a value as YAML; innermost lists and mappings are on one line."""
     writer = YAML(typ="safe", pure=True)
     writer.default_flow_style = None
     writer.sort_base_mapping_type_on_output = False
@@ -140,20 +139,20 @@ def _dump(writer: YAML, value: Any) -> str:
 
 
 def write_assignments(path: Path, assignments: Sequence[str]) -> list[str]:
-    """Write each ``key=value`` into a params.yaml; return a line ``key: old → new`` per change."""
+    """Write each ``key=value`` into a params.yaml; return ``key: old → new`` per change."""
     # The file stays as it was if the result is invalid.
-    before = document.load_yaml_document(path)
+    before = yaml_document.load_yaml_document(path)
     old = path.read_text(encoding="utf-8")
     write_whole(path, apply_assignments(old, assignments))
     try:
         check_study(path)
     except UserError as error:
         write_whole(path, old)
-        arguments = document.shorten_to_one_line(
+        arguments = yaml_document.shorten_to_one_line(
             " ".join(f"-S {assignment}" for assignment in assignments)
         )
         raise UserError(f"{error}\n{path}: left as it was ({arguments})") from None
-    return list(list_changes(before.data, document.load_yaml_document(path).data))
+    return list(list_changes(before.data, yaml_document.load_yaml_document(path).data))
 
 
 def apply_assignments(text: str, assignments: Sequence[str]) -> str:
@@ -165,8 +164,9 @@ def apply_assignments(text: str, assignments: Sequence[str]) -> str:
         name, equals, value = assignment.partition("=")
         if not (name.strip() and equals and value.strip()):
             raise UserError(f"-S {assignment}: expected key=value, such as pretrain.epochs=3")
-        document.parse_yaml_document(
-            value, f"-S {document.shorten_to_one_line(assignment, document.SHOWN_LETTERS)}"
+        yaml_document.parse_yaml_document(
+            value,
+            f"-S {yaml_document.shorten_to_one_line(assignment, yaml_document.SHOWN_LETTERS)}",
         )
         _set_value(data, name.strip().split("."), writer.load(value), assignment)
     return _dump(writer, data)
@@ -182,7 +182,7 @@ def round_trip_writer(text: str) -> YAML:
 
 
 def _set_value(data: Any, segments: Sequence[str], value: Any, assignment: str) -> None:
-    """Set the value at ``segments`` (keys, indices) in place; only the last key may be new."""
+    """Set the nested value at ``segments`` in place; only the last key may be new."""
     for depth, segment in enumerate(segments):
         last = depth == len(segments) - 1
         keys = dict(enumerate(data)) if isinstance(data, list) else data
@@ -190,7 +190,7 @@ def _set_value(data: Any, segments: Sequence[str], value: Any, assignment: str) 
         if segment not in keys and not (last and isinstance(data, dict)):
             part = ".".join(segments[:depth]) or "the file"
             names = ", ".join(keys) or "nothing, it is a single value"
-            hint = document.did_you_mean(segment, list(keys))
+            hint = yaml_document.did_you_mean(segment, list(keys))
             raise UserError(f"-S {assignment}: found {segment!r} in {part}{hint}; allowed: {names}")
         if last:
             data[keys.get(segment, segment)] = value
@@ -216,7 +216,6 @@ RENAMED_KEYS = tuple(
 
 
 def rename_keys_in_text(text: str, renamed: Sequence[RenamedKey], path: str) -> str:
-    """Return a YAML text with keys renamed and comments kept; UserError if both names exist."""
     writer = round_trip_writer(text)
     data = writer.load(text)
     is_changed = False
