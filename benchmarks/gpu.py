@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from benchmarks.limit import Peaks, described, limit, peaks, versions
 from benchmarks.peers import GPU_PEERS, Peer, torch_dtype
 from benchmarks.race import CUDA, MANY, VIT_S, build_on, peer_row, row, skipped
 from benchmarks.timing import LEAST, Run, take_turns
+from benchmarks.triton_tune import time_tilings
 from moecore.core.files import available_cores
 from moecore.core.source_layout import ROOT
 from moecore.nn.layers.moe import MoEFeedForward
@@ -200,30 +202,50 @@ def outputs_and_gradients(
 def equality_rows(scale: Scale) -> Iterator[dict]:
     """Relative errors ‖ours − reference‖ / ‖reference‖ of each path, the largest of each size."""
     paths: dict[str, Callable] = {
-        "eager": lambda layer, *_: layer,
+        "eager": as_it_is,
         "CUDA graph": captured,
         "compiled": lambda layer, *_: torch.compile(layer, backend=scale.backend),
     }
     for path, build in paths.items():
         for size in scale.equal:
-            for precision, bound in BOUNDS.items():
-                title = f"error of {path}"
+            for precision in BOUNDS:
                 if build is captured and scale.is_dry:
-                    yield skipped(title, size.shown(), precision, "needs a card")
+                    yield skipped(f"error of {path}", size.shown(), precision, "needs a card")
                     continue
-                torch.compiler.reset()
-                errors = relative_errors(build, size, precision, scale.device)
-                worst = max(errors, key=errors.__getitem__)
-                note = "largest of output and gradients, against a loop over masks in fp64"
-                more = {"note": note, "errors": errors}
-                yield value_row(title, size.shown(), precision, errors[worst], "", bound, **more)
+                yield error_row(path, build, size, precision, scale)
 
 
-def relative_errors(build: Callable, size: Size, precision: str, device: str) -> dict[str, float]:
+def error_row(
+    path: str,
+    build: Callable,
+    size: Size,
+    precision: str,
+    scale: Scale,
+    layer_of: Callable[[Size], nn.Module] = layers.ours,
+) -> dict:
+    """The largest relative error of output and gradients."""
+    torch.compiler.reset()
+    errors = relative_errors(build, size, precision, scale.device, layer_of)
+    worst = max(errors, key=errors.__getitem__)
+    note = "largest of output and gradients, against a loop over masks in fp64"
+    more = {"note": note, "errors": errors}
+    what = size.shown()
+    return value_row(
+        f"error of {path}", what, precision, errors[worst], "", BOUNDS[precision], **more
+    )
+
+
+def relative_errors(
+    build: Callable,
+    size: Size,
+    precision: str,
+    device: str,
+    layer_of: Callable[[Size], nn.Module] = layers.ours,
+) -> dict[str, float]:
     """Error of the output and of each gradient, by name."""
     torch.manual_seed(0)
     in_bf16 = precision == "bfloat16"
-    layer = layers.ours(size).to(device).eval()  # without noise
+    layer = layer_of(size).to(device).eval()  # without noise
     tokens = tokens_of(size).to(device).requires_grad_()
     towards = tokens_of(size, seed=1).to(device)
     values = outputs_and_gradients(build(layer, tokens, in_bf16), layer, tokens, towards, in_bf16)
@@ -255,6 +277,54 @@ def layer_rows(scale: Scale, measured: Peaks) -> Iterator[dict]:
                 limits = [limit(runs["ours"], measured)] * len(ours)
                 yield row("layer / limit", what, precision, ours, limits, limit_target)
             release(runs)
+
+
+def triton_rows(scale: Scale) -> Iterator[dict]:
+    """The layer with experts in Triton: times, errors, times of compiled layers, then tilings."""
+    title = "layer with Triton / dense MLP"
+    lacking = "needs a card" if scale.is_dry else ""
+    if find_spec("triton") is None:
+        lacking = "missing: triton is not installed"
+    if lacking:
+        yield skipped(title, scale.raced[0].size.shown(), "", lacking)
+        return
+    for word in ("", ", compiled"):
+        for size, precision, target, _ in scale.raced:
+            torch.compiler.reset()
+            runs: dict[str, Run] = {}
+            for build in (layers.ours_triton, layers.ours, layers.dense):
+                layer = build_on(scale.device, build, size)
+                call = torch.compile(layer, backend=scale.backend) if word else layer
+                dtype = torch_dtype(precision)
+                runs[build.__name__] = step(call, size, dtype, device=scale.device)
+            turns = take_turns(runs, scale.rounds)
+            what = f"{size.shown()}{word}"
+            ours = turns["ours_triton"]
+            yield row(title, what, precision, ours, turns["dense"], target)
+            yield row("layer with Triton / without", what, precision, ours, turns["ours"], 1.0)
+            release(runs)
+        if not word:
+            for size in (scale.equal[0], scale.equal[-1]):
+                for path, build in (("Triton", as_it_is), ("Triton, CUDA graph", captured)):
+                    for precision in BOUNDS:
+                        ours = layers.ours_triton
+                        yield error_row(path, build, size, precision, scale, ours)
+    yield from tiling_rows(scale)
+
+
+def as_it_is(layer: nn.Module, *_: Any) -> nn.Module:
+    """The layer itself."""
+    return layer
+
+
+def tiling_rows(scale: Scale) -> Iterator[dict]:
+    """The time of a layer with each tiling; the note names the quickest, for triton_tune's file."""
+    size = scale.raced[0].size
+    for precision in ("bfloat16", "float32"):
+        for kind, tiling, ms, is_best in time_tilings(size, precision, scale.rounds):
+            what = f"{kind}: {tiling}, {size.shown()}"
+            note = "the quickest" if is_best else ""
+            yield value_row("Triton's tiling", what, precision, ms, "ms", note=note)
 
 
 def release(runs: dict[str, Run]) -> None:
@@ -474,6 +544,7 @@ PARTS: dict[str, Callable[[Scale, Peaks], Iterator[dict]]] = {
     "environment": machine_rows,
     "equality": lambda scale, _: equality_rows(scale),
     "layers": layer_rows,
+    "triton": lambda scale, _: triton_rows(scale),
     "peers": lambda scale, _: peer_rows(scale),
     "steps": step_rows,
     "jobs": lambda scale, _: jobs_rows(scale),

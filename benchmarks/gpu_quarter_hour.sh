@@ -20,9 +20,9 @@ done
 [[ "$minutes" =~ ^[1-9][0-9]?$ && "$minutes" -le 12 ]] || usage
 
 # seconds that each may take (the first imports torch); of 12 minutes the last one gets one or more
-declare -A limits=([environment]=60 [equality]=80 [layers]=110 [peers]=50 [steps]=150 [jobs]=140
+declare -A limits=([environment]=60 [equality]=80 [layers]=110 [triton]=130 [peers]=50 [steps]=150 [jobs]=140
     [memory]=30 [repro]=720)
-parts=(environment equality layers peers steps jobs memory repro)
+parts=(environment equality layers triton peers steps jobs memory repro)
 home=$(realpath "$(dirname "$0")/..")
 out="${1:-${OUT:-$home/.state/gpu}}"
 [[ $# -gt 1 ]] && parts=("${@:2}")

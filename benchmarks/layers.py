@@ -82,12 +82,21 @@ class GatedExperts(nn.Module):
         return grouped_linear(self.activation(gate) * up, self.down, self.down_bias, rows.offsets)
 
 
-def ours(size: Size) -> nn.Module:
+def ours(size: Size) -> MoEFeedForward:
     """The layer of the method vmoe: noisy top-k router, MLP experts with biases."""
     experts = MlpExperts(number=size.experts, hidden_ratio=size.hidden / size.width).build(
         size.width
     )
     return MoEFeedForward(NoisyTopK(k=size.k).build(size.width, size.experts), experts)
+
+
+def ours_triton(size: Size) -> nn.Module:
+    """The same layer with its experts in Triton."""
+    from benchmarks.triton_experts import compute_experts
+
+    layer = ours(size)
+    layer.fused_experts = compute_experts
+    return layer
 
 
 def ours_swiglu(size: Size) -> nn.Module:

@@ -24,7 +24,17 @@ HEAD = (
 )
 ENOUGH = 8  # rounds; fewer are said beside the ratio
 GPU_HEAD = ("race", "size", "precision", "found", "to reach", "quartiles", "ms", "against ms")
-GPU_PARTS = ("environment", "equality", "layers", "peers", "steps", "jobs", "memory", "repro")
+GPU_PARTS = (
+    "environment",
+    "equality",
+    "layers",
+    "triton",
+    "peers",
+    "steps",
+    "jobs",
+    "memory",
+    "repro",
+)
 BEGIN = "<!-- written by python -m benchmarks.table --gpu -->"
 END = "<!-- end of the table of a GPU -->"
 README = Path("benchmarks/README.md")

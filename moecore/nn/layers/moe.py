@@ -112,6 +112,8 @@ class MoEFeedForward(FeedForward):
         self.zero_computation = zero_computation
         self.wants = wants
         self.shares_basis = "basis" in wants & provided
+        # replaces the dispatch, ``experts`` and the weighted sum, unless it returns None
+        self.fused_experts: Callable[..., Tensor | None] | None = None
         # replaces ``experts`` if they are sharded over ranks
         self.sharded_experts: ShardedExperts | None = None
 
@@ -151,6 +153,10 @@ class MoEFeedForward(FeedForward):
             weights = record.combine[..., :number].movedim(-1, 0).unsqueeze(-1)
             return (outputs.view(number, *tokens.shape) * weights).sum(dim=0)
         plan = self.plan_networks(plan)
+        if self.fused_experts is not None and experts is self.experts:
+            output = self.fused_experts(experts, tokens, plan)
+            if output is not None:
+                return output
         rows = plan.dispatch(tokens)
         if rows.shares is None:
             return plan.combine(experts(rows))
