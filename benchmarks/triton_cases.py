@@ -8,9 +8,9 @@ import sys
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
+import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch.nn.functional import gelu
-from triton.runtime.interpreter import InterpreterBuilder
+from triton.runtime.interpreter import InterpreterBuilder  # pyrefly: ignore[missing-import]
 
 from benchmarks import triton_experts
 from moecore.core.files import UserError
@@ -101,6 +101,7 @@ def measure_case(case):
         plan = SparsePlan.build(chosen, gates, processed, number)
         with torch.autocast("cpu", case.dtype, enabled=case.dtype != FP32):
             output = triton_experts.compute_experts(experts, tokens, plan)
+        assert output is not None
         gradients = torch.autograd.grad(output, leaves, towards.to(output.dtype))
         runs.append([output.detach(), *gradients])
     exact_experts = experts.double()
