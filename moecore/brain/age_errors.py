@@ -215,7 +215,9 @@ def _adjusted_difference(
     return np.einsum("rij,rj->ri", np.linalg.pinv(products, hermitian=True), sums)[:, 1]
 
 
-def _auc(cases: np.ndarray, others: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+def _auc(
+    cases: np.ndarray, controls: np.ndarray, first: np.ndarray, last: np.ndarray
+) -> np.ndarray:
     """Return P(case > control) + ½ P(equal), (R,), by weights (R, n) of cases and controls."""
-    wins = (np.sign(cases[:, None] - others[None]) + 1) / 2
+    wins = (np.sign(cases[:, None] - controls[None]) + 1) / 2
     return ((first @ wins) * last).sum(axis=1) / (first.sum(axis=1) * last.sum(axis=1))

@@ -41,7 +41,9 @@ class Deviation(NamedTuple):
 
     @property
     def axes(self) -> tuple[int, ...]:
-        return (-3, -2, -1) if self.centre.ndim == 4 else (-1,)
+        if self.centre.ndim == 4:  # a stem's image
+            return (-3, -2, -1)
+        return (-1,)
 
     def norm(self, values: Tensor) -> Tensor:
         """Return the ℓ2 norm of values (…, T, d) or (…, C, H, W) over ``axes``."""
@@ -183,11 +185,11 @@ def bound_attention(at: Deviation, layer: Attention) -> Deviation:
     probs = score(at.centre).softmax(dim=-1)
     distance = torch.cdist(probs @ values, values, compute_mode="donot_use_mm_for_euclid_dist")
     tokens, length = at.radius.unsqueeze(2), at.length.unsqueeze(2)  # for all heads
-    whole = [part.unsqueeze(2) for part in at.moved]
+    shifts = [part.unsqueeze(2) for part in at.moved]
     both = torch.linalg.matrix_norm(weights[0].mT @ weights[1], ord=2).view(-1, 1, 1)
     bend = torch.minimum(by_key.abs() @ tokens.mT, norm(by_key) * length.mT)
     bend = bend + torch.minimum(tokens @ by_query.abs().mT, length * norm(by_query).mT)
-    bend = (bend + both * whole[1] * whole[1].mT) * scaling
+    bend = (bend + both * shifts[1] * shifts[1].mT) * scaling
     moved = at.reach(push_tangents(score, at)) + bend
     moved = moved + moved.amax(dim=-1, keepdim=True)
     # p_j moves by at most p_j (e^m − 1), and from its linear part by at most p_j e^m m² / 2.
@@ -195,7 +197,7 @@ def bound_attention(at: Deviation, layer: Attention) -> Deviation:
     drift = probs * torch.expm1(moved)
     radius, length = (
         (probs @ part + drift @ change + pull).sum(dim=2)
-        for part, change in zip(move_values(tokens, length), move_values(*whole), strict=True)
+        for part, change in zip(move_values(tokens, length), move_values(*shifts), strict=True)
     )
     # ``weights``: by plain operations, as the fused kernel has no forward derivative
     return at.follow(lambda tokens: layer(tokens, weights=True)[0], radius, length)
@@ -235,7 +237,9 @@ def bound_layer(at: Deviation, layer: Any) -> Deviation:
 def deviation_of_pixels(pixels: Tensor, linf: Tensor, l2: Tensor) -> Deviation:
     """Return the pixels (B, C, H, W) of images, which may move inside balls."""
     shape, number = pixels.shape, pixels[0].numel()
-    count = number if number <= MAX_PIXELS else 1
+    count = number
+    if number > MAX_PIXELS:  # no derivatives by the pixels
+        count = 1
     share = float(count < number)  # of the change that is the rest
     tangent = (1 - share) * torch.eye(count, number).to(pixels).view(count, 1, *shape[1:])
     radius = share * torch.cat([linf, l2]).view(-1, 1, 1, 1, 1).expand(-1, *shape)

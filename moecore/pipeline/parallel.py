@@ -70,7 +70,9 @@ def next_job_stages(
         return tuple(stage for stage in first if _seed_in_stage_name(stage) == seed)
     chosen = shared[:1]
     work = _model_work(chosen[0])
-    for stage in above if work else ():
+    if not work:
+        return tuple(chosen)
+    for stage in above:
         is_new = stage not in (*chosen, *begun) and set(above[stage]) <= {*done, *chosen}
         if is_new and _model_work(stage) == work and not _is_exclusive(stage, above):
             chosen.append(stage)
@@ -272,8 +274,10 @@ def run_stages(
                 for future in finished:
                     job, places = running.pop(future)
                     free.extend(places)
-                    failed = failed or future.result() != 0
-                    done |= set(job) if future.result() == 0 else set()
+                    if future.result() == 0:
+                        done |= set(job)
+                    else:
+                        failed = True
                     display.done |= done
         except BaseException:
             ending.set()
@@ -336,8 +340,10 @@ def choose_jobs(jobs: int | None, gpus: int, free: float) -> int:
     if jobs is None:
         return gpus * max(1, min(fitting, MAX_JOBS, available_cores() // gpus))
     if -(-jobs // gpus) > fitting:
-        found = f"{jobs}, but {stage} took {need:.1f} GB of a GPU, of which {free:.1f} are free"
-        raise UserError.at("--jobs", found=found, allowed=f"1 to {gpus * fitting}")
+        memory = f"{stage} took {need:.1f} GB of a GPU, and {free:.1f} GB are free"
+        raise UserError.at(
+            "--jobs", found=f"{jobs}, but {memory}", allowed=f"1 to {gpus * fitting}"
+        )
     return jobs
 
 

@@ -177,11 +177,15 @@ def has_routers(phase: PlannedPhase) -> bool:
 
 
 def score_slug(score: Score) -> str:
-    return "accuracy" if score.form == "share" else score.name
+    if score.form == "share":
+        return "accuracy"
+    return score.name
 
 
 def score_title(score: Score) -> str:
-    return "MAE" if score.name == "mae" else score.label.capitalize()
+    if score.name == "mae":
+        return "MAE"
+    return score.label.capitalize()
 
 
 def unit_suffix(score: Score) -> str:

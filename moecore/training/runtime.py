@@ -207,9 +207,11 @@ def _policy_of(variable: str, default: str, device: str) -> Compile:
     policy = os.environ.get(variable) or default
     if policy not in ("auto", "true", "false"):
         raise UserError(f"{variable}: found {policy!r}; allowed: auto, true, false")
-    if policy == "auto":
-        return "tried" if device.startswith("cuda") else "off"
-    return "required" if policy == "true" else "off"
+    if policy == "true":
+        return "required"
+    if policy == "auto" and device.startswith("cuda"):
+        return "tried"
+    return "off"
 
 
 # The first step is not compiled: in it parts draw their fixed random values (hash.py). A step draws

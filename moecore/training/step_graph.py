@@ -70,14 +70,17 @@ class CudaGraphs:
         waits = [line for line in caught if WAIT in str(line.message)]
         if waits:
             return output, f"the host waits for it at {waits[0].filename}:{waits[0].lineno}"
-        is_equal = torch.equal(state, torch.get_rng_state())
-        return output, "" if is_equal else "the host draws random numbers"
+        if torch.equal(state, torch.get_rng_state()):
+            return output, ""
+        return output, "the host draws random numbers"
 
     def lacking_memory(self) -> str:
         """Return why a graph and the comparison may not fit on the card, or ""."""
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         free, needed = torch.cuda.mem_get_info()[0] + unused, 2 * torch.cuda.max_memory_allocated()
-        return "" if free >= needed else f"{free / 1e9:.1f} of {needed / 1e9:.1f} GB are free"
+        if free >= needed:
+            return ""
+        return f"{free / 1e9:.1f} of {needed / 1e9:.1f} GB are free"
 
     def capture(self, step: Step, optimizer: torch.optim.Optimizer) -> Step:
         """Capture a step, which does not run; return a function that replays it."""
@@ -137,7 +140,9 @@ class StepGraph:
             if self.count > WARM_UP:
                 self._capture(graphs, inputs)
         elif signature(inputs.batch) == signature(self.static.batch):
-            return self._replay(inputs) if self.is_compared else self._compare(graphs, inputs)
+            if self.is_compared:
+                return self._replay(inputs)
+            return self._compare(graphs, inputs)
         return graphs.run(lambda: self.run_step(inputs))
 
     def _give_up(self, reason: str) -> None:

@@ -214,7 +214,7 @@ def test_jobs_share_a_card_by_what_a_training_took_of_it(monkeypatch, tmp_path):
     # 3 cores per card; 20 GB take two trainings
     assert [parallel.choose_jobs(None, 2, free) for free in (80.0, 20.0, 9.0)] == [6, 4, 2]
     assert parallel.choose_jobs(8, 1, 80.0) == 8
-    found = "found 8, but pretrain took 9.5 GB of a GPU, of which 40.0 are free; allowed: 1 to 4"
+    found = "found 8, but pretrain took 9.5 GB of a GPU, and 40.0 GB are free; allowed: 1 to 4"
     with pytest.raises(UserError, match=f"--jobs: {found}"):
         parallel.choose_jobs(8, 1, 40.0)
 

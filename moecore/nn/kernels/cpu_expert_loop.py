@@ -294,16 +294,16 @@ def _differentiable_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Return gradients by autograd through the function ``plain``: slow, but differentiable."""
     inputs = list(ctx.saved_tensors[: len(ctx.needs_input_grad)])
-    wanted = [index for index, wants in enumerate(ctx.needs_input_grad) if wants]
+    differentiated = [index for index, needs in enumerate(ctx.needs_input_grad) if needs]
 
     def compute_outputs(*tensors: Tensor) -> Tensor:
-        for index, tensor in zip(wanted, tensors, strict=True):
+        for index, tensor in zip(differentiated, tensors, strict=True):
             inputs[index] = tensor
         return plain(*inputs)
 
     with _no_autocast(grad), torch.enable_grad():
         # After torch.func.vjp the saved tensors are not those of a graph.
-        pull_back = vjp(compute_outputs, *(inputs[index] for index in wanted))[1]
+        pull_back = vjp(compute_outputs, *(inputs[index] for index in differentiated))[1]
         gradients = iter(pull_back(grad))
     return tuple(next(gradients) if wants else None for wants in ctx.needs_input_grad)
 
