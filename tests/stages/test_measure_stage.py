@@ -106,7 +106,7 @@ def test_a_killed_measurement_goes_on_with_the_same_bits(monkeypatch):
             raise KeyboardInterrupt
         return changes(*records)
 
-    monkeypatch.setattr(stability, "changes_by_image", compare)
+    monkeypatch.setattr(stability, "choice_changes", compare)
     with pytest.raises(KeyboardInterrupt):
         measure("stability", "pretrain", "dense", 0)
     measure("stability", "pretrain", "dense", 0)
