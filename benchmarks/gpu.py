@@ -523,7 +523,7 @@ def repro_rows(scale: Scale) -> Iterator[dict]:
     with TemporaryDirectory() as name:
         begin_study(Path(name), params, stages)
         ran = run_pipeline(Path(name), scale, arguments, scale.seconds)
-    count = dvc_yaml.count_stages(stages, params["run"])
+    count = dvc_yaml.count_expanded_stages(stages, params["run"])
     if ran.status != 0:
         reason = f"{describe_failure(ran)}; {ran.done} of {count} stages are done"
         yield skipped("make repro", what, "", reason) | {"failed": ran.status is not None}

@@ -19,7 +19,7 @@ from moecore.core.source_layout import CODE
 from moecore.pipeline import code_hashes
 from moecore.pipeline.code_hashes import write_code_hashes
 from moecore.pipeline.plan import plan_stages, query_pipeline_status, stages_changed_by_code
-from moecore.pipeline.run_folders import write_dvc_files
+from moecore.pipeline.run_folders import write_dvc_yaml_files
 from moecore.pipeline.stage_client import SOCKET
 from moecore.run.history_file import read_dvc_locks
 from moecore.run.stage_inputs import read_wheel_hashes
@@ -129,7 +129,7 @@ def write_question(folder: Path, name: str, presets: Sequence[str] = ()) -> Path
     check_document(composed.document, composed.all_stages)
     path = folder / "params.yaml"
     write_params(path, dump_inline_yaml(composed.document.data))
-    write_dvc_files(folder, composed.stages)
+    write_dvc_yaml_files(folder, composed.stages)
     return path
 
 

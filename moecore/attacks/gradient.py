@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moecore.attacks.balls import Ball, BallAttack, where_chosen
-from moecore.attacks.base import Generators, ImageGenerators, expand_generators
+from moecore.attacks.base import Generators, ImageGenerators, one_generator_per_image
 from moecore.attacks.routing_objectives import routing_margin_loss
 from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError, describe_refusal
@@ -107,7 +107,7 @@ class GradientAttack(BallAttack):
         if epsilon == 0 or not len(centre):
             return centre
         size = self.together or len(centre)
-        generators = expand_generators(generator, len(centre))
+        generators = one_generator_per_image(generator, len(centre))
         attacked = []
         with frozen_parameters(model):
             for start in range(0, len(centre), size):

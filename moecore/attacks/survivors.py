@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from moecore.attacks import gradient
 from moecore.attacks.balls import Ball, BallAttack
-from moecore.attacks.base import Generators, ImageGenerators, expand_generators
+from moecore.attacks.base import Generators, ImageGenerators, one_generator_per_image
 from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError
 from moecore.nn import predict
@@ -108,7 +108,7 @@ class SurvivorAttack(BallAttack):
             labels = labels.long()
             ball = Ball(clean, epsilon, self.norm, gradient.changeable_pixels(model, clean))
             rivals = gradient.other_classes(logits, labels)
-            generators = expand_generators(generator, len(clean))
+            generators = one_generator_per_image(generator, len(clean))
             everything = Victims(model, ball, labels, rivals, generators)
             right = (logits.argmax(dim=1) == labels).nonzero()[:, 0]
             for trial in self.trials(classes):

@@ -142,7 +142,7 @@ class RidgeResult(NamedTuple):
     absolute: np.ndarray | None  # |error| of each test volume (N,); None with reference parts
 
 
-class TissueTable(NamedTuple):
+class TissueVolumes(NamedTuple):
     features: np.ndarray  # (N, 3): white matter, grey matter, fluid, mL
     ages: np.ndarray  # (N,)
     sexes: list[str]
@@ -155,9 +155,9 @@ class TissueTable(NamedTuple):
         women = [{"F": 1.0, "M": 0.0}.get(sex, 0.5) for sex in self.sexes]
         return np.column_stack([self.ages, women])
 
-    def select(self, chosen: np.ndarray) -> "TissueTable":
+    def select(self, chosen: np.ndarray) -> "TissueVolumes":
         columns = [list(compress(names, chosen)) for names in (self.sexes, self.sites, self.people)]
-        return TissueTable(self.features[chosen], self.ages[chosen], *columns)
+        return TissueVolumes(self.features[chosen], self.ages[chosen], *columns)
 
 
 def measure_tissue_ridge(data: Prepared, settings: RidgeSettings) -> RidgeResult:
@@ -197,17 +197,17 @@ def measure_tissue_ridge(data: Prepared, settings: RidgeSettings) -> RidgeResult
     )
 
 
-def read_tissue_volumes(data: Prepared, split: str) -> TissueTable:
+def read_tissue_volumes(data: Prepared, split: str) -> TissueVolumes:
     """Return tissue volumes in mL, ages, sexes, sites and participants of a split."""
     millilitres = float(np.prod(data.card["voxel_mm"])) / 1000 / 255
     volumes = [part.sum(axis=(1, 2, 3), dtype=np.int64) for part in data.regions(split)]
     rows = data.subjects(split)
     columns = [[row[name] for row in rows] for name in ("sex", "site", "participant_id")]
     ages = np.asarray(getattr(data, split).labels, np.float64)
-    return TissueTable(np.stack(volumes) * millilitres, ages, *columns)
+    return TissueVolumes(np.stack(volumes) * millilitres, ages, *columns)
 
 
-def new_site_reference_mask(test: TissueTable, trained: set[str], number: int) -> np.ndarray:
+def new_site_reference_mask(test: TissueVolumes, trained: set[str], number: int) -> np.ndarray:
     """Return whether each volume is in its new site's reference part, (N,) bool."""
     # The part is the first ``number`` people, by id, of a site without training data.
     chosen = set()

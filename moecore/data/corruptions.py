@@ -317,7 +317,7 @@ def corrupt_images(
     corrupted = np.empty_like(images, subok=False)
     # One image at a time: sums over pixels then round independently of the batch.
     for row, (image, index) in enumerate(zip(images, indices, strict=True)):
-        random = image_rng(seed, name, severity, int(index))
+        random = corruption_rng(seed, name, severity, int(index))
         corrupted[row] = to_uint8(CORRUPTIONS[name](np.asarray(image) / 255, strength, random))
     return corrupted
 
@@ -325,7 +325,7 @@ def corrupt_images(
 SIGMAS = (0.05, 0.1, 0.2)  # default levels of Gaussian noise on pixels in [0, 1]
 
 
-def image_rng(seed: int, name: str, severity: int, index: int) -> Generator:
+def corruption_rng(seed: int, name: str, severity: int, index: int) -> Generator:
     digest = hashlib.sha256(f"{seed},{name},{severity},{index}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest[:16], "big"))
 

@@ -24,7 +24,7 @@ from moecore.measure.calibrators.base import Calibrator, FittedCalibrator
 from moecore.measure.values import Metric, OnPage, Values
 from moecore.nn import predict
 from moecore.nn.backbones.language_model import LanguageTransformer
-from moecore.statistics.intervals import Interval, bootstrap_interval
+from moecore.statistics.intervals import Interval, bootstrap_statistic
 from moecore.tasks import class_task
 from moecore.tasks.base import Task
 
@@ -273,7 +273,7 @@ def quality_from_losses(
     confidence, hits = answers.confidence, answers.hits
 
     def bootstrap(statistic: Callable[[np.ndarray], float]) -> Interval:
-        return bootstrap_interval(statistic, len(scores), lowest=0.0)
+        return bootstrap_statistic(statistic, len(scores), lowest=0.0)
 
     def error(rows: np.ndarray) -> float:
         return class_task.calibration_error(confidence[rows].flatten(), hits[rows].flatten())

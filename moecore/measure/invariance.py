@@ -24,7 +24,7 @@ from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.routing_metrics import layer_metrics
 from moecore.measure.values import Metric, OnPage, Place, Values
 from moecore.nn.predict import predict_in_batches
-from moecore.statistics.intervals import Interval, bootstrap_interval
+from moecore.statistics.intervals import Interval, bootstrap_statistic
 
 METRICS = {
     "imed": Metric(
@@ -119,7 +119,7 @@ def normalise_imed(lengths: np.ndarray, between: np.ndarray) -> Interval | None:
         reference = max(between[resample].mean(), np.finfo(float).tiny)
         return float(lengths[resample].mean() / reference)
 
-    return bootstrap_interval(ratio, len(lengths), lowest=0.0)
+    return bootstrap_statistic(ratio, len(lengths), lowest=0.0)
 
 
 def transform_images(images: np.ndarray, affines: Tensor, batch: int) -> Tensor:

@@ -299,14 +299,16 @@ class Lipschitz(Measurement):
         labels = torch.from_numpy(test.labels[indices])
 
         def compute_slopes(part: Values) -> None:
-            put_slopes(find_slopes(model, images, labels, BATCH, RADIUS, STEPS, HALVINGS), part)
+            put_lipschitz_slopes(
+                find_slopes(model, images, labels, BATCH, RADIUS, STEPS, HALVINGS), part
+            )
 
         out.piece("slopes", compute_slopes)
         lemma = (subject, images, self.lemma_tokens, BATCH, SEED)
         out.piece("lemma", partial(put_lemma, *lemma))
 
 
-def put_slopes(slopes: LipschitzSlopes, out: Values) -> None:
+def put_lipschitz_slopes(slopes: LipschitzSlopes, out: Values) -> None:
     for name, values in (
         ("local_mean", slopes.local),
         ("margin_mean", slopes.margin),

@@ -185,8 +185,8 @@ def summarize_caption_routing(
     numbers = {
         "text_load_cv2": float(squared_cv(record.chosen.double().sum(dim=(0, 1)))),
         "text_entropy": mean_token_entropy(record.probs),
-        "word_same_expert": same_expert_rate(table),
-        "word_same_expert_chance": same_expert_rate(overall[None]),
+        "word_same_expert": occurrence_pair_agreement(table),
+        "word_same_expert_chance": occurrence_pair_agreement(overall[None]),
     }
     rows = []
     for word in (word for word in shown if counts[word]):
@@ -196,7 +196,7 @@ def summarize_caption_routing(
     return numbers, rows
 
 
-def same_expert_rate(table: Tensor) -> float:
+def occurrence_pair_agreement(table: Tensor) -> float:
     """Return the share of pairs of occurrences with the same expert, from counts (rows, E)."""
     counts = table.sum(dim=1)
     pairs = (counts * (counts - 1)).sum()

@@ -122,7 +122,7 @@ class Smoothing(Measurement):
         counts = np.array([self.count_classes(model, *pair, routes == "fixed") for pair in pairs])
         classes = counts[:, 0].argmax(axis=1)
         votes = counts[np.arange(len(classes)), 1, classes]
-        radii = certified_radius(votes, self.draws, self.sigma, self.alpha)
+        radii = smoothing_radius(votes, self.draws, self.sigma, self.alpha)
         abstains = radii < 0
         right = (classes == np.array(images.labels)) & ~abstains
         out.put("smoothed_radius", np.where(right, radii, 0.0), routes=routes)
@@ -152,7 +152,7 @@ class Smoothing(Measurement):
         return np.stack([torch.bincount(part, minlength=model.image.outputs) for part in parts])
 
 
-def certified_radius(votes: np.ndarray, draws: int, sigma: float, alpha: float) -> np.ndarray:
+def smoothing_radius(votes: np.ndarray, draws: int, sigma: float, alpha: float) -> np.ndarray:
     """Return σ · Φ⁻¹ of Clopper and Pearson's lower limit of votes / draws; −1 to abstain."""
     # ``Certify`` of Cohen et al. (2019): alpha is the one-sided error of the limit
     import scipy

@@ -26,7 +26,7 @@ from moecore.measure.routing_metrics import label_information
 from moecore.measure.values import Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
-from moecore.statistics.intervals import Interval, bootstrap_interval
+from moecore.statistics.intervals import Interval, bootstrap_statistic
 
 PERMUTATIONS = 200
 RESAMPLES = 1000
@@ -182,7 +182,7 @@ def bootstrap_purity(tables: Sequence[np.ndarray]) -> Interval:
     def purity(rows: np.ndarray) -> float:
         return epochs.purity_over_layers([table[rows].sum(axis=0) for table in tables])
 
-    return bootstrap_interval(purity, len(tables[0]), RESAMPLES, lowest=0.0, highest=1.0)
+    return bootstrap_statistic(purity, len(tables[0]), RESAMPLES, lowest=0.0, highest=1.0)
 
 
 def permuted_truth_tables(

@@ -74,7 +74,7 @@ def push_tangents(function: Map, at: Deviation) -> Tensor:
     return vmap(lambda tangent: jvp(function, (at.centre,), (tangent,))[1])(at.tangent)
 
 
-def bound_linear(at: Deviation, weight: Tensor, bias: Tensor | None) -> Deviation:
+def bound_after_linear(at: Deviation, weight: Tensor, bias: Tensor | None) -> Deviation:
     radius = torch.minimum(linear(at.radius, weight.abs()), weight.norm(dim=1) * at.length)
     length = torch.linalg.matrix_norm(weight, ord=2) * at.length
     return at.follow(partial(linear, weight=weight, bias=bias), radius, length)
@@ -98,7 +98,7 @@ def bound_patches(at: Deviation, layer: PatchEmbed) -> Deviation:
     radius = cut(at.radius.flatten(0, 1)).unflatten(0, at.radius.shape[:2])
     length = at.length.squeeze(-1).expand(*radius.shape[:-1], 1)
     patches = at.follow(cut, radius, length)
-    return bound_linear(patches, layer.proj.weight.flatten(1), layer.proj.bias)
+    return bound_after_linear(patches, layer.proj.weight.flatten(1), layer.proj.bias)
 
 
 def bound_norm(at: Deviation, eps: float, floor: float = 0.0, is_centred: bool = True) -> Deviation:
@@ -208,12 +208,12 @@ def deciding_map(at: Deviation, router: nn.Module) -> tuple[Deviation, Tensor, T
     projection = getattr(router, "projection", None)
     if projection is None:
         return at, router.get_parameter("weight"), getattr(router, "bias", None)
-    narrow = bound_norm(bound_linear(at, projection, None), 0.0, FLOOR, is_centred=False)
+    narrow = bound_norm(bound_after_linear(at, projection, None), 0.0, FLOOR, is_centred=False)
     factor = router.get_parameter("log_factor").clamp(max=MAX_LOG_FACTOR).exp()
     return narrow, normalize(router.get_parameter("weight"), dim=-1, eps=FLOOR) * factor, None
 
 
-def bound_layer(at: Deviation, layer: Any) -> Deviation:
+def bound_after_layer(at: Deviation, layer: Any) -> Deviation:
     """Bound a layer without routing; TypeError for a layer that has no bound here."""
     if isinstance(layer, nn.Identity):
         return at
@@ -229,8 +229,8 @@ def bound_layer(at: Deviation, layer: Any) -> Deviation:
     if isinstance(layer, LayerScale):
         return scale(at, layer.gamma)
     if isinstance(layer, DenseMlp) and layer.activation == "gelu":
-        hidden = bound_gelu(bound_linear(at, layer.fc1.weight, layer.fc1.bias))
-        return bound_linear(hidden, layer.fc2.weight, layer.fc2.bias)
+        hidden = bound_gelu(bound_after_linear(at, layer.fc1.weight, layer.fc1.bias))
+        return bound_after_linear(hidden, layer.fc2.weight, layer.fc2.bias)
     raise TypeError(f"deviation_bounds: no bound of {type(layer).__name__}")
 
 
@@ -254,7 +254,7 @@ def bound_embedding(model: PatchTransformer, at: Deviation) -> Deviation:
     stem: Any = model.patch_embed
     if isinstance(stem, ConvStem):
         for layer in stem.convolutions:
-            at = bound_layer(at, layer)
+            at = bound_after_layer(at, layer)
         stem = stem.embed
     at = bound_patches(at, stem)
     special = [token for token in (model.cls_token, model.dist_token) if token is not None]
@@ -262,7 +262,7 @@ def bound_embedding(model: PatchTransformer, at: Deviation) -> Deviation:
     fixed[:, fixed.shape[1] - model.pos_embed.shape[1] :] += model.pos_embed
     centre, tangent, radius, length = (pad(part, (0, 0, model.special, 0)) for part in at[:4])
     at = Deviation(centre + fixed, tangent, radius, length, at.balls)
-    return bound_layer(at, model.norm_pre)
+    return bound_after_layer(at, model.norm_pre)
 
 
 def routing_shares(model: PatchTransformer, at: Deviation, chosen: Tensor, guard: float) -> Tensor:
@@ -272,12 +272,12 @@ def routing_shares(model: PatchTransformer, at: Deviation, chosen: Tensor, guard
     at = bound_embedding(model, at)
     blocks: Any = model.blocks
     for block in blocks:
-        attended = bound_attention(bound_layer(at, block.norm1), block.attn)
-        at = add(at, bound_layer(attended, block.ls1))
-        entering = bound_layer(at, block.norm2)
+        attended = bound_attention(bound_after_layer(at, block.norm1), block.attn)
+        at = add(at, bound_after_layer(attended, block.ls1))
+        entering = bound_after_layer(at, block.norm2)
         if isinstance(block.mlp, MoEFeedForward):
             return margin_shares(entering, block.mlp.router, chosen, guard)
-        at = add(at, bound_layer(bound_layer(entering, block.mlp), block.ls2))
+        at = add(at, bound_after_layer(bound_after_layer(entering, block.mlp), block.ls2))
     raise ValueError("routing_shares: the model has no MoE layer")
 
 
@@ -287,7 +287,7 @@ def margin_shares(at: Deviation, router: nn.Module, chosen: Tensor, guard: float
     shares = torch.full_like(at.length[..., 0], torch.inf)
     for expert in range(len(weight)):
         gaps = None if bias is None else bias[expert] - bias
-        margins = bound_linear(at, weight[expert] - weight, gaps)
+        margins = bound_after_linear(at, weight[expert] - weight, gaps)
         is_pair = chosen[..., expert : expert + 1] & ~chosen
         share = torch.where(is_pair, (margins.centre - guard) / margins.moved[0], torch.inf)
         shares = torch.minimum(shares, share.amin(dim=-1))

@@ -42,7 +42,7 @@ def study_dvc_yaml_texts(
     stages: Mapping[str, Any], run: Mapping[str, Any], head: str = HEAD
 ) -> dict[str, str]:
     """Return path → text of a study's dvc.yaml, or of several files if it is large."""
-    if count_stages(stages, run) <= LARGE_STUDY:
+    if count_expanded_stages(stages, run) <= LARGE_STUDY:
         return {"dvc.yaml": head + _dump_yaml({"stages": dict(stages)})}
     per_method = [name for name, stage in stages.items() if "method" in stage.get("matrix", {})]
     rest = {name: stage for name, stage in stages.items() if name not in per_method}
@@ -59,7 +59,7 @@ def main_dvc_yaml_text() -> str:
     return MAIN_HEAD + re.sub(r"(?m)^(  \w+:)$", r"\n\1", text).replace("\n\n", "\n", 1)
 
 
-def count_stages(stages: Mapping[str, Any], run: Mapping[str, Any]) -> int:
+def count_expanded_stages(stages: Mapping[str, Any], run: Mapping[str, Any]) -> int:
     """Return how many stages DVC will have after expanding each matrix by the lists in ``run``."""
     total = 0
     for stage in stages.values():

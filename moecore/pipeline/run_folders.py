@@ -78,7 +78,7 @@ def write_run_folder(question_round: QuestionRound, presets: Sequence[str] = ())
     is_new = not (folder / "params.yaml").is_file()
     with hold_project(folder / LOCK):
         changes = params_writer.write_params(folder / "params.yaml", text)
-        write_dvc_files(folder, composed.stages)
+        write_dvc_yaml_files(folder, composed.stages)
         if shutil.which("git"):
             files.write_whole(folder / ".dvc/config", dvc_yaml.RUN_CONFIG)
             if not (folder / ".git").is_dir():
@@ -103,7 +103,7 @@ def write_overlay_project(folder: Path = HERE) -> list[str]:
         return ["dvc.yaml written"]
     composed, text = _compose_project(folder)
     changes = params_writer.write_params(folder / "params.yaml", text)
-    write_dvc_files(folder, composed.stages)
+    write_dvc_yaml_files(folder, composed.stages)
     return changes
 
 
@@ -125,7 +125,7 @@ def _compose_project(folder: Path) -> tuple[params_layers.ComposedParams, str]:
     return composed, params_writer.params_text(composed, origin)
 
 
-def write_dvc_files(folder: Path, stages: Sequence[str] | None) -> None:
+def write_dvc_yaml_files(folder: Path, stages: Sequence[str] | None) -> None:
     """Write the dvc.yaml of a run folder, and remove those that it no longer has."""
     run = load_yaml_document(folder / "params.yaml").data["run"]
     texts = dvc_yaml.study_dvc_yaml_texts(dvc_yaml.build_stage_entries(stages), run)
@@ -352,7 +352,7 @@ def write_data_or_sweep_run(data: Path | None, sets: Sequence[str], is_sweep: bo
     folder = HERE / RUNS / name
     with hold_project(folder / LOCK):
         write_whole(folder / "params.yaml", text)
-        write_dvc_files(folder, stages)
+        write_dvc_yaml_files(folder, stages)
         # A project and its runs share a cache
         config = dvc_yaml.RUN_CONFIG if (HERE / ".dvc").is_dir() else dvc_yaml.CONFIG
         write_whole(folder / ".dvc/config", config + dvc_yaml.WITHOUT_GIT)

@@ -22,7 +22,7 @@ from moecore.measure.routing_metrics.alternative_choices import routing_means_ov
 from moecore.nn.predict import predict_in_batches
 from moecore.pipeline import dvc_yaml
 from moecore.pipeline.project import LOCK, hold_project
-from moecore.pipeline.run_folders import write_dvc_files
+from moecore.pipeline.run_folders import write_dvc_yaml_files
 from moecore.report.results_and_displays import read_results
 from moecore.study.params_layers import SettingsLayer, compose_layers, merge_settings
 from moecore.study.params_writer import dump_inline_yaml
@@ -64,7 +64,7 @@ class TuningRun(NamedTuple):
     def train(self, run_stages: Callable[[], object]) -> None:
         with hold_project(self.folder / LOCK):
             write_whole(self.folder / "params.yaml", self.text)
-            write_dvc_files(self.folder, self.stages)
+            write_dvc_yaml_files(self.folder, self.stages)
             write_whole(self.folder / ".dvc/config", dvc_yaml.RUN_CONFIG + dvc_yaml.WITHOUT_GIT)
         with chdir(self.folder):
             run_stages()

@@ -12,7 +12,7 @@ from moecore.report.tables.metrics_by_method import ComparisonTable
 from moecore.statistics.intervals import Interval
 
 
-class HeadlineColumn(NamedTuple):
+class HeadlineMetric(NamedTuple):
     name: str  # a key of compare.json
     slug: str = ""  # name in MLflow; metrics with one are in the first table of a phase
     run: bool = False  # in the file of a run
@@ -21,30 +21,30 @@ class HeadlineColumn(NamedTuple):
 
 TISSUES = ("wm", "gm", "csf")  # in their order in the first table
 HEADLINES = (
-    HeadlineColumn("test_accuracy", slug="acc", run=True, terminal=True),
-    HeadlineColumn("test_mae", slug="mae", run=True, terminal=True),
-    HeadlineColumn("ppl", slug="ppl", run=True, terminal=True),
-    HeadlineColumn("test_nats", slug="nats", run=True),
-    HeadlineColumn("swapped_ppl_15", terminal=True),
-    HeadlineColumn("median_mae", slug="mmae"),
-    HeadlineColumn("mae_of_median", slug="rmae", terminal=True),
-    HeadlineColumn("mae_pooled", slug="pool", run=True, terminal=True),
-    HeadlineColumn("ece_after", slug="ece", run=True, terminal=True),
-    *(HeadlineColumn(f"isolated_{name}", slug=name, terminal=True) for name in TISSUES),
-    *(HeadlineColumn(f"probe_{name}", slug=f"p{name}", terminal=True) for name in TISSUES),
-    HeadlineColumn("own_expert_gain", slug="gain", run=True, terminal=True),
-    HeadlineColumn("monotone", slug="mono", terminal=True),
-    HeadlineColumn("rescan", slug="scan", terminal=True),
-    HeadlineColumn("mce", slug="mce", run=True),
-    HeadlineColumn("noise_selection_change", run=True),
-    HeadlineColumn("match_top1", slug="top1", run=True),
-    HeadlineColumn("imed", run=True),
-    HeadlineColumn("swapped_change_1_5", run=True),
-    HeadlineColumn("load_cv2", slug="cv2", run=True, terminal=True),
-    HeadlineColumn("entropy", run=True, terminal=True),
-    HeadlineColumn("active_parameters", slug="size", run=True, terminal=True),
-    HeadlineColumn("latency_ms", slug="ms", run=True),
-    HeadlineColumn("images_per_second", terminal=True),
+    HeadlineMetric("test_accuracy", slug="acc", run=True, terminal=True),
+    HeadlineMetric("test_mae", slug="mae", run=True, terminal=True),
+    HeadlineMetric("ppl", slug="ppl", run=True, terminal=True),
+    HeadlineMetric("test_nats", slug="nats", run=True),
+    HeadlineMetric("swapped_ppl_15", terminal=True),
+    HeadlineMetric("median_mae", slug="mmae"),
+    HeadlineMetric("mae_of_median", slug="rmae", terminal=True),
+    HeadlineMetric("mae_pooled", slug="pool", run=True, terminal=True),
+    HeadlineMetric("ece_after", slug="ece", run=True, terminal=True),
+    *(HeadlineMetric(f"isolated_{name}", slug=name, terminal=True) for name in TISSUES),
+    *(HeadlineMetric(f"probe_{name}", slug=f"p{name}", terminal=True) for name in TISSUES),
+    HeadlineMetric("own_expert_gain", slug="gain", run=True, terminal=True),
+    HeadlineMetric("monotone", slug="mono", terminal=True),
+    HeadlineMetric("rescan", slug="scan", terminal=True),
+    HeadlineMetric("mce", slug="mce", run=True),
+    HeadlineMetric("noise_selection_change", run=True),
+    HeadlineMetric("match_top1", slug="top1", run=True),
+    HeadlineMetric("imed", run=True),
+    HeadlineMetric("swapped_change_1_5", run=True),
+    HeadlineMetric("load_cv2", slug="cv2", run=True, terminal=True),
+    HeadlineMetric("entropy", run=True, terminal=True),
+    HeadlineMetric("active_parameters", slug="size", run=True, terminal=True),
+    HeadlineMetric("latency_ms", slug="ms", run=True),
+    HeadlineMetric("images_per_second", terminal=True),
 )
 PANELS = {  # start of a column's name → title in the overview
     "routing_change": "Routing: overlap\nunder attack",

@@ -255,7 +255,7 @@ def paired_bootstrap(
         raise ValueError(f"paired_bootstrap: {shapes}; two of one shape (N,) are needed")
     change = first - second
     mean = lambda chosen: float(change[chosen].mean())
-    return intervals.bootstrap_interval(mean, len(change), resamples, seed, level, people=people)
+    return intervals.bootstrap_statistic(mean, len(change), resamples, seed, level, people=people)
 
 
 def holm(values: Sequence[float]) -> list[float]:

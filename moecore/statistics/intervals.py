@@ -85,7 +85,7 @@ def jackknife_pseudo_values(values: np.ndarray) -> np.ndarray:
     return seeds * mean - (seeds - 1) * without
 
 
-def bootstrap_interval(
+def bootstrap_statistic(
     statistic: Callable[[np.ndarray], float],
     count: int,
     resamples: int = 1000,
@@ -131,7 +131,7 @@ def bootstrap_mean(
 ) -> Interval:
     """Return the mean of one value per image, (N,), with its bootstrap interval."""
     mean = lambda chosen: float(values[chosen].mean())
-    return bootstrap_interval(mean, len(values), lowest=lowest, highest=highest, people=people)
+    return bootstrap_statistic(mean, len(values), lowest=lowest, highest=highest, people=people)
 
 
 def mean_share(shares: np.ndarray, people: People = None) -> Interval:

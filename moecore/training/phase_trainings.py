@@ -17,7 +17,7 @@ from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec
 from moecore.training.artifacts import load_adapted_model, load_guide
 from moecore.training.job import Objective, TrainingJob, build_training_job
 from moecore.training.method import Guide, Method, TeacherRouterSettings, build_guide
-from moecore.training.regularizers.teacher_router import teacher_router_terms
+from moecore.training.regularizers.teacher_router import balance_and_entropy_terms
 from moecore.training.settings import Finetuning, TeacherRouterFit, Training
 from moecore.training.single_tissue_volumes import build_tissue_isolation
 from moecore.training.upcycle import inherit_learned_windows, upcycle_model
@@ -45,7 +45,7 @@ def iterate_router_fit(
     optimizer = torch.optim.AdamW(parameters, lr=fit.learning_rate, weight_decay=0.0)
     for step in range(1, fit.steps + 1):
         images, _ = train.take(batch_indices(len(train.labels), fit.batch, fit_seed, step - 1))
-        terms = teacher_router_terms(probs=guide(evaluation_images(images)).probs)
+        terms = balance_and_entropy_terms(probs=guide(evaluation_images(images)).probs)
         loss = weights.load * terms["balance"] + weights.entropy * terms["entropy"]
         optimizer.zero_grad(set_to_none=True)
         loss.backward()

@@ -86,8 +86,8 @@ def test_seed_and_index_matter_where_there_is_chance_and_nowhere_else(name):
 def test_every_word_of_the_draws_counts():
     words = [(1, "snow", 3, 2), (2, "snow", 3, 2), (1, "frost", 3, 2), (1, "snow", 4, 2)]
     words += [(1, "snow", 3, 4), (1, "snow", 32, 0), (11, "snow", 3, 2)]
-    assert len({corruptions.image_rng(*word).random() for word in words}) == len(words)
-    first, again = (corruptions.image_rng(*words[0]).random() for _ in range(2))
+    assert len({corruptions.corruption_rng(*word).random() for word in words}) == len(words)
+    first, again = (corruptions.corruption_rng(*words[0]).random() for _ in range(2))
     assert first == again
 
 

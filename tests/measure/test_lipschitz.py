@@ -102,7 +102,7 @@ def test_the_result_does_not_depend_on_the_batch(data, models, images, results):
     found = results["vmoe"]
     for batch in (1, 6):
         again = Values(lipschitz.Lipschitz.metrics, data.task, compute_without_cache)
-        lipschitz.put_slopes(
+        lipschitz.put_lipschitz_slopes(
             lipschitz.find_slopes(model, images, labels, batch, 0.5, 10, 10), again
         )
         for value in again.values[:3]:

@@ -109,12 +109,12 @@ def test_tokens_move_by_at_most_their_bounds(models, images, monkeypatch, is_exa
 
 
 LAYERS = {
-    "linear": (3, lambda at, layer: bounds.bound_linear(at, layer.weight, layer.bias)),
-    "gelu": (3, bounds.bound_layer),
-    "norm": (3, bounds.bound_layer),
+    "linear": (3, lambda at, layer: bounds.bound_after_linear(at, layer.weight, layer.bias)),
+    "gelu": (3, bounds.bound_after_layer),
+    "norm": (3, bounds.bound_after_layer),
     "attention": (3, bounds.bound_attention),
-    "group norm": (4, bounds.bound_layer),
-    "convolution": (4, bounds.bound_layer),
+    "group norm": (4, bounds.bound_after_layer),
+    "convolution": (4, bounds.bound_after_layer),
 }
 
 

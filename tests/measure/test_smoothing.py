@@ -9,7 +9,7 @@ from torch import nn
 from moecore.attacks.base import image_generators
 from moecore.core.routing_records import ModelOutput
 from moecore.measure.base import SEED, MeasuredModel
-from moecore.measure.smoothing import Smoothing, certified_radius
+from moecore.measure.smoothing import Smoothing, smoothing_radius
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoESettings
 from moecore.testing import check_measurement
@@ -40,15 +40,15 @@ def results(data):
 def test_radii_by_hand():
     # all of n draws agree: p = α^(1/n); 0.001^(1/100) = 0.9333, Φ⁻¹ = 1.5005 (Cohen et al.: with
     # 100,000 draws at most 3.8 σ)
-    found = certified_radius(np.array([100, 50, 0]), 100, 0.5, 0.001)
+    found = smoothing_radius(np.array([100, 50, 0]), 100, 0.5, 0.001)
     assert found[0] == pytest.approx(0.5 * scipy.stats.norm.ppf(0.001**0.01), rel=1e-9)
     assert found[0] == pytest.approx(0.7503, abs=1e-4) and found[1:].tolist() == [-1, -1]
-    assert certified_radius(np.array([10**5]), 10**5, 1, 0.001)[0] == pytest.approx(3.81, abs=0.01)
+    assert smoothing_radius(np.array([10**5]), 10**5, 1, 0.001)[0] == pytest.approx(3.81, abs=0.01)
     # elsewhere scipy's own interval, two-sided at twice α
     for votes in (60, 80, 99):
         low = scipy.stats.binomtest(votes, 100).proportion_ci(0.9, "exact").low
         expected = scipy.stats.norm.ppf(low) if low > 0.5 else -1
-        assert certified_radius(np.array([votes]), 100, 1, 0.05)[0] == pytest.approx(expected)
+        assert smoothing_radius(np.array([votes]), 100, 1, 0.05)[0] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])
@@ -117,7 +117,7 @@ def test_a_linear_models_radius_is_its_distance_to_the_border(data, results):
         image = torch.full((1, 1, 12, 12), mean)
         counts = settings.count_classes(model, image, torch.Generator().manual_seed(0), False)
         votes = counts[1, counts[0].argmax()]
-        radius = float(certified_radius(np.array([votes]), 4000, 0.25, 0.001)[0])
+        radius = float(smoothing_radius(np.array([votes]), 4000, 0.25, 0.001)[0])
         distance = 12 * abs(mean - 0.4)
         assert radius <= distance if distance else radius == -1
         assert not distance or radius > 0.85 * distance - 0.01

@@ -25,7 +25,7 @@ from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec, 
 from moecore.nn.predict import meta_device_context
 from moecore.parts import Classification, Experts, Regularizer, Router
 from moecore.pipeline.code_hashes import write_code_hashes
-from moecore.pipeline.run_folders import write_dvc_files
+from moecore.pipeline.run_folders import write_dvc_yaml_files
 from moecore.report.tables.cells import REPORTED
 from moecore.stages import calibrate as calibrate_stage
 from moecore.stages import compare, measure, out_of_fold, prepare, pretrain, teacher, teacher_router
@@ -302,7 +302,7 @@ def study(tmp_path_factory) -> Path:
         patch.setenv("MOECORE_THREADS", "1")
         patch.delenv("MOECORE_PARAMS", raising=False)
         (folder / "params.yaml").write_text(small(), encoding="utf-8")
-        write_dvc_files(folder, compose_shipped(STUDY).stages)
+        write_dvc_yaml_files(folder, compose_shipped(STUDY).stages)
         write_code_hashes("params.yaml")
         prepare.prepare("pretrain")
         teacher.teacher(0)

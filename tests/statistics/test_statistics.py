@@ -39,7 +39,7 @@ def test_wilson_against_published_values_and_seeds_by_hand():
 
 def test_bootstrap_is_near_the_normal_interval_and_reflects_a_bias():
     values = np.random.default_rng(1).normal(5, 2, 400)
-    mean, draw = (lambda chosen: values[chosen].mean()), intervals.bootstrap_interval
+    mean, draw = (lambda chosen: values[chosen].mean()), intervals.bootstrap_statistic
     found, again, other = (draw(mean, 400, seed=seed) for seed in (0, 0, 1))
     mean, half = values.mean(), 1.96 * values.std() / 20
     assert found.value == pytest.approx(mean) and found == again != other
@@ -47,7 +47,9 @@ def test_bootstrap_is_near_the_normal_interval_and_reflects_a_bias():
     # |mean| of data around 0 is biased upward; so are its resamples, and the reflected interval
     # lies lower than their quantiles.
     values = np.random.default_rng(0).normal(0.01, 1, 200)
-    found = intervals.bootstrap_interval(lambda chosen: abs(values[chosen].mean()), 200, lowest=0.0)
+    found = intervals.bootstrap_statistic(
+        lambda chosen: abs(values[chosen].mean()), 200, lowest=0.0
+    )
     assert found.low == 0 and found.high <= 2 * found.value
 
 

@@ -179,7 +179,7 @@ def draw_change(
     if kinds > limit:
         key = "families" if families else "dialects"
         raise UserError.at(key, found=kinds, allowed=f"at most {limit} of {change}")
-    if has_colours(change) and channels != 1:
+    if is_colour_change(change) and channels != 1:
         of_images = f"{change}, of images of {channels} channels"
         raise UserError.at("change", found=of_images, allowed="grey")
     shared = CHANGES[change].draw(kinds, size, seed)
@@ -188,7 +188,7 @@ def draw_change(
     return FamilyChange.draw(shared, families, number, size, seed)
 
 
-def has_colours(change: Change) -> bool:
+def is_colour_change(change: Change) -> bool:
     return issubclass(CHANGES[change], Colour)
 
 
@@ -267,7 +267,8 @@ class Dialects(mosaic.CombinedImageSource):
             task = Cells(classes=classes, grid=self.grid)
         card = source._replace(
             name=f"{source.name} {self.title}",
-            channels=(3 if has_colours(self.change) else source.channels) + (self.form == "mosaic"),
+            channels=(3 if is_colour_change(self.change) else source.channels)
+            + (self.form == "mosaic"),
             size=source.shape[0] * self.side,
             task=task,
             counts={},

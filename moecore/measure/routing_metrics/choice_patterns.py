@@ -69,7 +69,7 @@ def pair_lift_by_image(chosen: Tensor) -> Tensor:
 
 
 def _divisors(counts: Tensor) -> Tensor:
-    """Return the number of tokens of each expert, (E,); 1 for unused ones, whose pairs are 0."""
+    """Return each expert's tokens (E,), the diagonal of ``counts`` (E, E), with 1 in place of 0."""
     return counts.diagonal().where(counts.diagonal() > 0, 1)
 
 

@@ -268,7 +268,7 @@ class PairAgreement(NamedTuple):
 def compare_encoded_choices(
     ours: tuple[EncodedChoices, ...], theirs: tuple[EncodedChoices, ...]
 ) -> PairAgreement:
-    """Return the agreement of two models' choices after matching experts, mean over layers."""
+    """Return correlation, overlap and chance of two models, experts matched, means over layers."""
     people = None if ours[0].people is None else np.array(ours[0].people)
     is_fit = every_second_mask(ours[0].shape[0], people)
     layers = []

@@ -20,7 +20,7 @@ from moecore.nn.backbones.base_model import Model
 from moecore.nn.correspondence import token_pairs_by_layer, values_of_pairs
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.comparisons import linearize_ratio
-from moecore.statistics.intervals import Interval, People, bootstrap_interval
+from moecore.statistics.intervals import Interval, People, bootstrap_statistic
 
 CHUNK_SIZE = 100  # images whose views are drawn together; fixed: results do not depend on batches
 Preset = Literal[
@@ -217,7 +217,7 @@ def match_intervals(
         def share(resample: np.ndarray) -> float:
             return float(hits[resample].sum() / number[resample].sum())
 
-        interval = bootstrap_interval(share, len(number), lowest=0.0, highest=1.0, people=people)
+        interval = bootstrap_statistic(share, len(number), lowest=0.0, highest=1.0, people=people)
         return interval.low, interval.high
 
     return {name: limits(counts[:, column]) for column, name in enumerate(NAMES)}

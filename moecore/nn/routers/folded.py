@@ -52,11 +52,11 @@ class Folded(Router):
                 found=experts,
                 allowed=f"{fewest} (router.k) to {self.experts} (router.experts)",
             )
-        refuse_unfoldable_router(self.router, "router.router")
+        refuse_unclusterable_router(self.router, "router.router")
         return FoldedRouter(self, width, experts, basis)
 
 
-def refuse_unfoldable_router(router: Router, key: str, or_else: str = "") -> None:
+def refuse_unclusterable_router(router: Router, key: str, or_else: str = "") -> None:
     """Raise UserError, ending with ``or_else``, if a router cannot choose clusters of experts."""
     if not router.chooses_per_token or router.kind == "depth":
         raise UserError.at(

@@ -44,7 +44,7 @@ TEACHER = Chart(*AXES, share=True, top=1.02, height=3.2)
 TEACHER = TEACHER._replace(words="Tokens whose first expert is the teacher's (TGR, table 7).")
 
 
-def draw_routing(result: Found) -> Figures:
+def draw_load_and_patch_experts(result: Found) -> Figures:
     if result.facts["load"]:
         yield "expert_load", model_figures.draw_expert_load(result.facts["load"])
     overlays = Overlays.model_validate(result.facts["overlays"])
@@ -59,7 +59,7 @@ def draw_routing(result: Found) -> Figures:
 
 def routing_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     """Yield four blocks: load, experts of patches, matched crops, agreement with the teacher."""
-    by_name = pictures_by_name(phase, Routing, draw_routing)
+    by_name = pictures_by_name(phase, Routing, draw_load_and_patch_experts)
     yield PageBlock("Load of the experts", pictures=by_name["expert_load"], about="load_cv2")
     measured = phase.first(Routing)
     finding = describe_adjacent_patches(measured)
@@ -227,7 +227,7 @@ def draw_noise_effects(result: Found) -> Figures:
         for row in result.facts.get("overlays", ())
     }
     if rows:
-        yield "noise_overlays", draw_noise_overlays(rows)
+        yield "noise_overlays", draw_experts_under_noise(rows)
 
 
 def noise_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
@@ -254,7 +254,7 @@ def draw_probability_ramp(ramp: Mapping[str, Any]) -> drawing.Figure:
     return figure
 
 
-def draw_noise_overlays(rows: Mapping[float, Overlays]) -> drawing.Figure:
+def draw_experts_under_noise(rows: Mapping[float, Overlays]) -> drawing.Figure:
     clean = next(iter(rows.values()))
     tiles = []
     for row in rows.values():
@@ -372,7 +372,11 @@ def draw_lemma_terms(layers: list[dict[str, list[float]]]) -> drawing.Figure:
 
 PICTURES = [
     Pictures(
-        "routing", draw_routing, is_on_page=False, above=routing_blocks, more=step_time_blocks
+        "routing",
+        draw_load_and_patch_experts,
+        is_on_page=False,
+        above=routing_blocks,
+        more=step_time_blocks,
     ),
     Pictures("routing.roles", draw_expert_roles, more=seed_stability_blocks),
     Pictures("expert_worth", draw_expert_worth),

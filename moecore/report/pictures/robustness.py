@@ -128,12 +128,16 @@ def attacked_name(score: str, attack: str) -> str:
     return f"attacked_{score}_{attack}"
 
 
-def attacks_of(result: Found, metric: str = "attacked") -> list[str]:
+def attack_names_of_result(result: Found, metric: str = "attacked") -> list[str]:
     return list(dict.fromkeys(str(value.at["attack"]) for value in result.all(metric)))
 
 
 def names_of_attacks(phase: PhaseResults, metric: str = "attacked") -> list[str]:
-    names = [name for result in phase.results(Robustness) for name in attacks_of(result, metric)]
+    names = [
+        name
+        for result in phase.results(Robustness)
+        for name in attack_names_of_result(result, metric)
+    ]
     return list(dict.fromkeys(names))
 
 
@@ -142,7 +146,7 @@ def attacks_with_curves(result: Found) -> list[str]:
     radii = {value.at["epsilon"] for value in result.all("worst")}
     return [
         name
-        for name in attacks_of(result)
+        for name in attack_names_of_result(result)
         if {value.at["epsilon"] for value in scores_by_epsilon(result, name)} == radii
     ]
 
@@ -228,7 +232,7 @@ def robust_accuracy_block(phase: PhaseResults) -> PageBlock:
     own = {  # titles of attacks with a radius of their own, which have the last column
         attack_title(name)
         for result, *_ in shown.values()
-        for name in set(attacks_of(result)).difference(attacks_with_curves(result))
+        for name in set(attack_names_of_result(result)).difference(attacks_with_curves(result))
     }
     last = [EMPTY] if own else []
     worst = [value for result, *_ in shown.values() for value in result.all("worst")]
@@ -265,7 +269,7 @@ def robust_accuracy_block(phase: PhaseResults) -> PageBlock:
 def curves_by_title(results: Sequence[Found]) -> dict[str, list[list[Value]]]:
     """Return title → the scores of each seed by epsilon: worst case, attacks, parts of attacks."""
     curves = {"Worst case": [result.all("worst") for result in results]}
-    for attack in attacks_of(results[0]):
+    for attack in attack_names_of_result(results[0]):
         curves[attack_title(attack)] = [scores_by_epsilon(result, attack) for result in results]
     for part in dict.fromkeys(str(value.at["part"]) for value in results[0].all("part")):
         curves[f"– {attack_title(part)}"] = [

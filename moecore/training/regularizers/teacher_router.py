@@ -28,11 +28,11 @@ class TeacherRouter(Regularizer):
                 "teacher_router: there is no teacher guidance in this step; give the method a "
                 "teacher, or remove teacher_router"
             )
-        terms = teacher_router_terms(probs=step.guidance.probs)
+        terms = balance_and_entropy_terms(probs=step.guidance.probs)
         return self.balance * terms["balance"] + self.entropy * terms["entropy"]
 
 
-def teacher_router_terms(*, probs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+def balance_and_entropy_terms(*, probs: tuple[Tensor, ...]) -> dict[str, Tensor]:
     """Return ``balance``, CV² of mean probs, and ``entropy``, summed over layers (B, T, E)."""
     return {
         "balance": cast(Tensor, sum(importance(probs=p) for p in probs)),

@@ -11,7 +11,7 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoESettings
-from moecore.nn.routers.folded import Folded, refuse_unfoldable_router
+from moecore.nn.routers.folded import Folded, refuse_unclusterable_router
 from moecore.training.surgery import expert_reduction
 
 Linkage = Literal["average", "single", "complete"]
@@ -42,7 +42,7 @@ class Merge(expert_reduction.ExpertReduction):
             raise UserError.at("router.balance", found=f"{balance.kind}, {reason}", allowed=allowed)
         if moe.router.has_expert_thresholds:
             raise UserError.at("router.kind", found=f"{moe.router.kind}, {reason}", allowed=allowed)
-        refuse_unfoldable_router(moe.router, "router", ", or merge.fold: false")
+        refuse_unclusterable_router(moe.router, "router", ", or merge.fold: false")
         router = Folded(router=moe.router, experts=moe.experts.number)
         return expert_reduction.set_expert_number(moe.model_copy(update={"router": router}), number)
 

@@ -14,7 +14,7 @@ from moecore.training.regularizers.region_routing import RegionRouting, region_r
 from moecore.training.regularizers.router_kl import RouterKl, router_kl
 from moecore.training.regularizers.simbal import Simbal, router_orthonormality_loss
 from moecore.training.regularizers.switch_balance import SwitchBalance
-from moecore.training.regularizers.teacher_router import TeacherRouter, teacher_router_terms
+from moecore.training.regularizers.teacher_router import TeacherRouter, balance_and_entropy_terms
 from moecore.training.regularizers.truth_kl import truth_kl
 from moecore.training.regularizers.z_loss import ZLoss, z_loss
 from tests.training.small import record, step
@@ -145,7 +145,7 @@ TEACHER_PROBS = [[[0.5, 0.5], [1.0, 0.0]]]
 
 def test_terms_by_hand_with_factors_and_layers():
     even = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])  # balanced and sure: 0 and 0
-    terms = teacher_router_terms(probs=(torch.tensor(TEACHER_PROBS), even))
+    terms = balance_and_entropy_terms(probs=(torch.tensor(TEACHER_PROBS), even))
     found = {name: term.item() for name, term in terms.items()}
     assert found == pytest.approx({"balance": 0.25, "entropy": 0.5 * math.log(2)})
     guided = step(guidance=[TEACHER_PROBS, TEACHER_PROBS])
