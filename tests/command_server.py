@@ -21,9 +21,7 @@ import moecore.pipeline.parallel
 import moecore.report.tables.metrics_by_method
 import moecore.study.check  # noqa: F401
 from moecore.core.source_layout import ROOT
-from moecore.pipeline.cli import app
-from moecore.pipeline.code_hashes import hash_code_files
-from moecore.pipeline.stage_fork_server import serve_stages
+from moecore.pipeline import cli, code_hashes, stage_fork_server
 from moecore.stages.fork_server import STAGES
 from moecore.study.yaml_document import load_yaml_document
 
@@ -31,11 +29,11 @@ from moecore.study.yaml_document import load_yaml_document
 def command(words: str) -> None:
     sys.argv = json.loads(words)
     sys.executable = shutil.which("python") or sys.executable  # the client, which asks for jobs
-    sys.exit(dvc_main() if sys.argv[0] == "dvc" else app())
+    sys.exit(dvc_main() if sys.argv[0] == "dvc" else cli.app())
 
 
 if __name__ == "__main__":
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports torch's compiler
     parse_args(["status"])
-    hash_code_files(load_yaml_document(str(ROOT / "tests/params.yaml")))
-    serve_stages(sys.argv[1], STAGES | {"command": command})
+    code_hashes.hash_code_files(load_yaml_document(str(ROOT / "tests/params.yaml")))
+    stage_fork_server.serve_stages(sys.argv[1], STAGES | {"command": command})

@@ -24,7 +24,6 @@ REPRESENTATIVE = ("prc_moge", "ermoe", "tgr", "stable_moe", "expert_choice", "so
 # layer → the first method that has it
 ROUTED = {each.moe.model_dump_json(): name for name, each in reversed(METHODS.items()) if each.moe}
 KINDS = tuple(reversed(ROUTED.values()))
-STRONGER = 30
 
 
 def tiny(name: str, image: ImageSpec = IMAGE) -> nn.Module:
@@ -39,7 +38,7 @@ def tiny(name: str, image: ImageSpec = IMAGE) -> nn.Module:
     with torch.no_grad():
         for key, value in [*model.named_parameters(), *(guide.named_parameters() if guide else ())]:
             if "router" in key and "basis" not in key:
-                value *= STRONGER
+                value *= 30
             if "attn" in key or "patch_embed" in key:
                 value *= 5
     return attach_required_guide(model, guide).eval()

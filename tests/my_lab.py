@@ -6,12 +6,11 @@ from pathlib import Path
 from moecore.core.source_layout import ROOT, allow_packages
 
 TEMPLATE = ROOT / "moecore/pipeline/project_template/src/my_study/cosine.py"
-UNIT = "normalize(self.directions, dim=-1)"
 OWN = "from moecore.parts"
 COSINE = (  # that of `moecore new`, which a helper of the package serves here
     TEMPLATE.read_text(encoding="utf-8")
     .replace("my_study", "my_lab")
-    .replace(UNIT, "unit_rows(self.directions)")
+    .replace("normalize(self.directions, dim=-1)", "unit_rows(self.directions)")
     .replace(OWN, f"from my_lab.directions import unit_rows\n{OWN}")
 )
 DIRECTIONS = """\

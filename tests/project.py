@@ -16,20 +16,14 @@ from tempfile import TemporaryDirectory
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import CODE
-from moecore.pipeline import code_hashes
+from moecore.pipeline import code_hashes, run_folders, stage_client
 from moecore.pipeline.code_hashes import write_code_hashes
 from moecore.pipeline.plan import plan_stages, query_pipeline_status, stages_changed_by_code
-from moecore.pipeline.run_folders import write_dvc_yaml_files
-from moecore.pipeline.stage_client import SOCKET
 from moecore.run.history_file import read_dvc_locks
 from moecore.run.stage_inputs import read_wheel_hashes
+from moecore.study import params_writer, questions, stages, study, yaml_document
 from moecore.study.check import check_document
 from moecore.study.params_layers import ComposedParams, list_dvc_stages
-from moecore.study.params_writer import dump_inline_yaml, write_params
-from moecore.study.questions import QuestionFile
-from moecore.study.stages import CODE_STAGE
-from moecore.study.study import Study
-from moecore.study.yaml_document import load_yaml_document
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,8 +91,8 @@ questions: []
 """
 
 
-def check_params(path: Path) -> Study:
-    return check_document(load_yaml_document(path), list_dvc_stages(path.parent))
+def check_params(path: Path) -> study.Study:
+    return check_document(yaml_document.load_yaml_document(path), list_dvc_stages(path.parent))
 
 
 def forget_files() -> None:
@@ -120,7 +114,7 @@ def copy_shipped(folder: Path) -> Path:
 def compose_shipped(name: str, presets: Sequence[str] = (), number: int = 1) -> ComposedParams:
     """A round of a question of ours over the params.yaml as it is shipped."""
     with TemporaryDirectory() as root:
-        return QuestionFile(copy_shipped(Path(root)), name).round(number).compose(presets)
+        return questions.QuestionFile(copy_shipped(Path(root)), name).round(number).compose(presets)
 
 
 def write_question(folder: Path, name: str, presets: Sequence[str] = ()) -> Path:
@@ -128,8 +122,8 @@ def write_question(folder: Path, name: str, presets: Sequence[str] = ()) -> Path
     composed = compose_shipped(name, presets)
     check_document(composed.document, composed.all_stages)
     path = folder / "params.yaml"
-    write_params(path, dump_inline_yaml(composed.document.data))
-    write_dvc_yaml_files(folder, composed.stages)
+    params_writer.write_params(path, params_writer.dump_inline_yaml(composed.document.data))
+    run_folders.write_dvc_yaml_files(folder, composed.stages)
     return path
 
 
@@ -179,11 +173,11 @@ class Project:
         with contextlib.chdir(self.folder):
             pipeline = query_pipeline_status()
             planned = plan_stages(pipeline, {}, stages_changed_by_code(pipeline, self.folder))
-        return {item.stage: item.reasons for item in planned if item.stage != CODE_STAGE}
+        return {item.stage: item.reasons for item in planned if item.stage != stages.CODE_STAGE}
 
     def changed_by_dvc(self) -> set[str]:
         """The stages that DVC itself finds changed, without ``code``, which always runs."""
-        return set(json.loads(self.run(["dvc", "status", "--json"]).stdout)) - {CODE_STAGE}
+        return set(json.loads(self.run(["dvc", "status", "--json"]).stdout)) - {stages.CODE_STAGE}
 
     def write(self, params: str = PARAMS) -> None:
         (self.folder / "params.yaml").write_text(params, encoding="utf-8")
@@ -205,7 +199,7 @@ class Project:
         folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
         if self.forked:
             folders.insert(0, str(forked.server() / "bin"))
-            kept[SOCKET] = str(forked.server() / "socket")
+            kept[stage_client.SOCKET] = str(forked.server() / "socket")
         return kept | {
             "PATH": os.pathsep.join(folders),
             "DVC_NO_ANALYTICS": "1",

@@ -3,17 +3,14 @@
 import torch
 from torch import Tensor, nn
 
+from moecore.backbones import MoESettings, Vit
 from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.nn.backbones.base_model import ImageSpec
-from moecore.nn.backbones.vit import Vit
-from moecore.nn.layers.moe import MoESettings
-from moecore.tasks.classification import Classification
-from moecore.tasks.multi_label import MultiLabel
-from moecore.tasks.regression import Regression
+from moecore.tasks import classification, multi_label, regression
 
-CLASSES = Classification(classes=("a", "b", "c", "d"))
-SETS = MultiLabel(classes=("a", "b"))
-YEARS = Regression(target="age", unit="years")
+CLASSES = classification.Classification(classes=("a", "b", "c", "d"))
+SETS = multi_label.MultiLabel(classes=("a", "b"))
+YEARS = regression.Regression(target="age", unit="years")
 
 
 class Plain(nn.Module):

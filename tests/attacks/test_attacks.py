@@ -10,22 +10,11 @@ import torch
 from pyautoattack.autopgd_base import APGDAttack
 from torch import nn
 
+from moecore.attacks import Fgsm, Pgd, Surrogate
+from moecore.attacks import gradient as module
 from moecore.attacks.apgd import Apgd, apgd_ascent, random_start, step_checkpoints
 from moecore.attacks.attack_setup import BFloat16Model, Target, draw_image_indices
 from moecore.attacks.base import image_generators, uniform_noise_like
-from moecore.attacks.fgsm import Fgsm
-from moecore.attacks.gradient import (
-    Ball,
-    ModelGradient,
-    dlr_loss,
-    frozen_parameters,
-    image_gradient,
-    make_objective,
-    routing_change_surrogate,
-    total_balance_loss,
-)
-from moecore.attacks.pgd import Pgd
-from moecore.attacks.surrogate import Surrogate
 from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.nn.predict import coupled_image_count, predict_in_batches, round_batch_to_groups
 from tests.attacks.models import CLASSES, SETS, YEARS, Curved, Linear, Smooth, vit
@@ -73,7 +62,7 @@ def test_pgd_follows_the_formula(form, length):
         start = 0.1 * uniform_noise_like(images, image_generators(0, range(2)), "pgd")
     current = (images + start).clamp(0, 1)
     for _ in range(3):
-        step = length * 0.1 / 3 * image_gradient(model, CLASSES, current, labels).sign()
+        step = length * 0.1 / 3 * module.image_gradient(model, CLASSES, current, labels).sign()
         current = (current + step).clamp(images - 0.1, images + 0.1).clamp(0, 1)
     found = run(Pgd(steps=3, form=form), model, images, labels, 0.1)
     torch.testing.assert_close(found, current, rtol=0, atol=1e-6)
@@ -111,7 +100,7 @@ def test_no_gradient_of_a_parameter_is_computed():
         run(attack, Spy(), *case(side=8), 0.1)
     assert seen and not any(seen)
     assert all(parameter.requires_grad for parameter in model.parameters())
-    with frozen_parameters(model):
+    with module.frozen_parameters(model):
         assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -135,7 +124,7 @@ def test_dlr_by_hand():
     # Right class on top: −(4 − 2) / (4 − 1). Wrong: −(2 − 4) / (4 − 1). The third largest of four
     # counts, not the last.
     logits = torch.tensor([[4.0, 2.0, 1.0, -9.0]] * 2)
-    assert dlr_loss(logits, torch.tensor([0, 1])).tolist() == pytest.approx([-2 / 3, 2 / 3])
+    assert module.dlr_loss(logits, torch.tensor([0, 1])).tolist() == pytest.approx([-2 / 3, 2 / 3])
 
 
 def test_balance_by_hand():
@@ -143,9 +132,9 @@ def test_balance_by_hand():
     # 1, variance 1. Two layers add up.
     probs, load = torch.tensor([[[1.0, 0]], [[0.5, 0.5]]]), torch.tensor([[[1.0, 0]]] * 2)
     layer = record(probs, load)
-    assert float(total_balance_loss((layer,))) == pytest.approx(1.25)
-    assert float(total_balance_loss((layer, layer))) == pytest.approx(2.5)
-    assert total_balance_loss(()) == 0
+    assert float(module.total_balance_loss((layer,))) == pytest.approx(1.25)
+    assert float(module.total_balance_loss((layer, layer))) == pytest.approx(2.5)
+    assert module.total_balance_loss(()) == 0
 
 
 @pytest.mark.parametrize("images", [3, 7])
@@ -156,10 +145,10 @@ def test_the_balance_losses_count_as_often_as_there_are_images(images):
     output = model(leaf)
     # a mean, as training has it
     loss = torch.nn.functional.cross_entropy(output.prediction, labels)
-    paper = loss + 0.3 * total_balance_loss(output.routing)
+    paper = loss + 0.3 * module.total_balance_loss(output.routing)
     (expected,) = torch.autograd.grad(paper, leaf, retain_graph=True)
-    goal = make_objective("balance", 0.3, model, CLASSES, pixels, labels)
-    values, gradient = ModelGradient(model, goal)(pixels)
+    goal = module.make_objective("balance", 0.3, model, CLASSES, pixels, labels)
+    values, gradient = module.ModelGradient(model, goal)(pixels)
     assert torch.allclose(gradient, images * expected, rtol=1e-4, atol=1e-6)
     assert float(values.mean()) == pytest.approx(float(paper.detach()), rel=1e-5)
     (plain,) = torch.autograd.grad(loss, leaf)
@@ -194,7 +183,7 @@ def test_routing_change_by_hand():
     expected = torch.tensor([math.log(8) / 4, math.log(8) / 2])
     for layers in (0, 1, 2):
         output = ModelOutput(torch.zeros(2, 3), (record(probs),) * layers)
-        found = routing_change_surrogate(output, [chosen] * layers)
+        found = module.routing_change_surrogate(output, [chosen] * layers)
         assert torch.allclose(found, layers * expected)
 
 
@@ -239,14 +228,14 @@ class Convolution(Smooth):
 @pytest.mark.parametrize("steps", [7, 100])
 def test_agrees_with_the_reference_from_the_same_start(model, loss, steps):
     images, labels = case(12, seed=4)
-    start = random_start(Ball(images, 0.1), image_generators(0, range(12)))
+    start = random_start(module.Ball(images, 0.1), image_generators(0, range(12)))
     options = {"device": torch.device("cpu"), "logger": logging.getLogger("quiet")}
     theirs = APGDAttack(lambda x: model(x).prediction, n_iter=steps, eps=0.1, loss=loss, **options)
     theirs.init_hyperparam(images)
     best, _, values, _ = theirs.attack_single_run(images, labels, x_init=start)
     objective = {"ce": "cross_entropy"}.get(loss, loss)
-    goal = make_objective(objective, 0, model, CLASSES, images, labels)
-    ours = apgd_ascent(ModelGradient(model, goal), Ball(images, 0.1), start, steps)
+    goal = module.make_objective(objective, 0, model, CLASSES, images, labels)
+    ours = apgd_ascent(module.ModelGradient(model, goal), module.Ball(images, 0.1), start, steps)
     assert torch.allclose(ours.values, values, atol=1e-5)
     assert torch.allclose(ours.images, best, atol=1e-5)
 
@@ -269,7 +258,7 @@ def test_a_halved_step_starts_from_the_best_image():
         asked.append(float(pixels))
         return -(pixels - 0.53).abs().sum(dim=(1, 2, 3)), -(pixels - 0.53).sign()
 
-    found = apgd_ascent(at, Ball(images, 0.1), images, 20)  # checkpoints after 4, 8, …
+    found = apgd_ascent(at, module.Ball(images, 0.1), images, 20)  # checkpoints after 4, 8, …
     first = next(step_checkpoints(20))
     best = max(asked[: first + 1], key=lambda x: -abs(x - 0.53))
     assert found.sizes[first - 1 : first + 1, 0].tolist() == pytest.approx([0.2, 0.1])
@@ -282,7 +271,7 @@ def test_a_halved_step_starts_from_the_best_image():
 
 def test_the_start_lies_on_the_edge_of_the_ball():
     images = torch.full((5, 1, 4, 4), 0.5)
-    start = random_start(Ball(images, 0.1), image_generators(0, range(5)))
+    start = random_start(module.Ball(images, 0.1), image_generators(0, range(5)))
     assert (start - images).abs().amax(dim=(1, 2, 3)).tolist() == pytest.approx([0.1] * 5, abs=1e-6)
 
 
@@ -426,7 +415,7 @@ def test_an_attack_on_volumes_reaches_the_optimum(attack, inside):
 
 
 def test_the_gradient_is_the_error_s():
-    found = image_gradient(Regressor(WEIGHT), YEARS, VOLUMES, LABELS).flatten(1)
+    found = module.image_gradient(Regressor(WEIGHT), YEARS, VOLUMES, LABELS).flatten(1)
     assert torch.allclose(found, torch.stack([WEIGHT, -WEIGHT]))
 
 

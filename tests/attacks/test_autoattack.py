@@ -14,32 +14,16 @@ from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
 import moecore
-from moecore import LogitsModel
+from moecore import LogitsModel, ModelOutput, RoutingRecord, Target, UserError
+from moecore.attacks import Fgsm, autoattack, balls, fab, pgd, routing_objectives, square
+from moecore.attacks import gradient as module
 from moecore.attacks.apgd import Apgd, apgd_ascent
-from moecore.attacks.attack_setup import Target
-from moecore.attacks.autoattack import Autoattack
-from moecore.attacks.balls import Ball, random_start
 from moecore.attacks.base import image_generators
-from moecore.attacks.fab import Fab, hyperplane_moves
-from moecore.attacks.fgsm import Fgsm
-from moecore.attacks.gradient import (
-    NO_ROUTING,
-    ModelGradient,
-    make_objective,
-    other_classes,
-    targeted_dlr_loss,
-)
-from moecore.attacks.pgd import Pgd
-from moecore.attacks.routing_objectives import MAX_EXCESS, routing_margin_loss
-from moecore.attacks.square import Square, propose_square
 from moecore.attacks.surrogate import RouterAttacks, Surrogate
-from moecore.core.files import UserError
-from moecore.core.routing_records import ModelOutput, RoutingRecord
+from moecore.backbones import MoESettings, Vit
 from moecore.data.prepared import Prepared, Split
-from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.lipschitz_lemma import soft_top_k_weights, soften_model
-from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.pipeline.cli import app
 from moecore.predict import robustbench
@@ -52,7 +36,7 @@ from tests.nn.layers.test_layers import ROUTERS, images
 IMAGES, STEPS, QUERIES = 10, 12, 150
 NORMS = {"linf": "Linf", "l2": "L2"}
 QUIET = logging.getLogger("auto-attack")
-SMALL = Autoattack(steps=6, queries=30)
+SMALL = autoattack.Autoattack(steps=6, queries=30)
 
 
 def case(model, images: int = IMAGES, side: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,7 +105,7 @@ def assert_same(images, ours, theirs, atol=1e-4):
 def test_the_ensemble_is_the_authors_image_by_image(version, norm, epsilon):
     model = Smooth(side=8)
     images, labels = case(model)
-    attack = Autoattack(version=version, norm=norm, steps=STEPS, queries=QUERIES)
+    attack = autoattack.Autoattack(version=version, norm=norm, steps=STEPS, queries=QUERIES)
     ours = run(attack, model, images, labels, epsilon)
     assert_same(images, ours, authors(model, images, labels, epsilon, norm, version))
 
@@ -132,9 +116,9 @@ def test_each_part_is_the_authors_image_by_image(kind, norm, epsilon):
     model = Smooth(side=8)
     images, labels = case(model)
     attacks = {
-        "fab-t": Fab(norm=norm, steps=STEPS),
-        "fab": Fab(norm=norm, steps=STEPS, aim="nearest", restarts=5),
-        "square": Square(norm=norm, queries=QUERIES),
+        "fab-t": fab.Fab(norm=norm, steps=STEPS),
+        "fab": fab.Fab(norm=norm, steps=STEPS, aim="nearest", restarts=5),
+        "square": square.Square(norm=norm, queries=QUERIES),
     }
     ours = run(attacks[kind], model, images, labels, epsilon)
     restarts = {"fab": 5}.get(kind, 1)
@@ -153,8 +137,8 @@ def test_each_part_is_the_authors_image_by_image(kind, norm, epsilon):
 def test_apgd_in_l2_is_the_authors_step_by_step(loss):
     model = Smooth(side=8)
     images, labels = case(model)
-    ball = Ball(images, 0.3, "l2")
-    start = random_start(ball, image_generators(0, range(IMAGES)))
+    ball = balls.Ball(images, 0.3, "l2")
+    start = balls.random_start(ball, image_generators(0, range(IMAGES)))
     assert ball.lengths(start - images).max() <= 0.3 + 1e-6
     theirs = APGDAttack(
         lambda x: model(x).prediction, n_iter=50, eps=0.3, norm="L2", loss=loss, logger=QUIET
@@ -162,7 +146,9 @@ def test_apgd_in_l2_is_the_authors_step_by_step(loss):
     theirs.init_hyperparam(images)
     best, _, values, wrong = theirs.attack_single_run(images, labels, x_init=start)
     objective = {"ce": "cross_entropy", "dlr": "dlr"}[loss]
-    at = ModelGradient(model, make_objective(objective, 0, model, CLASSES, images, labels))
+    at = module.ModelGradient(
+        model, module.make_objective(objective, 0, model, CLASSES, images, labels)
+    )
     ours = apgd_ascent(at, ball, start, 50, lambda: at.prediction.argmax(1) != labels)
     assert torch.allclose(ours.values, values, atol=1e-4)
     assert torch.allclose(ours.images, best, atol=1e-3)
@@ -170,7 +156,7 @@ def test_apgd_in_l2_is_the_authors_step_by_step(loss):
 
 
 @pytest.mark.parametrize(
-    "attack", [Fgsm(norm="l2"), Pgd(norm="l2"), Apgd(norm="l2")], ids=lambda attack: attack.name
+    "attack", [Fgsm(norm="l2"), pgd.Pgd(norm="l2"), Apgd(norm="l2")], ids=lambda attack: attack.name
 )
 def test_l2_reaches_the_optimum_of_a_linear_model(attack):
     # Far from black and white: x ∓ ε · w / ‖w‖.
@@ -185,9 +171,9 @@ def test_targeted_dlr_by_hand():
     # −(4 − 1) / (4 − (1 + 0) / 2) for the target of logit 1; positive where the target is ahead.
     logits = torch.tensor([[4.0, 1.0, 2.0, 0.0]] * 2)
     labels, targets = torch.tensor([0, 1]), torch.tensor([1, 0])
-    found = targeted_dlr_loss(ModelOutput(logits), labels, targets)
+    found = module.targeted_dlr_loss(ModelOutput(logits), labels, targets)
     assert found.tolist() == pytest.approx([-3 / 3.5, 3 / 3.5])
-    assert other_classes(logits, labels).tolist() == [[2, 1, 3], [0, 2, 3]]
+    assert module.other_classes(logits, labels).tolist() == [[2, 1, 3], [0, 2, 3]]
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -195,25 +181,25 @@ def test_the_shortest_move_to_a_hyperplane(norm):
     # 2x + y = 2 from (0.5, 0.5), a gap of 0.5. L∞: both move by 1/6. L2: along (2, 1)/5 · 0.5.
     points, normal = torch.full((1, 2), 0.5), torch.tensor([[2.0, 1.0]])
     expected = {"linf": [1 / 6, 1 / 6], "l2": [0.2, 0.1]}[norm]
-    found = hyperplane_moves(points, normal, torch.tensor([2.0]), norm)
+    found = fab.hyperplane_moves(points, normal, torch.tensor([2.0]), norm)
     assert found[0].tolist() == pytest.approx(expected)
     # Of 2x + y = 2.7 from (0.9, 0.5), x is at its limit of 1, and y moves on by 0.2.
     near = torch.tensor([[0.9, 0.5]])
-    found = hyperplane_moves(near, normal, torch.tensor([2.7]), norm)
+    found = fab.hyperplane_moves(near, normal, torch.tensor([2.7]), norm)
     assert found[0].tolist() == pytest.approx([0.1, 0.2])
     # Of 2x + y = 4, which no image reaches, both are.
-    found = hyperplane_moves(points, normal, torch.tensor([4.0]), norm)
+    found = fab.hyperplane_moves(points, normal, torch.tensor([4.0]), norm)
     assert found[0].tolist() == pytest.approx([0.5, 0.5])
     normal[0, 1] = 0
-    found = hyperplane_moves(points, normal, torch.tensor([0.5]), norm)
+    found = fab.hyperplane_moves(points, normal, torch.tensor([0.5]), norm)
     assert found[0].tolist() == pytest.approx([-0.25, 0])
 
 
 def test_the_square_lies_where_it_is_drawn():
     images = torch.full((1, 2, 4, 4), 0.5)
-    ball = Ball(images, 0.1)
+    ball = balls.Ball(images, 0.1)
     draws = torch.tensor([[0.5, 0.99, 0.9, 0.1]])  # top 1 and left 1 of 0 to 2; signs + and −
-    moved = propose_square(ball, images, 2, draws) - images
+    moved = square.propose_square(ball, images, 2, draws) - images
     expected = torch.zeros(1, 2, 4, 4)
     expected[0, 0, 1:3, 1:3], expected[0, 1, 1:3, 1:3] = 0.1, -0.1
     assert torch.allclose(moved, expected, atol=1e-6)
@@ -248,7 +234,9 @@ def test_survivors_alone_are_attacked_and_packed():
     assert passes[-2] == survivors
 
 
-@pytest.mark.parametrize("attack", [SMALL, Fab(steps=5), Square(queries=40)], ids=lambda a: a.kind)
+@pytest.mark.parametrize(
+    "attack", [SMALL, fab.Fab(steps=5), square.Square(queries=40)], ids=lambda a: a.kind
+)
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_batch_does_not_matter_and_the_seed_does(attack, norm):
     attack = attack.model_copy(update={"norm": norm})
@@ -270,8 +258,8 @@ def test_the_batch_does_not_matter_and_the_seed_does(attack, norm):
 def test_parts_keep_the_promises_of_attacks():
     for attack in (
         SMALL,
-        Fab(steps=4),
-        Square(queries=20),
+        fab.Fab(steps=4),
+        square.Square(queries=20),
         Apgd(steps=4, objective="targeted_dlr"),
     ):
         check_attack(attack)
@@ -281,15 +269,15 @@ def test_parts_keep_the_promises_of_attacks():
 def test_the_best_of_restarts_counts(norm):
     model = Curved(64, classes=4)
     images, labels = case(model)
-    attack = Pgd(steps=4, form="strong", restarts=3, norm=norm)
+    attack = pgd.Pgd(steps=4, form="strong", restarts=3, norm=norm)
     best = run(attack, model, images, labels, 0.05)
     generators = image_generators(0, range(IMAGES))
     single = attack.model_copy(update={"restarts": 1})
     parts = [single(model, CLASSES, images, labels, 0.05, generators) for _ in range(3)]
     losses = [cross_entropy(model(x).prediction, labels, reduction="none") for x in (best, *parts)]
     assert torch.allclose(losses[0], torch.stack(losses[1:]).amax(0))
-    assert (Ball(images, 0.05, norm).lengths(best - images) <= 0.05 + 1e-6).all()
-    assert Pgd(steps=4, form="strong", restarts=3).name == "pgd-4-strong-3"
+    assert (balls.Ball(images, 0.05, norm).lengths(best - images) <= 0.05 + 1e-6).all()
+    assert pgd.Pgd(steps=4, form="strong", restarts=3).name == "pgd-4-strong-3"
 
 
 class Noisy(Smooth):
@@ -300,7 +288,7 @@ class Noisy(Smooth):
 
 
 def test_rand_averages_gradients_of_a_model_with_noise_and_of_no_other():
-    model, attack = Noisy(side=8), Autoattack(version="rand", steps=2)
+    model, attack = Noisy(side=8), autoattack.Autoattack(version="rand", steps=2)
     images, labels = case(Smooth(side=8))
     with pytest.raises(UserError, match="draws none in evaluation; allowed: standard or plus"):
         run(attack, Smooth(side=8), images, labels, 0.1)
@@ -309,10 +297,10 @@ def test_rand_averages_gradients_of_a_model_with_noise_and_of_no_other():
     assert (ours - images).abs().max() <= 0.2 + 1e-6 and (ours != images).any()
     # 2 to see the noise, 1 clean, then 20 per gradient: of the start and of each of 2 steps.
     assert watched.asked[:3] == [IMAGES] * 3 and len(set(watched.asked[3:63])) == 1
-    at = ModelGradient(model, lambda output: output.prediction.sum(1), samples=3)
+    at = module.ModelGradient(model, lambda output: output.prediction.sum(1), samples=3)
     torch.manual_seed(0)
     _, mean = at(images)
-    _, single = ModelGradient(Smooth(side=8), at.goal)(images)
+    _, single = module.ModelGradient(Smooth(side=8), at.goal)(images)
     assert torch.allclose(mean, single, atol=1e-5)
 
 
@@ -322,7 +310,7 @@ def test_rand_averages_gradients_of_a_model_with_noise_and_of_no_other():
         (SMALL, 3, "targeted_dlr does not exist for 3 classes: .* fourth largest logit"),
         (SMALL, 2, "targeted_dlr does not exist for 2 classes: .* allowed: apgd"),
         (SMALL.model_copy(update={"targets": 4}), 4, "targets: found 4; allowed: 1 to 3 or all"),
-        (Fab(targets=3), 3, "targets: found 3; allowed: 1 to 2 or all"),
+        (fab.Fab(targets=3), 3, "targets: found 3; allowed: 1 to 2 or all"),
         (Apgd(objective="targeted_dlr"), 3, "needs 4 or more; allowed: cross_entropy"),
         (Apgd(objective="dlr"), 2, "needs 3 or more; allowed: cross_entropy"),
     ],
@@ -345,10 +333,10 @@ def test_two_classes_are_attacked_by_the_parts_that_can():
             dual
         )  # the exact distance to the boundary, clamps aside
         epsilon = float(reach.median())
-        ours = run(Fab(norm=norm, steps=20), model, images, labels, epsilon)
+        ours = run(fab.Fab(norm=norm, steps=20), model, images, labels, epsilon)
         broken = (ours != images).flatten(1).any(1)
         assert broken[reach < 0.8 * epsilon].all() and not broken[reach > epsilon].any()
-        assert (Ball(images, epsilon, norm).lengths(ours - images) <= epsilon + 1e-6).all()
+        assert (balls.Ball(images, epsilon, norm).lengths(ours - images) <= epsilon + 1e-6).all()
 
 
 class Cusp(Smooth):
@@ -362,7 +350,7 @@ class Cusp(Smooth):
 
 def test_what_cannot_be_attacked_is_refused_in_one_line():
     assert SMALL.refuses(YEARS).startswith("autoattack needs one class per image, and ")
-    assert "several labels" in Square().refuses(SETS)
+    assert "several labels" in square.Square().refuses(SETS)
     shared = vit({"kind": "noisy_top_k", "k": 1, "eval_capacity_factor": 0.5, "group_size": 4})
     assert "share experts' capacity" in SMALL.does_not_apply(shared, CLASSES)
     model = Smooth(side=8)
@@ -373,11 +361,11 @@ def test_what_cannot_be_attacked_is_refused_in_one_line():
     with pytest.raises(UserError, match=r"found \(10, 1, 8, 8, 1\)"):
         run(SMALL, model, images[..., None], labels, 0.1)
     with pytest.raises(ValueError, match="CPU generator"):
-        Square()(model, CLASSES, images, labels, 0.1)
+        square.Square()(model, CLASSES, images, labels, 0.1)
     for settings in ({"restarts": 2}, {"norm": "l1"}, {"eps": 0}):
         with pytest.raises(ValueError):
-            Pgd(**settings)
-    for attack in (SMALL, Fab(steps=1)):
+            pgd.Pgd(**settings)
+    for attack in (SMALL, fab.Fab(steps=1)):
         with pytest.raises(UserError, match="not finite"):
             run(attack, Cusp(side=8), images, labels, 0.1)
 
@@ -399,17 +387,19 @@ def test_the_margin_by_hand():
     # 2 and now has expert 0 ahead by 3, which counts as the most. Token 2 chose all: 0.
     layer = record([[3.0, 2, 1], [3.0, 2, 0], [1.0, 1, 1]], [[1, 1, 0], [1, 0, 0], [1, 1, 1]])
     before = torch.tensor([[[1, 1, 0], [0, 0, 1], [1, 1, 1]]]).bool()
-    expected = torch.tensor([(-1 + MAX_EXCESS) / 3])
+    expected = torch.tensor([(-1 + routing_objectives.MAX_EXCESS) / 3])
     for layers in (0, 1, 2):
         output = ModelOutput(torch.zeros(1, 3), (layer,) * layers)
-        found = routing_margin_loss(output, [before] * layers)
+        found = routing_objectives.routing_margin_loss(output, [before] * layers)
         assert torch.allclose(found, layers * expected)
 
 
 def test_task_and_routing_add_up():
     model, pixels, labels = Smooth(), torch.rand(5, 1, 4, 4), torch.zeros(5, dtype=torch.long)
     values = {
-        name: ModelGradient(model, make_objective(name, 0.3, model, CLASSES, pixels, labels))
+        name: module.ModelGradient(
+            model, module.make_objective(name, 0.3, model, CLASSES, pixels, labels)
+        )
         for name in ("task", "routing_margin", "task_and_routing")
     }
     (task, by_task), (margin, by_margin), (joint, by_joint) = (
@@ -483,11 +473,11 @@ def test_every_form_is_swept():
     names += ["apgd-task_and_routing-2.0-4", "apgd-routing_margin-4"]
     assert [attack.name for attack in forms] == names
     for attack in forms:
-        assert attack.does_not_apply(vit(None), CLASSES) == NO_ROUTING
+        assert attack.does_not_apply(vit(None), CLASSES) == module.NO_ROUTING
         assert attack.does_not_apply(vit(SPARSE), CLASSES) is None
 
 
-class Quick(Autoattack):
+class Quick(autoattack.Autoattack):
     steps: int = 6
     queries: int = 30
 

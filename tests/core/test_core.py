@@ -18,8 +18,7 @@ import torch
 from torch.distributed import FileStore
 
 from moecore import UserError, parts
-from moecore.core import ranks
-from moecore.core.config import builtin_kinds, find_class, part_classes_by_kind
+from moecore.core import config, ranks, safetensors_files, source_layout
 from moecore.core.files import (
     UnusableFile,
     atomic_file,
@@ -28,8 +27,6 @@ from moecore.core.files import (
     read_json,
     set_parent_death_signal,
 )
-from moecore.core.safetensors_files import read_tensors
-from moecore.core.source_layout import FAMILIES, ROOT, allow_packages, more_packages
 from moecore.data.thread_map import map_in_threads, thread_count
 from moecore.lens.traces import open_tensors
 from moecore.parts import Classification, ImageSpec
@@ -117,7 +114,7 @@ def build_teacher(path: Path) -> None:
     Timm(name="deit_tiny_patch16_224.fb_in1k", checkpoint=str(path)).build(image)
 
 
-@pytest.mark.parametrize("read", [read_tensors, open_trace, build_teacher])
+@pytest.mark.parametrize("read", [safetensors_files.read_tensors, open_trace, build_teacher])
 def test_a_header_of_too_many_names_is_refused(tmp_path, read: Callable[[Path], Any]):
     path = tmp_path / "names.safetensors"
     write_empty_tensors(path, 60_000)  # 4.3 MB
@@ -128,10 +125,10 @@ def test_a_header_of_too_many_names_is_refused(tmp_path, read: Callable[[Path], 
 def test_many_names_are_read(tmp_path):
     path = tmp_path / "names.safetensors"
     write_empty_tensors(path, 1_000)
-    assert len(read_tensors(path)[0]) == 1_000
+    assert len(safetensors_files.read_tensors(path)[0]) == 1_000
     path.write_bytes(b"short")
     with pytest.raises(UserError, match=r"names\.safetensors: no readable"):
-        read_tensors(path)
+        safetensors_files.read_tensors(path)
 
 
 HANGING = """
@@ -173,7 +170,7 @@ def test_ranks_that_began_fewer_collectives_are_late(tmp_path, capsys, rank, beg
 
 def test_a_hanging_rank_is_named_while_the_others_wait():
     words = ["-m", "moecore.run.local_ranks", "2", "-c", HANGING]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(source_layout.ROOT), "OMP_NUM_THREADS": "1"}
     pipes = dict.fromkeys(("stdin", "stderr"), subprocess.PIPE)
     process = subprocess.Popen([sys.executable, *words], env=environment, text=True, **pipes)
     assert process.stderr is not None
@@ -240,11 +237,11 @@ def refusal(text: str = PARAMS) -> str:
 
 def test_every_family_is_a_folder_whose_parts_are_files():
     folders = {Path(inspect.getfile(base)).parent for base in BASES}
-    assert folders == {ROOT / "moecore" / family for family in FAMILIES}
-    assert "noisy_top_k" in builtin_kinds(parts.Router)
-    assert "capacity" not in builtin_kinds(parts.Router)
+    assert folders == {source_layout.ROOT / "moecore" / family for family in source_layout.FAMILIES}
+    assert "noisy_top_k" in config.builtin_kinds(parts.Router)
+    assert "capacity" not in config.builtin_kinds(parts.Router)
     for base in BASES:
-        classes = part_classes_by_kind(base).values()
+        classes = config.part_classes_by_kind(base).values()
         assert not any(inspect.isabstract(part) for part in classes), base
 
 
@@ -269,7 +266,7 @@ def test_its_own_settings_are_checked_in_their_place_and_are_in_the_schema(folde
     schema = Study.model_json_schema()
     assert "my_lab__cosine__Cosine" in schema["$defs"]
     assert "#/$defs/Calm" in str(schema["$defs"]["Method"]["properties"]["regularizers"])
-    allow_packages((), ())
+    source_layout.allow_packages((), ())
     assert "my_lab__cosine__Cosine" not in Study.model_json_schema()["$defs"]
 
 
@@ -309,10 +306,10 @@ def test_a_part_lacks_no_constant_of_its_family(folder):
     imports = "from typing import Literal\nfrom moecore.parts import Calibrator\n"
     write_my_lab(folder, soft=imports + lacking)
     with (
-        more_packages(["my_lab"]),
+        source_layout.more_packages(["my_lab"]),
         pytest.raises(ValueError, match="has: fit, fitted, predicts, tasks$"),
     ):
-        find_class(parts.Calibrator, "my_lab.soft")
+        config.find_class(parts.Calibrator, "my_lab.soft")
 
 
 def test_nothing_is_imported_that_is_not_listed(folder):

@@ -7,20 +7,16 @@ from functools import partial
 import pytest
 import torch
 
-from moecore.attacks.apgd import apgd_ascent
+from moecore.attacks import apgd, pgd
 from moecore.attacks.gradient import Ball, ModelGradient, frozen_parameters
-from moecore.attacks.pgd import Pgd
 from moecore.data.loader import Loaded
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import grouped_linear
 from moecore.nn.layers.block import softmax_attention
+from moecore.training import loop, monitor, runtime, settings
 from moecore.training.job import BatchPrefetcher, TrainingJob, training_batch
-from moecore.training.loop import iterate_training, train_step
 from moecore.training.meter import Meter
 from moecore.training.method import Method
-from moecore.training.monitor import Monitor
-from moecore.training.runtime import CompiledBlocks
-from moecore.training.settings import build_optimizer
 from tests.methods import METHODS, REPRESENTATIVE
 from tests.training.small import COMPETITION, CPU, SETTINGS, made, task
 
@@ -101,13 +97,13 @@ SHIFTED = SETTINGS.model_copy(update={"views": type(SETTINGS.views)(shift=1)})
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_never_waits_for_the_device(name, dtype):
     given = on_cuda(method_of(name))
-    optimizer = build_optimizer(given.model, SHIFTED)
-    meter = Meter(torch.device("cuda"), monitor=Monitor(every=1))
+    optimizer = settings.build_optimizer(given.model, SHIFTED)
+    meter = Meter(torch.device("cuda"), monitor=monitor.Monitor(every=1))
     for step in range(3):
         batch = training_batch(given, SHIFTED, 0, step)
         # the first steps may load libraries
         with no_waits() if step == 2 else nullcontext():
-            said = train_step(given, SHIFTED, optimizer, batch, 1e-3, dtype, 0.5)
+            said = loop.train_step(given, SHIFTED, optimizer, batch, 1e-3, dtype, 0.5)
             meter.add(step, len(batch.images), *said)
     assert len(meter.take("")[1]) == len(said[-1].routing)
 
@@ -121,9 +117,9 @@ def test_a_step_never_waits_for_the_device(name, dtype):
 )
 def test_a_compiled_step_never_waits_and_learns_the_same(name, dtype, error):
     given = on_cuda(method_of(name))
-    optimizer = build_optimizer(given.model, SHIFTED)
+    optimizer = settings.build_optimizer(given.model, SHIFTED)
     torch.compiler.reset()  # a process compiles one model, not as many as are tested here
-    blocks = CompiledBlocks([given.model, given.guide], "required", 9)
+    blocks = runtime.CompiledBlocks([given.model, given.guide], "required", 9)
     start = deepcopy(given.model.state_dict())  # with what balances without a loss have learned
     batch = training_batch(given, SHIFTED, 0, 0)
     arguments = (given, SHIFTED, optimizer, batch, 0.0, dtype, 0.5)
@@ -132,13 +128,13 @@ def test_a_compiled_step_never_waits_and_learns_the_same(name, dtype, error):
         torch.manual_seed(0)
         given.model.load_state_dict(start)
         with blocks.inside():
-            train_step(*arguments)
+            loop.train_step(*arguments)
         gradients = [parameter.grad for parameter in given.model.parameters()]
         found.append([gradient for gradient in gradients if gradient is not None])
     for ours, theirs in zip(found[2], found[0], strict=True):
         assert (ours - theirs).norm() <= error * theirs.norm() + 1e-5
     with no_waits(), blocks.inside():
-        train_step(*arguments)
+        loop.train_step(*arguments)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -153,8 +149,8 @@ def test_evaluation_and_attacks_in_fp32_never_wait_inside(name):
         with torch.no_grad():
             model(images)
         with frozen_parameters(model):
-            Pgd(steps=3).perturb_images(at, Ball(images, 0.03), None)
-            apgd_ascent(at, Ball(images, 0.03), images, 4)
+            pgd.Pgd(steps=3).perturb_images(at, Ball(images, 0.03), None)
+            apgd.apgd_ascent(at, Ball(images, 0.03), images, 4)
 
     attacked()  # may load libraries
     with no_waits():
@@ -218,7 +214,7 @@ def test_batches_made_on_a_stream_of_their_own_are_the_same():
 
 
 def test_training_on_the_gpu_learns():
-    found = list(iterate_training(on_cuda(METHODS["vmoe"]), SETTINGS, 0, CUDA))
+    found = list(loop.iterate_training(on_cuda(METHODS["vmoe"]), SETTINGS, 0, CUDA))
     assert found[-1].values["validation_accuracy"] == 1.0
 
 

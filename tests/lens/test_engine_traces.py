@@ -12,16 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from moecore.core.files import UserError
-from moecore.lens.engine_traces import (
-    EngineFormat,
-    analyse_engines,
-    read_engine_files,
-    simulate_cache,
-)
+from moecore.lens import engine_traces as module
 from moecore.pipeline.cli import app
 
 LAYERS, K, EXPERTS = 3, 2, 8
-FLAT = EngineFormat(top_k=K, layers=LAYERS)
+FLAT = module.EngineFormat(top_k=K, layers=LAYERS)
 
 
 def draw_requests(number: int = 6, seed: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -104,7 +99,7 @@ def files(tmp_path):
     "name", ["old_vllm", "new_vllm", "sglang", "chat_sglang", "lines", "llama"]
 )
 def test_ids_and_phases_are_those_that_were_written(files, name):
-    read = read_engine_files(files[name], FLAT)
+    read = module.read_engine_files(files[name], FLAT)
     for request, (prompt, generated) in zip(read, draw_requests(), strict=True):
         assert np.array_equal(request.ids, np.concatenate([prompt, generated]))
         assert request.prompt == len(prompt)
@@ -116,14 +111,14 @@ def test_first_layers_cached_tokens_and_later_starts_are_left_out(tmp_path):
     first = {"routed_experts": np.zeros_like(generated).tolist()}
     path = tmp_path / "a.json"
     path.write_text(json.dumps(old_vllm(prompt, generated)))
-    (request,) = read_engine_files([path], EngineFormat(first_layer=1))
+    (request,) = module.read_engine_files([path], module.EngineFormat(first_layer=1))
     assert request.ids.shape[1] == LAYERS - 1 and (request.ids[:2] == -1).all()
     said = r"json:1: .*token \d+, layer 0: found expert 0 in \[0, 0\]"
     with pytest.raises(UserError, match=said):
         path.write_text(json.dumps({"choices": [first]}))
-        read_engine_files([path], EngineFormat())
+        module.read_engine_files([path], module.EngineFormat())
     path.write_text(json.dumps(sglang(prompt[2:], generated, first=1)))
-    (request,) = read_engine_files([path], FLAT)
+    (request,) = module.read_engine_files([path], FLAT)
     assert request.prompt == len(prompt) - 3
 
 
@@ -132,10 +127,10 @@ def test_caches_by_hand():
     # Belady: 3 replaces 1 or 2, of which the other hits later. LFU: 3 replaces 2, used once; 2
     # replaces 3, used once and older; 1 hits. Static: the other request used 1 and 3 most.
     uses = [np.array([1, 2, 1, 3]), np.array([2, 1])]
-    assert simulate_cache(uses, 2, "lru").tolist() == [1, 0]
-    assert simulate_cache(uses, 2, "belady").tolist() == [1, 1]
-    assert simulate_cache(uses, 2, "lfu").tolist() == [1, 1]
-    assert simulate_cache([*uses, np.array([3, 3, 1])], 2, "static").tolist() == [3, 1, 1]
+    assert module.simulate_cache(uses, 2, "lru").tolist() == [1, 0]
+    assert module.simulate_cache(uses, 2, "belady").tolist() == [1, 1]
+    assert module.simulate_cache(uses, 2, "lfu").tolist() == [1, 1]
+    assert module.simulate_cache([*uses, np.array([3, 3, 1])], 2, "static").tolist() == [3, 1, 1]
 
 
 def most_hits(uses, size, cached=frozenset()):
@@ -154,18 +149,18 @@ def test_caches_against_slow_references():
     for size, _ in product((1, 2, 3), range(20)):
         uses = generator.integers(0, 5, 9).tolist()
         request = [np.array(uses)]
-        assert simulate_cache(request, size, "belady").sum() == most_hits(uses, size)
+        assert module.simulate_cache(request, size, "belady").sum() == most_hits(uses, size)
         recent = 0
         for time, expert in enumerate(uses):
             before = uses[:time]
             if expert in before:
                 recent += len({*uses[time - before[::-1].index(expert) : time]}) < size
-        assert simulate_cache(request, size, "lru").sum() == recent
-        assert simulate_cache(request, size, "lfu").sum() <= most_hits(uses, size)
+        assert module.simulate_cache(request, size, "lru").sum() == recent
+        assert module.simulate_cache(request, size, "lfu").sum() <= most_hits(uses, size)
 
 
 def test_quantities_against_slow_references(files):
-    rows = analyse_engines(files["old_vllm"], files["llama"], FLAT._replace(experts=EXPERTS))
+    rows = module.analyse_engines(files["old_vllm"], files["llama"], FLAT._replace(experts=EXPERTS))
     found = {(row["layer"], row["quantity"]): row for row in rows}
     requests = [np.concatenate(request) for request in draw_requests()]
     for layer in range(LAYERS):
@@ -200,7 +195,9 @@ def test_of_random_routing_nothing_is_beyond_chance(tmp_path):
         ids = generator.random((40, 30, 1, EXPERTS)).argsort(axis=-1)[..., :K]
         requests = [old_vllm(one[:10], one[10:]) for one in ids]
         (tmp_path / f"{name}.json").write_text(json.dumps(requests))
-    for row in analyse_engines([tmp_path / "a.json"], [tmp_path / "b.json"], EngineFormat()):
+    for row in module.analyse_engines(
+        [tmp_path / "a.json"], [tmp_path / "b.json"], module.EngineFormat()
+    ):
         name, chance = row["quantity"], row["chance"]
         if "belady" in name or "hits_lfu" in name or "lru" in name:
             continue  # a token has two different experts: fewer hits than independent uses
@@ -290,13 +287,13 @@ def test_a_wrong_file_is_one_line_with_its_place(tmp_path, name, text, problem):
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError, match=problem) as error:
-        read_engine_files([path], EngineFormat(top_k=2, layers=2, experts=8))
+        module.read_engine_files([path], module.EngineFormat(top_k=2, layers=2, experts=8))
     assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
 
 
 def test_what_files_do_not_say_and_other_requests_are_refused(files, tmp_path):
     for name in ("sglang", "llama"):
         with pytest.raises(UserError, match="with (--layers and )?--top-k"):
-            read_engine_files(files[name], EngineFormat())
+            module.read_engine_files(files[name], module.EngineFormat())
     with pytest.raises(UserError, match=r"0.csv: \(tokens, layers, k\) of requests: found \[\("):
-        analyse_engines(files["old_vllm"], files["llama"][:2], FLAT)
+        module.analyse_engines(files["old_vllm"], files["llama"][:2], FLAT)

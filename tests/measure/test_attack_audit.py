@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from moecore.attacks.apgd import Apgd
+from moecore.attacks import Apgd, Fgsm, Pgd
 from moecore.attacks.attack_setup import Target
-from moecore.attacks.fgsm import Fgsm
-from moecore.attacks.pgd import Pgd
 from moecore.measure import attack_audit as module
 from moecore.statistics.intervals import bootstrap_mean, wilson
 from tests.attacks.models import CLASSES, YEARS, Blind, Smooth, vit

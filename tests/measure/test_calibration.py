@@ -13,21 +13,12 @@ from moecore.backbones import Vit, Vit3d
 from moecore.core.config import read_json_settings
 from moecore.core.source_layout import more_packages
 from moecore.data.sources.dialects import Dialects
-from moecore.measure.base import MeasuredModel, read_result
-from moecore.measure.calibration import (
-    Calibrate,
-    CalibrationPaths,
-    ClassCalibration,
-    check_calibrator_fits_task,
-    labels_as_tensor,
-    prediction_quality,
-)
+from moecore.measure import base, cohort_checks, values
+from moecore.measure import calibration as module
 from moecore.measure.calibrators.base import read_calibrator
 from moecore.measure.calibrators.linear import FittedLine, FittedLinear, Linear
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
-from moecore.measure.cohort_checks import CohortChecks
 from moecore.measure.probes import simulated_people as simulated
-from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.stages import calibrate as stage
 from moecore.statistics.intervals import wilson
@@ -37,18 +28,20 @@ from tests.attacks.models import CLASSES, SETS, YEARS
 from tests.measure.subjects import compute_without_cache, in_run
 from tests.my_lab import forget_package, write_my_lab
 
-SETTINGS = Calibrate(calibrator={"kind": "temperature"}, batch=16)
+SETTINGS = module.Calibrate(calibrator={"kind": "temperature"}, batch=16)
 
 
 @pytest.fixture(scope="module")
 def made(run):
     folder, models = run
-    files = CalibrationPaths("x", folder, folder, folder / "out")
+    files = module.CalibrationPaths("x", folder, folder, folder / "out")
     return models["dense"], calibrated(models["dense"], SETTINGS, files), folder
 
 
-def calibrated(subject: MeasuredModel, settings: Calibrate, files: CalibrationPaths) -> Found:
-    calibration = ClassCalibration(settings=settings, files=files)
+def calibrated(
+    subject: base.MeasuredModel, settings: module.Calibrate, files: module.CalibrationPaths
+) -> values.Found:
+    calibration = module.ClassCalibration(settings=settings, files=files)
     return calibration.collect_result(subject, compute_without_cache)
 
 
@@ -56,7 +49,7 @@ def test_quality_by_hand():
     # Four images, two classes: sure by 0.9, 0.9, 0.6, 0.6; right, wrong, right, right.
     logits = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6], [0.6, 0.4]]).double().log()
     task = Classification(classes=("a", "b"))
-    found = prediction_quality(task, logits, torch.tensor([0, 1, 1, 0]))
+    found = module.prediction_quality(task, logits, torch.tensor([0, 1, 1, 0]))
     assert (found.score.value, found.score.low, found.score.high) == wilson(3, 4)
     assert found.brier.value == pytest.approx((0.02 + 1.62 + 0.32 + 0.32) / 4)
     assert found.ece.value == pytest.approx(0.4)
@@ -71,7 +64,7 @@ def test_cells_are_answers_and_mosaics_are_resampled():
     logits = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6], [0.6, 0.4]]).double().log()
     labels = torch.tensor([0, 1, 1, 0]).expand(2, 4)
     task = Cells(classes=("a", "b"), grid=2)
-    of_cells = prediction_quality(task, logits.flatten().expand(2, 8), labels)
+    of_cells = module.prediction_quality(task, logits.flatten().expand(2, 8), labels)
     assert of_cells.score.value == 0.75 and sum(of_cells.bins.count) == 8
     expected = {"brier": 2.28 / 4, "ece": 0.4, "nll": -math.log(0.9 * 0.1 * 0.6 * 0.6) / 4}
     for name, value in expected.items():
@@ -85,11 +78,11 @@ def test_one_temperature_is_fitted_to_all_cells(tmp_path):
     torch.manual_seed(0)
     backbone = Vit(patch=8, width=16, depth=1, heads=2, pooling="mean")
     model = backbone.build(ImageSpec.from_card(data.card)).eval()
-    files = CalibrationPaths("x", tmp_path, tmp_path, tmp_path / "out")
-    result = calibrated(MeasuredModel(model, data), SETTINGS, files)
+    files = module.CalibrationPaths("x", tmp_path, tmp_path, tmp_path / "out")
+    result = calibrated(base.MeasuredModel(model, data), SETTINGS, files)
     logits, _ = predict_in_batches(model, data.validation.images, 16, routing=False)
     rows = torch.cat(list(logits.unflatten(1, (4, 10))))
-    expected = Temperature().fit(rows, labels_as_tensor(data.validation.labels).flatten())
+    expected = Temperature().fit(rows, module.labels_as_tensor(data.validation.labels).flatten())
     assert result.find("temperature").value == expected.temperature != 1
     assert result.interval("score_before") == result.interval("score_after")
     assert result.interval("nll_after") != result.interval("nll_before")
@@ -102,7 +95,7 @@ def test_the_test_split_before_and_after(made):
     temperature = found.find("temperature").value
     assert (temperature, found.facts["at_limit"]) == (fitted.temperature, fitted.at_limit)
     test = subject.data.test
-    labels = labels_as_tensor(test.labels)
+    labels = module.labels_as_tensor(test.labels)
     logits, _ = predict_in_batches(subject.model, test.images, 16, routing=False)
     numbers = found.numbers()
     for when, said in (("before", logits), ("after", fitted.apply(logits))):
@@ -131,7 +124,9 @@ def test_the_test_split_before_and_after(made):
 )
 def test_a_calibrator_of_another_task_is_refused(kind, task, says):
     with pytest.raises(UserError, match=f"calibrate.*{says}"):
-        check_calibrator_fits_task(Calibrate(calibrator={"kind": kind}), task, "pretrain")
+        module.check_calibrator_fits_task(
+            module.Calibrate(calibrator={"kind": kind}), task, "pretrain"
+        )
 
 
 def test_the_stage_writes_what_was_measured(made, monkeypatch):
@@ -139,7 +134,7 @@ def test_the_stage_writes_what_was_measured(made, monkeypatch):
     in_run(monkeypatch, folder, calibrate=SETTINGS.model_dump(mode="json"))
     stage.calibrate("pretrain", "dense", 0)
     path = folder / "artifacts/measured/calibrate/pretrain/dense/0.json"
-    temperature = read_result(path, Found, "calibrate").find("temperature").value
+    temperature = base.read_result(path, values.Found, "calibrate").find("temperature").value
     path = folder / "artifacts/calibrate/pretrain/dense/0/calibrator.json"
     assert read_json_settings(path, FittedTemperature, "a calibrator").temperature == temperature
     path.write_text(path.read_text().replace(f"{temperature}", "9.25"))
@@ -175,9 +170,9 @@ def test_a_calibrator_of_ones_own(made, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(write_my_lab(tmp_path, biased=BIASED).parent)])
     subject, _, folder = made
     with more_packages(["my_lab"]):
-        own = Calibrate(calibrator={"kind": "my_lab.biased"}, batch=16)
+        own = module.Calibrate(calibrator={"kind": "my_lab.biased"}, batch=16)
         check_calibrator(own.calibrator)
-        files = CalibrationPaths("x", folder, folder, tmp_path)
+        files = module.CalibrationPaths("x", folder, folder, tmp_path)
         result = calibrated(subject, own, files)
         assert result.find("temperature") is None
         assert result.interval("nll_after") != result.interval("nll_before")
@@ -190,21 +185,21 @@ def test_a_calibrator_of_ones_own(made, tmp_path, monkeypatch):
         read_calibrator(tmp_path / "calibrator.json", "classes")
 
 
-def settings(**changes) -> CohortChecks:
+def settings(**changes) -> cohort_checks.CohortChecks:
     small = {"subjects": 3, "ages": (20, 50, 80), "rescans": 4, "batch": 16}
-    return CohortChecks(**small | changes)
+    return cohort_checks.CohortChecks(**small | changes)
 
 
 @pytest.fixture(scope="module")
-def subject(cohort) -> MeasuredModel:
+def subject(cohort) -> base.MeasuredModel:
     torch.manual_seed(0)
     backbone = Vit3d(patch=8, width=8, depth=1, heads=1, mlp_ratio=1)
-    return MeasuredModel(backbone.build(ImageSpec.from_card(cohort.card)).eval(), cohort)
+    return base.MeasuredModel(backbone.build(ImageSpec.from_card(cohort.card)).eval(), cohort)
 
 
 @pytest.fixture(scope="module")
-def found(subject) -> Found:
-    assert CohortChecks.applies(subject) is None
+def found(subject) -> values.Found:
+    assert cohort_checks.CohortChecks.applies(subject) is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulated, "RESCAN_YEARS", 200)
         return check_measurement(settings(), subject)

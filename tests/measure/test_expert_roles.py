@@ -11,14 +11,10 @@ from pydantic import ValidationError
 from moecore import UserError, predict_in_batches
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics import choice_patterns as patterns
+from moecore.measure.routing_metrics import expert_roles as module
 from moecore.measure.routing_metrics import expert_similarity as similarity
 from moecore.measure.routing_metrics import label_information as information
 from moecore.measure.routing_metrics.alternative_choices import list_routers
-from moecore.measure.routing_metrics.expert_roles import (
-    ExpertRoles,
-    read_encoded_choices,
-    read_layer_roles,
-)
 from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, max_load_violation
 from moecore.nn.balances.loss_free import LossFree
 from moecore.nn.layers.moe import MoEFeedForward
@@ -194,7 +190,7 @@ def test_experts_that_are_told_the_truth_tell_it(made):
     found = check_measurement(routing_with_roles(windows=(2, 9)), made(Told()))
     assert found.find("information_truth").value == pytest.approx(1, abs=0.05)
     assert found.find("information_layer_before").value == pytest.approx(1, abs=0.05)
-    layers = read_layer_roles(found)
+    layers = module.read_layer_roles(found)
     for layer in layers:
         assert layer.labels["truth"].p == pytest.approx(1 / 201)
         assert layer.labels["position"].p > 0.01 and "pair_lift" not in layer.values
@@ -205,7 +201,7 @@ def test_experts_that_are_told_the_truth_tell_it(made):
     assert ("word" in layers[0].labels) == (made is text_subject)
     # Of 20 images, the tokens that Mixture-of-Depths processes last are of one class's.
     if made is subject:
-        first, second = read_layer_roles(expert_roles(subject(Depth()), images=20))
+        first, second = module.read_layer_roles(expert_roles(subject(Depth()), images=20))
         assert "class" in first.labels and "class" not in second.labels
 
 
@@ -217,7 +213,7 @@ def test_all_of_it_is_of_one_pass():
         layer.register_forward_hook(lambda layer, given, out: seen.append(len(given[0])))
     settings = routing_with_roles(windows=(2,))
     images = len(measured.data.test.images)
-    out = Values(ExpertRoles.metrics, measured.data.task, compute_without_cache)
+    out = Values(module.ExpertRoles.metrics, measured.data.task, compute_without_cache)
     records = settings.record_routing(measured, np.arange(images), out)
     assert len(records) == 2 and settings.images > out.facts["roles"]["images"] == images
     named = {one.metric for one in out.values}
@@ -237,7 +233,7 @@ def test_roles_do_not_depend_on_the_batch(made, monkeypatch):
     monkeypatch.setattr(similarity, "MIN_TOKENS_PER_DIMENSION", 5)
     measured = made(NoisyTopK(k=2))
     settings = routing_with_roles(windows=(2,))
-    collector = (ExpertRoles.metrics, measured.data.task, compute_without_cache)
+    collector = (module.ExpertRoles.metrics, measured.data.task, compute_without_cache)
     whole, parts = Values(*collector), Values(*collector)
     for batch, out in ((40, whole), (7, parts)):
         settings.model_copy(update={"batch": batch}).record_routing(measured, np.arange(40), out)
@@ -251,7 +247,7 @@ def test_experts_by_position_tell_the_position():
     result = expert_roles(subject(Hash(by="position")))
     assert result.find("information_position").value >= 0.49
     assert result.find("information_truth").value == pytest.approx(0, abs=0.01)
-    assert read_encoded_choices(result)[0].shape == (40, 5, 3)
+    assert module.read_encoded_choices(result)[0].shape == (40, 5, 3)
 
 
 def test_margins_are_of_what_the_choice_is_by():
@@ -260,7 +256,7 @@ def test_margins_are_of_what_the_choice_is_by():
     for router in list_routers(measured.model):
         router.balance.bias.copy_(torch.tensor([0.0, 2.0, 4.0]))
     _, records = predict_in_batches(measured.model, measured.data.test.images, prediction=False)
-    for layer, record in zip(read_layer_roles(expert_roles(measured)), records, strict=True):
+    for layer, record in zip(module.read_layer_roles(expert_roles(measured)), records, strict=True):
         scores = record.logits.sigmoid()
         margin = (scores[..., 1] + 2 - scores[..., 0]).mean().item()
         assert margin > 1 and layer.values["margin"] == pytest.approx(margin, rel=1e-6)
@@ -272,10 +268,10 @@ def test_margins_are_of_what_the_choice_is_by():
 
 
 def test_where_it_does_not_apply():
-    assert ExpertRoles.model_refusal(subject(NoisyTopK()).model) is None
+    assert module.ExpertRoles.model_refusal(subject(NoisyTopK()).model) is None
     slots = subject(ExpertChoice())
     skipped = expert_roles(slots).facts["roles"]["skipped"]
-    assert skipped == ExpertRoles.model_refusal(slots.model) != ""
+    assert skipped == module.ExpertRoles.model_refusal(slots.model) != ""
     assert Routing(images=3).roles is None
     with pytest.raises(ValidationError, match="found 3, and roles exchange images; allowed: 4"):
         Routing(images=3, roles={})

@@ -16,15 +16,7 @@ from moecore.experts import Eigen, Mlp, ZeroComputation
 from moecore.measure import router_regret
 from moecore.measure.expert_worth import ExpertWorth, draw_experts, expert_counts_to_remove
 from moecore.measure.router_regret import DrawnTokens, RouterRegret, regret_metrics_by_image
-from moecore.measure.routing_metrics.alternative_choices import (
-    bar_experts,
-    drop_choices,
-    drop_weights,
-    expert_subsets,
-    find_ranked_choice,
-    fixed_subset_gain,
-    list_routers,
-)
+from moecore.measure.routing_metrics import alternative_choices as module
 from moecore.measure.values import Found
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.balances.loss_free import LossFree
@@ -52,7 +44,7 @@ def test_barred_experts_are_not_chosen(router):
     images = torch.from_numpy(small_data().test.images).float() / 255
     with torch.no_grad():
         before = model(images)
-        with bar_experts(model, [torch.tensor([False, True, False, False]), None]):
+        with module.bar_experts(model, [torch.tensor([False, True, False, False]), None]):
             first, _ = model(images).routing
         after = model(images)
     assert not first.chosen[..., 1].any() and before.routing[0].chosen[..., 1].any()
@@ -70,7 +62,7 @@ def test_the_one_that_is_left_gets_all_tokens():
     model = small_vit(moe=moe)
     (layer, _) = [one for one in model.modules() if isinstance(one, MoEFeedForward)]
     tokens = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), bar_experts(model, [torch.tensor([True, False]), None]):
+    with torch.no_grad(), module.bar_experts(model, [torch.tensor([True, False]), None]):
         output, (record,) = layer(tokens)
     assert record.chosen[..., 1].all() and torch.equal(record.combine[..., 1], record.probs[..., 1])
     assert output.shape == tokens.shape and not output.isnan().any()
@@ -81,13 +73,13 @@ def test_a_dropped_choice_by_hand():
     combine = torch.tensor([[[0.5, 0, 0.2, 0.3]]])
     outputs = torch.tensor([[1.0, 0], [9, 9], [0, 1], [2, 2]])
     record = RoutingRecord(combine, combine, combine, combine > 0, combine)
-    first, third = (find_ranked_choice(record, rank) for rank in (1, 3))
+    first, third = (module.find_ranked_choice(record, rank) for rank in (1, 3))
     assert first.tolist() == [[[True, False, False, False]]] and third[0, 0, 2]
-    assert not find_ranked_choice(record, 4).any()
+    assert not module.find_ranked_choice(record, 4).any()
     for is_renormalised, expected in ((False, [0.6, 0.8]), (True, [1.2, 1.6])):
-        left = drop_weights(combine, first, is_renormalised)
+        left = module.drop_weights(combine, first, is_renormalised)
         assert (left @ outputs).flatten().tolist() == pytest.approx(expected)
-    assert not drop_weights(combine * first, first, True).any()
+    assert not module.drop_weights(combine * first, first, True).any()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -105,7 +97,7 @@ def test_a_dropped_choice_of_a_model(router, experts, way):
     images = torch.from_numpy(small_data().test.images).float() / 255
     with torch.no_grad():
         whole = model(images)
-        with drop_choices(model, 1, way):
+        with module.drop_choices(model, 1, way):
             model(images)
         again = model(images)
         (tokens, *_), (_, _, output, (record,)), _ = seen
@@ -114,7 +106,7 @@ def test_a_dropped_choice_of_a_model(router, experts, way):
     outputs = torch.stack(said).view(4, *output.shape)
     torch.testing.assert_close(output, torch.einsum("nte,entd->ntd", record.combine, outputs))
     before = whole.routing[0]
-    is_first = find_ranked_choice(before, 1)
+    is_first = module.find_ranked_choice(before, 1)
     assert not record.chosen[is_first].any()
     assert (record.chosen.sum(dim=-1) == (2 if way == "reroute" else 1)).all()
     others = before.chosen & ~is_first
@@ -163,7 +155,7 @@ def test_all_that_a_router_chooses_among_have_a_worth(experts, removed):
 
 def test_an_expert_that_nobody_uses_is_worth_nothing():
     measured = subject(NoisyTopK(k=1, balance=LossFree()))
-    for router in list_routers(measured.model):
+    for router in module.list_routers(measured.model):
         router.balance.bias[2] = -1e3
     result = ExpertWorth(draws=1).collect_result(measured, compute_without_cache)
     worths = worth_by_expert(result)
@@ -188,7 +180,7 @@ def test_one_token_by_hand():
     """Its layer's output is the class scores, the weights a softmax over the set."""
     logits = torch.tensor([0.2, 1, -0.5, 0.5], dtype=torch.float64)
     outputs = torch.tensor([[1, 0], [2, -1], [-1, 1], [0.5, 0.5]], dtype=torch.float64)
-    sets = expert_subsets(4, 2)
+    sets = module.expert_subsets(4, 2)
     assert [tuple(one.nonzero()[0]) for one in sets] == list(combinations(range(4), 2))
     answers = [logits[one].softmax(0) @ outputs[one] for one in torch.from_numpy(sets)]
     losses = np.array([float(cross_entropy(answer, torch.tensor(0))) for answer in answers])
@@ -198,16 +190,16 @@ def test_one_token_by_hand():
     assert found["router_regret"] == pytest.approx(0.055173, abs=1e-6) and losses.argmin() == 0
     assert found["better_sets"] == pytest.approx(1 / 3)
     assert found["router_regret_normalised"] == pytest.approx(0.164737, abs=1e-6)
-    many = expert_subsets(40, 3)
+    many = module.expert_subsets(40, 3)
     assert many.shape == (256, 40) and (many.sum(axis=1) == 3).all()
-    assert np.array_equal(many, expert_subsets(40, 3))
+    assert np.array_equal(many, module.expert_subsets(40, 3))
 
 
 def test_a_fixed_set_is_chosen_on_the_other_half():
     """The first half likes set 1, the second set 0: each has what the other likes."""
     losses = np.array([[3, 1], [3, 1], [0, 2], [0, 4]])
     is_first = np.array([True, True, False, False])
-    assert fixed_subset_gain(losses, np.ones(4), is_first).tolist() == [-2, -2, -1, -3]
+    assert module.fixed_subset_gain(losses, np.ones(4), is_first).tolist() == [-2, -2, -1, -3]
 
 
 def test_losses_are_those_of_a_slow_reference():
@@ -216,7 +208,7 @@ def test_losses_are_those_of_a_slow_reference():
     settings = RouterRegret(images=4, tokens=2, batch=5)
     drawn = settings.draw_tokens(measured.model, 0, evenly_spaced_indices(40, 4))
     losses = np.array(
-        router_regret.subset_losses(measured, 0, drawn, expert_subsets(3, 2), settings.batch)
+        router_regret.subset_losses(measured, 0, drawn, module.expert_subsets(3, 2), settings.batch)
     )
     assert losses.shape == (4, 2, 4)
     model, test = measured.model, measured.data.test
@@ -244,7 +236,7 @@ def limited_logits(model, barred):
     def limit(logits, mask, tokens):
         return logits(tokens).masked_fill(mask, -1e9)
 
-    routers = list_routers(model)
+    routers = module.list_routers(model)
     for router, mask in zip(routers, barred, strict=True):
         router.logits = partial(limit, router.logits, mask)
     yield
@@ -274,16 +266,18 @@ def test_losses_of_a_text_are_those_of_a_slow_reference():
     measured = text_subject(NoisyTopK(k=2, renormalise=True))
     model, test = measured.model, measured.data.test
     drawn = DrawnTokens(np.array([3, 7]), np.array([[2], [0]]))
-    losses = np.array(router_regret.subset_losses(measured, 0, drawn, expert_subsets(3, 2), 3))
+    losses = np.array(
+        router_regret.subset_losses(measured, 0, drawn, module.expert_subsets(3, 2), 3)
+    )
     assert losses.shape == (2, 1, 4)
-    first, _ = list_routers(model)
+    first, _ = module.list_routers(model)
     for place, index in enumerate(drawn.images):
         words = torch.from_numpy(test.images[[index]])
         right = torch.from_numpy(test.labels[[index]]).long()
         with torch.no_grad():
             own = model(words).routing[0].chosen[0, drawn.tokens[place, 0]]
             later = model(words).routing[1].chosen
-        sets = [torch.from_numpy(one) for one in expert_subsets(3, 2)]
+        sets = [torch.from_numpy(one) for one in module.expert_subsets(3, 2)]
         for column, allowed in enumerate([*sets, own]):
             expected = text_loss(model, first, words, right, drawn.tokens[place, 0], allowed, later)
             assert losses[place, 0, column] == pytest.approx(expected, abs=1e-5)
@@ -300,7 +294,7 @@ def text_loss(model, router, words, right, token, allowed, later) -> float:
         router.barred = barred if len(calls) == 2 else None
 
     hook = router.register_forward_pre_hook(bar)
-    _, second = list_routers(model)
+    _, second = module.list_routers(model)
     with torch.no_grad():
         second.barred = ~later
         loss = cross_entropy(model(words).prediction[0], right[0])
@@ -326,7 +320,9 @@ def test_best_choices_of_the_explorers_images():
     model = SimpleNamespace(layouts=layouts)
     drawn = DrawnTokens(np.array([5]), np.array([[1, 0]]))
     losses = [[[0.9, 0.25, 0.5], [0.9, 0.8, 0.8]]]
-    first, second = router_regret.find_best_choices(model, 0, drawn, losses, expert_subsets(2, 1))
+    first, second = router_regret.find_best_choices(
+        model, 0, drawn, losses, module.expert_subsets(2, 1)
+    )
     assert (first.image, first.tokens, first.experts, first.saved) == (5, [1, 2, 3, 4], [1], 0.25)
     assert (second.tokens, second.experts, second.saved) == ([0], [], 0)
 

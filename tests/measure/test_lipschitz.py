@@ -15,21 +15,18 @@ from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.core.streams import derived_seed
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure import lipschitz
-from moecore.measure.values import Values
-from moecore.nn.backbones.base_model import ImageSpec
-from moecore.nn.backbones.single_layer import SingleLayer
-from moecore.nn.backbones.vit import Vit
+from moecore.nn.backbones import base_model, single_layer, vit
 from moecore.nn.layers.lipschitz_lemma import LemmaTerms, lemma_1_terms, row_jacobians
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import image_batches
-from moecore.tasks.classification import Classification
+from moecore.parts import Classification, Values
 from tests.measure.subjects import built, compute_without_cache
 
 TERMS = ("bound", "jacobian", "router")
 SETTINGS = lipschitz.Lipschitz(images=6, lemma_tokens=5)
 MLP = {"kind": "mlp", "number": 4, "hidden_ratio": 0.5}
 EIGEN = {"kind": "eigen", "number": 4, "hidden_ratio": 0.5}
-VIT = Vit(patch=6, width=16, depth=2, heads=2, stem="conv")
+VIT = vit.Vit(patch=6, width=16, depth=2, heads=2, stem="conv")
 LINEAR = {"kind": "noisy_top_k", "k": 1}
 
 
@@ -47,7 +44,7 @@ MODELS = {
     "hash": (VIT, sparse({"kind": "hash", "k": 1, "by": "patch"})),
     "soft": (VIT, sparse({"kind": "soft_slots", "slots": 2})),
     "choice": (VIT, sparse({"kind": "expert_choice", "k": 2})),
-    "single": (SingleLayer(), sparse(LINEAR, blocks=(0,))),
+    "single": (single_layer.SingleLayer(), sparse(LINEAR, blocks=(0,))),
 }
 OTHERS = {"ermoe": "eigenbasis", "soft": "soft_slots", "choice": "expert_choice"}
 # models without Lemma 1 → a word of the reason
@@ -133,7 +130,7 @@ def test_the_tokens_are_what_the_layers_get(models, images):
     assert not torch.equal(found[0], other[0])
 
 
-IMAGE = ImageSpec(
+IMAGE = base_model.ImageSpec(
     channels=1, size=12, task=Classification(classes=("a", "b", "c")), mean=(0.5,), std=(0.5,)
 )
 
@@ -239,22 +236,17 @@ def test_both_directions_are_tried(function, expected):
     assert float(found.lower_bound) == pytest.approx(expected)
 
 
-JUMP = 3.0
-
-
-def stairs(pixels):
-    return torch.cat([pixels + JUMP * (pixels > 0.6), 0 * pixels], 1)
-
-
 @pytest.mark.parametrize("halvings", [0, 2, 10, 16])
 def test_a_jump_is_found_and_its_ratio_grows_with_every_halving(halvings):
     # slope 1 at 0.5, a jump of 3 at 0.6; over a distance of h the ratio is (3 + h) / h
+    jump = 3.0
+    stairs = lambda x: torch.cat([x + jump * (x > 0.6), 0 * x], 1)
     model = Function(stairs, lambda x: x[:, 0] > 0.6)
     found = estimates(model, torch.full((1, 1, 1, 1), 0.5), radius=0.2, steps=0, halvings=halvings)
     distance = 0.2 / 2**halvings
     assert float(found.local) == pytest.approx(1)
-    assert float(found.lower_bound) == pytest.approx((JUMP + distance) / distance, rel=1e-6)
-    assert bool(found.crossed) and float(found.jump) == pytest.approx(JUMP + distance)
+    assert float(found.lower_bound) == pytest.approx((jump + distance) / distance, rel=1e-6)
+    assert bool(found.crossed) and float(found.jump) == pytest.approx(jump + distance)
 
 
 def test_the_jump_is_the_change_between_ends_that_choose_differently():

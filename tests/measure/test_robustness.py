@@ -4,14 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from moecore.core.files import UserError
+from moecore import UserError, predict_in_batches
 from moecore.core.streams import derived_seed
+from moecore.measure import attack_audit, base
 from moecore.measure import robustness as module
-from moecore.measure.attack_audit import AttackedGallery
-from moecore.measure.base import read_result
 from moecore.measure.robustness import Robustness, check_attack_settings, target_on_drawn_images
 from moecore.measure.values import Found, Value
-from moecore.nn.predict import predict_in_batches
 from moecore.run.measurement_run import find_transferred_images
 from moecore.stages import robustness as stage
 from moecore.stages import transferred
@@ -56,7 +54,7 @@ def curves_of(found: Found, metric: str = "attacked") -> dict[str, list[Value]]:
 
 def test_a_few_images_are_shown_under_the_strongest_attack(results, run):
     for name, found in results.items():
-        shown = AttackedGallery.model_validate(found.facts["attacked"])
+        shown = attack_audit.AttackedGallery.model_validate(found.facts["attacked"])
         last = {one: values[-1].value for one, values in curves_of(found).items()}
         assert last[shown.attack] == min(last.values())
         assert [row.epsilon for row in shown.rows] == [0, 0.05, 0.2]
@@ -170,7 +168,7 @@ def run_stage(run, patch, **changes) -> Found:
     settings = SETTINGS.model_dump(mode="json") | changes
     in_run(patch, run[0], robustness=settings)
     stage.robustness("pretrain", "vit", 0)
-    return read_result(run[0] / RESULT, Found, "robustness")
+    return base.read_result(run[0] / RESULT, Found, "robustness")
 
 
 def test_a_killed_stage_attacks_only_what_is_left(run, results, monkeypatch):

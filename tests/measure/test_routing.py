@@ -1,5 +1,3 @@
-"""Everything about the routing on the digits, for routers of every kind."""
-
 from operator import itemgetter
 
 import numpy as np

@@ -7,15 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from moecore.measure.base import MeasuredModel
+from moecore.backbones import SingleLayer, Vit
 from moecore.measure.routing_certificate import RoutingCertificate, attack_tokens, certified_radii
 from moecore.nn import deviation_bounds as bounds
-from moecore.nn.backbones.base_model import EncodeOptions
-from moecore.nn.backbones.single_layer import SingleLayer
-from moecore.nn.backbones.vit import Vit
-from moecore.nn.layers.block import Attention
-from moecore.nn.layers.lipschitz_lemma import frozen_double_copy
-from moecore.nn.layers.moe import MoESettings
+from moecore.nn.layers import block, lipschitz_lemma, moe
+from moecore.parts import EncodeOptions, MeasuredModel
 from moecore.testing import check_measurement
 from tests.measure.subjects import built
 
@@ -31,8 +27,8 @@ WEIGHTS = ("router_weight", "chosen_weight", "diversity_weight")
 COMPETITION = {"kind": "competition", "k": 2, **dict.fromkeys(WEIGHTS, 1.0)}
 
 
-def sparse(router: dict, blocks: tuple[int, ...] = (1,)) -> MoESettings:
-    return MoESettings(router=router, experts=MLP, blocks=blocks)
+def sparse(router: dict, blocks: tuple[int, ...] = (1,)) -> moe.MoESettings:
+    return moe.MoESettings(router=router, experts=MLP, blocks=blocks)
 
 
 MODELS = {
@@ -80,7 +76,7 @@ def test_the_attack_finds_changes_outside_of_a_radius(models, images, name, norm
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_tokens_move_by_at_most_their_bounds(models, images, monkeypatch, is_exact, name, norm):
     """In two balls, of which the smaller has bounds that are smaller by its share."""
-    exact = frozen_double_copy(models[name])
+    exact = lipschitz_lemma.frozen_double_copy(models[name])
     pixels = torch.from_numpy(images[:3]).double() / 255
     seen = []
     monkeypatch.setattr(bounds, "margin_shares", lambda at, *_: seen.append(at))
@@ -124,7 +120,7 @@ def layer_of(name: str) -> nn.Module:
         "linear": nn.Linear(6, 5),
         "gelu": nn.GELU(),
         "norm": nn.LayerNorm(6),
-        "attention": Attention(6, 2),
+        "attention": block.Attention(6, 2),
         "group norm": nn.GroupNorm(1, 2),
         "convolution": nn.Conv2d(2, 3, 3, stride=2, padding=1),
     }[name].double()

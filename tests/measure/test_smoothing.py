@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from moecore.attacks.base import image_generators
+from moecore.backbones import MoESettings, Vit
 from moecore.core.routing_records import ModelOutput
 from moecore.measure.base import SEED, MeasuredModel
 from moecore.measure.smoothing import Smoothing, smoothing_radius
-from moecore.nn.backbones.vit import Vit
-from moecore.nn.layers.moe import MoESettings
 from moecore.testing import check_measurement
 from tests.measure.subjects import built
 

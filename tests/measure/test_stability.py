@@ -10,19 +10,16 @@ from moecore.backbones import SingleLayer, Vit
 from moecore.core.arrays_as_text import decode_compressed_text
 from moecore.data.corruptions import add_noise, standard_normal_noise
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.explorer import ExplorerData
-from moecore.measure.routing_metrics.epoch_routing import explorer_image_indices
+from moecore.measure import explorer, stability, values
+from moecore.measure.routing_metrics import epoch_routing, layer_metrics
 from moecore.measure.routing_metrics.expert_gallery import Overlays, parse_expert_grid
-from moecore.measure.routing_metrics.layer_metrics import choice_changes, expert_agreement
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views
-from moecore.measure.stability import Stability, class_probs_by_sigma, put_ramps
-from moecore.measure.values import Found, Values
 from moecore.testing import check_measurement
 from moecore.testing.check_helpers import CLASSES
 from tests.measure import subjects
 from tests.measure.subjects import FEW, MOVED, OF_VOLUMES, compute_without_cache, images, moe
 
-SETTINGS = Stability(images=30, overlays=3, sigmas=(0.2, 0.05), steps=4)
+SETTINGS = stability.Stability(images=30, overlays=3, sigmas=(0.2, 0.05), steps=4)
 VIT = Vit(patch=4, width=16, depth=2, heads=2)
 MODELS = {"vit": (VIT, subjects.top_k_mlps(k=2))}
 MODELS |= {"other": (VIT, subjects.top_k_mlps(k=2, blocks=(1,))), "dense": (SingleLayer(), None)}
@@ -48,14 +45,14 @@ class Slope(nn.Module):
         return ModelOutput(torch.stack([p, 1 - p], 1).log())
 
 
-def ramp_of(model: nn.Module, number: int = 1) -> Found:
+def ramp_of(model: nn.Module, number: int = 1) -> values.Found:
     """Of ``number`` images whose first pixel starts at 0.4 and grows by 0.01 a step, 30 steps."""
     images = np.full((number, 1, 8, 8), 102, np.uint8)
     sigmas = [0.01 * i for i in range(31)]
-    probs = class_probs_by_sigma(model, images, torch.ones(number, 1, 8, 8), sigmas, 7)
+    probs = stability.class_probs_by_sigma(model, images, torch.ones(number, 1, 8, 8), sigmas, 7)
     labels = torch.zeros(number, dtype=torch.int64)
-    out = Values(Stability.metrics, CLASSES, compute_without_cache)
-    put_ramps(probs, labels, np.arange(number), sigmas, range(number), out)
+    out = values.Values(stability.Stability.metrics, CLASSES, compute_without_cache)
+    stability.put_ramps(probs, labels, np.arange(number), sigmas, range(number), out)
     return out.found()
 
 
@@ -75,7 +72,7 @@ def test_a_slope_has_no_jump_and_chunks_keep_their_order():
     grey, noise = np.linspace(60, 200, 40).astype(np.uint8), torch.linspace(-1, 1, 40)
     images = np.broadcast_to(grey[:, None, None, None], (40, 1, 8, 8))
     drawn = noise[:, None, None, None].expand(40, 1, 8, 8)
-    probs = class_probs_by_sigma(Slope(), images, drawn, [0.0, 0.1], 13)
+    probs = stability.class_probs_by_sigma(Slope(), images, drawn, [0.0, 0.1], 13)
     expected = torch.from_numpy(grey / 255) + torch.tensor([[0.0], [0.1]]) * noise
     torch.testing.assert_close(probs[:, :, 0], expected.T.double(), atol=1e-6, rtol=1e-6)
 
@@ -111,9 +108,9 @@ def test_routing_values_are_those_of_the_records(data, models, results):
     _, noisy = predict_in_batches(models["vit"], pixels, 30)
     names = ("noise_selection_change", "noise_agreement")
     change, agreement = (results["vit"].find(name, sigma=0.05).value for name in names)
-    layers = choice_changes(clean, noisy)
+    layers = layer_metrics.choice_changes(clean, noisy)
     assert change == pytest.approx(np.mean([float(layer.mean()) for layer in layers]))
-    same = [float(layer.mean()) for layer in expert_agreement(clean, noisy)]
+    same = [float(layer.mean()) for layer in layer_metrics.expert_agreement(clean, noisy)]
     assert agreement == pytest.approx(sum(same) / 2)
 
 
@@ -136,7 +133,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def found(model):
-    return ExplorerData.model_validate(check_measurement(FEW, model).facts)
+    return explorer.ExplorerData.model_validate(check_measurement(FEW, model).facts)
 
 
 def arrays(text: str, images: int, tokens: int, experts: int) -> tuple[np.ndarray, ...]:
@@ -154,7 +151,7 @@ def arrays(text: str, images: int, tokens: int, experts: int) -> tuple[np.ndarra
 
 
 def test_the_clean_images_are_those_of_the_records(model, found):
-    where = explorer_image_indices(model.data, 5)
+    where = epoch_routing.explorer_image_indices(model.data, 5)
     assert found.images == tuple(where) == (0, 25, 12, 37, 6)
     assert found.labels == tuple((float(model.data.test.labels[place]),) for place in where)
     assert (found.special, found.grid) == (1, (3, 3))
@@ -184,7 +181,7 @@ def check_layer(text, record):
 
 
 def test_noise_and_attacks_are_those_of_the_other_measurements(model, found):
-    where = explorer_image_indices(model.data, 5)
+    where = epoch_routing.explorer_image_indices(model.data, 5)
     clean = model.data.test.images[where]
     labels = torch.from_numpy(model.data.test.labels[where])
     by_label = {one.label: one for one in found.shown}
@@ -288,7 +285,7 @@ def test_volumes(tmp_path):
     with pytest.raises(UserError, match="explorer.augmentations: found brightness"):
         FEW.explore(model, compute_without_cache)
     asked = OF_VOLUMES.model_copy(update={"images": 24})
-    found = ExplorerData.model_validate(check_measurement(asked, model).facts)
+    found = explorer.ExplorerData.model_validate(check_measurement(asked, model).facts)
     assert len(found.images) == 6 and found.grid == (4, 4, 4)
     assert found.shown[0].picture.shape == (6, 1, 16, 16, 16)
     assert [one.picture for one in found.shown[1:]] == [None] * 8

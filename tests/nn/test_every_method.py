@@ -21,9 +21,8 @@ from moecore.nn.router_hooks import build_record, routing_collector
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.teachers import AffineRanges, Training, ViewSettings
 from moecore.testing.check_helpers import small_vit
-from moecore.training.artifacts import load_model, save_model
+from moecore.training import artifacts, loop
 from moecore.training.job import Objective, TrainingJob
-from moecore.training.loop import iterate_training
 from moecore.training.method import Method, attach_required_guide, build_guide
 from moecore.training.teachers.timm import define_missing_operators
 from tests.data.making import VOLUMES, ball
@@ -66,7 +65,7 @@ def trained(kind: str, method: Method):
     loaded = (load_split_where_it_fits(split, "cpu") for split in splits)
     objective = Objective(method.losses, distillation=method.distillation)
     job = TrainingJob(model, *loaded, objective, guide, method.views)
-    values = [metrics.values for metrics in iterate_training(job, settings, 0, CPU)]
+    values = [metrics.values for metrics in loop.iterate_training(job, settings, 0, CPU)]
     return attach_required_guide(model, guide), values
 
 
@@ -77,7 +76,7 @@ def test_a_method_trains_is_saved_and_predicts_the_same_in_any_batch(tmp_path, k
     if kind == "vit3d":
         assert {"train_mae", "validation_mae", "validation_loss", "task"} <= set(values[-1])
         assert "train_accuracy" not in values[-1] and 0 < values[-1]["validation_mae"] < 60
-    save_model(tmp_path, model)
+    artifacts.save_model(tmp_path, model)
     pixels = torch.rand((7, 1, *model.image.shape), generator=torch.Generator().manual_seed(1))
     expected, records = predict_in_batches(model, pixels, batch=7)
     layouts = model.layouts
@@ -87,7 +86,7 @@ def test_a_method_trains_is_saved_and_predicts_the_same_in_any_batch(tmp_path, k
     if kind in SWINS:
         assert layouts == (TokenLayout(0, (8, 8), (8, 8)), TokenLayout(0, (4, 4), (8, 8)))
     for batch in (1, 3, 7):
-        logits, again = predict_in_batches(load_model(tmp_path), pixels, batch=batch)
+        logits, again = predict_in_batches(artifacts.load_model(tmp_path), pixels, batch=batch)
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
         for ours, theirs in zip(again, records, strict=True):
             assert torch.equal(ours.chosen, theirs.chosen)

@@ -23,9 +23,7 @@ from moecore.core.files import UserError, file_checksum, read_json, write_checks
 from moecore.core.source_layout import CODE, FAMILIES, ROOT
 from moecore.data.prepared import Prepared
 from moecore.data.sources.dialects import Dialects
-from moecore.pipeline import dvc_yaml, pilot, plan
-from moecore.pipeline.cli import app
-from moecore.pipeline.code_hashes import hash_code_files, hash_settings
+from moecore.pipeline import cli, code_hashes, dvc_yaml, pilot, plan
 from moecore.pipeline.plan import DvcStatus, PlannedStage, plan_stages, stages_changed_by_code
 from moecore.study import stages as stage_table
 from moecore.study.params_reader import params_keys_by_field
@@ -88,7 +86,7 @@ ONE_METHOD = "run: {methods: [a]}\nmethods: {a: {router: {kind: hash}}}\n"
 def finished(folder: Path) -> dict[str, dict[str, str]]:
     """What the stages ``code`` and ``train`` leave behind."""
     (folder / "params.yaml").write_text(ONE_METHOD)
-    files = hash_code_files(parse_yaml_document(ONE_METHOD))
+    files = code_hashes.hash_code_files(parse_yaml_document(ONE_METHOD))
     for name, hashes in files.items():
         write_json(CODE / name, hashes)
     stages = {
@@ -159,7 +157,7 @@ def test_another_raw_folder_is_said_until_it_is_prepared_again(tmp_path, monkeyp
     monkeypatch.setattr("moecore.pipeline.parallel.run_pipeline", lambda *_: None)
 
     def said(command: str) -> list[str]:
-        done = CliRunner().invoke(app, [command], catch_exceptions=False)
+        done = CliRunner().invoke(cli.app, [command], catch_exceptions=False)
         assert done.exit_code == 0
         return [line for line in done.stdout.splitlines() if "flowers:" in line]
 
@@ -200,7 +198,7 @@ def study(tmp_path):
 
 
 def run_pilot_command(*words: object):
-    return CliRunner().invoke(app, ["pilot", *map(str, words)], catch_exceptions=False)
+    return CliRunner().invoke(cli.app, ["pilot", *map(str, words)], catch_exceptions=False)
 
 
 def result_of(score, seconds: float = 90.0, **scores) -> pilot.PilotResult:
@@ -349,12 +347,9 @@ def script_and_words(stage: dict) -> tuple[str, list[str]]:
     return words[2].removeprefix("moecore.stages."), words[3:]
 
 
-def tree_of(script: str) -> ast.Module:
-    return ast.parse((ROOT / "stages" / f"{script}.py").read_text(encoding="utf-8"))
-
-
 def calls_of(script: str, name: str) -> list[ast.Call]:
-    calls = [node for node in ast.walk(tree_of(script)) if isinstance(node, ast.Call)]
+    tree = ast.parse((ROOT / "stages" / f"{script}.py").read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return [call for call in calls if getattr(call.func, "id", "") == name]
 
 
@@ -440,7 +435,7 @@ def paths_dvc_leaves_out(value: object, path: tuple = ()) -> Iterator[tuple]:
 @pytest.mark.parametrize("study", [None, "ours/ablations", "ours/sizes"])
 def test_settings_that_dvcs_run_cache_leaves_out_have_a_hash_that_stages_depend_on(study):
     document = compose_shipped(study).document if study else load_yaml_document(project.SHIPPED)
-    before = hash_settings(document)
+    before = code_hashes.hash_settings(document)
     paths = list(paths_dvc_leaves_out(document.data))
     assert paths
     for path in paths:
@@ -453,7 +448,7 @@ def test_settings_that_dvcs_run_cache_leaves_out_have_a_hash_that_stages_depend_
         for word in path[:-1]:
             holder = holder[word]
         holder[path[-1]] = "another"
-        after = hash_settings(edited)
+        after = code_hashes.hash_settings(edited)
         assert {name for name in before if before[name] != after[name]} == {key}, path
 
 
@@ -461,7 +456,7 @@ def test_equal_settings_have_equal_hashes():
     run = {"methods": []}
     one = YamlDocument("params.yaml", {"run": run, "model": {"width": 8, "rate": 1e-3}})
     other = YamlDocument("params.yaml", {"run": run, "model": {"rate": 0.001, "width": 8.0}})
-    assert hash_settings(one) == hash_settings(other)
+    assert code_hashes.hash_settings(one) == code_hashes.hash_settings(other)
 
 
 def parts_in(annotation: object, seen: frozenset = frozenset()) -> set[str]:

@@ -18,20 +18,16 @@ from typer.testing import CliRunner
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import PROJECT_ANSWERS, ROOT, list_project_dvc_files
-from moecore.pipeline.cli import app
-from moecore.pipeline.dvc_yaml import build_stage_entries, study_dvc_yaml_texts
+from moecore.pipeline import cli, dvc_yaml
 from moecore.pipeline.project import hash_text, moecore_requirement
 from moecore.pipeline.project_files import render_project_template
-from moecore.study import params_writer
-from moecore.study.check import params_schema
+from moecore.study import check, params_writer, questions
 from moecore.study.params_writer import RENAMED_KEYS, RenamedKey, rename_keys_in_text
-from moecore.study.questions import find_question
 from moecore.study.yaml_document import MOVED, load_yaml_document, parse_yaml_document
 from moecore.tracking.mlflow_connection import experiment_name, find_project_root
 from tests.my_lab import forget_package
 from tests.project import check_params
 
-BEGINNINGS = ("main", "quick", "ermoe/brain_age")
 WRITTEN = {
     *".dvc/.gitignore .dvc/config .dvcignore .github/workflows/test.yml .gitignore".split(),
     *".moecore.json Makefile README.md dvc.yaml params.yaml pyproject.toml".split(),
@@ -51,7 +47,7 @@ def empty(tmp_path, monkeypatch) -> Iterator[Path]:
 
 
 def moecore(*words: str):
-    return CliRunner().invoke(app, words, catch_exceptions=False)
+    return CliRunner().invoke(cli.app, words, catch_exceptions=False)
 
 
 def files_below(folder: Path) -> set[str]:
@@ -85,13 +81,13 @@ def test_a_damaged_pyproject_is_one_line(tmp_path, text):
         experiment_name(tmp_path)
 
 
-@pytest.mark.parametrize("study", BEGINNINGS)
+@pytest.mark.parametrize("study", ("main", "quick", "ermoe/brain_age"))
 def test_it_may_begin_as_any_study(empty, study):
     assert moecore("new", "own", "--from", study).exit_code == 0
     stages = check_params(empty / "own/params.yaml")
     assert stages.run.methods is not None and list_project_dvc_files(empty / "own")
     if study != "main":
-        values = find_question(ROOT, study).round(1).compose().document.data
+        values = questions.find_question(ROOT, study).round(1).compose().document.data
         text = json.dumps(values).replace("../../data/", "data/")
         packages = ["own", *values.get("packages", ())]
         assert all(list((empty / "own/src" / name).glob("[a-z]*.py")) for name in packages)
@@ -275,7 +271,7 @@ def test_an_upgrade_keeps_the_stages_that_the_project_has(empty, monkeypatch, st
     moecore("new", "own", ".", "--from", study)
     dvc, params = Path("dvc.yaml"), Path("params.yaml")
     stages = {*load_yaml_document(dvc).data["stages"], "calibrate"} - {"transfer"}
-    text = study_dvc_yaml_texts(build_stage_entries([*stages]), {})["dvc.yaml"]
+    text = dvc_yaml.study_dvc_yaml_texts(dvc_yaml.build_stage_entries([*stages]), {})["dvc.yaml"]
     dvc.write_text(text.replace("    desc: ", "    desc: Older. "), encoding="utf-8")
     settings = re.sub("(?m)^(transfer:|calibrate:\n ) .*\n", "", params.read_text("utf-8"))
     params.write_text(f"{settings}calibrate: {{calibrator: {{kind: temperature}}}}\n", "utf-8")
@@ -424,7 +420,7 @@ def test_an_upgraded_project_is_in_order_with_the_stages_that_it_had(old, monkey
     stages = {*load_yaml_document(Path("dvc.yaml")).data["stages"]}
     forget_package("own")
     for words in (["upgrade", "--yes"], ["check"], ["study", "new", "mine"]):
-        done = CliRunner().invoke(app, words, catch_exceptions=False)
+        done = CliRunner().invoke(cli.app, words, catch_exceptions=False)
         assert done.exit_code == 0, done.output
     forget_package("own")
     assert {*load_yaml_document(Path("dvc.yaml")).data["stages"]} == stages
@@ -449,7 +445,7 @@ def list_keys(
 
 
 def test_every_key_of_then_is_a_key_of_now_or_is_renamed(old):
-    then, now = json.loads((old / "params.schema.json").read_text("utf-8")), params_schema()
+    then, now = json.loads((old / "params.schema.json").read_text("utf-8")), check.params_schema()
     gone = {*list_keys(then, then)} - {*list_keys(now, now)}
     known = {step.key for step in RENAMED_KEYS}
     assert not {".".join(path) for path in gone if path[0] not in MOVED} - known

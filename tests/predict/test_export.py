@@ -15,12 +15,11 @@ from moecore.nn.backbones.base_model import ImageSpec, Model
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.kernels.grouped import plain_operations_context
 from moecore.nn.layers.moe import MoELayer, MoESettings
-from moecore.nn.routers.told import Told
 from moecore.pipeline.predict_cli import main
 from moecore.predict import export as module
 from moecore.predict.continuation import Sampling, continue_prompt, continue_words, sample_token
 from moecore.predict.export import TensorsOnly, compare_outputs, draw_inputs, export_model
-from moecore.routers import ExpertChoice, Hash, NoisyTopK, Router, SoftSlots
+from moecore.routers import ExpertChoice, Hash, NoisyTopK, Router, SoftSlots, Told
 from moecore.tasks.next_token import NextToken
 from moecore.training.artifacts import load_model, save_model, save_vocab
 from moecore.training.method import Guide, GuidedModel

@@ -7,14 +7,8 @@ import numpy as np
 
 from moecore.brain.age_correction import METRICS
 from moecore.core.files import write_json
-from moecore.measure.attack_audit import ScoresAtEpsilon
-from moecore.measure.cohort_checks import CohortChecks, put_agreements
-from moecore.measure.probes.simulated_people import (
-    RegionExpertAgreement,
-    RegionExperts,
-    TissueAgreement,
-)
-from moecore.measure.values import Found, Values
+from moecore.measure import attack_audit, cohort_checks, values
+from moecore.measure.probes import simulated_people
 from moecore.statistics.intervals import Interval
 from moecore.tasks.regression import Regression
 from moecore.training.outcome import Outcome
@@ -79,14 +73,14 @@ def probe(epoch: int) -> list[dict[str, Any]]:
     return rows
 
 
-def calibrated(number: int, seed: int, simulated: bool) -> Found:
+def calibrated(number: int, seed: int, simulated: bool) -> values.Found:
     """Raw MAE as trained, corrected 3.5 + method + 0.1 · seed, median predictor 10."""
     generator = np.random.default_rng(seed)
     ages = generator.uniform(45, 85, 40)
     raw = 15 + 0.75 * ages + generator.normal(0, 2, 40)
     points = {"age": ages.tolist(), "sex": ["F", "M"] * 20, "raw": raw.tolist()}
     points["pooled"] = ((raw - 15) / 0.75).tolist()
-    out = Values(METRICS, TASK, lambda name, compute: compute())
+    out = values.Values(METRICS, TASK, lambda name, compute: compute())
     out.put("median_mae", 10.0)
     lines = {"raw": (4.0, -0.6, 0.75), "pooled": (3.5, -0.1, 0.95)}
     lines["sex_specific"] = (3.6, -0.125, 0.94)
@@ -117,7 +111,7 @@ def groups(names) -> list[dict[str, Any]]:
     return [{"group": name, "n": 20} | errors for name in names]
 
 
-def attacked(number: int) -> Found:
+def attacked(number: int) -> values.Found:
     """4 + method + 255 ε years under each attack, half a year more under the worst."""
     halves = {"pgd-10": 0.5, "fgsm": -0.5}
     curves = {name: [row(number, step, halves[name]) for step in (0, 1, 2)] for name in halves}
@@ -126,19 +120,19 @@ def attacked(number: int) -> Found:
     return found_under_attack(curves, TASK, 40, changes, 1, audit=[line])
 
 
-def row(number: int, step: int, half: float) -> ScoresAtEpsilon:
+def row(number: int, step: int, half: float) -> attack_audit.ScoresAtEpsilon:
     """Images err by ``half`` a year more or less in turn; methods differ by ± 0.01, too."""
     error = 4.0 + number + step
     signs = [(more, sign) for more in (1, -1) for sign in (1, -1)]
     scores = [error + sign * half + 0.01 * number * more for more, sign in signs] * 10
     limits = {"low": error - 1, "high": error + 1}
-    return ScoresAtEpsilon(epsilon=step / 255, score=error, scores=scores, **limits)
+    return attack_audit.ScoresAtEpsilon(epsilon=step / 255, score=error, scores=scores, **limits)
 
 
-def checked(seed: int, routed: bool) -> Found:
+def checked(seed: int, routed: bool) -> values.Found:
     # Isolated: wm 9, gm 8, csf 7 + 0.1 · seed, and probes 6.5, 6, 4.25 + 0.2 · seed. Of the whole
     # volume 2.75; rescans 0.5 years apart.
-    out = Values(CohortChecks.metrics, TASK, lambda name, compute: compute())
+    out = values.Values(cohort_checks.CohortChecks.metrics, TASK, lambda name, compute: compute())
     tissues = {"wm": (9.0, 6.5), "gm": (8.0, 6.0), "csf": (7.0, 4.25)}
     out.put("whole_mae", Interval(4.0, 3.0, 5.0))
     out.put("whole_probe_mae", Interval(2.75, 2.25, 3.0))
@@ -155,24 +149,26 @@ def checked(seed: int, routed: bool) -> Found:
     out.facts["ageing"] = {"ages": [50, 60, 70], "predictions": [[52, 60, 66], [50, 58, 69]]}
     out.facts["not_checked"] = {} if routed else {"generalisation": "it has no region experts"}
     if routed:
-        put_agreements(generalised(seed), out)
+        cohort_checks.put_agreements(generalised(seed), out)
     return out.found()
 
 
-def generalised(seed: int) -> RegionExperts:
+def generalised(seed: int) -> simulated_people.RegionExperts:
     # Isolated 0.9, mixed 0.7 + 0.01 · seed, whole 0.6, of the other generator 0.8 and 0.5; chance
     # 0.375.
-    def agreement(share: float) -> TissueAgreement:
+    def agreement(share: float) -> simulated_people.TissueAgreement:
         over = share - 0.375
         agreed = Interval(share, share - 0.0625, share + 0.0625)
         gained = Interval(over, over - 0.125, over + 0.125)
         shares = {"permuted": 0.375, "fixed": 0.65, "same_place": 0.55}
-        return TissueAgreement(people=9, cubes=90, agreement=agreed, over_chance=gained, **shares)
+        return simulated_people.TissueAgreement(
+            people=9, cubes=90, agreement=agreed, over_chance=gained, **shares
+        )
 
     ranks = {name: Interval(0.5, 0.25, 0.75) for name in ("wm", "gm", "csf")}
-    return RegionExperts(
-        test=RegionExpertAgreement(agreement(0.6), agreement(0.9), ranks),
+    return simulated_people.RegionExperts(
+        test=simulated_people.RegionExpertAgreement(agreement(0.6), agreement(0.9), ranks),
         mixed=agreement(0.7 + 0.01 * seed),
         mixtures={("wm", "gm", 0.25): agreement(0.7)},
-        other=RegionExpertAgreement(agreement(0.5), agreement(0.8), ranks),
+        other=simulated_people.RegionExpertAgreement(agreement(0.5), agreement(0.8), ranks),
     )

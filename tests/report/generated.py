@@ -7,22 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from moecore.core.config import Config
 from moecore.core.files import to_jsonable, write_json
-from moecore.core.routing_records import RoutingRecord, TokenLayout
-from moecore.measure import attack_audit, calibration
-from moecore.measure.base import Estimate, Skipped
-from moecore.measure.robustness import METRICS, put_scores
+from moecore.measure import attack_audit, base, calibration, robustness, training
 from moecore.measure.routing_metrics import expert_gallery, layer_metrics
 from moecore.measure.routing_metrics.alternative_choices import fallback_slopes
 from moecore.measure.routing_metrics.expert_gallery import encode_thumbnails, overlapping_views
-from moecore.measure.training import Trained, collect_outcome_values
 from moecore.measure.values import Found, Place, Value, Values
+from moecore.parts import Classification, Config, RoutingRecord, Task, TokenLayout
 from moecore.report.study_results import ModelResults
 from moecore.study.stages import MEASURED_STAGES
 from moecore.tasks import class_task
-from moecore.tasks.base import Task
-from moecore.tasks.classification import Classification
 from moecore.training.outcome import Outcome
 
 CLASSES = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal")
@@ -30,7 +24,7 @@ TASK = Classification(classes=CLASSES)
 EPSILONS = (0.0, 2 / 255, 4 / 255, 8 / 255)
 NEW = ("corruptions", "lipschitz", "cost", "stability")
 TRANSFORMS = ("rotation 5", "scaling 0.5", "translation (0, 0.1)")
-DENSE = Skipped(skipped="the model has no MoE layers")
+DENSE = base.Skipped(skipped="the model has no MoE layers")
 
 
 def model_with_results(*results: Config) -> ModelResults:
@@ -68,7 +62,7 @@ def changed(
     known = dict(model.results)
     for result in results:
         if isinstance(result, Outcome):
-            known[Trained] = collect_outcome_values(result)
+            known[training.Trained] = training.collect_outcome_values(result)
         else:
             known[kind or type(result)] = result
     return model._replace(results=known)
@@ -82,8 +76,8 @@ def with_values(found: Found, metric: str, **changes: Any) -> Found:
     return found.model_copy(update={"values": tuple(values)})
 
 
-def estimate(value: float, low: float, high: float) -> Estimate:
-    return Estimate(value=value, low=low, high=high)
+def estimate(value: float, low: float, high: float) -> base.Estimate:
+    return base.Estimate(value=value, low=low, high=high)
 
 
 def card(phase: str) -> dict[str, Any]:
@@ -112,10 +106,10 @@ def trained(number: int, seed: int, routed: bool, phase: str) -> Outcome:
         settled["routing_agreement_before_after"] = (0.8, 0.7, 0.75)
     return Outcome(
         task=TASK,
-        test_score=Estimate.of(TASK.interval(hits)),
+        test_score=base.Estimate.of(TASK.interval(hits)),
         validation_score=estimate(0.8, 0.7, 0.9),
         test_correct=int(hits.sum()),
-        test_top5=Estimate.of(TASK.interval(class_task.topk_hits(logits, labels, 5))),
+        test_top5=base.Estimate.of(TASK.interval(class_task.topk_hits(logits, labels, 5))),
         test_count=600,
         test_loss=float(class_task.class_nll(logits, labels).mean()),
         images_per_second=2100.0 + seed,
@@ -287,16 +281,16 @@ def found_under_attack(
     **facts: Any,
 ) -> Found:
     """Scores and a change of routing, alike in all layers; half as much of the processing's."""
-    out = Values(METRICS, task, lambda name, compute: compute())
+    out = Values(robustness.METRICS, task, lambda name, compute: compute())
     for name, rows in curves.items():
-        put_scores("attacked", rows, images, out, attack=name)
+        robustness.put_scores("attacked", rows, images, out, attack=name)
         for row, change in zip(rows, changes.get(name, ()), strict=False):
             at = {"attack": name, "epsilon": row.epsilon}
             out.put("routing_change", change, **at)
             out.put("processing_change", change / 2, **at)
             for layer in range(1, layers + 1):
                 out.put("routing_change_layer", change, **at, layer=layer)
-    put_scores("worst", attack_audit.worst_case(curves, task, images), images, out)
+    robustness.put_scores("worst", attack_audit.worst_case(curves, task, images), images, out)
     out.facts |= {"task": task, "images": images, "attacked": None, **facts}
     return out.found()
 

@@ -1,17 +1,14 @@
-"""The report of a study whose answers are ages."""
-
 import csv
 import json
 
 import pytest
 
 from moecore.measure import CohortChecks, Robustness
+from moecore.report import report_files, results_and_displays
 from moecore.report.figures.charts import attack_points
 from moecore.report.page.report_page import render_report
 from moecore.report.pictures import calibration_and_cohorts
 from moecore.report.pictures.robustness import scores_by_epsilon
-from moecore.report.report_files import age_errors_csv, robustness_csv, training_csv
-from moecore.report.results_and_displays import read_results
 from moecore.report.tables.cells import NumberFormat
 from moecore.report.tables.metrics_by_method import build_table, compare_methods, used_tests
 from moecore.report.tables.terminal_summary import headline_rows
@@ -31,7 +28,7 @@ def results(root, seeds=(0, 1, 2), simulated=True, methods=METHODS, settings="ru
 
 def read(root, methods, seeds, settings):
     run = RunSelection(methods=tuple(methods), seeds=tuple(seeds), phases=("pretrain",))
-    return read_results(run, settings, root, STAGES)
+    return results_and_displays.read_results(run, settings, root, STAGES)
 
 
 @pytest.fixture(scope="module")
@@ -185,9 +182,9 @@ def test_one_seed_has_the_bootstraps_limits(tmp_path):
 
 
 def test_csv_files(three):
-    training = list(csv.DictReader(training_csv(three).splitlines()))
-    robustness = list(csv.DictReader(robustness_csv(three).splitlines()))
-    s1 = list(csv.DictReader(age_errors_csv(three).splitlines()))
+    training = list(csv.DictReader(report_files.training_csv(three).splitlines()))
+    robustness = list(csv.DictReader(report_files.robustness_csv(three).splitlines()))
+    s1 = list(csv.DictReader(report_files.age_errors_csv(three).splitlines()))
     assert len(training) == 27 and {"train_mae", "validation_mae"} < set(training[0])
     assert len(robustness) == 9 * 2 * 3 and robustness[2]["mae"] == "6.0"
     assert robustness[2]["low"] == "5.0" and "accuracy" not in robustness[0]

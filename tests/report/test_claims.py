@@ -10,8 +10,7 @@ from pydantic import ValidationError
 
 from moecore.core.files import UnusableFile, UserError, write_json, write_whole
 from moecore.core.source_layout import ROOT
-from moecore.measure.base import Estimate
-from moecore.measure.routing import Routing
+from moecore.measure import base, routing
 from moecore.measure.values import Value
 from moecore.report.claims import evaluation
 from moecore.report.claims.answers import reevaluate_claim
@@ -22,14 +21,8 @@ from moecore.report.study_results import ModelResults, PhaseResults, StudyResult
 from moecore.report.tables.metrics_by_method import compare_methods, expected_metrics
 from moecore.report.tables.terminal_summary import claim_lines, headline_rows
 from moecore.statistics import comparisons
-from moecore.study.papers import PIPELINES, ComputedRatio, PaperTable, load_papers
-from moecore.study.questions import load_questions
-from moecore.study.run_and_claims import (
-    Claim,
-    Question,
-    answer_settings_digest,
-    have_settings_changed,
-)
+from moecore.study import papers, questions
+from moecore.study import run_and_claims as module
 from moecore.study.study import read_study
 from moecore.training.outcome import Outcome
 from tests.report import generated
@@ -43,7 +36,7 @@ ROUTED = generated.routed_by(generated.records_of(0), 0, 0)
 
 
 def model(method: int, match: float | None, accuracy: float = 0.5) -> ModelResults:
-    score = Estimate(value=accuracy, low=accuracy - 0.1, high=accuracy + 0.1)
+    score = base.Estimate(value=accuracy, low=accuracy - 0.1, high=accuracy + 0.1)
     outcome = generated.trained(method, 0, False, "pretrain")
     outcome = outcome.model_copy(update={"test_score": score})
     if match is None:
@@ -55,7 +48,7 @@ def matching(outcome: Outcome, match: Value) -> ModelResults:
     """A model whose views match as often as this."""
     values = (*(one for one in ROUTED.values if one.metric != "match_top1"), match)
     routed = ROUTED.model_copy(update={"values": values})
-    return generated.changed(ModelResults({Routing: routed}), outcome)
+    return generated.changed(ModelResults({routing.Routing: routed}), outcome)
 
 
 def one_phase(models) -> StudyResults:
@@ -75,11 +68,11 @@ def flat_claims(evaluated) -> dict:
     return claims_for_compare_json(evaluated).get("claims", {})
 
 
-def claim(**changes) -> Claim:
+def claim(**changes) -> module.Claim:
     text = {"source": "table 4", "says": "Views agree.", "quote": "Views agree more."}
     sides = {"method": "prc", "against": "vmoe", "metric": "match_top1", "better": "higher"}
     reference = {"reference_effect": 10.0} if "margin" in changes else {}
-    return Claim(**{"paper": "PRC"} | text | sides | reference | changes)
+    return module.Claim(**{"paper": "PRC"} | text | sides | reference | changes)
 
 
 def test_the_difference_is_paired_by_seed():
@@ -249,9 +242,9 @@ def test_an_open_verdict_says_what_could_have_been_seen():
     assert sure.verdict == "holds" and "detectable" not in claims_markdown([sure]).splitlines()[-1]
 
 
-def question(**changes) -> Question:
+def question(**changes) -> module.Question:
     given = claim().model_dump(exclude={"source", "says", "paper", "quote", "effect"})
-    return Question(**given | {"asks": "Do views agree?"} | changes)
+    return module.Question(**given | {"asks": "Do views agree?"} | changes)
 
 
 def test_questions_are_answered_in_a_table_of_their_own():
@@ -453,7 +446,7 @@ def test_a_study_that_was_run(tmp_path):
 
 def test_a_withdrawn_claim_stays_in_its_table():
     withdrawn = {"says": "It was faster.", "found": "differed: −2", "why": "another data set"}
-    row = PaperTable(number="table 1", shows="times", withdrawn=[withdrawn])
+    row = papers.PaperTable(number="table 1", shows="times", withdrawn=[withdrawn])
     _, (cells,) = pages.paper_item_state_and_rows(row, [], {}, {})
     assert cells[:2] == ["table 1", "times"]
     assert cells[3:] == ["It was faster.", "differed: −2", "withdrawn: another data set", "", ""]
@@ -478,7 +471,7 @@ def test_readmes_have_the_answers_between_markers_and_the_numbers_that_a_text_na
     readme = "# own: ours\n<!-- answers: own/one -->\nstale\n<!-- end -->\nkept\n"
     write_whole(tmp_path / "pipelines/own/README.md", readme)
     written = pages.write_study_pages(tmp_path)
-    assert written == [pages.STUDIES_PAGE, PIPELINES / "own/README.md"]
+    assert written == [pages.STUDIES_PAGE, papers.PIPELINES / "own/README.md"]
     index, own = ((tmp_path / path).read_text("utf-8") for path in written)
     # means 0.46667 and 0.48
     assert "do they? | by 1.33 points, from 46.7 | `moecore study run own/one` |" in index
@@ -593,9 +586,11 @@ def test_answers_whose_settings_were_changed_are_marked(tmp_path):
         words = "since 2 of them and 1 of the questions at the end were answered (marked ‡)."
         assert (words in text) == marked
     watched = then | {"monitor": {"every": 5}}
-    with_monitor = answer_settings_digest(watched, claim(), left_out=())  # as once stored
-    assert not have_settings_changed(with_monitor, watched, claim())
-    assert have_settings_changed(with_monitor, watched | {"pretrain": {"epochs": 4}}, claim())
+    with_monitor = module.answer_settings_digest(watched, claim(), left_out=())  # as once stored
+    assert not module.have_settings_changed(with_monitor, watched, claim())
+    assert module.have_settings_changed(
+        with_monitor, watched | {"pretrain": {"epochs": 4}}, claim()
+    )
 
 
 def test_two_models_are_held_against_each_other_by_what_was_counted():
@@ -604,22 +599,22 @@ def test_two_models_are_held_against_each_other_by_what_was_counted():
     cells |= {f"gflops_{key}": {"mean": n, "form": "number"} for key, n in flops.items()}
     compared = {"my_lab.sizes": cells}
     names = {"places": ("plain, 1", "other"), "printed": ("V-MoE", "ERMoE")}
-    asked = ComputedRatio(study="ours/sizes", **names, metrics=("parameters", "gflops"))
+    asked = papers.ComputedRatio(study="ours/sizes", **names, metrics=("parameters", "gflops"))
     assert pages.describe_computed_pair(asked, {}) == ""
     # table S2: 284.9 → 243.0 million parameters, 26.3 → 23.6 GFLOPs
     assert pages.describe_computed_pair(asked, {"calculations": compared}) == (
         "plain, 1 → other: `parameters`: 200,000,000 → 100,000,000, 0.5 times (the paper: 0.853); "
         "`gflops`: 40.0 → 41.0, 1.02 times (the paper: 0.897; the other way)"
     )
-    rows = [row for paper in load_papers(ROOT).values() for row in paper.tables]
+    rows = [row for paper in papers.load_papers(ROOT).values() for row in paper.tables]
     counted = json.loads((ROOT / "pipelines/results/ours/sizes.json").read_text("utf-8"))
     pairs = [asked for row in rows for asked in row.computed]
     assert all(pages.describe_computed_pair(pair, counted) for pair in pairs)
 
 
 def test_the_rows_of_the_papers_say_what_they_need():
-    rounds = {one.name: one for file in load_questions(ROOT) for one in file.rounds}
-    for name, paper in load_papers(ROOT).items():
+    rounds = {one.name: one for file in questions.load_questions(ROOT) for one in file.rounds}
+    for name, paper in papers.load_papers(ROOT).items():
         numbers = [row.number for row in paper.tables]
         assert len(numbers) == len(set(numbers)), name
         claims = [claim for row in paper.tables for claim in row.claims]

@@ -12,12 +12,7 @@ from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.column import build_column_context
 from moecore.report.figures.charts import points_over_seeds
 from moecore.report.page.report_page import render_report
-from moecore.report.pictures.robustness import (
-    attack_title,
-    gains_at_equal_clean_accuracy,
-    robust_accuracy_block,
-    scores_by_epsilon,
-)
+from moecore.report.pictures import robustness
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
 from moecore.statistics.intervals import Interval
 from moecore.study.run_and_claims import Question
@@ -92,19 +87,19 @@ def test_a_gain_at_equal_clean_accuracy_is_over_images_that_both_have_right():
     # 2 alone of the second (0, then 1). The mean over seeds of 1/2 and 0, then of −1/2 and 1.
     ours = [worst_of([1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0])]
     theirs = [worst_of([1, 1, 0, 1], [0, 1, 0, 1], [0, 1, 0, 0])]
-    found = gains_at_equal_clean_accuracy(ours, theirs)
+    found = robustness.gains_at_equal_clean_accuracy(ours, theirs)
     assert [gain.value for gain in found] == pytest.approx([0.5, -0.5])
     assert found[0].low < 0.5 < found[0].high
     ours += [worst_of([0, 0, 1, 0], [0, 0, 1, 0], [0, 0, 1, 0])]
     theirs += [worst_of([0, 1, 1, 0], [0, 1, 1, 0], [0, 0, 0, 0])]
-    found = gains_at_equal_clean_accuracy(ours, theirs)
+    found = robustness.gains_at_equal_clean_accuracy(ours, theirs)
     assert [gain.value for gain in found] == pytest.approx([0.25, 0.25])
     none = worst_of([0, 0, 0, 0], [0, 0, 0, 0])
-    assert gains_at_equal_clean_accuracy([none], [none]) == [None]
+    assert robustness.gains_at_equal_clean_accuracy([none], [none]) == [None]
 
 
 def test_each_epsilon_is_shown_with_the_standard_accuracy(whole):
-    (grid,) = robust_accuracy_block(whole.phases["pretrain"]).grids
+    (grid,) = robustness.robust_accuracy_block(whole.phases["pretrain"]).grids
     assert grid.columns[:2] == ["Attack", "Standard"] and grid.columns[-1] == "ε = 8/255"
     shown = [line.head.text for line in grid.lines]
     equal = "worst case − dense, at equal standard accuracy"
@@ -118,7 +113,7 @@ def test_an_attack_with_a_radius_of_its_own_has_the_last_column(whole, monkeypat
     more = {"attacked": [Value(metric="attacked", at=p, value=0.9 - p["epsilon"]) for p in at]}
     every = Found.all
     monkeypatch.setattr(Found, "all", lambda self, key: every(self, key) + more.get(key, []))
-    (grid,) = robust_accuracy_block(whole.phases["pretrain"]).grids
+    (grid,) = robustness.robust_accuracy_block(whole.phases["pretrain"]).grids
     assert grid.columns[-2:] == ["ε = 8/255", "own ε"]
     texts = {line.head.text: [cell.text for cell in line.items] for line in grid.lines}
     assert {len(row) for row in texts.values()} == {0, len(grid.columns) - 1}
@@ -130,14 +125,17 @@ def test_attacks_are_named_as_by_their_authors():
     names = {"apgd-cross_entropy-50": "APGD-CE 50", "apgd-dlr": "APGD-DLR", "pgd-10": "PGD 10"}
     names |= {"autoattack": "AutoAttack", "router_attack-50": "router attack 50"}
     names |= {"pgd-10-strong-2": "PGD 10 strong, 2 starts", "fgsm": "FGSM"}
-    assert {name: attack_title(name) for name in names} == names
+    assert {name: robustness.attack_title(name) for name in names} == names
 
 
 def test_worst_case_and_both_changes_of_the_routing(whole):
     found = cells(whole, "vmoe")
     measured = whole.phases["pretrain"].models["vmoe"][0]
     # right under FGSM: images 10 … 10 + r − 1; under PGD: 0 … s − 1; both: 10 … s − 1 (r > s)
-    rows = {name: scores_by_epsilon(measured.of(Robustness), name) for name in ("fgsm", "pgd-10")}
+    rows = {
+        name: robustness.scores_by_epsilon(measured.of(Robustness), name)
+        for name in ("fgsm", "pgd-10")
+    }
     fgsm, pgd = (round(200 * values[-1].value) for values in rows.values())
     assert fgsm > pgd > 10 and found["accuracy_worst_case"].value == pytest.approx((pgd - 10) / 200)
     columns = {one.name: one for one in build_table(whole, whole.phases["pretrain"]).metrics}

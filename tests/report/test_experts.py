@@ -8,12 +8,8 @@ import torch
 
 from moecore.core.files import UserError, to_jsonable, write_json
 from moecore.measure import ExpertWorth, RouterRegret
+from moecore.measure.routing_metrics import expert_roles as module
 from moecore.measure.routing_metrics import expert_similarity
-from moecore.measure.routing_metrics.expert_roles import (
-    ExpertRoles,
-    compare_seeds,
-    read_encoded_choices,
-)
 from moecore.measure.routing_metrics.expert_similarity import decode_choices, seed_agreement
 from moecore.measure.training import Trained, collect_outcome_values
 from moecore.measure.truth import Truth, measure_truth
@@ -98,14 +94,14 @@ def test_seeds_that_are_told_the_same_agree():
     """One model thrice: its choices are kept whole. What the page and compare.json say of it."""
     measured = subject(Told())
     result = expert_roles(measured, windows=(2,))
-    chosen = decode_choices(read_encoded_choices(result)[0])
+    chosen = decode_choices(module.read_encoded_choices(result)[0])
     assert chosen.shape == (40, 5, 3) and (chosen.sum(axis=-1) == 1).all()
-    models = {"told": dict.fromkeys(range(3), ModelResults({ExpertRoles: result}))}
+    models = {"told": dict.fromkeys(range(3), ModelResults({module.ExpertRoles: result}))}
     phase = PhaseResults("pretrain", {}, measured.model.image.task, models)
-    agreement = compare_seeds(result, result)
+    agreement = module.compare_seeds(result, result)
     assert agreement.correlation == pytest.approx(1) and agreement.overlap == 1
     assert agreement.chance < 0.8
-    display = explorer_page.find_display(ExpertRoles)
+    display = explorer_page.find_display(module.ExpertRoles)
     first, second = display.blocks(phase)
     drawn = ["expert_information", "expert_similarity_1", "coactivation_1_2", "expert_similarity_2"]
     assert (
@@ -179,7 +175,7 @@ def test_what_the_explorer_knows_of_experts():
 
 def test_roles_are_a_part_of_what_the_stage_routing_wrote(tmp_path):
     """Not asked they are nothing, and refused a reason; the figures of the run have them, too."""
-    display, item = explorer_page.find_display(ExpertRoles), "routing/pretrain/vmoe/0"
+    display, item = explorer_page.find_display(module.ExpertRoles), "routing/pretrain/vmoe/0"
     path = tmp_path / f"artifacts/measured/{item}.json"
     asked = routing_with_roles(windows=(2,))
     read, drawn = [], []
@@ -202,15 +198,15 @@ def test_seeds_are_halved_by_people():
     several = measured._replace(data=measured.data._replace(test=split))
     other = several._replace(model=subject(NoisyTopK(k=1), seed=1).model)
     results = [expert_roles(one, windows=(2,)) for one in (several, other)]
-    assert read_encoded_choices(results[0])[0].people == tuple(np.arange(40) // 2)
-    models = {"vmoe": dict(enumerate(ModelResults({ExpertRoles: one}) for one in results))}
+    assert module.read_encoded_choices(results[0])[0].people == tuple(np.arange(40) // 2)
+    models = {"vmoe": dict(enumerate(ModelResults({module.ExpertRoles: one}) for one in results))}
     phase = PhaseResults("pretrain", {}, measured.model.image.task, models)
-    layers = zip(*map(read_encoded_choices, results), strict=True)
+    layers = zip(*map(module.read_encoded_choices, results), strict=True)
     chosen = [[decode_choices(layer) for layer in pair] for pair in layers]
     halves = [np.arange(40) // size % 2 == 0 for size in (2, 1)]
     correlations = [[seed_agreement(*pair, half).correlation for pair in chosen] for half in halves]
     expected, by_image = np.mean(correlations, axis=1)
-    assert compare_seeds(*results).correlation == pytest.approx(expected) != by_image
+    assert module.compare_seeds(*results).correlation == pytest.approx(expected) != by_image
     compared = compare_methods(StudyResults({"pretrain": phase}))["vmoe"]["pretrain"]
     assert compared["seed_stability"]["mean"] == pytest.approx(expected)
 

@@ -7,17 +7,11 @@ import pytest
 from moecore.measure import Routing, invariance
 from moecore.measure.training import value_halfway
 from moecore.measure.values import place_slug
+from moecore.report import column, report_files, results_and_displays
 from moecore.report.claims.evaluation import evaluate_claims
-from moecore.report.column import PlannedPhase
+from moecore.report.figures import model_figures as module
 from moecore.report.figures.drawing import PALETTE
-from moecore.report.figures.model_figures import (
-    AGREEMENTS,
-    agreement_points,
-    draw_routing_agreement,
-)
 from moecore.report.page.report_page import render_report
-from moecore.report.report_files import robustness_csv
-from moecore.report.results_and_displays import read_results
 from moecore.report.tables import metrics_by_method
 from moecore.report.tables.cells import PAPERS, REPORTED
 from moecore.report.tables.terminal_summary import headline_rows
@@ -40,7 +34,7 @@ ALL = (*MEASURED_STAGES, "invariance", *NEW)
 def study(root, seeds=(0,), stages=ALL, methods=METHODS):
     write_results(root, methods, list(seeds), ["pretrain"], stages)
     run = RunSelection(methods=tuple(methods), seeds=tuple(seeds), phases=("pretrain",))
-    return read_results(run, "", root, stages)
+    return results_and_displays.read_results(run, "", root, stages)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +134,7 @@ def test_a_study_with_some_stages(tmp_path, together):
         assert (name in names) == (stage in stages), stage
         assert not words or (words in text) == (stage in stages), stage
     assert ("lines of the audit" in text) == ("robustness" in stages)
-    assert (robustness_csv(found).count("\n") > 1) == ("robustness" in stages)
+    assert (report_files.robustness_csv(found).count("\n") > 1) == ("robustness" in stages)
     printed = headline_rows(metrics_by_method.compare_methods(found))[0]
     assert ("ece_after" in printed) == ("calibrate" in stages)
     attacked = {name for name in printed if name.startswith("accuracy_")}
@@ -150,25 +144,25 @@ def test_a_study_with_some_stages(tmp_path, together):
 
 def test_agreement_over_epochs(tmp_path):
     seeds = study(tmp_path, seeds=(0, 1, 2)).phases["pretrain"].outcomes["vmoe"]
-    final, _, consecutive = (agreement_points(seeds, name) for name in AGREEMENTS)
+    final, _, consecutive = (module.agreement_points(seeds, name) for name in module.AGREEMENTS)
     # method 1: 0.11, 0.13, 0.15 in the first epoch: mean 0.13, half 4.302653 · 0.02 / √3
     assert final[0] == pytest.approx((1, 0.13, 0.080317, 0.179683), abs=1e-6)
     assert [point.x for point in final] == list(range(1, 11))
     assert [point.x for point in consecutive] == list(range(2, 11)) and final[-1].high == 1.0
     assert consecutive[-1].value == pytest.approx(0.91)
-    one = agreement_points(seeds[:1], "agreement_with_final")[0]
+    one = module.agreement_points(seeds[:1], "agreement_with_final")[0]
     assert one.low == one.value == one.high == pytest.approx(0.11)
 
 
 def test_agreement_is_drawn_for_those_who_have_it(drawn, whole):
     trained = whole.phases["pretrain"].outcomes
     curves = {
-        name: {method: agreement_points(seeds, name) for method, seeds in trained.items()}
-        for name in AGREEMENTS
+        name: {method: module.agreement_points(seeds, name) for method, seeds in trained.items()}
+        for name in module.AGREEMENTS
     }
-    panels = draw_routing_agreement(curves).axes
+    panels = module.draw_routing_agreement(curves).axes
     assert curves["agreement_with_final"]["dense"] == []
-    assert [axes.get_title("left") for axes in panels] == list(AGREEMENTS.values())
+    assert [axes.get_title("left") for axes in panels] == list(module.AGREEMENTS.values())
     colours = [[line.get_color() for line in axes.lines] for axes in panels]
     assert colours == [list(PALETTE[1:3])] * 3
     assert list(panels[2].lines[0].get_xdata()) == list(range(2, 11))
@@ -176,12 +170,12 @@ def test_agreement_is_drawn_for_those_who_have_it(drawn, whole):
 
 def test_unrecorded_values_are_left_out(whole):
     trained = whole.phases["pretrain"].outcomes["vmoe"][0]
-    without = trained.model_copy(update=dict.fromkeys(AGREEMENTS, ()))
-    assert agreement_points([without], "agreement_with_final") == []
-    assert agreement_points([trained, without], "agreement_with_final") == []
-    values = dict.fromkeys(AGREEMENTS, ()) | {"agreement_consecutive": (None, 0.5)}
+    without = trained.model_copy(update=dict.fromkeys(module.AGREEMENTS, ()))
+    assert module.agreement_points([without], "agreement_with_final") == []
+    assert module.agreement_points([trained, without], "agreement_with_final") == []
+    values = dict.fromkeys(module.AGREEMENTS, ()) | {"agreement_consecutive": (None, 0.5)}
     gap = trained.model_copy(update=values)
-    assert [point.x for point in agreement_points([gap], "agreement_consecutive")] == [2]
+    assert [point.x for point in module.agreement_points([gap], "agreement_consecutive")] == [2]
 
 
 SETTINGS = """
@@ -330,10 +324,10 @@ def test_every_metric_of_a_study_was_foreseen(whole):
 
 def test_columns_of_layers_are_foreseen_for_the_layers_that_the_methods_have():
     study = extract_settings(Study, load_yaml_document(SHIPPED))
-    layers = PlannedPhase(study, "accuracy", "pretrain").layers
+    layers = column.PlannedPhase(study, "accuracy", "pretrain").layers
     assert list(layers) == [1, 2], "last_2 of four blocks"
     known = metrics_by_method.expected_metrics(study, (*STAGES, "calibrate"), "pretrain")
     assert {"border_load_layer_2", "routing_change_pgd-10_layer_1"} <= set(known)
     assert "border_load_layer_3" not in known
     alone = study.model_copy(update={"run": study.run.model_copy(update={"methods": ("dense",)})})
-    assert not PlannedPhase(alone, "accuracy", "pretrain").layers
+    assert not column.PlannedPhase(alone, "accuracy", "pretrain").layers

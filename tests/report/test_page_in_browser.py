@@ -20,7 +20,6 @@ from tests.report import explored
 from tests.report.generated import CLASSES, NEW, card, write_results
 from tests.report.test_claims import claim
 
-HOSTILE = "<img src=x onerror=alert(1)>"
 METHODS = {"dense": False, "vmoe": True, "prc": True, "ermoe": True, "tgr": True, "moge": True}
 PHASES = ("pretrain", "finetune")
 STAGES = (*MEASURED_STAGES, "invariance", "few_shot", *NEW)
@@ -45,7 +44,7 @@ def study(tmp_path_factory):
 @pytest.fixture(scope="module")
 def written(study, tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "index.html"
-    evaluated = evaluate_claims([claim(says=HOSTILE)], study)
+    evaluated = evaluate_claims([claim(says="<img src=x onerror=alert(1)>")], study)
     path.write_text(render_report(study, evaluated, explorer="explorer.html"), encoding="utf-8")
     (path.parent / "explorer.html").write_text("<title>Explorer</title>", encoding="utf-8")
     return path

@@ -11,12 +11,11 @@ from pydantic import ValidationError
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.measure import Cost, Robustness
+from moecore.report import report_files, study_results
 from moecore.report.column import Column
 from moecore.report.page.page_objects import format_column
 from moecore.report.page.report_page import render_report
-from moecore.report.report_files import robustness_csv, training_csv
 from moecore.report.results_and_displays import read_results
-from moecore.report.study_results import ModelResults
 from moecore.report.tables import metrics_by_method, terminal_summary
 from moecore.report.tables.cells import (
     Cell,
@@ -102,7 +101,7 @@ def test_several_seeds_have_an_interval_over_items_and_seeds():
     def cell(read, *seeds):
         mean = lambda result: float(np.mean(result.items))
         column = Column("a", "a", mean, kind=Kept, read_items=read)
-        return cell_over_seeds(column, [ModelResults({Kept: one}) for one in seeds])
+        return cell_over_seeds(column, [study_results.ModelResults({Kept: one}) for one in seeds])
 
     two = Kept(items=(0, 2)), Kept(items=(2, 4))
     both = cell(lambda result: np.array(result.items), *two)
@@ -222,8 +221,8 @@ def test_methods_left_on_disk_are_not_compared(tmp_path):
 
 
 def test_csv_for_dvc_plots(one_seed):
-    curves = list(csv.DictReader(training_csv(one_seed).splitlines()))
-    attacks = list(csv.DictReader(robustness_csv(one_seed).splitlines()))
+    curves = list(csv.DictReader(report_files.training_csv(one_seed).splitlines()))
+    attacks = list(csv.DictReader(report_files.robustness_csv(one_seed).splitlines()))
     assert len(curves) == 2 * 3 * 10 and {"seed", "validation_accuracy"} < set(curves[0])
     assert len(attacks) == 2 * 3 * 2 * 4
     assert {row["attack"] for row in attacks} == {"fgsm", "pgd-10"}

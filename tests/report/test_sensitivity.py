@@ -17,9 +17,8 @@ from moecore.report.page.sections import add_reference_rows
 from moecore.report.study_results import ModelResults, PhaseResults, StudyResults
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
 from moecore.report.tables.terminal_summary import find_guess, headline_rows, main_result_sentence
+from moecore.statistics import intervals, pooling
 from moecore.statistics.comparisons import BOTH, SEEDS, Difference, VarianceSource
-from moecore.statistics.intervals import Interval
-from moecore.statistics.pooling import combined_p, correct_for_looks
 from moecore.study import papers
 from moecore.study.questions import load_rounds
 from moecore.study.run_and_claims import Claim, Question, design_digest
@@ -181,9 +180,9 @@ def test_the_control_is_asked_once_and_judged():
 @pytest.mark.parametrize(
     ("interval", "excludes"),
     [
-        *((Interval(1.0, 0.5, 1.5), True), (Interval(-1.0, -1.5, -0.5), True)),
-        *((Interval(0.1, -0.5, 1.5), False), (Interval(0.1, 0.0, 0.2), False)),
-        (Interval(1.0), False),
+        *((intervals.Interval(1.0, 0.5, 1.5), True), (intervals.Interval(-1.0, -1.5, -0.5), True)),
+        *((intervals.Interval(0.1, -0.5, 1.5), False), (intervals.Interval(0.1, 0.0, 0.2), False)),
+        (intervals.Interval(1.0), False),
     ],
 )
 def test_an_interval_that_touches_zero_tells_nothing(interval, excludes):
@@ -304,9 +303,9 @@ def test_claims_with_one_answer_are_unchanged_and_other_p_follow_from_the_runs(r
             runs.append(Difference(run["mean"], sources, kind, len(run["seeds"]), 0))
         assert sum(run.seeds for run in runs) == entry["difference"]["seeds"]
         if answer.claim.margin is None:
-            p = combined_p(runs, 0.0, entry["difference"]["mean"])
+            p = pooling.combined_p(runs, 0.0, entry["difference"]["mean"])
             assert entry["p_combined"] == pytest.approx(p)
-        assert entry["p"] == correct_for_looks(entry["p_combined"], entry["looks"])
+        assert entry["p"] == pooling.correct_for_looks(entry["p_combined"], entry["looks"])
         numbers["pooled"] += 1
     assert numbers["alone"] > 10 and numbers["pooled"] > 60
 

@@ -17,9 +17,7 @@ from moecore.report.claims.significance import choose_test, compare_with_referen
 from moecore.report.column import Column, find_moe_baseline, reference_methods
 from moecore.report.figures.overview import axis_limits_with_margin, draw_overview
 from moecore.report.headline_quantities import choose_main_quantities
-from moecore.report.page.page_objects import find_glossary_term
-from moecore.report.page.report_page import build_page, render_report, template_environment
-from moecore.report.page.sections import describe_phase_findings, describe_verdict_counts
+from moecore.report.page import page_objects, report_page, sections
 from moecore.report.study_results import ModelResults, StudyResults
 from moecore.report.tables import metrics_by_method
 from moecore.statistics.intervals import Interval
@@ -176,7 +174,7 @@ def test_compare_json_has_the_tests_and_the_page_names_them(tmp_path):
         phase = shown.phases["pretrain"]
         table = metrics_by_method.build_table(shown, phase)
         assert metrics_by_method.used_tests(shown, phase, table) == used
-        text = render_report(shown)
+        text = report_page.render_report(shown)
         assert ("McNemar" in text) == ("mcnemar" in used)
         assert ("paired test over seeds" in text) == ("seeds" in used)
 
@@ -190,7 +188,7 @@ CHANGED = "each pixel changed by at most 3.1 % of its range (ε = 8/255)."
 
 def answered(found: StudyResults) -> str:
     """The sentence, its spaces plain."""
-    return build_page(found, ()).answer.replace("\u00a0", " ")
+    return report_page.build_page(found, ()).answer.replace("\u00a0", " ")
 
 
 def with_hits(found: StudyResults, method: str, wrong: int) -> None:
@@ -206,12 +204,12 @@ def with_hits(found: StudyResults, method: str, wrong: int) -> None:
 
 def test_a_mark_is_shown(tmp_path):
     shown = results(tmp_path, {"dense": False, "vmoe": True}, phases=("pretrain",))
-    before = render_report(shown).count('class="best"')
+    before = report_page.render_report(shown).count('class="best"')
     with_hits(shown, "vmoe", 0)
     cells = metrics_by_method.build_table(shown, shown.phases["pretrain"]).cells
     assert cells["vmoe"]["accuracy_fgsm"].interval.value == 1
     assert cells["vmoe"]["accuracy_fgsm"].marked and not cells["dense"]["accuracy_fgsm"].marked
-    assert render_report(shown).count('class="best"') > before
+    assert report_page.render_report(shown).count('class="best"') > before
 
 
 def test_one_seed_shows_no_difference_of_the_routing(tmp_path):
@@ -249,7 +247,7 @@ def test_what_was_not_measured_names_its_stage(tmp_path):
     for seeds in found.phases["pretrain"].models.values():
         left = {kind: one for kind, one in seeds[0].results.items() if kind is Trained}
         seeds[0] = seeds[0]._replace(results=left)
-    page = build_page(found, ())
+    page = report_page.build_page(found, ())
     notes = page.overviews[0].below
     assert "Not measured: the score under attack (the stage robustness would)." in notes
     assert len(page.overviews[0].pictures) == 1, "no scatter"
@@ -268,10 +266,10 @@ def test_errors_have_their_unit(tmp_path, seeds):
 def test_claims_are_counted():
     shown = claimed(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89])
     asked = [claim(), claim(better="lower"), claim(metric="test_accuracy")]
-    text = describe_verdict_counts(evaluate_claims(asked, shown))
+    text = sections.describe_verdict_counts(evaluate_claims(asked, shown))
     assert text.startswith("Of 3 claims tested here, 1 holds (prc against vmoe: Match")
     assert "1 differs here" in text and "1 is open: not significant" in text
-    one = describe_verdict_counts(evaluate_claims(asked[:1], shown))
+    one = sections.describe_verdict_counts(evaluate_claims(asked[:1], shown))
     assert one.startswith("The one claim tested here holds (prc against vmoe: ")
 
 
@@ -292,12 +290,12 @@ def test_pictures_hold_their_data(drawn, tmp_path):
 
 
 def test_words_explain_columns():
-    assert find_glossary_term("imed_rotation_5") == "IMED"
-    assert find_glossary_term("mce") == "mCE"
+    assert page_objects.find_glossary_term("imed_rotation_5") == "IMED"
+    assert page_objects.find_glossary_term("mce") == "mCE"
     for name in ("accuracy_worst_case", "attacked_mae_worst_case"):
-        assert find_glossary_term(name) == "worst case"
-    assert find_glossary_term("test_accuracy") == ""
-    terms = template_environment().get_template("parts.html.jinja").module.glossary
+        assert page_objects.find_glossary_term(name) == "worst case"
+    assert page_objects.find_glossary_term("test_accuracy") == ""
+    terms = report_page.template_environment().get_template("parts.html.jinja").module.glossary
     assert all("\n" not in text and not text.endswith(".") for text in terms.values())
     lines = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
@@ -318,12 +316,12 @@ def test_a_study_of_a_thousand_classes(tmp_path):
         outcome = seeds[0].outcome.model_copy(update={"task": task, "confusion": counts})
         seeds[0] = changed(seeds[0], outcome)
     found.phases["pretrain"] = phase._replace(task=task)
-    section = build_page(found, ()).sections[0]
+    section = report_page.build_page(found, ()).sections[0]
     block = next(one for one in section.blocks if one.title == "Confusion of classes")
     assert block.finding == "class 7 is taken for class 8 most often (25\u00a0%, mean over methods)"
     assert [len(tile.lines) for tile in block.tiles] == [1, 1, 1]
     quantities = choose_main_quantities(phase, metrics_by_method.build_table(found, phase))
-    assert describe_phase_findings(phase, "x", quantities, ())
+    assert sections.describe_phase_findings(phase, "x", quantities, ())
 
 
 def test_pairs_of_seeds_are_tested_by_the_jackknife():

@@ -14,15 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.core.config import Config
-from moecore.core.files import ResumableParts, UnusableFile, UserError, append_line, read_json
-from moecore.core.source_layout import ROOT
+from moecore.core import config, files, source_layout
 from moecore.run import history_file, run_record
 from moecore.run.history_file import HISTORY_FILE, HistoryReader, encode_line, read_lines
 from moecore.run.run_record import record_run
 
 
-class Params(Config):
+class Params(config.Config):
     epochs: int = 3
     parts: tuple[dict, ...] = ({"kind": "load", "weight": 0.1},)
 
@@ -61,7 +59,7 @@ def test_a_finished_run(monkeypatch):
     assert not list(Path(".state").rglob("history.jsonl"))
 
 
-class Scores(Config):
+class Scores(config.Config):
     accuracy: float
     auroc: float | None
     load: tuple[float, ...] = ()
@@ -72,16 +70,16 @@ def test_a_typed_result_is_measured_and_its_numbers_are_kept():
         run.result(Scores(accuracy=0.5, auroc=float("nan"), load=(0.1, 0.9)))
     text = Path("artifacts/measured/pretrain/vmoe/0.json").read_text()
     assert json.loads(text).keys() == {"accuracy", "auroc", "load", "content_sha256"}
-    found = read_json("artifacts/measured/pretrain/vmoe/0.json")
+    found = files.read_json("artifacts/measured/pretrain/vmoe/0.json")
     assert found == {"accuracy": 0.5, "auroc": None, "load": [0.1, 0.9]}
     [summary] = [line["summary"] for line in read_lines(OUT) if "summary" in line]
     assert summary == {"accuracy": 0.5}
 
 
 def test_an_error_is_recorded_and_raised():
-    with pytest.raises(UserError, match="not finite"), recorded() as run:
+    with pytest.raises(files.UserError, match="not finite"), recorded() as run:
         run.log(1, {"loss": 1.0})
-        raise UserError("the loss is not finite")
+        raise files.UserError("the loss is not finite")
     last = read_lines(OUT)[-1]
     assert last.keys() == {"t", "clock", "seconds", "status", "error"}
     assert (last["status"], last["error"]) == ("FAILED", "UserError: the loss is not finite")
@@ -140,7 +138,7 @@ for words in [sys.argv[1:]] if sys.argv[1:] else (["wrong", "0"], ["a"], ["a", "
 
 def start(*words: str, wrapper: tuple[str, ...] = ()) -> subprocess.Popen:
     Path("toy.py").write_text(STAGE)
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env = os.environ | {"PYTHONPATH": str(source_layout.ROOT)}
     pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     command = [*wrapper, sys.executable, "toy.py", *words]
     return subprocess.Popen(command, env=env, text=True, **pipes)
@@ -250,23 +248,23 @@ def never():
 
 
 def test_a_part_is_made_once_and_the_first_time_gives_what_later_times_give(tmp_path):
-    first = ResumableParts(tmp_path).part("a", lambda: {"pair": (1, 2), 3: None})
-    assert first == {"pair": [1, 2], "3": None} == ResumableParts(tmp_path).part("a", never)
+    first = files.ResumableParts(tmp_path).part("a", lambda: {"pair": (1, 2), 3: None})
+    assert first == {"pair": [1, 2], "3": None} == files.ResumableParts(tmp_path).part("a", never)
 
 
 @given(value=st.floats(allow_nan=False))
 def test_floats_keep_their_bits(tmp_path_factory, value):
     folder = tmp_path_factory.mktemp("kept")
-    parts = [ResumableParts(folder).part("a", make) for make in (lambda: value, never)]
+    parts = [files.ResumableParts(folder).part("a", make) for make in (lambda: value, never)]
     assert [repr(value)] * 2 == list(map(repr, parts))
 
 
 def test_a_line_cut_off_by_a_kill_is_made_again(tmp_path):
-    kept = ResumableParts(tmp_path)
+    kept = files.ResumableParts(tmp_path)
     kept.part("a", lambda: [1.5])
     kept.part("b", lambda: [2.5])
     kept.path.write_bytes(kept.path.read_bytes()[:-5])
-    again = ResumableParts(tmp_path)
+    again = files.ResumableParts(tmp_path)
     assert again.part("a", never) == [1.5] and again.part("b", lambda: [3.5]) == [3.5]
     assert [json.loads(line)["key"] for line in kept.path.read_text().splitlines()] == ["a", "b"]
 
@@ -341,9 +339,9 @@ def test_a_line_that_is_of_no_history_ends_what_is_trusted(tmp_path, line):
 
 def test_a_line_that_finds_no_room_is_said_and_what_was_there_is_read(limited):
     path = Path(HISTORY_FILE)
-    append_line(path, encode_line({"t": 1, "step": 1}))
-    with limited(len(path.read_bytes()) + 10), pytest.raises(UnusableFile) as error:
-        append_line(path, encode_line({"t": 2, "text": "x" * 100}))
+    files.append_line(path, encode_line({"t": 1, "step": 1}))
+    with limited(len(path.read_bytes()) + 10), pytest.raises(files.UnusableFile) as error:
+        files.append_line(path, encode_line({"t": 2, "text": "x" * 100}))
     assert str(error.value).startswith(f"{HISTORY_FILE}: file too large")
     assert [line["t"] for line in read_lines(Path())] == [1]
 
@@ -362,7 +360,7 @@ def test_a_history_that_finds_no_room_to_be_published_leaves_the_earlier_one(mon
     before = files_below(OUT)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfile", full)
-        with pytest.raises(UnusableFile) as error, recorded() as run:
+        with pytest.raises(files.UnusableFile) as error, recorded() as run:
             run.log(1, {"loss": 2.0})
         said = f"{OUT}/{HISTORY_FILE}: no space left on device"
         assert str(error.value).startswith(said)

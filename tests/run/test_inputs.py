@@ -12,28 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from moecore.core.config import Config
+from moecore.core import config, source_layout
 from moecore.core.files import UserError, read_json, write_json
-from moecore.core.source_layout import ROOT
-from moecore.pipeline.code_hashes import write_code_hashes
-from moecore.pipeline.dvc_yaml import build_dvc_entry
+from moecore.pipeline import code_hashes, dvc_yaml
 from moecore.pipeline.run_folders import explain_stale_results, store_results, write_run_folder
 from moecore.report.claims.evaluation import describe_waiting_claims, split_answerable_comparisons
 from moecore.run import history_file, stage_inputs
 from moecore.run.history_file import read_dvc_locks, read_lines
 from moecore.run.run_record import record_run
-from moecore.run.stage_inputs import (
-    StageInputs,
-    hash_source_file,
-    list_stage_hash_files,
-    refuse_changed_document,
-)
 from moecore.stages.compare import Params
-from moecore.study.params_reader import read_params
+from moecore.study import params_reader, questions, yaml_document
 from moecore.study.params_writer import write_assignments
-from moecore.study.questions import QuestionFile, QuestionRound
 from moecore.study.stages import STAGES
-from moecore.study.yaml_document import load_yaml_document
 from tests.project import PARAMS, Project
 
 STAGE = "pretrain@dense-0"
@@ -92,7 +82,6 @@ def test_a_setting_edited_while_a_stage_runs_files_no_result_and_is_named(projec
 
 
 CODE = "moecore/training/settings.py"
-EDIT = "\nEDITED = True\n"
 
 
 def test_code_edited_while_a_stage_runs_files_no_result_and_is_named(project):
@@ -101,7 +90,7 @@ def test_code_edited_while_a_stage_runs_files_no_result_and_is_named(project):
     project.forked = False  # from now on it runs the code of its own folder, which is edited
     file = project.folder / CODE
     text = file.read_text(encoding="utf-8")
-    said = repro_with_edit(project, lambda: file.write_text(text + EDIT))
+    said = repro_with_edit(project, lambda: file.write_text(text + "\nEDITED = True\n"))
     (line,) = [line for line in said.splitlines() if CODE in line]
     assert f"{file}: was edited after the stage `code` hashed it" in line and checkpoints(project)
     refused = project.attempt([sys.executable, "-m", "moecore.stages.pretrain", "dense", "0"])
@@ -116,21 +105,21 @@ def test_a_forked_stage_has_the_code_that_its_server_imported(monkeypatch, tmp_p
     monkeypatch.setattr(stage_inputs, "_imported_by_server", {})
     stage_inputs.remember_imported_sources()
     file, other = Path(CODE), Path("moecore/training/loop.py")
-    hashes = {path.as_posix(): hash_source_file(path) for path in (file, other)}
+    hashes = {path.as_posix(): stage_inputs.hash_source_file(path) for path in (file, other)}
     write_json(tmp_path / "hashes.json", hashes)
-    StageInputs(None, (), [tmp_path / "hashes.json"])
+    stage_inputs.StageInputs(None, (), [tmp_path / "hashes.json"])
     write_json(tmp_path / "hashes.json", hashes | {file.as_posix(): "of a later edit"})
     with pytest.raises(UserError, match=f"{CODE}: was edited"):
-        StageInputs(None, (), [tmp_path / "hashes.json"])
+        stage_inputs.StageInputs(None, (), [tmp_path / "hashes.json"])
 
 
 def test_a_stage_compares_the_code_that_dvc_files_its_result_under(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("params.yaml").write_text(PARAMS, encoding="utf-8")
-    write_code_hashes("params.yaml")
+    code_hashes.write_code_hashes("params.yaml")
     names = {"${item.method}": "vmoe", "${key}": "pretrain", "${item.what}": "invariance"}
     for stage in [name for name, row in STAGES.items() if row.reads]:
-        defined = build_dvc_entry(STAGES[stage])
+        defined = dvc_yaml.build_dvc_entry(STAGES[stage])
         deps = [path for path in defined.get("do", defined)["deps"] if "/settings/" not in path]
         for template, name in names.items():
             deps = [path.replace(template, name) for path in deps]
@@ -143,7 +132,7 @@ def test_a_stage_compares_the_code_that_dvc_files_its_result_under(monkeypatch, 
             what = "invariance"
         if stage == "calculate":
             phase_and_method = ()
-        assert {*list_stage_hash_files(what, *phase_and_method)} == named, stage
+        assert {*stage_inputs.list_stage_hash_files(what, *phase_and_method)} == named, stage
 
 
 def test_dvc_tells_settings_apart_that_are_called_size(copied):
@@ -156,7 +145,7 @@ def test_dvc_tells_settings_apart_that_are_called_size(copied):
         assert json.loads(card.read_text())["size"] == size
 
 
-class SizedParams(Config):
+class SizedParams(config.Config):
     epochs: int = 3
     parts: tuple[dict, ...] = ({"kind": "load", "weight": 0.1},)
 
@@ -196,18 +185,18 @@ def test_an_artifact_that_is_another_at_the_end_is_named(file):
         data.write_text("1")
         said = f"{data}: was changed"
         with contextlib.nullcontext() if allowed else pytest.raises(UserError, match=said):
-            inputs = StageInputs(None, [data.parent])
+            inputs = stage_inputs.StageInputs(None, [data.parent])
             with record_run("calibrate", None, inputs=inputs):
                 data.write_text(now)
 
 
 def test_a_whole_document_is_compared(file):
-    document = load_yaml_document(str(file))
+    document = yaml_document.load_yaml_document(str(file))
     file.write_text(f"# a comment\n{file.read_text()}")
-    refuse_changed_document(document)
+    stage_inputs.refuse_changed_document(document)
     file.write_text("epochs: 3\nparts: []\nmore: 1\n")
     with pytest.raises(UserError, match=r"params.yaml:2:1: parts.0.kind: was 'load'"):
-        refuse_changed_document(document)
+        stage_inputs.refuse_changed_document(document)
 
 
 NAME = "moge/fashion_150_epochs"
@@ -215,19 +204,19 @@ NUMBERS = {"moe": {}, "claims": {"0: one": {}}}
 
 
 @pytest.fixture
-def study(tmp_path, monkeypatch) -> QuestionRound:
+def study(tmp_path, monkeypatch) -> questions.QuestionRound:
     """A question with claims in a project of its own, whose run folder is written."""
     for name in ("params.yaml", "dvc.yaml", f"pipelines/{NAME}.yaml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "data").symlink_to(ROOT / "data")
+        shutil.copy(source_layout.ROOT / name, tmp_path / name)
+    (tmp_path / "data").symlink_to(source_layout.ROOT / "data")
     monkeypatch.chdir(tmp_path)
-    one = QuestionFile(Path(), NAME).rounds[0]
+    one = questions.QuestionFile(Path(), NAME).rounds[0]
     assert write_run_folder(one) == ["written"] and write_run_folder(one) == []
     return one
 
 
-def finish(one: QuestionRound) -> None:
+def finish(one: questions.QuestionRound) -> None:
     """Leave what `dvc repro` leaves at the end, as far as results go."""
     write_json(one.folder / "reports/compare.json", NUMBERS)
     (one.folder / "reports/items.safetensors").write_bytes(b"items")
@@ -249,7 +238,7 @@ def test_results_of_the_whole_study_are_kept_with_who_asked(study):
     asked = {"commit": None, "file": f"pipelines/{NAME}.yaml"}
     assert read_json(study.results) == {"asked": asked} | NUMBERS
     assert study.results.with_suffix(".safetensors").read_bytes() == b"items"
-    params = read_params(Params, str(study.folder / "params.yaml"))
+    params = params_reader.read_params(Params, str(study.folder / "params.yaml"))
     ready, waiting = split_answerable_comparisons(params.claims, params.run)
     assert ready == list(params.claims) and not waiting
 
@@ -260,7 +249,7 @@ def test_a_part_leaves_the_results_and_its_claims_wait(study):
     with pytest.raises(UserError, match="left as it is: this run has other settings, run.methods"):
         store_results(study)
     assert not study.results.exists()
-    params = read_params(Params, str(study.folder / "params.yaml"))
+    params = params_reader.read_params(Params, str(study.folder / "params.yaml"))
     ready, waiting = split_answerable_comparisons([*params.claims, *params.questions], params.run)
     assert ready == [] and waiting
     said = describe_waiting_claims(waiting, params.run)

@@ -13,9 +13,8 @@ from moecore import Prepared, UserError
 from moecore.brain import prediction_table as brain
 from moecore.brain.age_correction import AgeData, fit_age_line
 from moecore.brain.prediction_table import assign_folds, read_predictions
-from moecore.core.config import find_class
+from moecore.core import config, source_layout
 from moecore.core.files import read_json
-from moecore.core.source_layout import ROOT
 from moecore.measure import stability
 from moecore.measure.base import Measurement, Skipped, read_result
 from moecore.measure.calibrators.linear import Linear
@@ -271,7 +270,7 @@ def runs(tmp_path, monkeypatch) -> list[str]:
     source = tmp_path / "source"
     compiled = shutil.ignore_patterns("__pycache__")
     for name in ("moecore", "stages", "conformance/suite"):
-        shutil.copytree(ROOT / name, source / name, ignore=compiled, symlinks=True)
+        shutil.copytree(source_layout.ROOT / name, source / name, ignore=compiled, symlinks=True)
     monkeypatch.setattr(code_hashes, "ROOT", source)
     monkeypatch.chdir(tmp_path)
     Path("params.yaml").write_text(SMALL_PARAMS, encoding="utf-8")
@@ -426,7 +425,7 @@ def test_its_values_reach_the_page_and_answer_a_question(folder):
 
 def test_it_keeps_its_promises(folder):
     check_document(load_yaml_document("params.yaml"), ("calculate", "compare"))
-    check_calculation(find_class(Measurement, "my_lab.bound"))
+    check_calculation(config.find_class(Measurement, "my_lab.bound"))
 
 
 @pytest.mark.parametrize(

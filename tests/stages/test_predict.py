@@ -16,8 +16,7 @@ from moecore.backbones import Vit, Vit3d
 from moecore.brain.age_calibration import write_calibration_folder
 from moecore.brain.age_correction import AgeData, fit_age_line, summarize_age_errors
 from moecore.brain.prediction_table import read_predictions
-from moecore.core.arrays_as_text import escape_spreadsheet_formula
-from moecore.core.config import read_json_settings
+from moecore.core import arrays_as_text, config
 from moecore.core.files import UserError, to_jsonable, write_json
 from moecore.data.files.decode import decode_image
 from moecore.measure.calibrators.linear import FittedLinear, Linear
@@ -27,13 +26,7 @@ from moecore.nn.experts.mlp import Mlp
 from moecore.nn.predict import predict_in_batches
 from moecore.parts import Classification, ImageSpec, MoESettings
 from moecore.pipeline.predict_cli import main
-from moecore.predict.folder_predictions import (
-    PredictionRequest,
-    find_volumes,
-    load_age_calibration,
-    predict_folder,
-    prepare_volumes,
-)
+from moecore.predict import folder_predictions as module
 from moecore.predict.folder_predictions import predict_ages as predict
 from moecore.predict.model_quality import calibrator_folder
 from moecore.routers import NoisyTopK, Told
@@ -94,7 +87,7 @@ def test_a_bids_folder_with_ages(trained, tmp_path):
     said = [",".join(row[key] for key in keys) for row in rows]
     assert said == ["sub-1,ses-a,new,60.5000,F", "sub-2,ses-a,new,,M", "sub-3,ses-a,new,,"]
     path = calibrator_folder(target) / "calibrator.json"
-    fitted = read_json_settings(path, FittedLinear, "a calibrator")
+    fitted = config.read_json_settings(path, FittedLinear, "a calibrator")
     for row, group in zip(rows, ("F", "M", "pooled"), strict=True):
         raw = float(row["predicted_age"])
         pooled = pytest.approx(fitted.pooled.invert(raw), abs=1e-3)
@@ -165,16 +158,16 @@ def test_the_calibrator_of_another_model_is_refused(trained, tmp_path):
 
 def test_what_is_found(tmp_path):
     with pytest.raises(UserError, match="no volumes; allowed"):
-        find_volumes(tmp_path)
+        module.find_volumes(tmp_path)
     nifti(tmp_path / "p1.nii.gz", brain())
     nifti(tmp_path / "p1_mask.nii.gz", brain() > 0)
     nifti(tmp_path / "p2.nii", brain())
-    found = find_volumes(tmp_path)
+    found = module.find_volumes(tmp_path)
     masks = [(one.path.name, one.mask and one.mask.name) for one in found]
     assert masks == [("p1.nii.gz", "p1_mask.nii.gz"), ("p2.nii", None)]
     nifti(tmp_path / "sub-9/anat/sub-9_T1w.nii.gz", brain())
     nifti(tmp_path / "sub-9/anat/sub-9_desc-brain_mask.nii.gz", brain() > 0)
-    (one,) = find_volumes(tmp_path)
+    (one,) = module.find_volumes(tmp_path)
     assert (one.subject["participant_id"], one.subject["session_id"]) == ("sub-9", "")
     assert one.mask.name == "sub-9_desc-brain_mask.nii.gz"
 
@@ -183,10 +176,10 @@ def test_a_bad_table_is_told_whole(tmp_path):
     nifti(tmp_path / "p1.nii.gz", brain())
     (tmp_path / "participants.tsv").write_text("participant_id\tage\tsex\np1\told\tF\np2\t50\tX\n")
     with pytest.raises(UserError, match=r"(?s)age is 'old'.*sex is 'X'"):
-        find_volumes(tmp_path)
+        module.find_volumes(tmp_path)
     (tmp_path / "participants.tsv").write_text("id\np1\n")
     with pytest.raises(UserError, match="lacks the column participant_id"):
-        find_volumes(tmp_path)
+        module.find_volumes(tmp_path)
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -296,9 +289,9 @@ def test_of_a_mosaic_each_cell_has_its_answer(pictures, tmp_path, capsys):
 
 def test_a_model_that_is_told_the_truth_has_no_pictures(pictures, tmp_path):
     save_model(tmp_path / "told", measured_on_dialects(Told()).model)
-    request = PredictionRequest(tmp_path / "told", pictures, tmp_path / "out.csv")
+    request = module.PredictionRequest(tmp_path / "told", pictures, tmp_path / "out.csv")
     with pytest.raises(UserError, match="is routed by the truth, which pictures do not say"):
-        predict_folder(request)
+        module.predict_folder(request)
     assert not request.out.exists()
 
 
@@ -326,8 +319,8 @@ def test_bad_files_keep_their_rows_and_are_named(model, pictures, tmp_path, caps
     lines = capsys.readouterr().err.splitlines()
     assert {line.split(": ")[0] for line in lines[:-1] if ": " in line} >= bad
     assert lines[-1].startswith("5 of 29 files have no prediction")
-    request = PredictionRequest(model, pictures, pictures / "out.csv")
-    assert predict_folder(request) == predict_folder(request) == 5
+    request = module.PredictionRequest(model, pictures, pictures / "out.csv")
+    assert module.predict_folder(request) == module.predict_folder(request) == 5
 
 
 def test_links_out_of_the_folder_and_odd_names_keep_their_rows(model, pictures, tmp_path, capsys):
@@ -340,7 +333,9 @@ def test_links_out_of_the_folder_and_odd_names_keep_their_rows(model, pictures, 
     (pictures / "in.png").symlink_to(one)
     (pictures / "two\nlines.png").write_bytes(one.read_bytes())
     Path(pictures, os.fsdecode(b"\xff.png")).write_bytes(one.read_bytes())
-    assert predict_folder(PredictionRequest(model, pictures, tmp_path / "out.csv")) == 3
+    assert (
+        module.predict_folder(module.PredictionRequest(model, pictures, tmp_path / "out.csv")) == 3
+    )
     rows = {row["file"]: row for row in rows_of(tmp_path / "out.csv")}
     assert "found 'out.png', which leads out of this folder" in rows["out.png"]["error"]
     assert "No such file" in rows["dead.png"]["error"] and rows["itself.png"]["error"]
@@ -355,15 +350,17 @@ def test_volumes_that_lead_out_of_their_folder(trained, tmp_path):
         nifti(tmp_path / f"in/{name}.nii.gz", brain())
     (tmp_path / "in/out.nii.gz").symlink_to(tmp_path / "away/v.nii.gz")
     (tmp_path / "in/b_mask.nii.gz").symlink_to(tmp_path / "away/v.nii.gz")
-    made = find_volumes(tmp_path / "in")
-    reference = load_age_calibration(calibrator_folder(trained[0]), trained[0]).reference
-    said = dict(zip((one.path.name for one in made), prepare_volumes(made, reference), strict=True))
+    made = module.find_volumes(tmp_path / "in")
+    reference = module.load_age_calibration(calibrator_folder(trained[0]), trained[0]).reference
+    said = dict(
+        zip((one.path.name for one in made), module.prepare_volumes(made, reference), strict=True)
+    )
     assert "found 'out.nii.gz', which leads out of this folder" in said["out.nii.gz"]
     assert "found 'b_mask.nii.gz', which leads out" in said["b.nii.gz"]
     assert said["a.nii.gz"].ndim == 4
     (tmp_path / "in/participants.tsv").write_bytes(b"participant_id\tage\na\t\xff\n")
     with pytest.raises(UserError, match="participants.tsv: no table of values between tabs"):
-        find_volumes(tmp_path / "in")
+        module.find_volumes(tmp_path / "in")
 
 
 def test_alpha_stands_on_white_and_16_bits_are_scaled(tmp_path):
@@ -406,7 +403,7 @@ def test_what_cannot_be_is_one_message_before_anything_runs(words, message, tmp_
 
 def test_the_page_shows_pictures_and_experts(browser, model, pictures, tmp_path):
     spoil(pictures)
-    predict_folder(PredictionRequest(model, pictures, tmp_path / "out.csv"))
+    module.predict_folder(module.PredictionRequest(model, pictures, tmp_path / "out.csv"))
     with opened(browser, tmp_path / "out.html", 390, "dark") as page:
         assert clipped(page) == [] and page.locator("li").count() == 24
         assert page.locator("#failures + table tr").count() == 5
@@ -421,6 +418,6 @@ def test_the_page_shows_pictures_and_experts(browser, model, pictures, tmp_path)
 
 def test_what_a_spreadsheet_would_run_is_text_and_numbers_stay_as_they_are():
     for text in ("-1.5", "+3e-4", "-inf", "plain", "", "a=b", -2.5, None):
-        assert escape_spreadsheet_formula(text) == text
+        assert arrays_as_text.escape_spreadsheet_formula(text) == text
     for text in ("=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "-"):
-        assert escape_spreadsheet_formula(text) == f"'{text}"
+        assert arrays_as_text.escape_spreadsheet_formula(text) == f"'{text}"

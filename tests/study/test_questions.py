@@ -6,12 +6,11 @@ import pytest
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
-from moecore.study.check import check_document
+from moecore.study import check, yaml_document
 from moecore.study.questions import QuestionFile, find_question, list_question_names, load_rounds
-from moecore.study.yaml_document import parse_yaml_document
 from tests.project import PARAMS
 
-BASE = parse_yaml_document(PARAMS).data
+BASE = yaml_document.parse_yaml_document(PARAMS).data
 
 
 def values(question: QuestionFile, *presets: str, number: int = 1) -> dict:
@@ -153,7 +152,7 @@ def test_claims_of_a_paper_are_written_out(ask, place):
     assert values(question, "none")["claims"] == []
     composed = ask("asks: [mine/faster]\n").round(1).compose()
     with pytest.raises(UserError, match=r"mine/paper.yaml:5:52: claims\[0\].method: found 'fast'"):
-        check_document(composed.document, composed.all_stages)
+        check.check_document(composed.document, composed.all_stages)
     seen = [path.relative_to(place) for path in question.asking_files if place in path.parents]
     assert [str(path) for path in seen] == ["pipelines/own/asked.yaml", "pipelines/mine/paper.yaml"]
     assert list_question_names(place) == ["own/asked"], "a paper's file is no question"
@@ -230,7 +229,7 @@ def test_a_wrong_question_names_its_line(ask, place, text, place_and_key, word):
         for name in question.presets:
             question.round(1).compose([name])
         composed = question.round(1).compose()
-        check_document(composed.document, composed.all_stages)
+        check.check_document(composed.document, composed.all_stages)
     (line,) = str(caught.value).split("\n")
     assert f"/pipelines/own/asked.yaml:{place_and_key}: " in line and word in line
 
@@ -282,7 +281,7 @@ def test_a_problem_is_found_in_the_layer_that_decides(ask, place, file, old, new
     path.write_text(content.replace(old, new), encoding="utf-8")
     with pytest.raises(UserError) as caught:
         composed = QuestionFile(place, "own/asked").round(None).compose()
-        check_document(composed.document, composed.all_stages)
+        check.check_document(composed.document, composed.all_stages)
     assert f"/{place_and_key}" in str(caught.value).split("\n")[0]
 
 

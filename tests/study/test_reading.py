@@ -12,25 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, model_validator
 
-from moecore.core.config import Config
-from moecore.core.files import UserError
-from moecore.core.source_layout import ROOT
-from moecore.study import params_reader, yaml_document
-from moecore.study.params_layers import merge_settings
+from moecore.core import config, files, source_layout
+from moecore.study import params_layers, params_reader, stages, yaml_document
 from moecore.study.params_reader import params_keys_by_field, read_params
-from moecore.study.stages import SECTIONS
 from moecore.study.study import MEASURED_SECTIONS, Study
 from moecore.study.yaml_document import cap_line_count, load_yaml_document, parse_yaml_document
 
 
-class NoisyTopK(Config):
+class NoisyTopK(config.Config):
     kind: Literal["noisy_top_k"] = "noisy_top_k"
     k: int = Field(2, ge=1)
     noise: float | None = Field(None, gt=0, le=1)
     activation: Literal["relu", "gelu"] = "relu"
 
 
-class Load(Config):
+class Load(config.Config):
     """Has a field named like its tag."""
 
     kind: Literal["load"] = "load"
@@ -40,7 +36,7 @@ class Load(Config):
 Router = Annotated[NoisyTopK | Load, Field(discriminator="kind")]
 
 
-class Method(Config):
+class Method(config.Config):
     router: Router | None = None
     parts: tuple[Router, ...] = ()
     width: int | Literal["auto"] = 3
@@ -53,7 +49,7 @@ class Method(Config):
         return self
 
 
-class Params(Config):
+class Params(config.Config):
     epsilons: tuple[Annotated[float, Field(ge=0, le=1)], ...]
     flag: bool = False
     method: Annotated[Method, params_reader.ParamsKeyTemplate("methods.{method}")]
@@ -127,7 +123,7 @@ MERGES = "m0: &m0 {x: 1}\n" + "".join(
     ],
 )
 def test_faults_of_the_text_have_a_place(text, place, word):
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(files.UserError) as caught:
         parse_yaml_document(text)
     (line,) = str(caught.value).split("\n")
     assert line.startswith(f"{place}: ") and word in line
@@ -155,13 +151,13 @@ def test_json_is_yaml(value):
 
 def test_what_is_no_file_of_text_is_said(tmp_path):
     path = tmp_path / "params.yaml"
-    with pytest.raises(UserError, match=r"params\.yaml: cannot be read \(no such file"):
+    with pytest.raises(files.UserError, match=r"params\.yaml: cannot be read \(no such file"):
         read_params(Params, str(path), method="vmoe")
     path.write_bytes(b"a: 1\nb: \xff\n")
-    with pytest.raises(UserError, match=r"params.yaml:2:4: not UTF-8 text \(byte 8\)"):
+    with pytest.raises(files.UserError, match=r"params.yaml:2:4: not UTF-8 text \(byte 8\)"):
         load_yaml_document(path)
     path.write_bytes(b"#" * 300_001)
-    with pytest.raises(UserError, match="found 300,001 bytes"):
+    with pytest.raises(files.UserError, match="found 300,001 bytes"):
         load_yaml_document(path)
 
 
@@ -189,7 +185,7 @@ def test_reads_exactly_what_is_declared(tmp_path, monkeypatch):
 
 
 def problems(text: str) -> list[str]:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(files.UserError) as caught:
         params_reader.extract_settings(Params, parse_yaml_document(text), method="vmoe")
     return str(caught.value).split("\n")
 
@@ -270,15 +266,15 @@ SCIPY = "scipy.special scipy.ndimage scipy.optimize scipy.stats"
 )
 def test_imports_are_light(code, heavy):
     code += f"\nimport sys\nassert not {set(heavy.split())} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=source_layout.ROOT)
 
 
-def params_of(script: str) -> type[Config] | None:
+def params_of(script: str) -> type[config.Config] | None:
     return getattr(importlib.import_module(f"moecore.stages.{script}"), "Params", None)
 
 
-SCRIPTS = sorted(path.stem for path in (ROOT / "stages").glob("[a-z]*.py"))
-READERS = [name for name in SCRIPTS if name in SECTIONS and params_of(name) is not None]
+SCRIPTS = sorted(path.stem for path in (source_layout.ROOT / "stages").glob("[a-z]*.py"))
+READERS = [name for name in SCRIPTS if name in stages.SECTIONS and params_of(name) is not None]
 
 
 def types_in(annotation: Any) -> set[type]:
@@ -299,7 +295,7 @@ def test_a_stage_reads_sections_with_the_types_of_the_whole(script):
 
 
 def test_every_section_is_known():
-    named = {section for sections in SECTIONS.values() for section in sections}
+    named = {section for sections in stages.SECTIONS.values() for section in sections}
     assert named | {"monitor", "packages"} | set(MEASURED_SECTIONS) == set(Study.model_fields)
 
 
@@ -317,5 +313,5 @@ def test_every_section_is_known():
 )
 def test_merging(base, over, expected):
     before = json.dumps([base, over])
-    assert merge_settings(base, over) == expected
+    assert params_layers.merge_settings(base, over) == expected
     assert json.dumps([base, over]) == before, "changes neither side"

@@ -25,11 +25,8 @@ from moecore.data.prepared import Split
 from moecore.nn.predict import meta_device_context
 from moecore.pipeline.dvc_yaml import build_stage_entries, study_dvc_yaml_texts
 from moecore.report.tables.metrics_by_method import unanswerable_claims
-from moecore.study import params_writer
-from moecore.study.check import check_study
-from moecore.study.model_rules import load_data_previews, planned_image_spec
+from moecore.study import check, model_rules, params_writer, questions
 from moecore.study.params_layers import compose_layers, load_overlay_layer, load_root_layer
-from moecore.study.questions import QuestionFile, list_question_names
 from moecore.study.study import Study
 from moecore.study.yaml_document import load_yaml_document, parse_yaml_document
 from moecore.training.job import Objective, TrainingJob, training_batch
@@ -39,13 +36,13 @@ from moecore.training.settings import build_optimizer
 from tests.project import PARAMS, write_question
 
 
-def text_of(question: QuestionFile, *presets: str) -> str:
+def text_of(question: questions.QuestionFile, *presets: str) -> str:
     place = question.root / "pipelines"
     origin = params_writer.ParamsOrigin("own/asked.yaml", "params.yaml", "schema", place)
     return params_writer.params_text(question.round(None).compose(presets), origin, presets)
 
 
-@pytest.mark.parametrize("name", list_question_names(ROOT))
+@pytest.mark.parametrize("name", questions.list_question_names(ROOT))
 def test_questions_are_short(name):
     """Beside the methods, what is asked of them, and the presets."""
     section = ""
@@ -91,7 +88,7 @@ def test_what_is_written_says_where_it_comes_from(ask):
 
 @pytest.mark.parametrize("name", ["ours/quick", "tgr/table_3", "moge/paper_scale", "ours/sizes"])
 def test_an_overlay_comes_to_the_same(tmp_path, name):
-    composed = QuestionFile(SHIPPED, name).round(1).compose()
+    composed = questions.QuestionFile(SHIPPED, name).round(1).compose()
     (tmp_path / "overlay.yaml").write_text(params_writer.overlay_text(composed), encoding="utf-8")
     base = load_root_layer(SHIPPED)
     again = compose_layers([base, load_overlay_layer(tmp_path, base)], SHIPPED)
@@ -219,7 +216,7 @@ def composed_study(name: str) -> tuple[dict, dict[str, str]]:
     if not name:
         data = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
         return data, {"dvc.yaml": (ROOT / "dvc.yaml").read_text(encoding="utf-8")}
-    composed = QuestionFile(ROOT, name).round(1).compose()
+    composed = questions.QuestionFile(ROOT, name).round(1).compose()
     stages = build_stage_entries(composed.stages)
     data = composed.document.data
     return data, study_dvc_yaml_texts(stages, data["run"])
@@ -276,7 +273,7 @@ def test_no_edit_of_a_file_gives_a_traceback(tmp_path_factory, study, draw, edit
         change(data, draw)
     path = written(tmp_path_factory.mktemp("edited"), data, stages)
     try:
-        check_study(path, also=unanswerable_claims)
+        check.check_study(path, also=unanswerable_claims)
     except UserError as error:
         lines = str(error).split("\n")
         assert all(line.startswith(f"{path}") for line in lines), lines
@@ -309,7 +306,7 @@ def test_what_is_accepted_passes_a_step(tmp_path_factory, every_method, draw):
     data |= part
     path = written(tmp_path_factory.mktemp("edited"), data, composed_study("")[1])
     try:
-        study = check_study(path).study
+        study = check.check_study(path).study
     except UserError:
         return
     for name in study.run.methods:
@@ -319,7 +316,7 @@ def test_what_is_accepted_passes_a_step(tmp_path_factory, every_method, draw):
 def step(study: Study, name: str) -> None:
     method, training = study.methods[name], study.pretrain
     assert study.model is not None and training is not None
-    image = planned_image_spec(load_data_previews(study)["pretrain"])
+    image = model_rules.planned_image_spec(model_rules.load_data_previews(study)["pretrain"])
     backbone = method.merge_model_settings(study.model)
     with meta_device_context():
         small = backbone.build(image, method.moe)

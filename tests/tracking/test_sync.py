@@ -14,10 +14,9 @@ from mlflow.cli import cli as mlflow_cli
 from moecore.core.files import UserError, to_jsonable
 from moecore.run.history_file import flatten_keys
 from moecore.run.run_record import record_run
+from moecore.tracking import mlflow_connection, sync
 from moecore.tracking import sync as module
-from moecore.tracking.mlflow_connection import store_address
 from moecore.tracking.stored_run import select_changed_params, split_metrics_and_params
-from moecore.tracking.sync import HistoryImporter, sync_runs
 from moecore.training.method import Method
 from moecore.training.monitor import LayerTotals, Monitor, build_routing_point
 from moecore.training.settings import Training
@@ -42,7 +41,7 @@ with record_run("pretrain", None, method="vmoe", seed=0, work=Path(sys.argv[3]))
 
 def import_all() -> dict[str, int]:
     """What a process of its own does; the counts that are not 0."""
-    return {word: count for word, count in HistoryImporter().import_all().items() if count}
+    return {word: count for word, count in sync.HistoryImporter().import_all().items() if count}
 
 
 def everything(study) -> list:
@@ -55,7 +54,7 @@ def test_a_second_import_adds_nothing_and_a_grown_study_adds(study):
     calibrate()
     assert import_all() == {"runs added": 2, "current": 2}
     before = everything(study)
-    assert sync_runs().endswith("0 runs added, 0 updated, 0 ended; 2 are current")
+    assert sync.sync_runs().endswith("0 runs added, 0 updated, 0 ended; 2 are current")
     assert everything(study) == before
     study.write(seed=1)
     study.write(stage="finetune")
@@ -119,7 +118,7 @@ def test_a_training_that_runs_again_shows_nothing_of_the_earlier_model(study):
     import_all()
     old = study.parent()
     time.sleep(0.01)
-    importer = HistoryImporter()
+    importer = sync.HistoryImporter()
     with record_run("pretrain", None, method="vmoe", seed=0) as run:
         run.log(1, {"loss": 4.0})
         importer.import_all()
@@ -192,7 +191,7 @@ def test_what_dvc_locked_is_current(study):
     assert only_run(study, 1).data.tags["dvc.current"] == "false"
     Path("dvc.lock").write_text("stages: {code: 3}")
     with pytest.raises(UserError, match="dvc.lock"):
-        sync_runs()
+        sync.sync_runs()
 
 
 def test_a_method_that_was_removed_leaves_the_view_and_colours_are_the_reports(study):
@@ -209,7 +208,7 @@ def test_a_method_that_was_removed_leaves_the_view_and_colours_are_the_reports(s
 
 def test_a_killed_run_ends_and_its_resumption_logs_no_step_twice(study):
     Path("live.py").write_text(LIVE)
-    importer = HistoryImporter()
+    importer = sync.HistoryImporter()
     process = study.start("live.py", "1", "4", str(WORK), "wait")
     process.stdout.readline()
     importer.import_all()
@@ -248,7 +247,7 @@ def test_a_run_whose_history_and_process_are_gone_is_ended(study):
 def test_a_failed_run_says_why_and_what_was_deleted_in_the_store_is_imported_again(study):
     with pytest.raises(UserError), record_run("pretrain", None, method="vmoe", seed=0):
         raise UserError("the loss is not finite")
-    importer = HistoryImporter()
+    importer = sync.HistoryImporter()
     importer.import_all()
     assert only_run(study).info.status == "FAILED"
     assert only_run(study).data.tags["error"] == "UserError: the loss is not finite"
@@ -276,7 +275,7 @@ def test_an_experiment_that_was_deleted_is_one_line_with_what_mends_it(study, co
     assert "\n" not in str(error.value)
     words = re.search(f"mlflow {command}`", str(error.value))
     assert words is not None
-    environment = {"MLFLOW_TRACKING_URI": store_address()}
+    environment = {"MLFLOW_TRACKING_URI": mlflow_connection.store_address()}
     assert CliRunner().invoke(mlflow_cli, words[1].split(), env=environment).exit_code == 0
     assert import_all() == counts
 
@@ -303,7 +302,7 @@ def test_a_dead_server_is_one_line_without_the_password(study, monkeypatch):
     study.write()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@127.0.0.1:9")
     with pytest.raises(UserError) as error:
-        sync_runs()
+        sync.sync_runs()
     said = str(error.value)
     assert said.startswith("http://me:***@127.0.0.1:9: ")
     assert "secret" not in said and "\n" not in said and "moecore sync" in said
@@ -317,11 +316,11 @@ def test_a_full_disk_is_one_line_and_the_import_goes_on_later(study, monkeypatch
     study.write(steps=3000)
     disk.fill(free=8192)
     with pytest.raises(UserError) as error:
-        sync_runs()
+        sync.sync_runs()
     assert str(file) in str(error.value) and "disk is full" in str(error.value)
     assert "\n" not in str(error.value)
     disk.clear()
-    sync_runs()
+    sync.sync_runs()
     assert len(study.curve(only_run(study), "loss/total")) == 3000
 
 
@@ -358,7 +357,7 @@ def test_params_are_the_settings_that_are_no_defaults_and_the_kinds_of_parts():
 
 
 def test_the_routing_of_a_training_has_curves_and_a_map_while_it_trains(study):
-    importer, point = HistoryImporter(), None
+    importer, point = sync.HistoryImporter(), None
     with record_run("pretrain", None, method="vmoe", seed=0) as run:
         for step, counts in ((10, (6, 2)), (20, (8, 0))):
             run.log(step, {"loss": 1.0})

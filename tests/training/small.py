@@ -12,17 +12,16 @@ from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
 from moecore.nn.backbones.vit import Vit
 from moecore.parts import Classification, ImageSpec
+from moecore.training import loop, runtime
 from moecore.training.artifacts import Checkpoint
 from moecore.training.job import Objective, TrainingJob
-from moecore.training.loop import batch_maker, iterate_training
 from moecore.training.method import Method, build_guide
-from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
 
 SHADES = Classification(classes=("dark", "light"))
 IMAGE = ImageSpec(channels=1, size=8, task=SHADES, mean=(0.5,), std=(0.3,))
 TIMED = ("images_per_second",)
-CPU = Runtime("cpu", "test", 1, "system", "highest", 0.0, 0.0)
+CPU = runtime.Runtime("cpu", "test", 1, "system", "highest", 0.0, 0.0)
 SETTINGS = Training(epochs=2, batch=8, learning_rate=1e-2, log_every=3, checkpoint_every=3)
 BOTH = [{"kind": "importance"}, {"kind": "load"}]
 MLPS = {"kind": "mlp", "number": 4}
@@ -58,13 +57,13 @@ def made(method: Method) -> TrainingJob:
 
 
 def step_batch(job: TrainingJob, settings: Training, seed: int, step: int) -> Batch:
-    return batch_maker(job, settings, seed, range(step, step + 1), "cpu")(step)
+    return loop.batch_maker(job, settings, seed, range(step, step + 1), "cpu")(step)
 
 
 def stop_training(job: TrainingJob, settings: Training, folder: Path, points: int) -> None:
     """Let a training log so many points, with checkpoints in ``folder``, and end."""
     checkpoint = Checkpoint(folder)
-    run = iterate_training(job, settings, 0, CPU, checkpoint)
+    run = loop.iterate_training(job, settings, 0, CPU, checkpoint)
     for _ in range(points):
         next(run)
     run.close()
@@ -74,12 +73,12 @@ def stop_training(job: TrainingJob, settings: Training, folder: Path, points: in
 def assert_resumes(make: Callable, settings: Training, folder: Path, points: int) -> TrainingJob:
     """A training that is stopped and resumed ends with the same bits; return one that was not."""
     whole, resumed = make(), make()
-    expected = logged_points(iterate_training(whole, settings, 0, CPU))
+    expected = logged_points(loop.iterate_training(whole, settings, 0, CPU))
     stop_training(make(), settings, folder, points)
     for value in resumed.learners.state_dict().values():
         value.add_(1)  # all must come from the checkpoint
     torch.rand(17)  # another process has another random state
-    again = logged_points(iterate_training(resumed, settings, 0, CPU, Checkpoint(folder)))
+    again = logged_points(loop.iterate_training(resumed, settings, 0, CPU, Checkpoint(folder)))
     assert again == expected[-len(again) :] and len(again) < len(expected)
     assert_same_weights(resumed, whole)
     return whole

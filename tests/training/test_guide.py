@@ -15,22 +15,14 @@ from moecore.core.files import UserError
 from moecore.data.loader import few_shot_indices, load_split_where_it_fits
 from moecore.data.prepared import Prepared, Split
 from moecore.measure.base import Skipped
-from moecore.run.history_file import read_lines, routing_points
-from moecore.run.run_record import record_run
+from moecore.run import history_file, run_record
 from moecore.run.training import TrainingRun
 from moecore.stages import teacher as teacher_stage
 from moecore.tasks.multi_label import MultiLabel
-from moecore.training.artifacts import load_guide, load_model, save_guide, save_model, save_no_guide
+from moecore.training import artifacts, loop
+from moecore.training import method as module
 from moecore.training.job import Objective, training_batch
-from moecore.training.loop import iterate_training, validation_metrics
 from moecore.training.meter import Meter, sum_layer_routing
-from moecore.training.method import (
-    GuidedModel,
-    Method,
-    TeacherRouterSettings,
-    aligned_teacher_blocks,
-    build_guide,
-)
 from moecore.training.monitor import LayerTotals, Monitor, build_routing_point, format_routing_point
 from moecore.training.phase_trainings import build_pretraining, iterate_router_fit
 from moecore.training.settings import TeacherRouterFit, Training
@@ -40,31 +32,33 @@ from tests.training import small
 from tests.training.small import CPU, IMAGE, SETTINGS, VMOE, assert_resumes, logged_points, task
 
 NOISY = {"router": {"kind": "noisy_top_k", "k": 2}, "experts": {"kind": "mlp", "number": 4}}
-TGR = Method(**NOISY, regularizers=[{"kind": "router_kl"}])
-FITTED = TeacherRouterSettings(fit="joint", load=0.1, entropy=0.01)
+TGR = module.Method(**NOISY, regularizers=[{"kind": "router_kl"}])
+FITTED = module.TeacherRouterSettings(fit="joint", load=0.1, entropy=0.01)
 JOINT = TGR.model_copy(update={"teacher_router": FITTED})
 MLPS, KL = {"kind": "mlp", "number": 4}, [{"kind": "router_kl"}]
-JOINTLY = Method(router={"kind": "teacher_routed", "k": 2}, experts=MLPS, regularizers=KL)
-ORACLE = JOINTLY.model_copy(update={"teacher_router": TeacherRouterSettings(fit="joint")})
+JOINTLY = module.Method(router={"kind": "teacher_routed", "k": 2}, experts=MLPS, regularizers=KL)
+ORACLE = JOINTLY.model_copy(update={"teacher_router": module.TeacherRouterSettings(fit="joint")})
 
 
-def guide(depth: int = 4, method: Method = TGR):
+def guide(depth: int = 4, method: module.Method = TGR):
     torch.manual_seed(0)
-    return build_guide(Vit(patch=4, width=32, depth=depth, heads=2).build(IMAGE), method, (4,))
+    return module.build_guide(
+        Vit(patch=4, width=32, depth=depth, heads=2).build(IMAGE), method, (4,)
+    )
 
 
 def test_blocks_are_aligned_by_relative_depth():
     # the paper's layers 8, 10, 12 of 12 are 7, 9, 11 from 0; of a teacher with 24 blocks they are
     # its 16th, 20th and 24th
-    assert aligned_teacher_blocks((7, 9, 11), (12,), (12,)) == (7, 9, 11)
-    assert aligned_teacher_blocks((7, 9, 11), (12,), (24,)) == (15, 19, 23)
+    assert module.aligned_teacher_blocks((7, 9, 11), (12,), (12,)) == (7, 9, 11)
+    assert module.aligned_teacher_blocks((7, 9, 11), (12,), (24,)) == (15, 19, 23)
 
 
 def test_fitting_makes_it_confident_and_balanced_and_leaves_the_teacher_alone():
     made = guide()
     before = {name: value.clone() for name, value in made.teacher.state_dict().items()}
     settings = TeacherRouterFit(steps=60, batch=16, learning_rate=0.05)
-    weights = TeacherRouterSettings(load=1.0, entropy=0.1)
+    weights = module.TeacherRouterSettings(load=1.0, entropy=0.1)
     (_, first), *_, (last_step, last) = iterate_router_fit(made, task().train, weights, settings, 0)
     assert last_step == 60 and last["entropy"] < first["entropy"] and last["balance"] < 0.2
     assert all(torch.equal(one, before[name]) for name, one in made.teacher.state_dict().items())
@@ -72,32 +66,32 @@ def test_fitting_makes_it_confident_and_balanced_and_leaves_the_teacher_alone():
 
 def test_a_guided_student_comes_nearer_to_its_guide():
     made = task(TGR, guide=guide().requires_grad_(False))
-    first, *_, last = iterate_training(made, SETTINGS.model_copy(update={"epochs": 6}), 0, CPU)
+    first, *_, last = loop.iterate_training(made, SETTINGS.model_copy(update={"epochs": 6}), 0, CPU)
     assert last.values["router_kl"] < first.values["router_kl"]
 
 
 def test_saved_and_loaded_it_says_the_same_also_at_another_resolution(tmp_path):
     made, images = guide(depth=8), torch.rand(2, 1, 8, 8)
-    save_guide(tmp_path, made)
-    loaded = load_guide(tmp_path)
+    artifacts.save_guide(tmp_path, made)
+    loaded = artifacts.load_guide(tmp_path)
     assert made.blocks == (3, 7) == loaded.blocks
     for ours, theirs in zip(loaded(images).probs, made(images).probs, strict=True):
         assert torch.equal(ours, theirs)
-    larger = load_guide(tmp_path, IMAGE.model_copy(update={"size": 16}))
+    larger = artifacts.load_guide(tmp_path, IMAGE.model_copy(update={"size": 16}))
     assert larger(torch.rand(2, 1, 16, 16)).probs[0].shape == (2, 17, 4)
     # one more channel says the truth of the images of a later phase
-    told = load_guide(tmp_path, IMAGE.model_copy(update={"truth": 3}))
+    told = artifacts.load_guide(tmp_path, IMAGE.model_copy(update={"truth": 3}))
     with_truth = torch.cat([images, torch.ones(2, 1, 8, 8)], 1)
     assert torch.equal(told(with_truth).prediction, made(images).prediction)
-    save_no_guide(tmp_path)
-    assert load_guide(tmp_path) is None
+    artifacts.save_no_guide(tmp_path)
+    assert artifacts.load_guide(tmp_path) is None
 
 
 def test_fitted_routers_stay_and_joint_ones_learn_while_the_teacher_never_does():
     for method, learns in ((TGR, False), (JOINT, True)):
         made = task(method, guide=guide(method=method))
         before = {name: value.clone() for name, value in made.guide.state_dict().items()}
-        first, *_ = iterate_training(made, SETTINGS, 0, CPU)
+        first, *_ = loop.iterate_training(made, SETTINGS, 0, CPU)
         after = made.guide.state_dict()
         moved = {name for name in after if not torch.equal(after[name], before[name])}
         assert moved == ({"routers.0", "routers.1"} if learns else set())
@@ -113,13 +107,13 @@ def test_a_student_routed_by_its_teacher_carries_it_along(tmp_path):
     with pytest.raises(UserError, match="teacher"):
         made.model(torch.rand(2, 1, 8, 8))
     before = made.guide.routers[0].detach().clone()
-    list(iterate_training(made, SETTINGS, 0, CPU))
+    list(loop.iterate_training(made, SETTINGS, 0, CPU))
     # the task and the balance reach the teacher's router
     assert not torch.equal(made.guide.routers[0], before)
     alone, images = made.complete_model.eval(), torch.rand(3, 1, 8, 8)
-    assert isinstance(alone, GuidedModel)
-    save_model(tmp_path, alone)
-    loaded, expected = load_model(tmp_path)(images), alone(images)
+    assert isinstance(alone, module.GuidedModel)
+    artifacts.save_model(tmp_path, alone)
+    loaded, expected = artifacts.load_model(tmp_path)(images), alone(images)
     assert torch.equal(loaded.prediction, expected.prediction)
     teacher = made.guide(images).probs
     for record, probs in zip(expected.routing, teacher, strict=True):
@@ -128,7 +122,7 @@ def test_a_student_routed_by_its_teacher_carries_it_along(tmp_path):
 
 
 SHIFTED = SETTINGS.model_copy(update={"views": type(SETTINGS.views)(shift=1)})
-PRC = Method(**NOISY, regularizers=[{"kind": "pairwise_consistency"}])
+PRC = module.Method(**NOISY, regularizers=[{"kind": "pairwise_consistency"}])
 
 
 def step(labels, heads, teacher=None, image=IMAGE):
@@ -209,7 +203,7 @@ def test_the_loss_of_ages_is_in_deviations_and_validation_in_years():
     images = np.stack([ball(20.0, 0)[0], ball(90.0, 1)[0]])
     split = load_split_where_it_fits(Split(images, np.array([50.0, 70.0], np.float32)), "cpu")
     expected = {"validation_mae": 10.0, "validation_loss": 0.5}
-    assert validation_metrics(model, split) == pytest.approx(expected)
+    assert loop.validation_metrics(model, split) == pytest.approx(expected)
 
 
 def sets(count: int, seed: int = 0) -> Split:
@@ -225,7 +219,7 @@ SETS = IMAGE.model_copy(update={"task": MultiLabel(classes=("left", "right"))})
 
 def several():
     train, validation = (load_split_where_it_fits(sets(*of), "cpu") for of in ((50, 0), (20, 1)))
-    return task(Method(), image=SETS)._replace(train=train, validation=validation)
+    return task(module.Method(), image=SETS)._replace(train=train, validation=validation)
 
 
 def test_validation_is_precision_at_1_and_the_summed_loss():
@@ -233,7 +227,7 @@ def test_validation_is_precision_at_1_and_the_summed_loss():
     with torch.no_grad():
         made.model.head.weight.zero_()
         made.model.head.bias.copy_(torch.tensor([math.log(3), -math.log(3)]))  # always class 0
-    found = validation_metrics(made.model, made.validation)
+    found = loop.validation_metrics(made.model, made.validation)
     # 20 images: labels (1,0) 7 times, (0,1) 7 times, (1,1) 6 times. Class 0 is right 13 times.
     assert found["validation_accuracy"] == pytest.approx(13 / 20)
     near, far = math.log(4 / 3), math.log(4)
@@ -244,18 +238,20 @@ def test_validation_is_precision_at_1_and_the_summed_loss():
 def test_what_has_no_meaning_for_label_sets_is_refused():
     mixed = Training.model_validate(SETTINGS.model_dump() | {"mix": {"mixup": 1.0}})
     with pytest.raises(UserError, match="several labels each; allowed: mix: null"):
-        list(iterate_training(several(), mixed, 0, CPU))
+        list(loop.iterate_training(several(), mixed, 0, CPU))
     smooth = several()._replace(objective=Objective(label_smoothing=0.1))
     with pytest.raises(UserError, match="label_smoothing: found 0.1"):
-        list(iterate_training(smooth, SETTINGS, 0, CPU))
+        list(loop.iterate_training(smooth, SETTINGS, 0, CPU))
     with pytest.raises(UserError, match="distillation: these images have several labels each"):
         made = step([[1, 1]], [[[0.0, 1.0]]], teacher=[[0.0, 1.0]], image=SETS)
         Objective(distillation=0.5).terms(made)
-    assert list(iterate_training(task(), mixed, 0, CPU))[-1].step == 12
+    assert list(loop.iterate_training(task(), mixed, 0, CPU))[-1].step == 12
 
 
 EVERY = Monitor(every=1, dead_after=6)
-SOFT = Method(router={"kind": "soft_slots", "slots": 2}, experts={"kind": "mlp", "number": 4})
+SOFT = module.Method(
+    router={"kind": "soft_slots", "slots": 2}, experts={"kind": "mlp", "number": 4}
+)
 
 
 def record(probs: list, chosen: list) -> routing_records.RoutingRecord:
@@ -324,8 +320,8 @@ def test_a_layer_that_nobody_chose_and_one_that_all_choose_have_no_number_of_wha
 @pytest.mark.parametrize("method", [VMOE, SOFT])
 def test_a_training_is_bit_equal_with_and_without(method):
     without, watched = task(method), task(method)
-    alone = logged_points(iterate_training(without, SETTINGS, 0, CPU))
-    points = list(iterate_training(watched, SETTINGS, 0, CPU, monitor=EVERY))
+    alone = logged_points(loop.iterate_training(without, SETTINGS, 0, CPU))
+    points = list(loop.iterate_training(watched, SETTINGS, 0, CPU, monitor=EVERY))
     assert logged_points(points) == alone
     small.assert_same_weights(watched, without)
     # 3 steps of 8 images of 5 tokens in each of the last two blocks
@@ -334,7 +330,7 @@ def test_a_training_is_bit_equal_with_and_without(method):
 
 
 def test_routing_may_be_counted_rarely():
-    points = iterate_training(task(), SETTINGS, 0, CPU, monitor=Monitor(every=4))
+    points = loop.iterate_training(task(), SETTINGS, 0, CPU, monitor=Monitor(every=4))
     # steps 0, 4, 8 of points at 3, 6, 9, 12
     assert [len(one.routing) for one in points] == [2, 2, 2, 0]
 
@@ -351,11 +347,11 @@ def run_training(work, kill_at: int | None = None) -> list:
     with torch.no_grad():  # tokens are about (10, 0, 0, …), so nobody chooses the last expert
         last = job.model.blocks[-1]
         last.norm2.bias[0], last.mlp.router.weight[3, 0] = 10, -1
-    with record_run("pretrain", None, method="vmoe", seed=0, work=work) as run:
+    with run_record.record_run("pretrain", None, method="vmoe", seed=0, work=work) as run:
         training = TrainingRun(run, work, "pretrain", EVERY)
         training.train(job, SETTINGS, 0, each_epoch)
         assert training.log().warnings
-    return [point for _, point in routing_points(read_lines(run.folder))]
+    return [point for _, point in history_file.routing_points(history_file.read_lines(run.folder))]
 
 
 def test_a_killed_training_tells_what_one_that_was_not_tells(tmp_path, monkeypatch, capsys):
@@ -376,7 +372,7 @@ def test_a_pretraining_and_its_teacher_learn_from_images_that_the_seed_draws(tmp
     monkeypatch.chdir(tmp_path)
     digits(tmp_path / "artifacts/data/pretrain")
     data = Prepared.open("artifacts/data/pretrain")
-    save_no_guide(tmp_path / "none")
+    artifacts.save_no_guide(tmp_path / "none")
     training = {"epochs": 1, "batch": 10, "learning_rate": 1e-3, "shots": 2}
     teacher = {"kind": "dense", "model": {"kind": "vit", "patch": 4}, "training": training}
     (tmp_path / "params.yaml").write_text(yaml.safe_dump({"teacher": teacher}), encoding="utf-8")
@@ -390,7 +386,7 @@ def test_a_pretraining_and_its_teacher_learn_from_images_that_the_seed_draws(tmp
     for seed in (0, 1):
         teacher_stage.teacher(seed)
         none = tmp_path / "none"
-        job = build_pretraining(Method(), Vit(patch=4), settings, data, none, seed, "cpu")
+        job = build_pretraining(module.Method(), Vit(patch=4), settings, data, none, seed, "cpu")
         rows = few_shot_indices(data.task, data.train.labels, 2, seed)
         assert torch.equal(job.train.images, torch.from_numpy(data.train.images[rows.numpy()]))
         assert torch.equal(job.train.images, seen[-1])

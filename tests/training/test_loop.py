@@ -18,19 +18,11 @@ from moecore.nn.experts.mlp import Mlp
 from moecore.parts import Classification, MoESettings
 from moecore.pipeline.predict_cli import main
 from moecore.teachers import Adversarial, Training, ViewSettings
-from moecore.training import artifacts
+from moecore.training import artifacts, meter, outcome
+from moecore.training import job as module
 from moecore.training.artifacts import Checkpoint, load_adapted_model, load_model, save_model
-from moecore.training.job import (
-    BatchPrefetcher,
-    Objective,
-    TrainingJob,
-    build_training_job,
-    training_batch,
-)
 from moecore.training.loop import iterate_training, total_steps, validation_metrics
-from moecore.training.meter import MEMORY
 from moecore.training.method import Method
-from moecore.training.outcome import TrainingLog, evaluate_trained
 from tests.data.making import write_classes
 from tests.measure.subjects import built, digits
 from tests.my_lab import forget_package, write_my_lab
@@ -96,7 +88,7 @@ def test_stopped_and_resumed_it_ends_bit_equal(tmp_path, stopped_after, changes,
     vit = Vit(patch=4, width=16, depth=4, heads=2, drop_path=changes.pop("drop_path", 0.0))
     settings = Training.model_validate(SETTINGS.model_dump(exclude={"weight_decay"}) | changes)
 
-    def make() -> TrainingJob:
+    def make() -> module.TrainingJob:
         torch.manual_seed(0)
         return task(method)._replace(model=vit.build(IMAGE, method.moe))
 
@@ -164,10 +156,10 @@ def test_without_drop_path_nothing_is_drawn_and_with_it_the_model_is_evaluated_w
 def test_the_memory_of_the_second_step_is_told_once_and_changes_no_bit(monkeypatch):
     weighed = task()
     found = [metrics.values for metrics in iterate_training(weighed, SETTINGS, 0, CPU)]
-    assert [MEMORY in values for values in found] == [True, False, False, False]
+    assert [meter.MEMORY in values for values in found] == [True, False, False, False]
     monkeypatch.setattr("moecore.training.loop.MEMORY_STEP", -1)
     plain = task()
-    assert not any(MEMORY in one.values for one in iterate_training(plain, SETTINGS, 0, CPU))
+    assert not any(meter.MEMORY in one.values for one in iterate_training(plain, SETTINGS, 0, CPU))
     small.assert_same_weights(weighed, plain)
 
 
@@ -179,19 +171,19 @@ def test_memory_of_a_small_batch_is_weights_gradients_and_states(optimizer, tens
     settings = Training(epochs=1, batch=1, learning_rate=1e-3, optimizer={"kind": optimizer})
     (first, *_) = iterate_training(task(Method())._replace(model=model), settings, 0, CPU)
     weights = sum(parameter.numel() for parameter in model.parameters())
-    assert first.values[MEMORY] == pytest.approx(tensors * 4 * weights / 1e6, rel=0.03)
+    assert first.values[meter.MEMORY] == pytest.approx(tensors * 4 * weights / 1e6, rel=0.03)
 
 
 def test_an_outcome_tells_what_a_step_costs(tmp_path):
     data = digits(tmp_path)
     model = built(Vit(patch=6, width=16, depth=2, heads=2), None, data, 1)
-    made = build_training_job(model, data, Objective(()), "cpu")
+    made = module.build_training_job(model, data, module.Objective(()), "cpu")
     points = [(row.step, row.values) for row in iterate_training(made, SETTINGS, 0, CPU)]
-    found = evaluate_trained(model.eval(), data, SETTINGS, TrainingLog(points, 3.0))
+    found = outcome.evaluate_trained(model.eval(), data, SETTINGS, outcome.TrainingLog(points, 3.0))
     assert found.training_step_ms == pytest.approx(8000 / found.images_per_second)
-    assert found.training_memory_mb == points[0][1][MEMORY]
-    log = TrainingLog(points[1:], 3.0)  # it was told before a kill
-    assert evaluate_trained(model, data, SETTINGS, log).training_memory_mb is None
+    assert found.training_memory_mb == points[0][1][meter.MEMORY]
+    log = outcome.TrainingLog(points[1:], 3.0)  # it was told before a kill
+    assert outcome.evaluate_trained(model, data, SETTINGS, log).training_memory_mb is None
 
 
 def test_batches_that_a_thread_makes_early_are_the_same():
@@ -200,14 +192,14 @@ def test_batches_that_a_thread_makes_early_are_the_same():
 
     def make(step):
         asked.append(step)
-        return training_batch(made, settings, 3, step)
+        return module.training_batch(made, settings, 3, step)
 
-    ahead = BatchPrefetcher(make, range(4, 9))
+    ahead = module.BatchPrefetcher(make, range(4, 9))
     for step in range(4, 9):
-        ours, theirs = ahead(step), training_batch(made, settings, 3, step)
+        ours, theirs = ahead(step), module.training_batch(made, settings, 3, step)
         assert torch.equal(ours.images, theirs.images) and torch.equal(ours.labels, theirs.labels)
     assert asked == [4, 5, 6, 7, 8], "each once, in order, none after the last"
-    failing = BatchPrefetcher(lambda step: (1 // (step - 1),), range(3), depth=1)
+    failing = module.BatchPrefetcher(lambda step: (1 // (step - 1),), range(3), depth=1)
     assert failing(0) == (-1,)
     with pytest.raises(ZeroDivisionError):
         failing(1)

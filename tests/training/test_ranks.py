@@ -27,20 +27,16 @@ from torch.multiprocessing import start_processes
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moecore.backbones import SwinV2, Vit
+from moecore.core import safetensors_files, source_layout, streams
 from moecore.core.files import UserError
 from moecore.core.ranks import MEETING, Ranks, join_ranks, leave_ranks
-from moecore.core.safetensors_files import read_tensors
-from moecore.core.source_layout import ROOT
-from moecore.core.streams import BatchDraws, generator_for
 from moecore.study.yaml_document import load_yaml_document
 from moecore.teachers import Adversarial, Mix, Training, ViewSettings
-from moecore.training import loop
+from moecore.training import loop, monitor, runtime
 from moecore.training.distributed_training import to_full_tensor
 from moecore.training.job import TrainingJob
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method
-from moecore.training.monitor import Monitor
-from moecore.training.runtime import CompiledBlocks
 from tests import forked
 from tests.data.making import balls
 from tests.methods import REPRESENTATIVE
@@ -222,7 +218,7 @@ def computed(job: TrainingJob, settings: Training, epochs: int) -> dict:
     hook = register_optimizer_step_pre_hook(keep)
     points = []
     weights = []
-    for metrics in iterate_training(job, settings, 0, CPU, monitor=Monitor(every=1)):
+    for metrics in iterate_training(job, settings, 0, CPU, monitor=monitor.Monitor(every=1)):
         layers = metrics.routing.items()
         counts = [(name, *pair) for name, layer in layers for pair in enumerate(layer.counts)]
         chosen = {f"{name}, expert {expert}": count for name, expert, count in counts}
@@ -291,7 +287,7 @@ def join(rank: int, size: int, meeting: str) -> None:
 def compiled_apart() -> dict[str, float]:
     """How far two ranks that compile their blocks are from two that do not, by method."""
     apart = {}
-    loop.CompiledBlocks = partial(CompiledBlocks, backend="aot_eager")
+    loop.CompiledBlocks = partial(runtime.CompiledBlocks, backend="aot_eager")
     for name, shard in {"vmoe": 1, "ermoe": 2}.items():
         settings = SMALL_SETTINGS.model_copy(update={"shard": shard, "epochs": 1})
         weights = []
@@ -336,7 +332,7 @@ HISTORY = "artifacts/history/pretrain/vmoe/0/history.jsonl"
 
 def launched(words: list[str], folder: Path):
     command = [sys.executable, "-m", "moecore.run.local_ranks", "2", "-m", *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(source_layout.ROOT), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
 
@@ -344,9 +340,9 @@ def launched(words: list[str], folder: Path):
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory) -> dict[str, dict]:
     target = tmp_path_factory.mktemp("ranks") / "found"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(source_layout.ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.training.test_ranks", str(target)]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    subprocess.run(command, cwd=source_layout.ROOT, env=environment, check=True)
     together: dict[str, dict] = {"found": {}, "refused": {}, "compiled": {}}
     for rank in range(4):
         for key, part in json.loads(Path(f"{target}.{rank}").read_text(encoding="utf-8")).items():
@@ -391,8 +387,8 @@ def test_experts_of_several_ranks_are_not_merged_and_rows_are_equal_parts():
 
 
 def test_the_draws_of_some_images_are_those_of_the_whole_batch():
-    whole = BatchDraws(generator_for(1), 6)
-    part = BatchDraws(generator_for(1), 6, torch.tensor([4, 1]))
+    whole = streams.BatchDraws(streams.generator_for(1), 6)
+    part = streams.BatchDraws(streams.generator_for(1), 6, torch.tensor([4, 1]))
     for one, other in (
         (whole.rand(3), part.rand(3)),
         (whole.integers(-2, 5), part.integers(-2, 5)),
@@ -433,7 +429,7 @@ def ended(stages: list[forked.Stage]) -> tuple[list[int], str]:
 def trained(project: Project) -> dict[str, torch.Tensor]:
     codes, said = ended(begun(project))
     assert codes == [0, 0], said
-    return read_tensors(project.folder / MODEL)[0]
+    return safetensors_files.read_tensors(project.folder / MODEL)[0]
 
 
 def wait_for_checkpoint(project: Project, runs: Callable[[], bool]) -> None:
@@ -466,7 +462,7 @@ def test_one_killed_rank_ends_all_and_resumed_they_end_with_the_same_bits(replic
     shutil.copytree(replicated.folder, tmp_path / "alone", symlinks=True)
     alone = Project.at(tmp_path / "alone")
     alone.stage(*STAGE)
-    for name, value in read_tensors(alone.folder / MODEL)[0].items():
+    for name, value in safetensors_files.read_tensors(alone.folder / MODEL)[0].items():
         np.testing.assert_allclose(whole[name], value, atol=1e-4, err_msg=name)
     assert_same(trained(replicated), whole)
 

@@ -9,10 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from moecore.attacks.pgd import Pgd
-from moecore.core.config import Config
-from moecore.core.files import UserError
-from moecore.core.routing_records import Batch
-from moecore.core.streams import generator_for
+from moecore.core import config, files, routing_records, streams
 from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
 from moecore.nn.backbones.vit import Vit
@@ -119,7 +116,7 @@ def test_a_resumed_stage_keeps_its_threads_and_says_where_there_are_fewer_cores(
 def test_an_odd_machine_setting_is_one_line(monkeypatch, name, value):
     monkeypatch.setenv("MOECORE_DEVICE", "cpu")
     monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"^{name}: found '{value}'; allowed: .+$"):
+    with pytest.raises(files.UserError, match=f"^{name}: found '{value}'; allowed: .+$"):
         tune_runtime()
 
 
@@ -152,7 +149,7 @@ def test_no_decay_on_an_experts_basis():
     assert {"basis", "scale", "target", "up_bias", "pos_embed"} <= held and "up" not in held
 
 
-class Section(Config):
+class Section(config.Config):
     finetune: Finetuning
 
 
@@ -169,7 +166,7 @@ def written(*lines: str) -> Finetuning:
     ],
 )
 def test_what_an_optimizer_does_not_have_is_refused(lines, said):
-    with pytest.raises(UserError, match=f"params.yaml:{said}"):
+    with pytest.raises(files.UserError, match=f"params.yaml:{said}"):
         written(*lines)
 
 
@@ -189,8 +186,8 @@ def test_on_a_linear_model_it_is_the_optimum_by_hand():
     # -1, 0) for label 1, cut to [0, 1].
     model = Linear(torch.tensor([2.0, -1.0, 0.0]))
     x = torch.tensor([[0.5, 0.5, 0.5], [0.95, 0.05, 0.2]]).repeat(2, 1).view(4, 1, 1, 3)
-    batch = Batch(x, torch.tensor([0, 0, 1, 1]), torch.zeros(4, 3, 3), views=2)
-    found = Adversarial(epsilon=0.1).attacked(model, IMAGE.task, batch, generator_for(0))
+    batch = routing_records.Batch(x, torch.tensor([0, 0, 1, 1]), torch.zeros(4, 3, 3), views=2)
+    found = Adversarial(epsilon=0.1).attacked(model, IMAGE.task, batch, streams.generator_for(0))
     expected = [[0.6, 0.4, 0.5], [1.0, 0.0, 0.2], [0.4, 0.6, 0.5], [0.85, 0.15, 0.2]]
     torch.testing.assert_close(found.images, torch.tensor(expected).view(4, 1, 1, 3))
     assert found._replace(images=batch.images) == batch
@@ -257,7 +254,7 @@ def test_the_random_start_is_of_seed_and_step_and_both_views_are_attacked():
     settings, drawn = under(Adversarial(steps=1, form="strong")), Pgd(steps=1, form="strong")
     first, clean = step_batch(task(), settings, 2, 5), training_batch(task(), settings, 2, 5)
     with eval_mode(made := task().model):
-        generator = generator_for(2, 5, 3)
+        generator = streams.generator_for(2, 5, 3)
         found = drawn(made, IMAGE.task, clean.images, clean.labels, 8 / 255, generator)
     torch.testing.assert_close(first.images, found)
     made, settings = task(PRC), under(Adversarial(steps=2), views=type(SETTINGS.views)(shift=1))

@@ -12,12 +12,10 @@ from moecore import UserError, predict_in_batches
 from moecore.nn.kernels import grouped
 from moecore.nn.layers.block import Block
 from moecore.nn.layers.moe import MoEFeedForward
-from moecore.training import runtime
+from moecore.training import method, runtime, settings
 from moecore.training.job import TrainingJob
 from moecore.training.loop import iterate_training, train_step
-from moecore.training.method import Method
 from moecore.training.runtime import COMPILE, MIN_COMPILED_STEPS, TRACE, CompiledBlocks
-from moecore.training.settings import build_optimizer
 from tests.methods import METHODS, REPRESENTATIVE
 from tests.training.small import CPU, SETTINGS, VMOE, made, step_batch, task
 
@@ -28,7 +26,7 @@ ROUTERS |= {"softmax over the chosen": {"kind": "top_k_softmax"}}
 ROUTERS |= {"positions": {"kind": "hash", "k": 2, "by": "position"}, "merged": {"kind": "merged"}}
 WHOLE = [name for name in REPRESENTATIVE if name != "expert_choice"]  # "groups" is it, and more
 CASES = {name: METHODS[name] for name in WHOLE} | {  # each has dense blocks too
-    name: Method(router=router, experts={"kind": "mlp", "number": 4})
+    name: method.Method(router=router, experts={"kind": "mlp", "number": 4})
     for name, router in ROUTERS.items()
 }
 
@@ -49,7 +47,7 @@ def counted(backend: str):
 
 def learned(job: TrainingJob, blocks: CompiledBlocks | None, step: int, dtype=torch.float32):
     """The loss terms and all gradients of a step, whose rate is 0."""
-    optimizer = build_optimizer(job.model, SETTINGS, job.routers)
+    optimizer = settings.build_optimizer(job.model, SETTINGS, job.routers)
     batch = step_batch(job, SETTINGS, 0, step)
     torch.manual_seed(step)
     with blocks.inside() if blocks else nullcontext():

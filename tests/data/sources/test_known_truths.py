@@ -9,11 +9,9 @@ from moecore.core.files import UserError
 from moecore.data.layouts.text import END, UNKNOWN, TokenizedText, write_text
 from moecore.data.loader import TextStreams
 from moecore.data.prepared import SPLITS, Prepared, Split
-from moecore.data.sources import ciphers
-from moecore.data.sources.base import DrawnSource
+from moecore.data.sources import base, ciphers, docstrings
 from moecore.data.sources.ciphers import Ciphers, draw_word_ciphers
 from moecore.data.sources.dialects import CHANGES, Dialects, draw_change
-from moecore.data.sources.docstrings import DocstringSource
 from moecore.sources import Clusters, Digits, Subspaces
 from moecore.testing import check_source
 
@@ -220,7 +218,7 @@ def test_words_and_truth_by_hand(monkeypatch):
 def test_undone_each_split_is_the_docstrings_own(tmp_path):
     source = Ciphers(packages=("networkx",), dialects=3, zipf=0.5, **SMALL_TEXT)
     source.write(tmp_path)
-    data, plain = Prepared.open(tmp_path, verify=True), DocstringSource.read(source)
+    data, plain = Prepared.open(tmp_path, verify=True), docstrings.DocstringSource.read(source)
     back = draw_word_ciphers(3, data.task.outputs, [0, 1], 0).argsort(axis=1)
     lines = {}
     for split in SPLITS:
@@ -268,7 +266,7 @@ def test_rare_words_are_unknown_and_too_few_paragraphs_are_refused():
 FEW = {"train": 3000, "validation": 300, "test": 1000}
 
 
-def prepared_vectors(source: DrawnSource, folder) -> Prepared:
+def prepared_vectors(source: base.DrawnSource, folder) -> Prepared:
     source.write(folder)
     return Prepared.open(folder)
 

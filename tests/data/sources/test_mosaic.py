@@ -14,18 +14,15 @@ from PIL import Image
 from pydantic import ValidationError
 
 from moecore import Prepared, UserError
+from moecore.data import loader, raw_data_changes, stratified_splits
 from moecore.data.files.fonts import fingerprint_drawings, read_fonts, warp_glyph
-from moecore.data.loader import few_shot_indices, load_split_where_it_fits
 from moecore.data.prepared import SPLITS
-from moecore.data.raw_data_changes import describe_folder_change, scan_raw_folders
 from moecore.data.sources import mosaic
 from moecore.data.sources.mosaic import Mosaic, compose_mosaics, draw_mosaic_members
-from moecore.data.sources.scripts import Scripts
-from moecore.data.stratified_splits import stratified_split
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.data.volumes.cohorts import read_subject_rows
 from moecore.report.figures.overview import draw_dataset_samples
-from moecore.sources import CocoCaptions, Digits, Flickr30k
+from moecore.sources import CocoCaptions, Digits, Flickr30k, Scripts
 from moecore.tasks.multi_label import MultiLabel
 from moecore.testing import check_source
 
@@ -133,10 +130,10 @@ def test_the_contact_sheet_shows_images_with_the_class(folder):
 def test_helpers_that_need_one_label_refuse_sets(folder):
     split = Prepared.open(folder / "mosaic").train
     with pytest.raises(UserError, match="these images have several labels each; allowed: null"):
-        few_shot_indices(MultiLabel(classes=tuple("0123456789")), split.labels, 5, 0)
+        loader.few_shot_indices(MultiLabel(classes=tuple("0123456789")), split.labels, 5, 0)
     with pytest.raises(UserError, match="several labels have no split by class"):
-        stratified_split(split.labels, 0.5, 0)
-    images, labels = load_split_where_it_fits(split, "cpu").take(torch.tensor([7, 3]))
+        stratified_splits.stratified_split(split.labels, 0.5, 0)
+    images, labels = loader.load_split_where_it_fits(split, "cpu").take(torch.tensor([7, 3]))
     assert np.array_equal(labels.numpy(), split.labels[[7, 3]]) and images.shape == (2, 1, 12, 12)
 
 
@@ -388,10 +385,10 @@ def test_a_changed_folder_is_noticed(shipped_fonts, tmp_path):
     copied = shutil.copytree(shipped_fonts, tmp_path / "fonts")
     settings = Scripts(root=str(copied), **CYRILLIC)
     before = settings.describe().more["fonts"]["sha256"]
-    (fingerprint,) = scan_raw_folders(settings)
-    assert describe_folder_change(fingerprint._asdict()) is None
+    (fingerprint,) = raw_data_changes.scan_raw_folders(settings)
+    assert raw_data_changes.describe_folder_change(fingerprint._asdict()) is None
     (copied / DEJAVU[1]).unlink()
-    assert "found 3 files" in str(describe_folder_change(fingerprint._asdict()))
+    assert "found 3 files" in str(raw_data_changes.describe_folder_change(fingerprint._asdict()))
     assert settings.describe().more["fonts"]["sha256"] != before
 
 

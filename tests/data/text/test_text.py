@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from moecore.core.files import UserError, file_checksum, join_below_root
+from moecore.data import loader, prepared
 from moecore.data.files.published_source import check_digest, download_file, tokenize_captions
 from moecore.data.layouts.text import block_windows
-from moecore.data.loader import TextStreams
-from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources import docstrings, fashion_mnist, wikitext
 from moecore.data.sources.captioned_mosaic import CaptionedMosaic, draw_layouts, layout_captions
 from moecore.data.sources.docstrings import Docstrings, extract_docstring_prose
@@ -83,7 +82,7 @@ def test_windows_are_blocks_with_what_is_before_them():
 
 
 def test_streams_are_read_block_after_block_and_again_from_elsewhere():
-    text = TextStreams(torch.arange(43, dtype=torch.int32)[None], 4)
+    text = loader.TextStreams(torch.arange(43, dtype=torch.int32)[None], 4)
     assert text.length(2) == 21 and text.steps(2) == 5
     first = [text.take(2, 0, step) for step in range(5)]
     assert [anew for _, _, anew in first] == [True, False, False, False, False]
@@ -115,7 +114,7 @@ def test_docstrings_are_the_same_twice_and_every_file_has_one_split(tmp_path):
     source = Docstrings(packages=("networkx",), block=8, context=1)
     card = source.write(tmp_path / "one")
     assert source.write(tmp_path / "two")["files"] == card["files"]
-    data = Prepared.open(tmp_path / "one", verify=True)
+    data = prepared.Prepared.open(tmp_path / "one", verify=True)
     words = read_vocabulary(tmp_path / "one", data.task.outputs)
     assert len(words) == data.task.outputs == len(set(words))
     train = data.tokens("train")
@@ -183,7 +182,7 @@ SETTINGS = CaptionedMosaic(source=SMALL, train=300, validation=40, test=50, seed
 def mosaics(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mosaics")
     SETTINGS.write(folder)
-    return Prepared.open(folder, verify=True)
+    return prepared.Prepared.open(folder, verify=True)
 
 
 def test_captions_say_what_lies_where(mosaics):
@@ -201,7 +200,7 @@ def test_captions_say_what_lies_where(mosaics):
 
 def test_cells_are_images_of_the_class_that_the_caption_names(mosaics, tmp_path):
     SETTINGS.source.write(tmp_path)
-    source = Prepared.open(tmp_path)
+    source = prepared.Prepared.open(tmp_path)
     layouts = draw_layouts(10, SETTINGS)["test"]
     images = np.asarray(source.test.images)
     for mosaic, layout in zip(mosaics.test.images[:10], layouts, strict=False):
@@ -213,7 +212,7 @@ def test_cells_are_images_of_the_class_that_the_caption_names(mosaics, tmp_path)
 def test_layouts_of_the_test_are_in_no_other_split_and_there_once():
     found = draw_layouts(10, CaptionedMosaic(source={"kind": "digits"}, train=12_000))
     numbers = {name: rows @ [1000, 100, 10, 1] for name, rows in found.items()}
-    assert [len(numbers[split]) for split in SPLITS] == [12_000, 1000, 1000]
+    assert [len(numbers[split]) for split in prepared.SPLITS] == [12_000, 1000, 1000]
     test, validation = set(numbers["test"].tolist()), set(numbers["validation"].tolist())
     assert len(test) == len(validation) == 1000 and not test & validation
     train, counts = np.unique(numbers["train"], return_counts=True)

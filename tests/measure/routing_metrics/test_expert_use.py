@@ -9,19 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from moecore.core import routing_records
-from moecore.core.arrays_as_text import decode_float_array
-from moecore.core.files import UserError
+from moecore.core import arrays_as_text, files, routing_records
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout, first_choices
 from moecore.data.views.views import ViewsWithAffines
 from moecore.measure.robustness import expert_overlaps
+from moecore.measure.routing_metrics import epoch_routing as module
 from moecore.measure.routing_metrics import expert_gallery, two_view_agreement
-from moecore.measure.routing_metrics.epoch_routing import (
-    agreement_over_epochs,
-    count_matching_pairs,
-    encode_agreement_items,
-    saturation_by_image,
-)
 from moecore.measure.routing_metrics.expert_gallery import count_expert_use, parse_expert_grid
 from moecore.measure.routing_metrics.layer_metrics import (
     agreement_by_image,
@@ -106,7 +99,7 @@ def test_load_choices_confidence_and_agreement_by_hand():
     ours = torch.tensor([[0, 0, 1, -1], [0, 1, 1, -1]])
     theirs = torch.tensor([[0, 0, 0, 1], [0, 1, 1, -1]])
     assert agreement_by_image(ours, theirs).tolist() == [0.5, 1.0]
-    with pytest.raises(UserError, match="token by token"):
+    with pytest.raises(files.UserError, match="token by token"):
         agreement_by_image(ours, theirs[:, :2])
 
 
@@ -302,8 +295,8 @@ def test_items_of_epochs_by_hand():
     # Two images of one layer and two tokens: between epochs 1 and 2 they keep 1 and 2 experts,
     # between epochs 2 and 3 both and none.
     first = [np.array(of_epoch).reshape(2, 1, 2) for of_epoch in ([0, 1, 2, 3], [0, 2, 2, 3])]
-    items = encode_agreement_items([*first, np.array([[[0, 2]], [[3, 2]]])], None)
-    found = {name: decode_float_array(text).tolist() for name, text in items.items()}
+    items = module.encode_agreement_items([*first, np.array([[[0, 2]], [[3, 2]]])], None)
+    found = {name: arrays_as_text.decode_float_array(text).tolist() for name, text in items.items()}
     assert found["consecutive_quarter"] == [0.5, 1] and found["consecutive_last"] == [1, 0]
     assert found["consecutive_mean"] == [0.75, 0.5]
 
@@ -314,7 +307,7 @@ def test_saturation_by_hand():
     for mask, sets in ((before, [(0, 1), (2, 0), (1, 3)]), (final, [(1, 0), (2, 3), (1, 3)])):
         for token, experts in enumerate(sets):
             mask[0, 0, token, list(experts)] = True
-    shares = saturation_by_image([np.packbits(one, axis=-1) for one in (before, final)])
+    shares = module.saturation_by_image([np.packbits(one, axis=-1) for one in (before, final)])
     assert [one.item() for one in shares] == pytest.approx([0.833333, 1], abs=1e-6)
 
 
@@ -391,17 +384,17 @@ def test_epochs_and_pairs_by_hand():
     # Four tokens over three epochs: 0 → 1 shares two tokens, 1 → 2 three, 0 with the last one.
     epochs = [np.array([[0, 1], [2, 3]]), np.array([[0, 1], [0, 0]]), np.array([[0, 2], [0, 0]])]
     expected = {"with_final": [0.25, 0.75, 1.0], "consecutive": [0.5, 0.75]}
-    assert agreement_over_epochs(epochs) == expected
-    assert agreement_over_epochs(epochs[:1]) == {"with_final": [1.0], "consecutive": []}
+    assert module.agreement_over_epochs(epochs) == expected
+    assert module.agreement_over_epochs(epochs[:1]) == {"with_final": [1.0], "consecutive": []}
     ours, theirs = OURS.expand(2, -1, -1), torch.cat([THEIRS, THEIRS.roll(1, dims=1)])
     found = torch.tensor([[True, True, True, True, True], [False, True, True, False, False]])
     # Second image: theirs is (1, 2), (0, 1), (1, 0), (0, 2), (2, 1); second and third are there.
-    assert count_matching_pairs(ours, theirs, found).tolist() == [[2, 1, 2], [1, 1, 2]]
+    assert module.count_matching_pairs(ours, theirs, found).tolist() == [[2, 1, 2], [1, 1, 2]]
     assert match_ratios(ours, theirs, found) == [3 / 7, 2 / 7, 4 / 7]
 
 
 @pytest.mark.parametrize(("experts", "pairs"), [(1, True), (3, False)])
 def test_matches_need_a_pair_and_two_experts(experts, pairs):
     probs = torch.ones(2, 4, experts)
-    with pytest.raises(UserError, match=f"and {experts} experts; allowed: at least one pair"):
+    with pytest.raises(files.UserError, match=f"and {experts} experts; allowed: at least one pair"):
         match_ratios(probs, probs, torch.full((2, 4), pairs))

@@ -11,10 +11,8 @@ from torch.nn.functional import gelu, layer_norm
 from moecore.core.files import UserError
 from moecore.core.routing_records import Guidance, RoutingContext
 from moecore.core.source_layout import ROOT
-from moecore.nn.backbones import language_model
+from moecore.nn.backbones import language_model, single_layer, two_towers
 from moecore.nn.backbones.language_model import LanguageBlock, LanguageModel, MomentumBlock
-from moecore.nn.backbones.single_layer import SingleLayer
-from moecore.nn.backbones.two_towers import TextTowerSettings, TextTransformer
 from moecore.nn.experts.mlp import Mlp
 from moecore.parts import Classification, EncodeOptions, ImageSpec, MoESettings
 from moecore.routers import NoisyTopK, TeacherRouted, TopKSoftmax
@@ -212,7 +210,7 @@ IMAGE = ImageSpec(channels=2, size=4, task=THREE, mean=(0.5, 0.25), std=(0.5, 0.
 def single():
     torch.manual_seed(0)
     moe = MoESettings(router=NoisyTopK(k=1), experts=Mlp(number=4, hidden_ratio=0.25), blocks=[0])
-    built = SingleLayer(hidden=5).build(IMAGE, moe).eval()
+    built = single_layer.SingleLayer(hidden=5).build(IMAGE, moe).eval()
     for parameter in built.parameters():  # biases start at 0, where a mistake would not show
         parameter.data += 0.3 * torch.randn_like(parameter)
     return built
@@ -241,7 +239,7 @@ def test_the_experts_output_times_its_gate_goes_straight_into_the_classifier():
     assert len(found.heads) == 1 and torch.equal(found.heads[0], found.prediction)
     assert len(found.routing) == 1
     assert all(field.shape == (6, 1, 4) for field in found.routing[0][:5])
-    dense = SingleLayer(hidden=5).build(IMAGE)  # has one MLP, and no records
+    dense = single_layer.SingleLayer(hidden=5).build(IMAGE)  # has one MLP, and no records
     output = dense(images)
     hidden = gelu(normalised(images) @ dense.mlp.fc1.weight.T + dense.mlp.fc1.bias)
     assert output.routing == () and hidden.shape == (6, 5) and dense.moe is None
@@ -266,7 +264,7 @@ def test_features_are_what_enters_and_leaves_the_layer():
 
 @pytest.mark.parametrize("activation", ["gelu", "linear"])
 def test_a_linear_layer_of_a_mean_is_the_mean_of_its_outputs(activation):
-    built = SingleLayer(hidden=5, activation=activation).build(IMAGE).double()
+    built = single_layer.SingleLayer(hidden=5, activation=activation).build(IMAGE).double()
     first, second = torch.rand(2, 4, 2, 4, 4, dtype=torch.float64)
     of_mean = built((first + second) / 2).prediction
     mean = (built(first).prediction + built(second).prediction) / 2
@@ -380,7 +378,7 @@ def test_what_looks_ahead_is_refused_and_would_move_earlier_logits(key, router, 
 
 @pytest.mark.parametrize(("key", "router"), LOOKAHEADS)
 def test_a_causal_text_tower_refuses_them_and_one_with_full_attention_does_not(key, router):
-    tower = TextTowerSettings(width=16, depth=1, heads=2, moe=moe_of(router))
+    tower = two_towers.TextTowerSettings(width=16, depth=1, heads=2, moe=moe_of(router))
     with pytest.raises(UserError, match=f"^text.router.{key}: found .*; allowed"):
-        TextTransformer(tower, TASK)
-    TextTransformer(tower.model_copy(update={"mask": "full"}), TASK)
+        two_towers.TextTransformer(tower, TASK)
+    two_towers.TextTransformer(tower.model_copy(update={"mask": "full"}), TASK)

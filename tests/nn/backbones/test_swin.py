@@ -14,10 +14,9 @@ from moecore.nn.backbones.vit import Vit
 from moecore.nn.encoded_routing import coarse_patch_indices
 from moecore.nn.layers import window_attention
 from moecore.parts import Classification, EncodeOptions, ImageSpec, MoESettings
-from moecore.training.artifacts import load_adapted_model, load_model, save_guide, save_model
+from moecore.training import artifacts, runtime
 from moecore.training.method import Method, aligned_teacher_blocks, build_guide
 from moecore.training.phase_trainings import build_pretraining
-from moecore.training.runtime import CompiledBlocks
 from moecore.training.teachers.timm import define_missing_operators
 from moecore.training.upcycle import inherit_learned_windows, upcycle_model
 from tests.nn.test_every_method import SHIFTED, SWINS, swin
@@ -179,11 +178,11 @@ def test_merging_takes_rows_first_and_pads_odd_grids():
 def test_other_images_take_its_weights(tmp_path, kind):
     torch.manual_seed(0)
     model = swin(kind, window=8).build(IMAGE).eval()
-    save_model(tmp_path, model)
-    same = load_adapted_model(tmp_path, IMAGE, None).eval()
+    artifacts.save_model(tmp_path, model)
+    same = artifacts.load_adapted_model(tmp_path, IMAGE, None).eval()
     pixels = torch.rand(2, 1, 8, 8)
     torch.testing.assert_close(same(pixels).prediction, model(pixels).prediction)
-    larger = load_adapted_model(tmp_path, IMAGE.model_copy(update={"size": 16}), None)
+    larger = artifacts.load_adapted_model(tmp_path, IMAGE.model_copy(update={"size": 16}), None)
     attention = larger.layers[1].blocks[0].attn
     assert attention.windows.size == (8, 8), "it was 4 × 4, as the grid was"
     before = model.layers[1].blocks[0].attn
@@ -224,8 +223,8 @@ def test_upcycled_at_another_size_it_is_the_dense_model_at_that_size(tmp_path, k
     moved.load_state_dict(moved.adapt_weights(dict(dense.state_dict()), dense.config, dense.image))
     moved.eval()
     if window == dense.config.window:
-        save_model(tmp_path, dense)
-        moved = load_adapted_model(tmp_path, image, None).eval()
+        artifacts.save_model(tmp_path, dense)
+        moved = artifacts.load_adapted_model(tmp_path, image, None).eval()
     rgb = torch.rand(3, 1, size, size)
     torch.testing.assert_close(sparse(rgb).prediction, moved(rgb).prediction, atol=1e-5, rtol=1e-5)
     if kind != "swin":
@@ -239,18 +238,18 @@ def test_pretraining_begins_as_its_teacher_of_another_size(tmp_path, kind):
     torch.manual_seed(0)
     dense = swin(kind, window=8).build(IMAGE.model_copy(update={"size": 16})).eval()
     method = Method(router=TOP_1, experts=EXPERTS, upcycle=True)
-    save_guide(tmp_path, build_guide(dense, method, (2, 2)))
+    artifacts.save_guide(tmp_path, build_guide(dense, method, (2, 2)))
     card = {**IMAGE.model_dump(mode="json"), "kind": "drawn"}
     data = Prepared(card, images(4), images(4), images(4))
     config = swin(kind, window=8)
     learned = build_pretraining(method, config, SHIFTED, data, tmp_path, 0, "cpu").model
-    save_model(tmp_path / "dense", dense)
-    moved = load_adapted_model(tmp_path / "dense", learned.image, None)
+    artifacts.save_model(tmp_path / "dense", dense)
+    moved = artifacts.load_adapted_model(tmp_path / "dense", learned.image, None)
     pixels = torch.rand(3, 1, 8, 8)
     ours, theirs = (model.eval()(pixels).prediction for model in (learned, moved))
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    save_model(tmp_path / "student", learned)
-    assert load_model(tmp_path / "student").config.pretrained_windows == (8, 8)
+    artifacts.save_model(tmp_path / "student", learned)
+    assert artifacts.load_model(tmp_path / "student").config.pretrained_windows == (8, 8)
 
 
 def test_a_bias_that_was_learned_for_these_windows_is_left_as_it_is():
@@ -342,7 +341,7 @@ def test_more_kinds_of_block_than_a_function_is_usually_compiled_for():
     deep = {"depths": (2, 2, 4, 2), "heads": (1, 2, 4, 8), "window": 4, "patch": 2}
     model = swin("swin", **deep).build(spec(64), moe).train()
     torch.compiler.reset()
-    blocks = CompiledBlocks([model], "required", 9, backend="eager")
+    blocks = runtime.CompiledBlocks([model], "required", 9, backend="eager")
     for _ in range(2):  # as it is, compiled
         with blocks.inside():
             prediction = model(torch.rand(2, 3, 64, 64)).prediction

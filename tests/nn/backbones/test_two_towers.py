@@ -14,9 +14,8 @@ from moecore.nn.backbones import two_towers
 from moecore.nn.backbones.base_model import ImageSpec, parameter_counts
 from moecore.nn.backbones.vit import Vit
 from moecore.tasks.image_text import ImageText
-from moecore.training.artifacts import load_adapted_model, load_model, save_model
+from moecore.training import artifacts, loop
 from moecore.training.job import Objective, TrainingJob
-from moecore.training.loop import iterate_training
 from moecore.training.method import Method, attach_required_guide, build_guide
 from moecore.training.settings import Training
 from tests.methods import METHODS, REPRESENTATIVE
@@ -60,7 +59,7 @@ def captioned(method: Method | dict, backbone: two_towers.TwoTowers = SMALL) -> 
 
 
 def fit(job: TrainingJob) -> list[dict[str, float]]:
-    return [metrics.values for metrics in iterate_training(job, SETTINGS, 0, CPU)]
+    return [metrics.values for metrics in loop.iterate_training(job, SETTINGS, 0, CPU)]
 
 
 @torch.no_grad()
@@ -174,8 +173,8 @@ def test_a_method_trains_in_the_image_tower_beside_experts_of_words(tmp_path, na
     assert all(torch.isfinite(torch.tensor(list(found.values()))).all() for found in values)
     assert {"task", "text_importance", "text_load", "train_recall_at_1"} <= set(values[-1])
     model = attach_required_guide(job.model, job.guide)
-    save_model(tmp_path, model)
-    loaded = load_model(tmp_path)
+    artifacts.save_model(tmp_path, model)
+    loaded = artifacts.load_model(tmp_path)
     images = split(7, 2).images
     expected, _ = predict_in_batches(model, images, batch=7)
     words = torch.from_numpy(captions(7, 2))
@@ -229,17 +228,17 @@ def test_a_frozen_tower_stays_as_it_is_and_draws_nothing():
 
 def test_it_goes_on_with_larger_images_and_the_same_words(tmp_path):
     model = captioned(Method()).model.eval()
-    save_model(tmp_path, model)
+    artifacts.save_model(tmp_path, model)
     larger = IMAGE.model_copy(update={"size": 16})
-    moved = load_adapted_model(tmp_path, larger, None)
+    moved = artifacts.load_adapted_model(tmp_path, larger, None)
     assert moved.layout.grid == (4, 4)
     words = torch.from_numpy(captions(3))
     assert torch.equal(moved.targets(words), model.targets(words))
-    same = load_adapted_model(tmp_path, IMAGE, None)
+    same = artifacts.load_adapted_model(tmp_path, IMAGE, None)
     assert torch.equal(same.visual.pos_embed, model.visual.pos_embed)
     other = larger.model_copy(update={"task": TASK.model_copy(update={"vocabulary": "1" * 64})})
     with pytest.raises(UserError, match="other words: captions of 20 words"):
-        load_adapted_model(tmp_path, other, None)
+        artifacts.load_adapted_model(tmp_path, other, None)
 
 
 def test_active_parameters_are_those_of_both_towers():

@@ -9,9 +9,8 @@ from torch.nn.functional import conv3d, unfold
 
 from moecore.backbones import LanguageModel, MoESettings, TextTowerSettings, Vit, Vit3d
 from moecore.core.files import UserError
+from moecore.nn.backbones import sfcn, swin
 from moecore.nn.backbones.base_model import parameter_counts
-from moecore.nn.backbones.sfcn import Sfcn, soft_labels
-from moecore.nn.backbones.swin import SwinSettings
 from moecore.nn.layers.patch_embed import ConvStem, PatchEmbed, cut_patches
 from moecore.nn.predict import meta_device_context
 from moecore.nn.routers.eigenbasis import Eigenbasis
@@ -251,7 +250,7 @@ def test_upcycled_it_computes_what_the_dense_model_does():
     torch.testing.assert_close(sparse(volumes).prediction, dense(volumes).prediction)
 
 
-@pytest.mark.parametrize("kind", [Vit, Vit3d, SwinSettings, TextTowerSettings, LanguageModel])
+@pytest.mark.parametrize("kind", [Vit, Vit3d, swin.SwinSettings, TextTowerSettings, LanguageModel])
 def test_a_hidden_layer_has_a_unit(kind):
     with pytest.raises(ValidationError, match=r"(?s)mlp_ratio.*allowed: 0.\d+ or more"):
         kind(mlp_ratio=1e-9)
@@ -265,13 +264,13 @@ def test_a_convolutional_stem_sees_one_image_at_a_time():
 
 CLASSES = VOLUMES.model_copy(update={"task": FLAT.task})
 ATTENDING = SPARSE.model_copy(update={"router": Eigenbasis(context="attention_output")})
-SMALL_SFCN = Sfcn(channels=(4, 8, 6), bins=3, first_bin=50, bin_width=10, bin_deviation=5)
+SMALL_SFCN = sfcn.Sfcn(channels=(4, 8, 6), bins=3, first_bin=50, bin_width=10, bin_deviation=5)
 
 
 def test_the_published_size():
     image = VOLUMES.model_copy(update={"size": (160, 192, 160)})
     with meta_device_context():
-        model = Sfcn().build(image)
+        model = sfcn.Sfcn().build(image)
     assert model.layout.grid == (5, 6, 5)  # what the authors average over
     # Convolutions 27·(1·32 + 32·64 + 64·128 + 128·256 + 256·256) + 256·64 and a bias each, two
     # numbers of a batch norm for each of 800 channels, and a head of 64·40 + 40.
@@ -299,7 +298,7 @@ def test_the_layers_in_the_order_of_the_authors():
 def test_labels_over_bins_by_hand():
     # Edges 50, 60, 70, 80 and a deviation of 5: 60 is split in halves but for what lies above 70,
     # 1 − Φ(2) = 0.0228; 90 lies beyond all bins, and all but Φ(−4) falls to the last.
-    rows = soft_labels(torch.tensor([60.0, 90.0]), torch.tensor([50.0, 60, 70, 80]), 5.0)
+    rows = sfcn.soft_labels(torch.tensor([60.0, 90.0]), torch.tensor([50.0, 60, 70, 80]), 5.0)
     expected = torch.tensor([[0.5, 0.4772, 0.0228], [0.0, 0.0, 1.0]])
     torch.testing.assert_close(rows, expected, atol=1e-4, rtol=0)
 
@@ -307,7 +306,7 @@ def test_labels_over_bins_by_hand():
 def test_the_loss_is_the_divergence_from_the_label():
     model = SMALL_SFCN.build(VOLUMES).train()
     labels = torch.tensor([60.0, 72.0])
-    wanted = soft_labels(labels, model.edges, 5.0)
+    wanted = sfcn.soft_labels(labels, model.edges, 5.0)
     output = model(torch.rand(2, 1, 16, 16, 16))
     exact = model.task_loss(output._replace(heads=(wanted.log(),)), labels)
     assert exact == pytest.approx(0, abs=1e-6)
@@ -322,7 +321,7 @@ def test_the_loss_is_the_divergence_from_the_label():
 @pytest.mark.parametrize(
     ("config", "image", "moe", "says"),
     [
-        (Sfcn(), VOLUMES, None, r"multiples of 32 voxels .* \[16, 16, 16\] \(set `size`"),
+        (sfcn.Sfcn(), VOLUMES, None, r"multiples of 32 voxels .* \[16, 16, 16\] \(set `size`"),
         (SMALL_SFCN, FLAT, None, "have 2 axes; allowed: vit"),
         (SMALL_SFCN, CLASSES, None, "head: found bins for classification; allowed: number"),
         (SMALL_SFCN, VOLUMES, ATTENDING, "no attention, but the router eigenbasis reads attended"),

@@ -7,9 +7,8 @@ import torch
 from pydantic import ValidationError
 
 from moecore import UserError, update_routers
+from moecore.nn.balances import quantile, sinkhorn
 from moecore.nn.balances.loss_free import compute_bias_change
-from moecore.nn.balances.quantile import quantile_biases
-from moecore.nn.balances.sinkhorn import plan_factors
 from moecore.nn.routers.noisy_top_k import GroupLimitedChoice, NoisyTopK
 from moecore.parts import RoutingContext, top_k
 from moecore.routers import Competition, FrozenCopy, TopKSoftmax, TopP
@@ -132,7 +131,7 @@ def test_quantiles_give_each_expert_its_share_at_the_tokens_cuts():
     # The second largest of score + bias: .62 .42 .65 .34 .56 .43. An even share is 2 tokens, so the
     # place is 2.5: expert 0 needs −.39 and −.32 at places 2 and 3, their middle is −.355.
     scores, bias = torch.tensor(QUANTILES).T, torch.tensor([0.1, 0, -0.1])
-    needed = quantile_biases(scores, bias, 1)
+    needed = quantile.quantile_biases(scores, bias, 1)
     torch.testing.assert_close(needed, torch.tensor([-0.355, 0, -0.015]))
     router = identity_router(3, k=1, balance={"kind": "quantile"}, **SIGMOID)
     router.balance.bias.copy_(bias)
@@ -147,7 +146,7 @@ def test_quantiles_give_each_expert_its_share_at_the_tokens_cuts():
     assert at_cut.tolist() == [2, 1, 2]  # expert 1's tokens have the cut at itself: a tie
     # a share of the old bias, 0 at first, may stay
     router = identity_router(3, k=1, balance={"kind": "quantile", "decay": 0.75}, **SIGMOID)
-    needed = quantile_biases(scores, torch.zeros(3), 1)
+    needed = quantile.quantile_biases(scores, torch.zeros(3), 1)
     router.train().after_step([router(torch.logit(scores)[None])[1]], 0, 0.0)
     torch.testing.assert_close(router.balance.bias, 0.25 * (needed - needed.mean()))
 
@@ -157,7 +156,7 @@ AFFINE = torch.tensor([[2, 0], [1, 0], [0.5, 0], [0, 0.2]])
 
 def test_a_plan_chooses_in_training_and_logits_in_evaluation():
     # The plan's experts have ½ each: factors e^−.407418 and e^.407418 up to one for both.
-    factors = plan_factors(AFFINE[None].double(), 1e-4, 100)[0].log()
+    factors = sinkhorn.plan_factors(AFFINE[None].double(), 1e-4, 100)[0].log()
     centred = (factors - factors.mean()).float()
     torch.testing.assert_close(centred, torch.tensor([-0.407418, 0.407418]), atol=1e-6, rtol=0)
     plan = (AFFINE + factors).softmax(dim=-1).float() / 4

@@ -21,8 +21,6 @@ from moecore.nn.routers.eigenbasis import (
 )
 from moecore.parts import RoutingContext, SparsePlan
 
-CONTEXTS = ["tokens", "attention_output", "learned"]
-
 
 def layer_of(width=8, number=4, rank=5, seed=0, own=False, factored=False, **router):
     """A layer in fp64 whose parameters are all drawn, so that no score or scale is special."""
@@ -250,7 +248,7 @@ def test_full_rank_cannot_route():
     torch.testing.assert_close(record.logits, expected.expand(-1, -1, 4), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("context", ["tokens", "attention_output", "learned"])
 def test_zero_vectors_score_0_and_have_no_gradient(context):
     layer = layer_of(context=context)
     tokens, given_ = inputs_of()

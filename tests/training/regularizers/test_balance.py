@@ -7,13 +7,12 @@ import torch
 
 from moecore.core.files import UserError
 from moecore.statistics.intervals import squared_cv
+from moecore.training.regularizers import simbal, switch_balance
 from moecore.training.regularizers.entropy import Entropy, entropy
 from moecore.training.regularizers.importance import Importance, importance
 from moecore.training.regularizers.load import Load, load
 from moecore.training.regularizers.region_routing import RegionRouting, region_routing_loss
 from moecore.training.regularizers.router_kl import RouterKl, router_kl
-from moecore.training.regularizers.simbal import Simbal, router_orthonormality_loss
-from moecore.training.regularizers.switch_balance import SwitchBalance
 from moecore.training.regularizers.teacher_router import TeacherRouter, balance_and_entropy_terms
 from moecore.training.regularizers.truth_kl import truth_kl
 from moecore.training.regularizers.z_loss import ZLoss, z_loss
@@ -33,26 +32,24 @@ def test_layers_are_summed(term):
     assert abs(one) > 1e-3 and term(step(layer, layer)).item() == pytest.approx(2 * one)
 
 
-UNEVEN = [[[0.75, 0.25], [0.5, 0.5]], [[1.0, 0.0], [0.75, 0.25]]]
-
-
 def test_importance_by_hand_whose_gradient_at_balance_is_zero():
     # Importance: 0.75 + 0.5 + 1 + 0.75 = 3 and 1. Mean 2, population variance ((3−2)² + (1−2)²)/2 =
     # 1: 1/2² = 0.25. The sample variance would give 0.5; per-image or per-token statistics would
     # give other values again.
-    assert importance(probs=torch.tensor(UNEVEN)).item() == pytest.approx(0.25)
+    assert importance(
+        probs=torch.tensor([[[0.75, 0.25], [0.5, 0.5]], [[1.0, 0.0], [0.75, 0.25]]])
+    ).item() == pytest.approx(0.25)
     logits = torch.zeros(2, 3, 4, requires_grad=True)
     importance(probs=logits.softmax(-1)).backward()
     assert torch.equal(logits.grad, torch.zeros_like(logits))
 
 
-CHANCES = [[[0.9, 0.3, 0.3], [0.9, 0.5, 0.1]]]
-
-
 def test_load_by_hand():
     # Mean chances: 0.9, 0.4, 0.2. Mean 0.5, variance (0.16 + 0.01 + 0.09)/3 = 0.26/3: over 0.25 =
     # 1.04/3 = 0.34667.
-    assert load(chances=torch.tensor(CHANCES)).item() == pytest.approx(1.04 / 3)
+    assert load(chances=torch.tensor([[[0.9, 0.3, 0.3], [0.9, 0.5, 0.1]]])).item() == pytest.approx(
+        1.04 / 3
+    )
 
 
 # Two tokens: logsumexp(ln 1, ln 3) = ln 4 and logsumexp(ln 2, ln 6) = ln 8.
@@ -210,14 +207,14 @@ def routed_record(probs, k):
     ],
 )
 def test_switch_balance_by_hand(probs, k, level, value):
-    term = SwitchBalance(level=level, group_size=len(probs))
+    term = switch_balance.SwitchBalance(level=level, group_size=len(probs))
     assert term(step(routed_record(probs, k))).item() == pytest.approx(value)
 
 
 def test_the_gradient_of_switch_balance_is_the_share_of_choices():
     # E f_e / N with f = (3, 2, 2, 1)/8: 4 f / 4 = f
     probs = torch.tensor(SWITCH, requires_grad=True)
-    SwitchBalance()(step(routed_record(probs, 2))).backward()
+    switch_balance.SwitchBalance()(step(routed_record(probs, 2))).backward()
     expected = torch.tensor([0.375, 0.25, 0.25, 0.125])
     torch.testing.assert_close(probs.grad, expected.expand_as(probs))
 
@@ -228,22 +225,22 @@ def test_deepseeks_loss_counts_as_it_is_told(counts, value):
     scores = torch.tensor([[[0.9, 0.6, 0.3], [0.7, 0.5, 0.4]], [[0.2, 0.8, 0.6], [0.9, 0.1, 0.3]]])
     biased = torch.nn.functional.one_hot(torch.tensor([[0, 1], [1, 0]]), 3).bool()
     layer = record(probs=scores / scores.sum(dim=-1, keepdim=True))._replace(chosen=biased)
-    term = SwitchBalance(level="sequence", count_from=counts)
+    term = switch_balance.SwitchBalance(level="sequence", count_from=counts)
     assert term(step(layer)).item() == pytest.approx(value, abs=1e-6)
 
 
 def test_groups_that_do_not_divide_a_step_are_refused():
     with pytest.raises(UserError, match=r"^switch_balance.group_size: found 8, .*; allowed: a div"):
-        SwitchBalance(level="group")(step(routed_record(SWITCH, 2)))
+        switch_balance.SwitchBalance(level="group")(step(routed_record(SWITCH, 2)))
 
 
 def test_simbal_by_hand():
     # WWᵀ − I = (−.18, .53; .53, −.07); its gradient 2 sign(·) W, 0 at orthonormal rows
     weight = torch.tensor([[0.9, 0.1, 0], [0.5, 0.8, 0.2]], requires_grad=True)
-    loss = router_orthonormality_loss(weight=weight)
+    loss = simbal.router_orthonormality_loss(weight=weight)
     assert loss.item() == pytest.approx(1.31)
     (gradient,) = torch.autograd.grad(loss, weight)
     torch.testing.assert_close(gradient, torch.tensor([[-0.8, 1.4, 0.4], [0.8, -1.4, -0.4]]))
-    assert router_orthonormality_loss(weight=torch.eye(2, 3)).item() == 0
+    assert simbal.router_orthonormality_loss(weight=torch.eye(2, 3)).item() == 0
     with pytest.raises(UserError, match="^simbal: no router's rows start orthonormal; give"):
-        Simbal(weight=1.0)(step(record(probs=PROBS))._replace(model=torch.nn.Linear(1, 1)))
+        simbal.Simbal(weight=1.0)(step(record(probs=PROBS))._replace(model=torch.nn.Linear(1, 1)))

@@ -15,6 +15,7 @@ from moecore.nn.experts.base import map_shape
 from moecore.nn.experts.eigen import Eigen
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.routers.eigenbasis import Eigenbasis
+from moecore.training.regularizers import pairwise_consistency as module
 from moecore.training.regularizers.group_sparsity import (
     GroupSparsity,
     filter_weights,
@@ -22,10 +23,6 @@ from moecore.training.regularizers.group_sparsity import (
 )
 from moecore.training.regularizers.jensen_shannon import JensenShannon, jensen_shannon
 from moecore.training.regularizers.orthogonality import Orthogonality, orthogonality_penalty
-from moecore.training.regularizers.pairwise_consistency import (
-    PairwiseConsistency,
-    pairwise_consistency,
-)
 from tests.training.small import record, step
 
 AVERAGE = math.inf
@@ -240,7 +237,7 @@ def draw_two_views(*layers, special=1, columns=2, views=2, move=0.0):
 def terms(first, second, found=None):
     """The means of (1 − S_ii)² and of S_ij² of one image's pairs (T', E)."""
     found = torch.ones(1, len(first), dtype=torch.bool) if found is None else found
-    loss = partial(pairwise_consistency, first[None], second[None], found)
+    loss = partial(module.pairwise_consistency, first[None], second[None], found)
     parts = ((1.0, 0.0), (0.0, 1.0))
     return [loss(diagonal=diagonal, off_diagonal=other).item() for diagonal, other in parts]
 
@@ -299,16 +296,16 @@ def test_pairs_agree_with_loops(seed, diagonal, off_diagonal):
     first, second, found = random_pairs(seed)
     found[0, 0] = True
     weights = {"diagonal": diagonal, "off_diagonal": off_diagonal}
-    ours = pairwise_consistency(first, second, found, **weights).item()
+    ours = module.pairwise_consistency(first, second, found, **weights).item()
     assert ours == pytest.approx(pairs_by_loops(first, second, found, **weights))
 
 
 def test_no_pair_is_no_loss_and_autocast_rounds_no_correlation():
     probs = SPREAD.clone().requires_grad_()
-    loss = pairwise_consistency(probs, probs, ~ALL, diagonal=1.0, off_diagonal=1.0)
+    loss = module.pairwise_consistency(probs, probs, ~ALL, diagonal=1.0, off_diagonal=1.0)
     loss.backward()
     assert loss.item() == 0 and torch.equal(probs.grad, torch.zeros_like(probs))
-    loss = partial(pairwise_consistency, *random_pairs(0, torch.float32))
+    loss = partial(module.pairwise_consistency, *random_pairs(0, torch.float32))
     expected = loss(diagonal=0.3, off_diagonal=0.7)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(loss(diagonal=0.3, off_diagonal=0.7), expected)
@@ -321,12 +318,12 @@ def test_partners_of_a_step_by_hand():
     # [0, 0]], diagonal (0 + 1)/2, off the diagonal (1 + 0)/2.
     moved = draw_two_views(torch.eye(2)[torch.tensor([[0, 0, 1], [1, 1, 0]])], move=4)
     for special, value in ((False, 0.1), (True, 0.05 + 0.005)):
-        loss = PairwiseConsistency(diagonal=0.1, off_diagonal=0.01, special=special)
+        loss = module.PairwiseConsistency(diagonal=0.1, off_diagonal=0.01, special=special)
         assert loss(moved).item() == pytest.approx(value)
 
 
 def test_views_of_different_resolution_may_change_places():
-    loss, plain = PairwiseConsistency(), draw_two_views(SPREAD, columns=2)
+    loss, plain = module.PairwiseConsistency(), draw_two_views(SPREAD, columns=2)
     affines = plain.batch.affines.clone()
     # its centres 2 and 6 → 1 and 3, both patch 0 of the other
     affines[1, 0, 0] = affines[1, 1, 1] = 2
@@ -339,9 +336,9 @@ def test_views_of_different_resolution_may_change_places():
 
 def test_layers_are_summed():
     one, two = draw_two_views(SPREAD), draw_two_views(SPREAD, SPREAD)
-    loss = PairwiseConsistency()
+    loss = module.PairwiseConsistency()
     assert loss(one).item() > 0 and loss(two).item() == pytest.approx(2 * loss(one).item())
-    assert PairwiseConsistency.needs == {"routing", "two_views"}
+    assert module.PairwiseConsistency.needs == {"routing", "two_views"}
 
 
 # p = (1, 0), q = (½, ½), m = (¾, ¼): KL(p ‖ m) = ln(4/3); KL(q ‖ m) = ½ ln(2/3) + ½ ln 2 = ½
@@ -398,7 +395,7 @@ def test_layers_with_other_grids_have_pairs_of_their_own():
     """A second stage of one patch twice as large: its loss is that of its own tokens alone."""
     fine = torch.rand(2, 4, 3, generator=torch.Generator().manual_seed(0)).softmax(-1)
     coarse = torch.rand(2, 1, 3, generator=torch.Generator().manual_seed(1)).softmax(-1)
-    loss = PairwiseConsistency(special=False)
+    loss = module.PairwiseConsistency(special=False)
 
     def of_layers(*given):
         layers, layouts = zip(*given, strict=True)
