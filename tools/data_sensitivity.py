@@ -128,7 +128,7 @@ def counted_verdict(answer: Answer) -> str:
 
 
 def find_sensitive_rounds(rounds: Sequence[QuestionRound], controls: Controls) -> set[str]:
-    """Return the rounds on whose data a learned router beats a hash, after pretraining."""
+    """Return the rounds whose data tell a learned router from a hash after pretraining."""
     phase = PHASES[0]
     return {
         study.name

@@ -192,19 +192,19 @@ def methods_table(
     """Return the lines of a Markdown table: each method's differences from its baseline."""
     rows = []
     for row in methods:
-        cells = [_widest_difference(row, metric, studies, sensitive) for metric in METRICS]
+        cells = [_format_difference(row, metric, studies, sensitive) for metric in METRICS]
         name = f"{row.says} (`{row.method}`)"
         rows.append((name, *cells, _time_in_widest_study(row, studies)))
     return markdown_table(HEAD, rows)
 
 
-def _widest_difference(
+def _format_difference(
     row: MethodRow, metric: str, studies: Studies, sensitive: Container[str]
 ) -> str:
-    """Return ``+1.3 pp [+0.9 to +1.7], <link>`` of the study with most seeds; bold: significant.
+    """Return a method's difference from its baseline: ``+1.3 pp [+0.9 to +1.7], <link>``.
 
-    A study whose data can tell routers apart comes before those with more seeds; of the others a
-    link is followed by a question mark.
+    It comes from the study with most seeds among those whose data can tell routers apart, or, if
+    there is none, among all studies; then a question mark follows the link. Bold: significant.
     """
     candidates = []
     for study, compared in studies.items():
