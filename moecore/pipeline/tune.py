@@ -2,14 +2,16 @@
 
 Each method is pretrained with each rate of one grid, by seeds that no round of the question has, in
 a run folder of its own. Scores, curves and choices are kept in pipelines/results/, from where the
-rounds take the chosen rates. A threshold of routers is chosen before, by its fallback: as ERMoE's
-paper (supplement, §6), but of models that were trained with it, whose fallback is another one.
+rounds take the chosen rates. Names hold the value: a grid that is shifted trains only what is new.
+A threshold of routers is chosen before, by its fallback: as ERMoE's paper (supplement, §6), but of
+models that were trained with it, whose fallback is another one.
 """
 
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import chdir
+from decimal import Decimal
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
@@ -102,11 +104,11 @@ def plan_tuning(question: QuestionFile, threshold: float | None = None) -> Tunin
             same = [name for name in having if routers[name]["kind"] == kind]
             also = dict.fromkeys(same, {"router": {THRESHOLD: threshold}})
     entries = {
-        name_rate_variant(name, number): merge_settings(
+        name_variant(name, value): merge_settings(
             values["methods"][name] or {}, {place[0]: {place[1]: value}} | also.get(name, {})
         )
         for name in tried
-        for number, value in enumerate(grid)
+        for value in grid
     }
     run = {"methods": list(entries), "seeds": list(tuning.seeds), "phases": [TUNED_PHASE]}
     values |= {"run": run, "methods": entries, "claims": [], "questions": []}
@@ -117,8 +119,8 @@ def choose_threshold(run: TuningRun, tuned: ThresholdTuning) -> dict[str, Any]:
     """Return the router threshold whose models have the wanted share of fallbacks."""
     images = Prepared.open(run.folder / "artifacts/data" / TUNED_PHASE).validation.images
     shares = {}
-    for number, value in enumerate(tuned.values):
-        folder = run.folder / "artifacts" / TUNED_PHASE / name_rate_variant(tuned.method, number)
+    for value in tuned.values:
+        folder = run.folder / "artifacts" / TUNED_PHASE / name_variant(tuned.method, value)
         models = [load_model(folder / str(seed)) for seed in run.tuning.seeds]
         routings = [predict_in_batches(model, images, BATCH)[1] for model in models]
         means = [routing_means_over_layers(records, 1, value) for records in routings]
@@ -131,8 +133,10 @@ def choose_threshold(run: TuningRun, tuned: ThresholdTuning) -> dict[str, Any]:
     return {"method": tuned.method, "chosen": chosen, "shares": [*shares.items()]}
 
 
-def name_rate_variant(method: str, number: int) -> str:
-    return f"{method}_rate_{number + 1}"
+def name_variant(method: str, value: float) -> str:
+    """Return the name of a method with a value of the grid; a shifted grid reuses trainings."""
+    decimal = f"{Decimal(str(value)).normalize():f}"
+    return f"{method}_at_{decimal.replace('-', 'minus_').replace('.', '_')}"
 
 
 def tune_question(question: QuestionFile, run_stages: Callable[[], object]) -> dict[str, Any]:
@@ -153,9 +157,7 @@ def store_tuned_rates(run: TuningRun, threshold: Mapping[str, Any] | None = None
     grid = run.tuning.learning_rates
     methods = {}
     for method in run.methods:
-        trainings = [
-            phase.outcomes[name_rate_variant(method, number)] for number in range(len(grid))
-        ]
+        trainings = [phase.outcomes[name_variant(method, rate)] for rate in grid]
         scores = [[outcome.validation_score.value for outcome in seeds] for seeds in trainings]
         key = f"validation_{task.history_name}"
         curves = [

@@ -61,9 +61,10 @@ def test_every_method_of_every_round_is_trained_with_every_rate(project):
     data = parse_yaml_document(run.text).data
     assert run.methods == ("dense", "vmoe", "few")
     assert data["run"]["seeds"] == [8, 9] and len(data["run"]["methods"]) == 9
-    rates = [data["methods"][f"few_rate_{number}"]["pretrain"] for number in (1, 2, 3)]
+    names = ("few_at_0_0001", "few_at_0_002", "few_at_0_01")  # by value: a shifted grid reuses some
+    rates = [data["methods"][name]["pretrain"] for name in names]
     assert rates == [{"learning_rate": rate} for rate in (1e-4, 2e-3, 1e-2)]
-    experts = [data["methods"][f"{name}_rate_2"]["experts"]["number"] for name in ("vmoe", "few")]
+    experts = [data["methods"][f"{name}_at_0_002"]["experts"]["number"] for name in ("vmoe", "few")]
     assert experts[1] == 2 != experts[0]
     assert run.stages == ("prepare", "teacher_router", "pretrain", "compare")
 
@@ -105,12 +106,13 @@ def with_threshold(project) -> QuestionFile:
 def test_a_threshold_is_trained_with_and_then_used_by_all_methods_that_have_one(with_threshold):
     entries = parse_yaml_document(tune.plan_tuning(with_threshold).text).data["methods"]
     thresholds = [settings["router"]["threshold"] for settings in entries.values()]
-    assert thresholds == [-0.2, 0, 0.2] and set(entries) == {f"eigen_rate_{n}" for n in (1, 2, 3)}
+    assert thresholds == [-0.2, 0, 0.2]
+    assert set(entries) == {"eigen_at_minus_0_2", "eigen_at_0", "eigen_at_0_2"}
     run = tune.plan_tuning(with_threshold, 0.0)
     entries = parse_yaml_document(run.text).data["methods"]
-    assert len(entries) == 9 and entries["eigen_rate_3"]["pretrain"] == {"learning_rate": 1e-2}
-    assert entries["eigen_rate_3"]["router"]["threshold"] == 0
-    assert "threshold" not in entries["vmoe_rate_3"]["router"]
+    assert len(entries) == 9 and entries["eigen_at_0_01"]["pretrain"] == {"learning_rate": 1e-2}
+    assert entries["eigen_at_0_01"]["router"]["threshold"] == 0
+    assert "threshold" not in entries["vmoe_at_0_01"]["router"]
     methods = {
         name: {"learning_rate": 2e-3, "also": run.also.get(name, {})} for name in run.methods
     }
@@ -199,7 +201,7 @@ def test_rates_are_chosen_by_trainings_and_used(project):
         choice = kept["methods"][name]
         means = [seeds[0] for seeds in choice["scores"]]
         assert choice["learning_rate"] == kept["learning_rates"][means.index(max(means))]
-        history = run.folder / f"artifacts/measured/pretrain/{name}_rate_1/8.json"
+        history = run.folder / f"artifacts/measured/pretrain/{name}_at_0_0001/8.json"
         assert history.is_file() and len(choice["curves"]) == 3 and choice["curves"][0]
     rates = [choice["learning_rate"] for choice in kept["methods"].values()]
     is_edge = any(rate != kept["learning_rates"][1] for rate in rates)
