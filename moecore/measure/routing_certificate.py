@@ -1,8 +1,9 @@
 """Certified radii of the first MoE layer's routing: pixel changes that change no token's experts.
 
 A radius is a token's margin between chosen and other experts over a bound of the margin's change
-(``moecore.nn.deviation_bounds``). Rounding: bounds are computed in fp64 and radii are shortened by
-SHORTENING; of every margin GUARD times the largest difference of fp32 and fp64 logits is kept.
+(``moecore.nn.deviation_bounds``). Rounding: bounds are computed in fp64, from derivatives in fp32
+with an allowance; radii are shortened by SHORTENING; of every margin GUARD times the largest
+difference of fp32 and fp64 logits is kept.
 """
 
 from collections.abc import Iterable
@@ -14,6 +15,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from moecore.attacks.balls import Ball, spread
+from moecore.core.routing_records import choice_margin
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.routing_metrics.alternative_choices import list_routers
@@ -24,7 +27,8 @@ from moecore.nn.backbones.patch_transformer_base import PatchTransformer
 from moecore.nn.layers.lipschitz_lemma import DEFINED, frozen_double_copy
 from moecore.nn.predict import image_batches, model_device
 
-BALLS = 31  # per image and norm, from 1e-9 of the pixels' range to all of it; each twice the last
+BALLS = 31  # per norm, from 1e-9 of the pixels' range to all of it; each twice the last
+BATCH = 4608  # pixels, times channels, per pass
 SHORTENING = 1e-6
 GUARD = 16
 NORMS = {"linf": "ℓ∞", "l2": "ℓ2"}
@@ -133,24 +137,34 @@ def certified_radii(model: Model, images: np.ndarray) -> dict[str, Tensor]:
     """Return norm → each token's radius (N, T), fp64, on the CPU; 0 where nothing is certified."""
     exact: Any = frozen_double_copy(model)
     device = model_device(model)
-    radii = []  # (2, B, T), of both norms
+    radii: list[Tensor] = []  # (2, B, T), of both norms
+    linf = torch.logspace(-9, 0, BALLS, dtype=torch.float64, device=device)
+    balls = linf, linf * images[0].size ** 0.5  # the largest balls have the pixels' range
     with torch.autocast(device.type, enabled=False):
-        batch = max(1, deviation_bounds.MAX_PIXELS // images[0].size)
-        for stored in image_batches(images, batch, device):
+        for stored in image_batches(images, max(1, BATCH // images[0].size), device):
             pixels = exact.seen_channels(stored)
             record, exact_record = model.routing_of(pixels)[0], exact.routing_of(pixels.double())[0]
             guard = GUARD * float((record.logits - exact_record.logits).abs().amax())
-            linf = torch.logspace(-9, 0, BALLS).to(pixels.double())
-            l2 = linf * pixels[0].numel() ** 0.5  # the largest balls have the pixels' range
-            at = deviation_bounds.deviation_of_pixels(pixels.double(), linf, l2)
+            at = deviation_bounds.deviation_of_pixels(pixels.double(), *balls)
             shares = deviation_bounds.routing_shares(exact, at, record.chosen, guard)
-            proven = shares.nan_to_num(0, posinf=1).clamp(0, 1) * torch.cat(at.balls)[:, None, None]
-            radii.append(proven.unflatten(0, (2, -1)).amax(dim=1).cpu() * (1 - SHORTENING))
+            proven = shares.nan_to_num(0, posinf=1).clamp(0, 1) * torch.cat(balls)[:, None, None]
+            parts = [part.amax(dim=0) for part in proven.split([len(sizes) for sizes in balls])]
+            if not radii:
+                balls = select_balls(balls[0], parts[0]), select_balls(balls[1], parts[1])
+            radii.append(torch.stack(parts).cpu() * (1 - SHORTENING))
     return dict(zip(NORMS, torch.cat(radii, dim=1), strict=True))
 
 
+def select_balls(sizes: Tensor, radii: Tensor) -> Tensor:
+    """Return the sizes that decide radii like these; every ball that is left out costs time."""
+    proven = radii[radii > 0]
+    if len(proven):
+        sizes = sizes[(sizes > proven.median() / 16) & (sizes < proven.amax() * 4)]
+    return sizes
+
+
 def attack_tokens(
-    model: Model, images: np.ndarray, tokens: Tensor, radii: Tensor, norm: str, steps: int
+    model: Model, images: np.ndarray, tokens: Tensor, radii: Tensor, norm: Any, steps: int
 ) -> Tensor:
     """Return whether an attack within their radii gives tokens other experts, (n,) bool."""
     # tokens: (n, 2), image and position; radii: (N, T). PGD on each token's margin, in fp64.
@@ -160,24 +174,22 @@ def attack_tokens(
     pixels = exact.seen_channels(stored).double()
     radius = radii[tokens[:, 0], tokens[:, 1]].to(pixels).view(-1, 1, 1, 1)
     rows = torch.arange(len(tokens)), tokens[:, 1]
-    lengths = lambda values: values.flatten(1).norm(dim=1).clamp_min(1e-300).view(-1, 1, 1, 1)
+    ball = Ball(pixels, 1.0, norm)
     clean = exact.routing_of(pixels)[0].chosen[rows]
     changed = torch.zeros_like(clean[:, 0])
     change = torch.zeros_like(pixels)
     direction = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(SEED)).to(pixels)
     for step in range(steps + 1):
         size = radius if step == 0 else 2.5 / steps * radius
+        change = change + size * ball.direction(direction)
         if norm == "linf":
-            change = (change + size * direction.sign()).clamp(-radius, radius)
+            change = change.clamp(-radius, radius)
         else:
-            change = change + size * direction / lengths(direction)
-            change = change * (radius / lengths(change)).clamp(max=1)
+            change = change * (radius / spread(ball.lengths(change), change)).clamp(max=1)
         with torch.enable_grad():
             leaf = (pixels + change).clamp(0, 1).requires_grad_(True)
             record = exact.routing_of(leaf)[0]
-            logits = record.logits[rows]
-            weakest = logits.masked_fill(~clean, torch.inf).amin(dim=1)
-            rival = logits.masked_fill(clean, -torch.inf).amax(dim=1)
-            (direction,) = torch.autograd.grad((rival - weakest).sum(), leaf)
+            margins = choice_margin(record.logits[rows], clean)
+            (direction,) = torch.autograd.grad(-margins.sum(), leaf)
         changed |= (record.chosen[rows] != clean).any(dim=1)
     return changed.cpu()

@@ -6,19 +6,21 @@ propagation, Gowal et al. 2018) and for each token in ℓ2 (a product of Lipschi
 the pixels stay in a ball. Each bound limits the other, so every step has the tighter of both. J
 balls around each of B images, P pixels, T tokens, E experts.
 
-Every bound is the bound of the input times factors that only grow with the ball. So in a ball of
-a share s < 1 of the radius everything moves by at most s times as far.
+Every bound is the bound of the input times factors that only grow with the ball, and a rest needs
+two changes. So in a ball of a share s < 1 of the radius the linear part is at most s times as far,
+and the rest s² times; without derivatives s times. Derivatives are computed in fp32.
+
+In a stem a number depends on the pixels of a window, and by an image's mean and variance, of
+which each normalisation adds two linear maps that all numbers share.
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.func import jvp, vmap
-from torch.nn.functional import conv2d, gelu, linear, normalize, pad
+from torch.nn.functional import conv2d, gelu, linear, normalize, pad, unfold
 
 from moecore.nn.backbones.patch_transformer_base import PatchTransformer
 from moecore.nn.layers.block import Attention, DenseMlp, LayerScale
@@ -27,17 +29,23 @@ from moecore.nn.layers.patch_embed import ConvStem, PatchEmbed, cut_patches
 from moecore.nn.routers.token_choice import FLOOR, MAX_LOG_FACTOR
 
 MAX_PIXELS = 3072  # of an image, times channels, up to which derivatives are computed
-Map = Callable[[Tensor], Tensor]
+CHUNK = 2**18  # derivatives at a time, which stay in the cache
+ROUNDING = 1e-3  # added to lengths of derivatives; those in fp32 and fp64 differ by about 1e-6
+MAX_SECOND, MAX_THIRD = 0.7979, 0.779  # of GELU's derivatives: |(2 − x²) φ|, |(x³ − 4 x) φ|
 
 
 class Deviation(NamedTuple):
     """Numbers at the images, and their change in each ball: linear in the pixels, and a rest."""
 
     centre: Tensor  # (B, T, d), or (B, C, H, W) in a stem
-    tangent: Tensor  # (P, B, …), derivatives by the pixels; all 0: the rest is the whole change
+    # derivatives by the pixels, (P, B, …); in a stem (K + R, B, C, H, W): by the K pixels of a
+    # window around each position, and factors of the R rows ``shared``; (0, B, …): all is rest
+    tangent: Tensor
     radius: Tensor  # of each number's rest, (J, B, …)
     length: Tensor  # of each token's rest in ℓ2, (J, B, T, 1); in a stem image's, (J, B, 1, 1, 1)
     balls: tuple[Tensor, Tensor]  # radii in ℓ∞, and in ℓ2; J of both together
+    shared: Tensor  # (R, B, *pixels); means over an image depend on all pixels
+    border: int = 0  # pixels by which the first window exceeds the image
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -45,15 +53,27 @@ class Deviation(NamedTuple):
             return (-3, -2, -1)
         return (-1,)
 
+    @property
+    def has_windows(self) -> bool:
+        return self.centre.ndim == 4 and len(self.tangent) > 0
+
     def norm(self, values: Tensor) -> Tensor:
         """Return the ℓ2 norm of values (…, T, d) or (…, C, H, W) over ``axes``."""
         return torch.linalg.vector_norm(values, dim=self.axes, keepdim=True)
 
     def reach(self, tangent: Tensor) -> Tensor:
-        """Return how far a linear part (P, B, …) moves each number, (J, B, …)."""
-        steepest = tangent.abs().sum(dim=0), tangent.norm(dim=0)  # the dual norms
-        parts = [torch.tensordot(*pair, 0) for pair in zip(self.balls, steepest, strict=True)]
-        return torch.cat(parts)
+        """Return how far a linear part (P, B, …) moves each number at most, (J, B, …)."""
+        count = len(tangent) - len(self.shared)
+        norms = tangent.new_zeros(2, *tangent.shape[1:])  # the dual ones, of ℓ∞ and ℓ2
+        for part in tangent[:count].split(1 + CHUNK // norms.numel()):
+            norms[0] += part.abs().sum(dim=0)
+            norms[1] += part.square().sum(dim=0)
+        norms[1].sqrt_()
+        for order, steepest in enumerate(norms, start=1):
+            rows = torch.linalg.vector_norm(self.shared.flatten(2), order, dim=-1)
+            steepest += torch.einsum("rb,rb...->b...", rows, tangent[count:].abs())
+        pairs = zip(self.balls, norms.to(self.centre) * (1 + ROUNDING), strict=True)
+        return torch.cat([torch.tensordot(sizes, steepest, 0) for sizes, steepest in pairs])
 
     @property
     def moved(self) -> tuple[Tensor, Tensor]:
@@ -61,23 +81,45 @@ class Deviation(NamedTuple):
         linear_part = self.reach(self.tangent)
         return linear_part + self.radius, self.norm(linear_part) + self.length
 
-    def follow(self, function: Map, radius: Tensor, length: Tensor) -> "Deviation":
+    def follow(self, centre: Tensor, tangent: Tensor, radius: Tensor, length: Tensor) -> Self:
         """Return the numbers after a function, whose rest has these bounds."""
         # Each limits the other.
-        at = self._replace(centre=function(self.centre), tangent=push_tangents(function, self))
+        at = self._replace(centre=centre, tangent=tangent)
         length = torch.minimum(length, at.norm(radius))
         return at._replace(radius=torch.minimum(radius, length), length=length)
 
+    def spread_windows(self, tangent: Tensor) -> Tensor:
+        """Return derivatives by all pixels, (P, B, …, H, W), of windows and factors."""
+        channels, height, width = self.shared.shape[2:]
+        count = len(tangent) - len(self.shared)
+        side = math.isqrt(count // channels)
+        step = height // tangent.shape[-2]
+        number = channels * height * width
+        numbers = torch.arange(1, number + 1).to(tangent).view(1, channels, height, width)
+        places = unfold(numbers, side, padding=self.border, stride=step)[0].long()  # 0: outside
+        windows = tangent[:count].flatten(-2)
+        dense = windows.new_zeros(number + 1, *windows.shape[1:])
+        dense.scatter_(0, places[:, None, None].expand_as(windows), windows)
+        rest = torch.einsum("rbp,rb...->pb...", self.shared.flatten(2), tangent[count:])
+        return rest + dense[1:].view_as(rest)
 
-def push_tangents(function: Map, at: Deviation) -> Tensor:
-    """Return the derivatives (P, B, …) of a function's value."""
-    return vmap(lambda tangent: jvp(function, (at.centre,), (tangent,))[1])(at.tangent)
+    def project_out(self, unit: Tensor) -> "Deviation":
+        """Return derivatives without their part along vectors (B, …) of ``axes``."""
+        unit = unit.to(self.tangent)
+        if not self.has_windows:
+            along = (self.tangent * unit).sum(dim=self.axes, keepdim=True)
+            return self._replace(tangent=torch.addcmul(self.tangent, unit, along, value=-1))
+        along = self.spread_windows((self.tangent * unit).sum(dim=2, keepdim=True))
+        row = along.sum(dim=self.axes).T.reshape(1, *self.shared.shape[1:])
+        tangent = torch.cat([self.tangent, -unit.unsqueeze(0)])
+        return self._replace(tangent=tangent, shared=torch.cat([self.shared, row]))
 
 
 def bound_after_linear(at: Deviation, weight: Tensor, bias: Tensor | None) -> Deviation:
     radius = torch.minimum(linear(at.radius, weight.abs()), weight.norm(dim=1) * at.length)
     length = torch.linalg.matrix_norm(weight, ord=2) * at.length
-    return at.follow(partial(linear, weight=weight, bias=bias), radius, length)
+    tangent = linear(at.tangent, weight.to(at.tangent))
+    return at.follow(linear(at.centre, weight, bias), tangent, radius, length)
 
 
 def bound_convolution(at: Deviation, layer: nn.Conv2d) -> Deviation:
@@ -89,16 +131,48 @@ def bound_convolution(at: Deviation, layer: nn.Conv2d) -> Deviation:
     length = torch.linalg.matrix_norm(weight, ord=2) * overlap * at.length
     rows = weight.norm(dim=1).view(-1, 1, 1) * at.length
     radius = torch.minimum(box.unflatten(0, at.radius.shape[:2]), rows)
-    return at.follow(layer, radius, length)
+    at = convolve_windows(at, layer)
+    return at.follow(layer(at.centre), at.tangent, radius, length)
+
+
+def convolve_windows(at: Deviation, layer: Any) -> Deviation:
+    """Return derivatives after a convolution: a window is the union of the kernel's windows."""
+    batch, outputs, height, width = layer(at.centre).shape
+    if not at.has_windows:
+        return at._replace(tangent=at.tangent.new_zeros(0, batch, outputs, height, width))
+    weight = layer.weight.to(at.tangent)
+    kernel, stride, border = (pair[0] for pair in (layer.kernel_size, layer.stride, layer.padding))
+    channels, rows = at.shared.shape[2:4]
+    count = len(at.tangent) - len(at.shared)
+    side = math.isqrt(count // channels)
+    step = rows // at.centre.shape[2]
+    grown = side + step * (kernel - 1)
+    windows = pad(at.tangent[:count].movedim(2, -1), [0, 0, *[border] * 4])  # channels last
+    places = list(product(range(kernel), repeat=2))
+    parts = [windows[..., row::stride, column::stride, :] for row, column in places]
+    parts = [part[..., :height, :width, :].reshape(-1, weight.shape[1]) for part in parts]
+    result = weight.new_zeros(channels, grown, grown, batch, height, width, outputs)
+    for (row, column), part in zip(places, parts, strict=True):
+        place = result[:, row * step :, column * step :][:, :side, :side]
+        place += (part @ weight[..., row, column].T).view_as(place)
+    factors = conv2d(at.tangent[count:].flatten(0, 1), weight, None, stride, border)
+    parts = [result.flatten(0, 2).movedim(-1, 2), factors.unflatten(0, (-1, batch))]
+    return at._replace(tangent=torch.cat(parts), border=at.border + border * step)
 
 
 def bound_patches(at: Deviation, layer: PatchEmbed) -> Deviation:
     """Bound the linear map of patches of an image (B, C, H, W) to tokens."""
-    cut = partial(cut_patches, sides=[layer.patch] * 2)
-    radius = cut(at.radius.flatten(0, 1)).unflatten(0, at.radius.shape[:2])
+    windows = convolve_windows(at, layer.proj)
+    tangent = windows.tangent
+    if windows.has_windows:
+        tangent = windows.spread_windows(tangent)
+    cut = lambda values: cut_patches(values, [layer.patch] * 2)
+    radius, centre = cut(at.radius.flatten(0, 1)).unflatten(0, at.radius.shape[:2]), cut(at.centre)
     length = at.length.squeeze(-1).expand(*radius.shape[:-1], 1)
-    patches = at.follow(cut, radius, length)
-    return bound_after_linear(patches, layer.proj.weight.flatten(1), layer.proj.bias)
+    at = at._replace(shared=at.shared[:0])
+    at = at.follow(centre, at.tangent.new_zeros(0, *centre.shape), radius, length)
+    at = bound_after_linear(at, layer.proj.weight.flatten(1), layer.proj.bias)
+    return at._replace(tangent=tangent.flatten(-2).mT.contiguous())
 
 
 def bound_norm(at: Deviation, eps: float, floor: float = 0.0, is_centred: bool = True) -> Deviation:
@@ -106,51 +180,51 @@ def bound_norm(at: Deviation, eps: float, floor: float = 0.0, is_centred: bool =
     count = 1
     if is_centred:
         count = math.prod(at.centre.shape[axis] for axis in at.axes)
-        centre_on_mean = lambda values: values - values.mean(dim=at.axes, keepdim=True)
+        centre = at.centre - at.centre.mean(dim=at.axes, keepdim=True)
         radius = at.radius * (1 - 2 / count) + at.radius.mean(dim=at.axes, keepdim=True)
-        at = at.follow(centre_on_mean, radius, at.length)
+        at = at.project_out(torch.ones_like(centre) / count**0.5)
+        at = at.follow(centre, at.tangent, radius, at.length)
     sigma = lambda norm: (norm.square() / count + eps).sqrt()
-    divide = lambda values: values / sigma(at.norm(values)).clamp_min(floor)
-    scaled, width = divide(at.centre), sigma(at.norm(at.centre)).clamp_min(floor)
+    width = sigma(at.norm(at.centre)).clamp_min(floor)
+    scaled = at.centre / width
     moved, length = at.moved
     lowest = sigma((at.norm(at.centre) - length).clamp_min(0))
     lowest = lowest.where(lowest > floor, 0)  # a kink: no bound
     # Second derivative along a line D, with h = ‖D‖ / (√n σ): at most (2 |D| h + 2 |d| h²) / σ.
     share = length / count**0.5 / lowest
-    curve = (moved * share + (at.centre.abs() + moved) * share.square()) / lowest
-    radius = (at.radius + scaled.abs() * at.length / count**0.5) / width + curve
-    return at.follow(divide, radius, at.length / width + at.norm(curve))
+    curve = moved * ((share + share.square()) / lowest)
+    curve = curve.addcmul_(at.centre.abs(), share.square() / lowest)
+    radius = torch.addcmul(curve, scaled.abs(), at.length / (count**0.5 * width))
+    radius += at.radius / width
+    length = at.length / width + at.norm(curve)
+    at = at.project_out(scaled / count**0.5)
+    return at.follow(scaled, at.tangent.div_(width.to(at.tangent)), radius, length)
 
 
 def scale(at: Deviation, weight: Tensor, bias: Tensor | float = 0.0) -> Deviation:
     """Bound weight · x + bias, broadcast over numbers."""
     length = at.length * weight.abs().amax()
-    return at.follow(lambda values: values * weight + bias, at.radius * weight.abs(), length)
-
-
-def gelu_derivatives(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return GELU's derivatives Φ(x) + x φ(x) and (2 − x²) φ(x)."""
-    density = torch.exp(-values.square() / 2) / math.sqrt(2 * math.pi)
-    return torch.special.ndtr(values) + values * density, (2 - values.square()) * density
+    tangent = at.tangent.mul_(weight.to(at.tangent))
+    return at.follow(at.centre * weight + bias, tangent, at.radius * weight.abs(), length)
 
 
 def bound_gelu(at: Deviation) -> Deviation:
-    """Bound GELU by its slope at the centre and its largest second derivative in the interval."""
+    """Bound GELU by its derivatives at the centre, and by its largest second and third ones."""
     moved, _ = at.moved
-    low, high = at.centre - moved, at.centre + moved
-    # the second derivative is monotone between −∞, −2, 0, 2 and ∞
-    turns = [low.clamp_min(turn).minimum(high) for turn in (-2.0, 0.0, 2.0)]
-    bends = [gelu_derivatives(place)[1].abs() for place in (low, *turns, high)]
-    curve = torch.stack(bends).amax(dim=0) * moved.square() / 2
-    slope = gelu_derivatives(at.centre)[0].abs()
-    length = slope.amax(dim=at.axes, keepdim=True) * at.length + at.norm(curve)
-    return at.follow(gelu, slope * at.radius + curve, length)
+    density = torch.exp(-at.centre.square() / 2) / math.sqrt(2 * math.pi)
+    slope = torch.special.ndtr(at.centre) + at.centre * density
+    bend = ((2 - at.centre.square()) * density).abs()
+    curve = (bend + MAX_THIRD / 3 * moved).clamp(max=MAX_SECOND) * moved.square() / 2
+    steepest = slope.abs()
+    length = steepest.amax(dim=at.axes, keepdim=True) * at.length + at.norm(curve)
+    tangent = at.tangent.mul_(slope.to(at.tangent))
+    return at.follow(gelu(at.centre), tangent, steepest * at.radius + curve, length)
 
 
 def add(first: Deviation, second: Deviation) -> Deviation:
     pairs = zip(first[:4], second[:4], strict=True)
     centre, tangent, radius, length = (part + other for part, other in pairs)
-    return Deviation(centre, tangent, radius, length, first.balls)
+    return Deviation(centre, tangent, radius, length, first.balls, first.shared)
 
 
 def bound_attention(at: Deviation, layer: Attention) -> Deviation:
@@ -158,19 +232,17 @@ def bound_attention(at: Deviation, layer: Attention) -> Deviation:
     heads = layer.heads
     weights = layer.qkv.weight.unflatten(0, (3, heads, -1))  # (3, H, r, d)
     # query, key and value, (3, B, H, T, r)
-    read = lambda x: layer.qkv(x).unflatten(-1, (3, heads, -1)).movedim(-3, 0).transpose(-3, -2)
+    query, key, value = layer.qkv(at.centre).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    key = key - key.mean(dim=-2, keepdim=True)
     scaling = weights.shape[2] ** -0.5
-
-    def score(tokens: Tensor) -> Tensor:
-        query, key, _ = read(tokens)
-        return query @ (key - key.mean(dim=-2, keepdim=True)).mT * scaling
-
-    query, key, value = read(at.centre)
+    probs = (query @ key.mT * scaling).softmax(dim=-1)
     norm = lambda values: values.norm(dim=-1, keepdim=True)
     # A vector that all keys share changes no probability. The score of tokens i and j moves along
     # ``by_key`` of i with token j and along ``by_query`` of j with token i.
-    by_query = (key - key.mean(dim=-2, keepdim=True)) @ weights[0]
-    by_key = query @ weights[1]
+    by_query, by_key = key @ weights[0], query @ weights[1]
+    steps = torch.einsum("pbjd,bhid->pbhij", at.tangent, (by_key * scaling).to(at.tangent))
+    steps = steps - steps.mean(dim=-1, keepdim=True)
+    steps += torch.einsum("pbid,bhjd->pbhij", at.tangent, (by_query * scaling).to(at.tangent))
     # Values (B, H, T, d) after the output map, and their mean, whose derivative by a score is
     # p_j (v_j − mean).
     output = layer.proj.weight.unflatten(1, (heads, -1)).movedim(1, 0)  # (H, d, r)
@@ -182,7 +254,6 @@ def bound_attention(at: Deviation, layer: Attention) -> Deviation:
         return box, torch.minimum(ball, norm(box))
 
     values = value @ output.mT
-    probs = score(at.centre).softmax(dim=-1)
     distance = torch.cdist(probs @ values, values, compute_mode="donot_use_mm_for_euclid_dist")
     tokens, length = at.radius.unsqueeze(2), at.length.unsqueeze(2)  # for all heads
     shifts = [part.unsqueeze(2) for part in at.moved]
@@ -190,7 +261,7 @@ def bound_attention(at: Deviation, layer: Attention) -> Deviation:
     bend = torch.minimum(by_key.abs() @ tokens.mT, norm(by_key) * length.mT)
     bend = bend + torch.minimum(tokens @ by_query.abs().mT, length * norm(by_query).mT)
     bend = (bend + both * shifts[1] * shifts[1].mT) * scaling
-    moved = at.reach(push_tangents(score, at)) + bend
+    moved = at.reach(steps) + bend
     moved = moved + moved.amax(dim=-1, keepdim=True)
     # p_j moves by at most p_j (e^m − 1), and from its linear part by at most p_j e^m m² / 2.
     pull = (probs * (bend + moved.square() * moved.exp() / 2) * distance).sum(dim=-1, keepdim=True)
@@ -199,8 +270,13 @@ def bound_attention(at: Deviation, layer: Attention) -> Deviation:
         (probs @ part + drift @ change + pull).sum(dim=2)
         for part, change in zip(move_values(tokens, length), move_values(*shifts), strict=True)
     )
-    # ``weights``: by plain operations, as the fused kernel has no forward derivative
-    return at.follow(lambda tokens: layer(tokens, weights=True)[0], radius, length)
+    probs = probs.to(steps)
+    steps = probs * (steps - (probs * steps).sum(dim=-1, keepdim=True))
+    change = linear(at.tangent, weights[2].flatten(0, 1).to(steps)).unflatten(-1, (heads, -1))
+    change = torch.einsum("bhij,pbjhr->pbihr", probs, change)
+    change += torch.einsum("pbhij,bhjr->pbihr", steps, value.to(steps))
+    tangent = linear(change.flatten(-2), layer.proj.weight.to(steps))
+    return at.follow(layer(at.centre)[0], tangent, radius, length)
 
 
 def deciding_map(at: Deviation, router: nn.Module) -> tuple[Deviation, Tensor, Tensor | None]:
@@ -237,15 +313,14 @@ def bound_after_layer(at: Deviation, layer: Any) -> Deviation:
 def deviation_of_pixels(pixels: Tensor, linf: Tensor, l2: Tensor) -> Deviation:
     """Return the pixels (B, C, H, W) of images, which may move inside balls."""
     shape, number = pixels.shape, pixels[0].numel()
-    count = number
-    if number > MAX_PIXELS:  # no derivatives by the pixels
-        count = 1
-    share = float(count < number)  # of the change that is the rest
-    tangent = (1 - share) * torch.eye(count, number).to(pixels).view(count, 1, *shape[1:])
-    radius = share * torch.cat([linf, l2]).view(-1, 1, 1, 1, 1).expand(-1, *shape)
-    length = share * torch.cat([linf * number**0.5, l2]).view(-1, 1, 1, 1, 1)
-    length = length.expand(-1, len(pixels), 1, 1, 1)
-    return Deviation(pixels, tangent.expand(-1, *shape), radius, length, (linf, l2))
+    shared = pixels.new_zeros(0, *shape, dtype=torch.float32)
+    radius = torch.cat([linf, l2]).view(-1, 1, 1, 1, 1).expand(-1, *shape)
+    length = torch.cat([linf * number**0.5, l2]).view(-1, 1, 1, 1, 1).expand(-1, shape[0], 1, 1, 1)
+    if number > MAX_PIXELS:
+        return Deviation(pixels, shared, radius, length, (linf, l2), shared)
+    tangent = torch.eye(shape[1]).to(shared).view(shape[1], 1, shape[1], 1, 1)
+    tangent = tangent.repeat(1, shape[0], 1, *shape[2:])
+    return Deviation(pixels, tangent, 0 * radius, 0 * length, (linf, l2), shared)
 
 
 def bound_embedding(model: PatchTransformer, at: Deviation) -> Deviation:
@@ -261,7 +336,7 @@ def bound_embedding(model: PatchTransformer, at: Deviation) -> Deviation:
     fixed = torch.cat([*special, torch.zeros_like(at.centre[:1])], dim=1)
     fixed[:, fixed.shape[1] - model.pos_embed.shape[1] :] += model.pos_embed
     centre, tangent, radius, length = (pad(part, (0, 0, model.special, 0)) for part in at[:4])
-    at = Deviation(centre + fixed, tangent, radius, length, at.balls)
+    at = Deviation(centre + fixed, tangent, radius, length, at.balls, at.shared)
     return bound_after_layer(at, model.norm_pre)
 
 
@@ -284,11 +359,19 @@ def routing_shares(model: PatchTransformer, at: Deviation, chosen: Tensor, guard
 def margin_shares(at: Deviation, router: nn.Module, chosen: Tensor, guard: float) -> Tensor:
     """Return the smallest margin / bound of its change, over pairs of chosen and other experts."""
     at, weight, bias = deciding_map(at, router)
+    logits = linear(at.centre, weight, bias)
     shares = torch.full_like(at.length[..., 0], torch.inf)
-    for expert in range(len(weight)):
-        gaps = None if bias is None else bias[expert] - bias
-        margins = bound_after_linear(at, weight[expert] - weight, gaps)
-        is_pair = chosen[..., expert : expert + 1] & ~chosen
-        share = torch.where(is_pair, (margins.centre - guard) / margins.moved[0], torch.inf)
+    for index in chosen.long().topk(int(chosen.sum(dim=-1).amax())).indices.split(1, dim=-1):
+        gaps = weight[index] - weight  # (B, T, E, d)
+        radius = torch.einsum("jbtd,bted->jbte", at.radius, gaps.abs())
+        radius = torch.minimum(radius, gaps.norm(dim=-1) * at.length)
+        linear_part = at.reach(torch.einsum("pbtd,bted->pbte", at.tangent, gaps.to(at.tangent)))
+        if not len(at.tangent):  # all is rest, which grows at least in proportion
+            linear_part, radius = radius, linear_part
+        margins = (logits.gather(-1, index) - logits - guard).clamp_min(0)
+        is_pair = chosen.gather(-1, index) & ~chosen
+        # the largest s with s · linear part + s² · rest = margin
+        root = (linear_part.square() + 4 * margins * radius).sqrt()
+        share = torch.where(is_pair, 2 * margins / (linear_part + root), torch.inf)
         shares = torch.minimum(shares, share.amin(dim=-1))
     return shares

@@ -170,7 +170,7 @@ def changes_by_epsilon(result: Found, attack: str, layer: int = 0) -> dict[float
 def draw_attacks(result: Found) -> Figures:
     score = parse_card_task(result.facts["task"]).score
     curves = {
-        name: charts.attack_points([scores_by_epsilon(result, name)], score)
+        attack_title(name): charts.attack_points([scores_by_epsilon(result, name)], score)
         for name in [*attacks_with_curves(result), WORST]
     }
     yield "score_under_attack", charts.draw_score_over_epsilon(curves, "attack", score)
