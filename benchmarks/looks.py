@@ -25,8 +25,8 @@ from scipy import stats
 
 from moecore.report.tables.cells import markdown_table
 from moecore.statistics.comparisons import SEEDS, Difference, VarianceSource
-from moecore.statistics.pooling import combined_p, correct_for_looks, pool_differences
 from moecore.study.questions import load_rounds
+from tools.designs import combined_p, correct_for_looks, pool_differences
 from tools.pooled_claims import evaluate_pooled
 
 BEGIN = "<!-- written by python -m benchmarks.looks -->"
@@ -35,7 +35,7 @@ LEVEL = 0.025  # of one side
 RULES = ("last alone", "pooled", "corrected", "from the second")
 RUNS = ((5, 12), (6, 14), (3, 5), (3, 3, 3))  # seeds of runs that were pooled
 WEIGHTS = ("seeds", "inverse variances")
-CHECKED = 20  # trials that are compared with moecore.statistics.pooling
+CHECKED = 20  # trials that are compared with tools/designs.py
 
 
 def draw_means(

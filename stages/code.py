@@ -9,12 +9,7 @@ nothing if neither its inputs nor its result have changed.
 from pathlib import Path
 
 from moecore.core.source_layout import PROJECT_ANSWERS
-from moecore.pipeline.code_hashes import (
-    digest_code,
-    is_code_hashed,
-    remember_code,
-    write_code_hashes,
-)
+from moecore.pipeline import code_hashes
 from moecore.pipeline.project import read_answers
 from moecore.run.stage_entry import run_stage
 from moecore.run.stage_inputs import params_path, refuse_changed_document
@@ -25,13 +20,13 @@ def code() -> None:
     if Path(PROJECT_ANSWERS).is_file():
         read_answers(Path())  # refuses a newer project
     document = load_yaml_document(params_path())
-    inputs = digest_code(document)
-    if is_code_hashed(inputs, document):
+    inputs = code_hashes.digest_code(document)
+    if code_hashes.is_code_hashed(inputs, document):
         return
     check_models(document.path)
-    write_code_hashes(document.path)
+    code_hashes.write_code_hashes(document.path)
     refuse_changed_document(document)
-    remember_code(inputs)
+    code_hashes.remember_code(inputs)
 
 
 def check_models(path: str) -> None:

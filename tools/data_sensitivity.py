@@ -82,7 +82,7 @@ def _list_measured_controls(
             )
             asked = question.model_dump()
             entry = measured.get(compared_quantity_key(asked))
-            entry = entry or compare_stored_items(study.results, compared, question)
+            entry = entry or compare_stored_items(study, compared, question)
             if entry:
                 yield question, {"asked": asked} | dict(entry)
 

@@ -26,7 +26,6 @@ from moecore.report.claims.result_evidence import (
     read_stored_values,
 )
 from moecore.report.tables.cells import NumberFormat
-from moecore.statistics import pooling
 from moecore.statistics.comparisons import BOTH, SEEDS, Difference, VarianceSource
 from moecore.statistics.intervals import Interval
 from moecore.study import papers
@@ -34,7 +33,15 @@ from moecore.study.params_reader import validate_document
 from moecore.study.questions import QuestionRound
 from moecore.study.run_and_claims import Claim, Comparison, compared_quantity_key
 from moecore.study.yaml_document import did_you_mean, load_yaml_document
-from tools.designs import RandomEffects, has_collapsed_seed, random_effects, sign_test
+from tools.designs import (
+    RandomEffects,
+    combined_p,
+    correct_for_looks,
+    has_collapsed_seed,
+    pool_differences,
+    random_effects,
+    sign_test,
+)
 
 OTHER = "other"  # design: the answer is of another metric or of other methods
 
@@ -168,13 +175,13 @@ def judge_runs(
     if looks == 1 and len(runs) == 1:
         return dict(entry)
     differences = [run.difference for run in runs]
-    pooled = pooling.pool_differences(differences)
+    pooled = pool_differences(differences)
     gap, _ = evaluation.verdict_gap_and_level(pooled, claim, good)
     null = _tested_value(pooled.value, claim, good)
-    p = pooling.combined_p(differences, null, pooled.value - null)
+    p = combined_p(differences, null, pooled.value - null)
     if claim.margin is not None and gap >= 0:
         p = p / 2
-    corrected = pooling.correct_for_looks(p, looks)
+    corrected = correct_for_looks(p, looks)
     verdict = evaluation.verdict_from_p(corrected, pooled, claim, good)
     numbers = dict(entry)
     numbers |= evaluation.verdict_to_json(pooled, entry["form"], verdict, corrected, None)
@@ -221,7 +228,7 @@ def compare_designs(
     """Return the comparison in the designs of present questions; None for fewer than two."""
     estimates = {}
     for runs in by_design.values():
-        difference = pooling.pool_differences([run.difference for run in runs])
+        difference = pool_differences([run.difference for run in runs])
         is_present = not all(run.is_replaced for run in runs)
         if is_present and sum(source.variance for source in difference.sources) > 0:
             estimates[runs[-1].study] = difference
@@ -322,7 +329,7 @@ def _kept_seed_means(
     study: QuestionRound, claim: Comparison, studies: Studies
 ) -> np.ndarray | None:
     """Return the difference of each seed (S,), if the round's result keeps these items."""
-    sides = read_stored_values(study.results, studies[study.name], claim)
+    sides = read_stored_values(study, studies[study.name], claim)
     if sides is None:
         return None
     ours, theirs = sides

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from moecore.core.files import UserError, read_json, write_whole
+from moecore.core.files import UserError, write_whole
 from moecore.measure.values import place_slug
 from moecore.report.claims.answers import Answer, Studies, drop_repeated_claims
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
@@ -26,8 +26,8 @@ from moecore.report.tables.cells import COSTS, NumberFormat, interval_from_json,
 from moecore.study import papers
 from moecore.study.questions import (
     RATE,
-    RESULTS,
     THRESHOLD,
+    TUNED,
     WORLDS,
     QuestionFile,
     QuestionRound,
@@ -108,7 +108,7 @@ def render_claims_page(root: Path = Path(), rounds: Sequence[QuestionRound] | No
     """Return the text of docs/claims.md; rounds: all rounds of questions, None to read them."""
     if rounds is None:
         rounds = load_rounds(root)
-    commands = {study.name: study.command for study in rounds}
+    by_name = {study.name: study for study in rounds}
     studies, pooled, _ = evaluate_rounds(rounds)
     claims = [each for each in pooled if isinstance(each.answer.claim, Claim)]
     states: Counter[str] = Counter()
@@ -121,7 +121,7 @@ def render_claims_page(root: Path = Path(), rounds: Sequence[QuestionRound] | No
             places = {(paper.name, source) for source in sources}
             of_row = [each for each in claims if _place_of(each.answer) in places]
             listed |= places
-            state, lines = paper_item_state_and_rows(row, of_row, studies, commands, root)
+            state, lines = paper_item_state_and_rows(row, of_row, studies, by_name)
             states[state] += 1
             cells += lines
         tables[paper.name] = markdown_table(HEAD, cells)
@@ -178,12 +178,12 @@ def describe_unjudged_metrics(printed: papers.UntestedMetrics, studies: Studies)
 
 
 def describe_linearity(
-    printed: papers.UntestedMetrics, studies: Studies, root: Path
+    printed: papers.UntestedMetrics, studies: Studies, rounds: Mapping[str, QuestionRound]
 ) -> tuple[str, str]:
     """Return deviations from a line and the verdict, if the metrics have ``levels``, else ""."""
     if not printed.levels or not studies.get(printed.study):
         return "", ""
-    results = root / papers.PIPELINES / RESULTS / f"{printed.study}.json"
+    study = rounds[printed.study]
     columns = []
     for method in printed.methods[1:]:
         pair = Comparison(
@@ -193,10 +193,12 @@ def describe_linearity(
             better="higher",
             phase=printed.phase,
         )
-        sides = read_stored_values(results, studies[printed.study], pair)
+        sides = read_stored_values(study, studies[printed.study], pair)
         if sides is None:
             raise UserError.at(
-                results, found=f"no items of {pair.words}", allowed="items of all the levels"
+                study.question.results,
+                found=f"no items of {pair.words}",
+                allowed="items of all the levels",
             )
         columns += [sides[0]] if columns else [sides[1], sides[0]]
     values = np.stack([column.reshape(len(column), -1).mean(axis=1) for column in columns], axis=1)
@@ -233,12 +235,11 @@ def paper_item_state_and_rows(
     row: papers.PaperTable,
     claims: Sequence[PooledAnswer],
     studies: Studies,
-    commands: Mapping[str, str],
-    root: Path = Path(),
+    rounds: Mapping[str, QuestionRound],
 ) -> tuple[str, list[list[str]]]:
     """Return the state of a paper's table, a key of STATES, and its rows of docs/claims.md.
 
-    claims: those of this table; studies: round → result; commands: round → command to run it.
+    claims: those of this table; studies: round → result; rounds: by their names.
     """
     values = [
         (column, text)
@@ -250,6 +251,7 @@ def paper_item_state_and_rows(
         for pair in row.computed
         if (text := describe_computed_pair(pair, studies.get(pair.study, {})))
     ]
+    commands = {name: study.command for name, study in rounds.items()}
     named = [*row.drawn, *(column.study for column in row.columns)]
     verdict = "–"
     if row.scheme:
@@ -273,7 +275,7 @@ def paper_item_state_and_rows(
     start = [row.number, row.shows, row.paper or "–"]
     lines = [["″", "", "", *_answer_cells(each)] for each in claims]
     for printed, text in values:
-        deviation, tested = describe_linearity(printed, studies, root)
+        deviation, tested = describe_linearity(printed, studies, rounds)
         cells = [f"{printed.phase}, {text}", deviation, tested or "no claim", ""]
         lines.append(["″", "", "", *cells, f"`{commands[printed.study]}`"])
     lines += [
@@ -426,10 +428,9 @@ def render_study_pages(root: Path) -> dict[Path, str]:
 
 def tuned_rates(study: QuestionRound) -> str:
     """Return a sentence with the learning rates that a round's question tuned, or ""."""
-    file = study.question.tuned_file
-    if not file.is_file():
+    kept = study.question.read_results().get(TUNED)
+    if kept is None:
         return ""
-    kept = read_json(file)
     grid, seeds = (
         ", ".join(f"{value:g}" for value in kept[key]) for key in ("learning_rates", "seeds")
     )
@@ -451,9 +452,7 @@ def describe_threshold(tuned: Mapping[str, Any] | None) -> str:
 
 def describe_fallback(study: QuestionRound, answers: Sequence[Answer]) -> str:
     """Return a sentence with threshold and fallback of the methods asked about, or ""."""
-    if not study.results.is_file():
-        return ""
-    results = read_json(study.results)
+    results = study.read_numbers()
     methods = study.compose().document.data.get("methods") or {}
     asked = {(name, a.claim.phase) for a in answers for name in (a.claim.method, a.claim.against)}
     texts = []

@@ -7,8 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks.balls import Ball, random_start, spread, where_chosen
-from moecore.attacks.base import ImageGenerators
+from moecore.attacks.base import Ball, ImageGenerators, random_start, spread, where_chosen
 from moecore.attacks.gradient import GradientAttack, ValueGradient
 
 MOMENTUM = 0.75  # share of the new step; the rest is the previous step

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from moecore.attacks import gradient
 from moecore.attacks.apgd import apgd_ascent
-from moecore.attacks.balls import random_start
+from moecore.attacks.base import random_start
 from moecore.attacks.fab import Fab
 from moecore.attacks.gradient import Goal, ModelGradient, Targets, count_targets
 from moecore.attacks.square import Square

@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moecore.attacks.balls import TINY, Norm, random_start, spread, where_chosen
+from moecore.attacks.base import TINY, Norm, random_start, spread, where_chosen
 from moecore.attacks.gradient import Targets, count_targets, lacking_targets, not_finite_error
 from moecore.attacks.survivors import SurvivorAttack, Trial, Victims
 

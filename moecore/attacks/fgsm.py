@@ -4,8 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from moecore.attacks.balls import Ball
-from moecore.attacks.base import ImageGenerators
+from moecore.attacks.base import Ball, ImageGenerators
 from moecore.attacks.gradient import GradientAttack, ValueGradient
 
 

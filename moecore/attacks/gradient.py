@@ -14,12 +14,17 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moecore.attacks.balls import Ball, BallAttack, where_chosen
-from moecore.attacks.base import Generators, ImageGenerators, one_generator_per_image
-from moecore.attacks.routing_objectives import routing_margin_loss
+from moecore.attacks.base import (
+    Ball,
+    BallAttack,
+    Generators,
+    ImageGenerators,
+    one_generator_per_image,
+    where_chosen,
+)
 from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError, describe_refusal
-from moecore.core.routing_records import ModelOutput, RoutingRecord
+from moecore.core.routing_records import ModelOutput, RoutingRecord, choice_margin
 from moecore.statistics.intervals import squared_cv
 from moecore.tasks.base import Task
 
@@ -34,6 +39,8 @@ Goal = Callable[[ModelOutput], Tensor]  # a model's output for B images → the 
 MIN_CLASSES = {"dlr": 3, "targeted_dlr": 4}  # for the third and the fourth largest logit
 Targets = int | Literal["all"] | None
 TARGETS = 9  # of each image, as in the authors' standard version
+# In logits. Beyond it a token counts as turned, so that others decide the gradient.
+MAX_EXCESS = 0.1
 
 
 class GradientAttack(BallAttack):
@@ -384,4 +391,16 @@ def routing_change_surrogate(output: ModelOutput, before: Sequence[Tensor]) -> T
         share = chosen / chosen.sum(dim=-1, keepdim=True).clamp(min=1)
         log = record.probs.clamp_min(torch.finfo(record.probs.dtype).tiny).log()
         values = values - (share * log).sum(dim=-1).mean(dim=1)
+    return values
+
+
+def routing_margin_loss(output: ModelOutput, before: Sequence[Tensor]) -> Tensor:
+    """Return by how much the next expert exceeds the k-th, (B,): a token's choice turns above 0."""
+    # before: (B, T, E) bool per MoE layer, the clean choice. Its lowest logit is the k-th. Sum over
+    # layers of the mean over tokens; 0 for a token that chose no or every expert. 0 · prediction,
+    # as a hash has no gradient.
+    values = 0.0 * output.prediction.float().sum(dim=1)
+    for record, chosen in zip(output.routing, before, strict=True):
+        excess = -choice_margin(record.logits, chosen).nan_to_num(0.0)
+        values = values + excess.clamp(max=MAX_EXCESS).mean(dim=1).to(values.dtype)
     return values

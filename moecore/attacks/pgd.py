@@ -5,8 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from moecore.attacks.balls import Ball, random_start
-from moecore.attacks.base import ImageGenerators, uniform_noise_like
+from moecore.attacks.base import Ball, ImageGenerators, random_start, uniform_noise_like
 from moecore.attacks.gradient import GradientAttack, ValueGradient
 
 

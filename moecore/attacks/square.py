@@ -8,8 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks.balls import TINY, Ball, spread, where_chosen
-from moecore.attacks.base import ImageGenerators
+from moecore.attacks.base import TINY, Ball, ImageGenerators, spread, where_chosen
 from moecore.attacks.gradient import predict_logits
 from moecore.attacks.survivors import SurvivorAttack, Trial, Victims
 

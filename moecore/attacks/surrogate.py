@@ -8,8 +8,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moecore.attacks.apgd import Apgd, apgd_ascent
-from moecore.attacks.balls import Ball, random_start
-from moecore.attacks.base import Attack, ImageGenerators
+from moecore.attacks.base import Attack, Ball, ImageGenerators, random_start
 from moecore.attacks.gradient import NO_ROUTING, GradientAttack, ModelGradient, ValueGradient
 from moecore.core.config import Config
 from moecore.nn.layers.lipschitz_lemma import soften_model

@@ -8,8 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from moecore.attacks import gradient
-from moecore.attacks.balls import Ball, BallAttack
-from moecore.attacks.base import Generators, ImageGenerators, one_generator_per_image
+from moecore.attacks.base import (
+    Ball,
+    BallAttack,
+    Generators,
+    ImageGenerators,
+    one_generator_per_image,
+)
 from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError
 from moecore.nn import predict

@@ -325,7 +325,7 @@ def tune_command(name: Question, jobs: JobCount = None, verbose: IsVerbose = Fal
     question = find_question(HERE, name)
     kept = tune_question(question, lambda: _run_stages(jobs, None, verbose))
     print_tuned(kept)
-    typer.echo(f"{question.tuned_file}: written")
+    typer.echo(f"{question.results}: written")
     if problems := "\n".join(list_edge_choices(question, kept)):
         raise UserError(problems)
 
@@ -403,7 +403,7 @@ def study_run(
     with chdir(question_round.folder):
         _run_stages(jobs, sets, verbose)
     if reason := explain_stale_results(question_round):
-        typer.echo(f"{question_round.results}: left as it is: {reason}")
+        typer.echo(f"{question.results}: left as it is: {reason}")
     else:
         typer.echo(f"{store_results(question_round)}: written")
     print_run_result(question_round.folder)
@@ -447,7 +447,7 @@ def claims_check() -> None:
 
     rounds = load_rounds(HERE)
     for question_round in rounds:
-        if number := result_evidence.verify_stored_items(question_round.results):
+        if number := result_evidence.verify_stored_items(question_round):
             typer.echo(f"{question_round.name}: {number} intervals follow from the stored items")
     is_whole = result_evidence.has_full_git_history(HERE)
     earlier = result_evidence.read_earlier_answers(HERE)

@@ -29,7 +29,13 @@ from moecore.data.sources.image_folder import ImageFolder
 from moecore.pipeline import dvc_yaml
 from moecore.pipeline.project import LOCK, hold_project
 from moecore.report.claims.evaluation import SECTIONS
-from moecore.report.claims.result_evidence import ASKED, ITEMS, NUMBERS, find_commit_of_files
+from moecore.report.claims.result_evidence import (
+    ASKED,
+    ITEMS,
+    NUMBERS,
+    find_commit_of_files,
+    store_items,
+)
 from moecore.report.tables.metrics_by_method import unanswerable_claims
 from moecore.run.history_file import read_dvc_locks
 from moecore.study import params_layers, params_writer
@@ -158,15 +164,15 @@ def explain_stale_results(question_round: QuestionRound) -> str:
 
 def store_results(question_round: QuestionRound) -> Path:
     """Copy a round's current results to pipelines/results/; return the file."""
+    question = question_round.question
     if reason := explain_stale_results(question_round):
-        raise UserError(f"{question_round.results}: left as it is: {reason}")
+        raise UserError(f"{question.results}: left as it is: {reason}")
     numbers = read_json(question_round.folder / NUMBERS)
     origin = read_json(question_round.folder / ASKED_FILE)
-    files.write_json(question_round.results, {ASKED: origin} | numbers)
+    question.store_part(question_round.part, {ASKED: origin} | numbers)
     if not numbers.keys().isdisjoint(SECTIONS.values()):  # without claims there are no items
-        with files.atomic_file(question_round.results.with_suffix(ITEMS.suffix)) as temporary:
-            shutil.copyfile(question_round.folder / ITEMS, temporary)
-    return question_round.results
+        store_items(question_round, question_round.folder / ITEMS)
+    return question.results
 
 
 def begin_question(name: str, root: Path = HERE) -> Path:

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from moecore.core.files import UserError, read_json, write_json, write_whole
+from moecore.core.files import UserError, write_whole
 from moecore.core.source_layout import RUNS
 from moecore.data.prepared import Prepared
 from moecore.measure.routing_metrics.alternative_choices import routing_means_over_layers
@@ -31,6 +31,7 @@ from moecore.study.params_writer import dump_inline_yaml
 from moecore.study.questions import (
     RATE,
     THRESHOLD,
+    TUNED,
     TUNED_PHASE,
     QuestionFile,
     ThresholdTuning,
@@ -170,7 +171,7 @@ def store_tuned_rates(run: TuningRun, threshold: Mapping[str, Any] | None = None
     stored = {"settings": run.digest, "score": f"validation {task.score.label}"}
     stored |= {"learning_rates": list(grid), "seeds": list(run.tuning.seeds), "methods": methods}
     stored |= {THRESHOLD: threshold}
-    write_json(run.question.tuned_file, stored)
+    run.question.store_part(TUNED, stored)
     return stored
 
 
@@ -199,12 +200,12 @@ def list_tuning_problems(question: QuestionFile) -> Iterator[str]:
     """Yield why a question must be tuned (again); nothing if its rates are valid."""
     if question.tuning is None:
         return
-    file = question.tuned_file.relative_to(question.root)
+    file = question.results.relative_to(question.root)
     tune = f"run `moecore tune {question.name}`"
-    if not question.tuned_file.is_file():
-        yield f"{file}: does not exist; {tune}"
+    stored = question.read_results().get(TUNED)
+    if stored is None:
+        yield f"{file}: rates were not chosen; {tune}"
         return
-    stored = read_json(question.tuned_file)
     threshold = (stored.get(THRESHOLD) or {}).get("chosen")
     if stored["settings"] != plan_tuning(question, threshold).digest:
         yield f"{file}: rates were chosen for other settings, methods, seeds or rates; {tune}"

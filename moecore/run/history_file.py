@@ -26,16 +26,9 @@ from typing import Any, NamedTuple
 import psutil
 import yaml
 
+from moecore.core import source_layout
 from moecore.core.config import Config
 from moecore.core.files import UserError, intact_lines, to_jsonable
-from moecore.core.source_layout import (
-    allow_packages,
-    allowed_packages,
-    find_project_folder,
-    list_project_dvc_files,
-    package_versions,
-    run_git,
-)
 from moecore.study.yaml_document import load_yaml_document
 from moecore.training.monitor import RoutingPoint
 
@@ -59,7 +52,7 @@ def build_header(stage: str, params: Config | None, **item: Any) -> dict[str, An
         "host": platform.node(),
         "pid": os.getpid(),
         "python": platform.python_version(),
-        "versions": package_versions(allowed_packages()),
+        "versions": source_layout.package_versions(source_layout.allowed_packages()),
         **read_clocks(),
     }
 
@@ -75,10 +68,11 @@ def execution_subpath(stage: str, phase: str | None, method: str | None, seed: i
 
 def _code_state() -> dict[str, Any]:
     """Return the git commit, and "dirty": whether sources differ from it; both None without git."""
-    project = find_project_folder(Path())  # a study's run folder is a git repository without code
+    # A study's run folder is a git repository without code.
+    project = source_layout.find_project_folder(Path())
     question = ("status", "--porcelain", "--untracked-files=no", "--", *SOURCE_PATTERNS)
-    commit = run_git(project, "rev-parse", "HEAD", timeout=GIT_SECONDS)
-    status = run_git(project, *question, timeout=GIT_SECONDS)
+    commit = source_layout.run_git(project, "rev-parse", "HEAD", timeout=GIT_SECONDS)
+    status = source_layout.run_git(project, *question, timeout=GIT_SECONDS)
     if commit is None or status is None:
         return {"commit": None, "dirty": None}
     return {"commit": commit, "dirty": status != ""}
@@ -230,7 +224,7 @@ def read_dvc_locks(folder: Path = Path()) -> dict[str, dict[str, Any]]:
     # The rules of YAML 1.1 do no harm here; libyaml is 3 times as fast as ruamel's loader.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     stages: dict[str, dict[str, Any]] = {}
-    for lock in list_project_dvc_files(folder, "dvc.lock"):
+    for lock in source_layout.list_project_dvc_files(folder, "dvc.lock"):
         try:
             if (content := yaml.load(lock.read_text(encoding="utf-8"), Loader=loader)) is None:
                 raise ValueError("empty, as after a `dvc repro` that was killed while it wrote")
@@ -306,7 +300,7 @@ def read_histories(study: Path, readers: dict[Path, HistoryReader]) -> dict[str,
 
 
 def list_locked_outputs(study: Path) -> frozenset[str] | None:
-    locks = list_project_dvc_files(study, "dvc.lock")
+    locks = source_layout.list_project_dvc_files(study, "dvc.lock")
     newest = max((lock.stat().st_mtime_ns for lock in locks), default=None)
     if newest is None:
         return None
@@ -322,10 +316,10 @@ def _locked_paths(study: Path, written: int) -> frozenset[str]:
 def allow_packages_and_list_methods(study: Path) -> list[str]:
     """Allow imports of the packages that a params.yaml lists; return its ``run.methods``."""
     # Without a readable file there are none: `moecore check` reports its errors.
-    allow_packages((), ())
+    source_layout.allow_packages((), ())
     try:
         document = load_yaml_document(study / "params.yaml")
-        allow_packages(document.packages, document.folders)
+        source_layout.allow_packages(document.packages, document.folders)
         return list(document.data["run"]["methods"])
     except (UserError, KeyError, TypeError):
         return []

@@ -23,17 +23,10 @@ from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import list_project_dvc_files
+from moecore.study import yaml_document
 from moecore.study.params_reader import Keys
 from moecore.study.stages import CODE_STAGE, MEASURE, PHASES, SECTIONS
 from moecore.study.study import StageSections, Study, stage_by_section
-from moecore.study.yaml_document import (
-    YamlDocument,
-    as_mapping,
-    did_you_mean,
-    load_yaml_document,
-    shorten_to_one_line,
-    show_value,
-)
 
 OVERLAY = "overlay.yaml"
 DIRECTIVES = ("stages", "whole")  # keys of a layer that are not sections
@@ -47,16 +40,16 @@ class SettingsLayer(NamedTuple):
     # of ``sections`` whose text is at another key, such as run.seeds at seeds, or in another file,
     # such as claims of a paper.
 
-    document: YamlDocument
+    document: yaml_document.YamlDocument
     sections: Mapping[str, Any]
     stages: tuple[str, ...] | None = None
     replaced: tuple[str, ...] = ()
     names: tuple[str, ...] | None = None
-    moved: Mapping[Keys, tuple[YamlDocument, Keys]] = {}
+    moved: Mapping[Keys, tuple[yaml_document.YamlDocument, Keys]] = {}
 
     @property
     def methods(self) -> Mapping[str, Any]:
-        return as_mapping(self.sections.get("methods"))
+        return yaml_document.as_mapping(self.sections.get("methods"))
 
     def place(self, keys: Keys) -> str:
         """Return ``path:line:column`` of a key, or of its deepest existing parent."""
@@ -71,7 +64,7 @@ Place = tuple[int, str]  # number of a layer, and name
 
 
 @dataclass(frozen=True)
-class LayeredDocument(YamlDocument):
+class LayeredDocument(yaml_document.YamlDocument):
     """Several layers as one document; a key's place is in the last layer that has it."""
 
     layers: tuple[SettingsLayer, ...] = ()
@@ -99,12 +92,12 @@ class ComposedParams(NamedTuple):
 
 
 def load_root_layer(root: Path) -> SettingsLayer:
-    document = load_yaml_document(root / "params.yaml")
-    return SettingsLayer(document, as_mapping(document.data))
+    document = yaml_document.load_yaml_document(root / "params.yaml")
+    return SettingsLayer(document, yaml_document.as_mapping(document.data))
 
 
 def load_overlay_layer(folder: Path, root: SettingsLayer) -> SettingsLayer:
-    layer = read_layer(load_yaml_document(folder / OVERLAY), root.document.packages)
+    layer = read_layer(yaml_document.load_yaml_document(folder / OVERLAY), root.document.packages)
     entries = layer.sections.get("methods")
     if isinstance(entries, dict):
         return layer._replace(names=tuple(entries))
@@ -112,7 +105,7 @@ def load_overlay_layer(folder: Path, root: SettingsLayer) -> SettingsLayer:
 
 
 def read_layer(
-    document: YamlDocument, packages: Sequence[str], directives: Sequence[str] = ()
+    document: yaml_document.YamlDocument, packages: Sequence[str], directives: Sequence[str] = ()
 ) -> SettingsLayer:
     """Return a YAML document as a layer; directives: keys that are not sections."""
     # packages: packages of earlier layers, whose names are sections, too.
@@ -126,7 +119,7 @@ def read_layer(
         raise UserError(f"{document.place([])}: found no mapping; {listed}")
     for key in data:
         if key not in allowed:
-            hint = did_you_mean(key, allowed, is_section=True)
+            hint = yaml_document.did_you_mean(key, allowed, is_section=True)
             raise document.error([key], f"unknown section{hint}; allowed: {', '.join(allowed)}")
     sections = {key: section for key, section in data.items() if key not in directives}
     stages = _read_list(document, "stages", SECTIONS)
@@ -204,9 +197,9 @@ def _compose_methods(layers: Sequence[SettingsLayer]) -> dict[str, Chain]:
     for name, chain in chains.items():
         if not chain:
             candidates = _known_methods(layers)
-            text = f"found {name!r}{did_you_mean(name, candidates)}; allowed: "
+            text = f"found {name!r}{yaml_document.did_you_mean(name, candidates)}; allowed: "
             text = f"{names[name]}: methods: {text}{', '.join(candidates)}"
-            raise UserError(shorten_to_one_line(text))
+            raise UserError(yaml_document.shorten_to_one_line(text))
     return chains
 
 
@@ -227,8 +220,11 @@ def _method_chain(
         chain = () if (at, base) in above else _method_chain(base, below, (*above, (at, name)))
         if base != name and not chain:
             candidates = [other for other in _known_methods(below) if other != name]
-            text = f"found {show_value(base)}{did_you_mean(base, candidates)}; allowed: "
-            raise layer.document.error(("methods", name, FROM), text + ", ".join(candidates))
+            meant = yaml_document.did_you_mean(base, candidates)
+            text = (
+                f"found {yaml_document.show_value(base)}{meant}; allowed: {', '.join(candidates)}"
+            )
+            raise layer.document.error(("methods", name, FROM), text)
         return (*chain, (layer, name))
     return ()
 
@@ -246,7 +242,7 @@ def _known_methods(layers: Sequence[SettingsLayer]) -> list[str]:
 
 
 def _read_list(
-    document: YamlDocument, key: str, allowed: Collection[str]
+    document: yaml_document.YamlDocument, key: str, allowed: Collection[str]
 ) -> tuple[str, ...] | None:
     """Return the list at ``key``, or None; UserError for other values."""
     entries = (document.data or {}).get(key)
@@ -257,7 +253,7 @@ def _read_list(
         raise document.error([key], f"found no list; {listed}")
     for index, entry in enumerate(entries):
         if entry not in allowed:
-            hint = did_you_mean(entry, [*allowed], is_section=True)
+            hint = yaml_document.did_you_mean(entry, [*allowed], is_section=True)
             raise document.error([key, index], f"found {entry!r}{hint}; {listed}")
     return tuple(entries)
 
@@ -266,10 +262,10 @@ def list_dvc_stages(folder: Path) -> tuple[str, ...]:
     """Return the names of all stages in a project's dvc.yaml files, except ``code``."""
     names: list[str] = []
     for path in list_project_dvc_files(folder):
-        document = load_yaml_document(path)
+        document = yaml_document.load_yaml_document(path)
         stages = document.get(["stages"])
         if not isinstance(stages, dict):
-            text = f"found {show_value(stages)}; allowed: stages by their names"
+            text = f"found {yaml_document.show_value(stages)}; allowed: stages by their names"
             raise document.error(["stages"], text)
         names += [name for name in stages if name != CODE_STAGE]
     return tuple(names)

@@ -15,18 +15,25 @@ addition to sections of params.yaml a question has:
   without rounds has one, whose keys are in the file itself.
 - ``presets``: settings by name that are merged over the rest on request.
 - ``tune``: the grids from which ``moecore tune`` chooses learning rates and the router's threshold.
+
+Its results are one file, ``pipelines/results/<paper>/<question>.json``: each round's by the round's
+number, and under ``tuned`` what ``moecore tune`` chose. Items behind them (``result_evidence.py``)
+are in the .safetensors beside it. Up to moecore 0.3 each round, and ``tuned``, had a file of its
+own; these are read, and become one when a result is stored.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
+from filelock import FileLock
 from pydantic import AfterValidator, Field, model_validator
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, describe_refusal, read_json
+from moecore.core.files import UserError, describe_refusal, read_json, write_whole
 from moecore.core.source_layout import RUNS
 from moecore.study import papers, params_layers
 from moecore.study.papers import ASKS, PIPELINES
@@ -49,6 +56,7 @@ ROUND_DIRECTIVES = ("was", "seeds", ASKS)
 SEEDS = re.compile(r"(\d+)-(\d+)")
 MAX_SEEDS = 1000
 TUNED_PHASE = "pretrain"  # whose learning rate is tuned
+TUNED = "tuned"  # in a question's results, beside the rounds
 RATE = "learning_rate"
 THRESHOLD = "threshold"
 MIN_GRID = 3
@@ -156,8 +164,41 @@ class QuestionFile:
         return extract_settings(TuneSection, self.document).tune
 
     @property
-    def tuned_file(self) -> Path:
-        return self.root / PIPELINES / RESULTS / f"{self.name}.tuned.json"
+    def results(self) -> Path:
+        return self.root / PIPELINES / RESULTS / f"{self.name}.json"
+
+    def find_earlier_files(self, suffix: str) -> dict[str, Path]:
+        """Return part → its file of moecore 0.3, ``<question>.2.json`` or ``.tuned.json``."""
+        paths = sorted(self.results.parent.glob(f"{self.results.stem}.*{suffix}"))
+        parts = {path.stem.rpartition(".")[2]: path for path in paths}
+        return {part: path for part, path in parts.items() if _is_part(part)}
+
+    def read_results(self) -> dict[str, Any]:
+        """Return the stored results: a round's by its number, and ``tuned``; {} without any."""
+        parts = {part: read_json(path) for part, path in self.find_earlier_files(".json").items()}
+        if self.results.is_file():
+            parts |= split_results(read_json(self.results))
+        if not all(isinstance(part, dict) for part in parts.values()):
+            raise UserError.at(self.results, found="no results", allowed="the results of rounds")
+        return parts
+
+    def lock_results(self) -> FileLock:
+        """Return the lock to hold while results are read and written again."""
+        path = self.root / ".state/results.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return FileLock(path)
+
+    def store_part(self, part: str, value: Mapping[str, Any]) -> None:
+        """Write a round's results or ``tuned``; all other lines of the file stay as they are."""
+        with self.lock_results():
+            parts = self.read_results() | {part: value}
+            texts = [
+                f'"{key}": {json.dumps(parts[key], indent=2, allow_nan=False, ensure_ascii=False)}'
+                for key in sorted(parts)
+            ]
+            write_whole(self.results, "{\n" + ",\n".join(texts) + "\n}\n")
+            for path in self.find_earlier_files(".json").values():
+                path.unlink()
 
     def check_baseline(self) -> None:
         if self.world is not None:
@@ -257,8 +298,13 @@ class QuestionRound(NamedTuple):
         return self.question.root / RUNS / self.name.replace("/", ".")
 
     @property
-    def results(self) -> Path:
-        return self.question.root / PIPELINES / RESULTS / f"{self.name}.json"
+    def part(self) -> str:
+        """The round's key in the question's results."""
+        return str(self.number)
+
+    def read_numbers(self) -> dict[str, Any]:
+        """Return the round's stored results, as compare.json has them; {} without any."""
+        return self.question.read_results().get(self.part, {})
 
     @property
     def command(self) -> str:
@@ -269,8 +315,8 @@ class QuestionRound(NamedTuple):
         """Return the round's params.yaml, with the settings of ``presets`` merged over it."""
         question = self.question
         layers = [*self.layers]
-        if question.tuning and question.tuned_file.is_file():
-            layers.append(self._layer_of_tuned_rates())
+        if question.tuning and (tuned := question.read_results().get(TUNED)):
+            layers.append(self._layer_of_tuned_rates(tuned["methods"]))
         for name in presets:
             if name not in question.presets:
                 allowed = ", ".join(question.presets) or "none, as there are no presets"
@@ -279,16 +325,26 @@ class QuestionRound(NamedTuple):
             layers.append(question.read_part(question.presets[name], (ASKS,)))
         return compose_layers(layers, question.root)
 
-    def _layer_of_tuned_rates(self) -> SettingsLayer:
-        kept = read_json(self.question.tuned_file)["methods"]
+    def _layer_of_tuned_rates(self, choices: Mapping[str, Any]) -> SettingsLayer:
         untuned = compose_layers(self.layers, self.question.root).document.data
-        names = [name for name in untuned.get("methods", ()) if name in kept]
+        names = [name for name in untuned.get("methods", ()) if name in choices]
         rates = {
-            name: {TUNED_PHASE: {RATE: kept[name][RATE]}} | kept[name].get("also", {})
+            name: {TUNED_PHASE: {RATE: choices[name][RATE]}} | choices[name].get("also", {})
             for name in names
         }
         sections = {"methods": rates}
-        return SettingsLayer(YamlDocument(str(self.question.tuned_file), sections), sections)
+        return SettingsLayer(YamlDocument(str(self.question.results), sections), sections)
+
+
+def _is_part(key: str) -> bool:
+    return key == TUNED or key.isdigit()
+
+
+def split_results(content: Any) -> dict[str, Any]:
+    """Return a results file's content by part; one of moecore 0.3 is the first round's alone."""
+    if isinstance(content, dict) and all(map(_is_part, content)):
+        return dict(content)
+    return {"1": content}
 
 
 def list_question_names(root: Path) -> list[str]:

@@ -11,9 +11,9 @@ from moecore.testing.data_and_evaluation_checks import check_measurement as chec
 from moecore.testing.data_and_evaluation_checks import check_source as check_source
 from moecore.testing.data_and_evaluation_checks import check_source_preview as check_source_preview
 from moecore.testing.data_and_evaluation_checks import check_task as check_task
-from moecore.testing.layer_checks import check_balance as check_balance
-from moecore.testing.layer_checks import check_experts as check_experts
-from moecore.testing.layer_checks import check_router as check_router
 from moecore.testing.model_and_loss_checks import check_backbone as check_backbone
+from moecore.testing.model_and_loss_checks import check_balance as check_balance
+from moecore.testing.model_and_loss_checks import check_experts as check_experts
 from moecore.testing.model_and_loss_checks import check_regularizer as check_regularizer
+from moecore.testing.model_and_loss_checks import check_router as check_router
 from moecore.testing.model_and_loss_checks import check_teacher as check_teacher

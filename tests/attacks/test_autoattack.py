@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import moecore
 from moecore import LogitsModel, ModelOutput, RoutingRecord, Target, UserError
-from moecore.attacks import Fgsm, autoattack, balls, fab, pgd, routing_objectives, square
+from moecore.attacks import Fgsm, autoattack, base, fab, pgd, square
 from moecore.attacks import gradient as module
 from moecore.attacks.apgd import Apgd, apgd_ascent
 from moecore.attacks.base import image_generators
@@ -137,8 +137,8 @@ def test_each_part_is_the_authors_image_by_image(kind, norm, epsilon):
 def test_apgd_in_l2_is_the_authors_step_by_step(loss):
     model = Smooth(side=8)
     images, labels = case(model)
-    ball = balls.Ball(images, 0.3, "l2")
-    start = balls.random_start(ball, image_generators(0, range(IMAGES)))
+    ball = base.Ball(images, 0.3, "l2")
+    start = base.random_start(ball, image_generators(0, range(IMAGES)))
     assert ball.lengths(start - images).max() <= 0.3 + 1e-6
     theirs = APGDAttack(
         lambda x: model(x).prediction, n_iter=50, eps=0.3, norm="L2", loss=loss, logger=QUIET
@@ -197,7 +197,7 @@ def test_the_shortest_move_to_a_hyperplane(norm):
 
 def test_the_square_lies_where_it_is_drawn():
     images = torch.full((1, 2, 4, 4), 0.5)
-    ball = balls.Ball(images, 0.1)
+    ball = base.Ball(images, 0.1)
     draws = torch.tensor([[0.5, 0.99, 0.9, 0.1]])  # top 1 and left 1 of 0 to 2; signs + and −
     moved = square.propose_square(ball, images, 2, draws) - images
     expected = torch.zeros(1, 2, 4, 4)
@@ -276,7 +276,7 @@ def test_the_best_of_restarts_counts(norm):
     parts = [single(model, CLASSES, images, labels, 0.05, generators) for _ in range(3)]
     losses = [cross_entropy(model(x).prediction, labels, reduction="none") for x in (best, *parts)]
     assert torch.allclose(losses[0], torch.stack(losses[1:]).amax(0))
-    assert (balls.Ball(images, 0.05, norm).lengths(best - images) <= 0.05 + 1e-6).all()
+    assert (base.Ball(images, 0.05, norm).lengths(best - images) <= 0.05 + 1e-6).all()
     assert pgd.Pgd(steps=4, form="strong", restarts=3).name == "pgd-4-strong-3"
 
 
@@ -336,7 +336,7 @@ def test_two_classes_are_attacked_by_the_parts_that_can():
         ours = run(fab.Fab(norm=norm, steps=20), model, images, labels, epsilon)
         broken = (ours != images).flatten(1).any(1)
         assert broken[reach < 0.8 * epsilon].all() and not broken[reach > epsilon].any()
-        assert (balls.Ball(images, epsilon, norm).lengths(ours - images) <= epsilon + 1e-6).all()
+        assert (base.Ball(images, epsilon, norm).lengths(ours - images) <= epsilon + 1e-6).all()
 
 
 class Cusp(Smooth):
@@ -387,10 +387,10 @@ def test_the_margin_by_hand():
     # 2 and now has expert 0 ahead by 3, which counts as the most. Token 2 chose all: 0.
     layer = record([[3.0, 2, 1], [3.0, 2, 0], [1.0, 1, 1]], [[1, 1, 0], [1, 0, 0], [1, 1, 1]])
     before = torch.tensor([[[1, 1, 0], [0, 0, 1], [1, 1, 1]]]).bool()
-    expected = torch.tensor([(-1 + routing_objectives.MAX_EXCESS) / 3])
+    expected = torch.tensor([(-1 + module.MAX_EXCESS) / 3])
     for layers in (0, 1, 2):
         output = ModelOutput(torch.zeros(1, 3), (layer,) * layers)
-        found = routing_objectives.routing_margin_loss(output, [before] * layers)
+        found = module.routing_margin_loss(output, [before] * layers)
         assert torch.allclose(found, layers * expected)
 
 

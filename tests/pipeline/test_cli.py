@@ -303,7 +303,7 @@ def test_the_first_look_ends_with_a_page(looked):
     assert (reports / "explorer.html").stat().st_size <= 3 * 2**20
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[1] for line in lines if line[:1] == ["pretrain"]] == ["dense", "vmoe", "told"]
-    result = read_json(looked.folder / "pipelines/results/ours/quick.json")
+    result = read_json(looked.folder / "pipelines/results/ours/quick.json")["1"]
     assert result.pop("asked") == {"commit": None, "file": "pipelines/ours/quick.yaml"}
     assert result == read_json(reports / "compare.json")
 

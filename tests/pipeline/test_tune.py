@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moecore.core.files import UserError, read_json, write_json
+from moecore.core.files import UserError
 from moecore.data.prepared import Prepared, Split
 from moecore.pipeline import run_folders, tune
 from moecore.pipeline.project import LOCK, hold_project
@@ -52,7 +52,7 @@ def kept_rates(project: Project, **chosen: float) -> dict:
     rates = list(run.tuning.learning_rates)
     methods = {name: {"learning_rate": rate, "scores": []} for name, rate in chosen.items()}
     kept = {"settings": run.digest, "learning_rates": rates, "methods": methods}
-    write_json(run.question.tuned_file, kept)
+    run.question.store_part("tuned", kept)
     return kept
 
 
@@ -117,7 +117,7 @@ def test_a_threshold_is_trained_with_and_then_used_by_all_methods_that_have_one(
         name: {"learning_rate": 2e-3, "also": run.also.get(name, {})} for name in run.methods
     }
     kept = {"settings": run.digest, "learning_rates": [1e-4, 2e-3, 1e-2], "methods": methods}
-    write_json(with_threshold.tuned_file, kept | {"threshold": {"chosen": 0.0}})
+    with_threshold.store_part("tuned", kept | {"threshold": {"chosen": 0.0}})
     assert not list(tune.list_tuning_problems(with_threshold))
     used = with_threshold.rounds[1].compose().document.data["methods"]["eigen"]
     assert used["router"]["threshold"] == 0 and used["pretrain"] == {"learning_rate": 2e-3}
@@ -161,7 +161,7 @@ def test_a_choice_at_an_end_of_the_grid_is_refused(project):
 
 def test_rates_chosen_for_other_settings_are_refused(project):
     (missing,) = tune.list_tuning_problems(question(project))
-    assert "own/tuned.tuned.json: does not exist; run `moecore tune own/tuned`" in missing
+    assert "own/tuned.json: rates were not chosen; run `moecore tune own/tuned`" in missing
     done = project.moecore("study", "run", "own/tuned")
     assert done.returncode and missing in done.stderr
     kept_rates(project, dense=2e-3, vmoe=2e-3, few=2e-3)
@@ -194,7 +194,7 @@ def test_rates_are_chosen_by_trainings_and_used(project):
     )
     path.write_text(text.partition("rounds:")[0] + "seeds: [0]\n", encoding="utf-8")
     done = project.moecore("tune", "own/tuned")
-    kept = read_json(question(project).tuned_file)
+    kept = question(project).read_results()["tuned"]
     run = tune.plan_tuning(question(project))
     assert kept == json.loads(json.dumps(tune.store_tuned_rates(run)))
     for name in ("dense", "vmoe"):

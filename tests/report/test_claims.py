@@ -607,7 +607,7 @@ def test_two_models_are_held_against_each_other_by_what_was_counted():
         "`gflops`: 40.0 → 41.0, 1.02 times (the paper: 0.897; the other way)"
     )
     rows = [row for paper in papers.load_papers(ROOT).values() for row in paper.tables]
-    counted = json.loads((ROOT / "pipelines/results/ours/sizes.json").read_text("utf-8"))
+    counted = questions.QuestionFile(ROOT, "ours/sizes").rounds[0].read_numbers()
     pairs = [asked for row in rows for asked in row.computed]
     assert all(pages.describe_computed_pair(pair, counted) for pair in pairs)
 

@@ -3,12 +3,14 @@
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from moecore.core.files import UserError, read_json, write_json, write_whole
+from moecore.core.files import UserError, write_json, write_whole
 from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.report.claims import result_evidence
 from moecore.report.claims.answers import compute_required_samples, describe_required_samples
@@ -20,18 +22,26 @@ from tests.project import PARAMS, ROOT
 from tests.report.test_claims import claim, of_items, question, study
 from tools.study_pages import Answer
 
-RESULT_NAMES = ("tgr/table_3", "moge/swin.3")  # `moecore claims check` verifies all
+PLACE = "one.safetensors: round 1"
 ASKED = [claim(), claim(better="equivalent", margin=0.1), question()]
 
 
-def write_result(path: Path, shown, comparisons=ASKED, **record) -> Path:
+def write_result(one: QuestionRound, shown, comparisons=ASKED, **record) -> Path:
+    """Store a result of the round; return the file of its items."""
     evaluated = evaluate_claims(comparisons, shown)
     numbers = claims_for_compare_json(evaluated)
-    write_json(path, record | numbers)
-    write_tensors(
-        path.with_suffix(".safetensors"), result_evidence.pack_item_values(evaluated, numbers)
-    )
-    return path
+    one.question.store_part(one.part, record | numbers)
+    items = one.question.root / "items.safetensors"
+    write_tensors(items, result_evidence.pack_item_values(evaluated, numbers))
+    result_evidence.store_items(one, items)
+    return one.question.results.with_suffix(".safetensors")
+
+
+@pytest.fixture
+def one(tmp_path) -> QuestionRound:
+    write_whole(tmp_path / "params.yaml", "")
+    write_whole(tmp_path / "pipelines/own/one.yaml", "rounds: [{}, {}]")
+    return QuestionFile(tmp_path, "own/one").rounds[0]
 
 
 def drawn_items(steps: int):
@@ -41,70 +51,115 @@ def drawn_items(steps: int):
 
 
 @pytest.mark.parametrize(("steps", "size"), [(1, 38), (4, 301), (0, 602)])
-def test_intervals_follow_from_kept_items(tmp_path, steps, size):
-    path = write_result(tmp_path / "one.json", drawn_items(steps))
-    assert result_evidence.verify_stored_items(path) == len(ASKED)
-    tensors, _ = read_tensors(path.with_suffix(".safetensors"))
-    ours, theirs = (f"pretrain/match_top1/{method}" for method in ("prc", "vmoe"))
+def test_intervals_follow_from_kept_items(one, steps, size):
+    path = write_result(one, drawn_items(steps))
+    assert result_evidence.verify_stored_items(one) == len(ASKED)
+    tensors, _ = read_tensors(path)
+    ours, theirs = (f"1/pretrain/match_top1/{method}" for method in ("prc", "vmoe"))
     assert tensors[ours].nbytes == 3 * size, "bits, a byte, or two an item"
     tensors[ours] = tensors[theirs].clone()
-    write_tensors(path.with_suffix(".safetensors"), tensors)
-    with pytest.raises(UserError, match=r"one.safetensors: claims: 0: PRC, pretrain: .* found"):
-        result_evidence.verify_stored_items(path)
+    write_tensors(path, tensors)
+    with pytest.raises(UserError, match=f"{PLACE}: claims: 0: PRC, pretrain: .* found"):
+        result_evidence.verify_stored_items(one)
 
 
-def test_numbers_of_seeds_are_kept_too(tmp_path):
-    path = write_result(tmp_path / "one.json", study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82]))
-    assert result_evidence.verify_stored_items(path) == len(ASKED)
-    path.with_suffix(".safetensors").unlink()
-    assert result_evidence.verify_stored_items(path) == 0
+def test_numbers_of_seeds_are_kept_too(one):
+    path = write_result(one, study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82]))
+    assert result_evidence.verify_stored_items(one) == len(ASKED)
+    path.unlink()
+    assert result_evidence.verify_stored_items(one) == 0
 
 
-def test_a_claim_that_was_not_asked_follows_from_items_kept_for_others(tmp_path):
+def test_storing_a_round_leaves_the_bytes_of_all_others_also_if_interrupted(one, monkeypatch):
+    path = write_result(one, drawn_items(4))
+    one.question.store_part("tuned", {"rate": 0.1 + 0.2})
+    files = {file: file.read_bytes() for file in path.parent.iterdir()}
+    items, _ = read_tensors(path)
+    second = one.question.rounds[1]
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", lambda *_: sys.exit())  # instead of the last step of a write
+        with pytest.raises(SystemExit):
+            one.question.store_part("2", {})
+        with pytest.raises(SystemExit):
+            result_evidence.store_items(second, one.question.root / "items.safetensors")
+    assert {file: file.read_bytes() for file in path.parent.iterdir()} == files
+    write_result(second, drawn_items(0))
+    first, tuned = files[one.question.results].split(b',\n"tuned": ')
+    stored = one.question.results.read_bytes()
+    assert stored.startswith(first + b',\n"2": ') and stored.endswith(b',\n"tuned": ' + tuned)
+    now, _ = read_tensors(path)
+    assert len(now) == 2 * len(items) and all(torch.equal(now[k], items[k]) for k in items)
+    assert [result_evidence.verify_stored_items(part) for part in (one, second)] == [3, 3]
+
+
+def test_a_file_per_round_as_in_0_3_is_read_and_becomes_one(one):
+    second = one.question.rounds[1]
+    write_result(one, drawn_items(4))
+    path = write_result(second, drawn_items(1))
+    parts, (items, _) = one.question.read_results(), read_tensors(path)
+    for number, name in (("1", "one"), ("2", "one.2")):
+        write_json(path.with_name(f"{name}.json"), parts[number])
+        of_round = {k[2:]: values for k, values in items.items() if k.startswith(number)}
+        write_tensors(path.with_name(f"{name}.safetensors"), of_round)
+    parts["tuned"] = {"methods": {}}
+    write_json(path.with_name("one.tuned.json"), parts["tuned"])
+    write_json(path.with_name("one.notes.json"), {"somebody's": "file"})
+    assert one.question.read_results() == parts
+    assert [result_evidence.verify_stored_items(part) for part in (one, second)] == [3, 3]
+    write_result(second, drawn_items(1))
+    names = {"one.json", "one.safetensors", "one.notes.json"}
+    assert {file.name for file in path.parent.iterdir()} == names
+    assert one.question.read_results() == parts and read_tensors(path)[0].keys() == items.keys()
+    write_json(one.question.results, [parts])
+    with pytest.raises(UserError, match=r"one.json: found no results; allowed: the results of ro"):
+        one.read_numbers()
+
+
+def test_a_claim_that_was_not_asked_follows_from_items_kept_for_others(one):
     shown = drawn_items(4)
-    path = write_result(tmp_path / "one.json", shown)
-    numbers = read_json(path) | compare_methods(shown)
+    path = write_result(one, shown)
+    numbers = one.read_numbers() | compare_methods(shown)
     turned = claim(method="vmoe", against="prc", better="lower")
-    entry = result_evidence.compare_stored_items(path, numbers, turned)
+    entry = result_evidence.compare_stored_items(one, numbers, turned)
     (asked,) = evaluate_claims([turned], shown)
     expected = claim_to_json(asked)
     for key in ("mean", "low", "high", "variances", "freedoms", "seeds", "items"):
         assert entry["difference"][key] == pytest.approx(expected["difference"][key])
     assert entry["method"]["mean"] == expected["method"]["mean"] < entry["against"]["mean"]
-    assert result_evidence.compare_stored_items(path, numbers, claim(method="tgr")) == {}
-    path.with_suffix(".safetensors").unlink()
-    assert result_evidence.compare_stored_items(path, numbers, turned) == {}
+    assert result_evidence.compare_stored_items(one, numbers, claim(method="tgr")) == {}
+    path.unlink()
+    assert result_evidence.compare_stored_items(one, numbers, turned) == {}
 
 
-def test_items_of_another_result_are_refused(tmp_path):
-    path = write_result(tmp_path / "one.json", drawn_items(1))
-    numbers = read_json(path)
+def test_items_of_another_result_are_refused(one):
+    write_result(one, drawn_items(1))
+    numbers = one.read_numbers()
     first, *_ = numbers["claims"].values()
     first["difference"]["variances"][0] *= 1.01  # the limits follow from them
-    write_json(path, numbers)
-    with pytest.raises(UserError, match=r"one.safetensors: claims: 0: PRC, pretrain: .* found"):
-        result_evidence.verify_stored_items(path)
+    one.question.store_part("1", numbers)
+    with pytest.raises(UserError, match=f"{PLACE}: claims: 0: PRC, pretrain: .* found"):
+        result_evidence.verify_stored_items(one)
     first["difference"]["variances"][0] /= 1.01
     numbers["questions"].popitem()
-    write_json(path, numbers)
-    with pytest.raises(UserError, match="one.safetensors: found the items of another result"):
-        result_evidence.verify_stored_items(path)
+    one.question.store_part("1", numbers)
+    with pytest.raises(UserError, match=f"{PLACE}: found the items of another result"):
+        result_evidence.verify_stored_items(one)
 
 
-def test_what_would_be_too_many_bytes_is_said_and_left_out(tmp_path, monkeypatch, capsys):
+def test_what_would_be_too_many_bytes_is_said_and_left_out(one, monkeypatch, capsys):
     monkeypatch.setattr("moecore.report.claims.result_evidence.MOST_BYTES", 1000)
-    path = write_result(tmp_path / "one.json", drawn_items(0))
-    assert set(read_tensors(path.with_suffix(".safetensors"))[0]) == {result_evidence.RESULT}
+    path = write_result(one, drawn_items(0))
+    assert set(read_tensors(path)[0]) == {f"1/{result_evidence.RESULT}"}
     assert "items are too large to be stored: match_top1 of prc higher" in capsys.readouterr().err
-    assert result_evidence.verify_stored_items(path) == 0
+    assert result_evidence.verify_stored_items(one) == 0
 
 
-@pytest.mark.parametrize("name", RESULT_NAMES)
-def test_intervals_follow_from_the_items_in_git(name):
-    path = ROOT / f"pipelines/results/{name}.json"
-    if path.with_suffix(".safetensors").is_file():
-        assert result_evidence.verify_stored_items(path) > 0
-        assert path.with_suffix(".safetensors").stat().st_size <= 2e6
+@pytest.mark.parametrize(("name", "number"), [("tgr/table_3", 1), ("moge/swin", 3)])
+def test_intervals_follow_from_the_items_in_git(name, number):  # `moecore claims check`: all
+    question = QuestionFile(ROOT, name)
+    assert result_evidence.verify_stored_items(question.round(number)) > 0
+    size = question.results.with_suffix(".safetensors").stat().st_size
+    assert size <= len(question.rounds) * result_evidence.MOST_BYTES
 
 
 def difference(value: float, by_seeds: float, by_items: float) -> Difference:
@@ -199,33 +254,38 @@ def test_a_question_is_older_than_its_answer(asked):
     assert result_evidence.find_commit_of_files(asked, path) == first
     assert result_evidence.list_question_commits(one) == []
     record = {"commit": first, "file": str(path)}
-    write_result(one.results, drawn_items(1), [claim()], asked=record)
+    write_result(one, drawn_items(1), [claim()], asked=record)
     (dated,) = result_evidence.list_question_commits(one)
     words = "pretrain: match_top1 of prc higher than of vmoe: asked in "
     assert dated.line == f"{words}{first[:8]}, answered in no commit" and not dated.is_late
     second = commit(asked)
     told = f"{words}{first[:8]}, answered in {second[:8]}"
     assert result_evidence.list_question_commits(one)[0].line == told
+    write_json(one.question.results, one.read_numbers())
+    commit(asked)
+    one.question.store_part("2", one.read_numbers())
+    commit(asked)
+    assert result_evidence.list_question_commits(one)[0].line == told, "another form or round"
     lower = claim(better="lower")
     one = ask(asked, claim(), lower)
     assert result_evidence.find_commit_of_files(asked, path) is None, "it was edited since"
     with_both = commit(asked)
     assert dates(one) == [(False, False), (True, False)], "another direction, asked later"
     both = ask(asked, lower)
-    numbers = read_json(one.results)
+    numbers = one.read_numbers()
     (name,) = numbers["claims"]
     numbers["claims"][name]["asked"]["better"] = "lower"  # as if it had run with this one
     for wrong in ({"commit": None}, {"commit": with_both, "answered": with_both}):
-        write_json(one.results, numbers | {"asked": record | wrong})
+        one.question.store_part("1", numbers | {"asked": record | wrong})
         assert dates(both) == [(True, bool(wrong["commit"]))], "in no commit, or with its answer"
-    write_json(one.results, numbers | {"asked": record | {"late": True}})
+    one.question.store_part("1", numbers | {"asked": record | {"late": True}})
     assert dates(both) == [(True, False)], "it is known to be late"
     third = commit(asked)
     entries = {name: {"commit": third, "file": str(path)}}
-    write_json(one.results, numbers | {"asked": record | {"entries": entries}})
+    one.question.store_part("1", numbers | {"asked": record | {"entries": entries}})
     assert dates(both) == [(False, False)], "this entry was asked elsewhere"
     entry = numbers["claims"][name] | {"settings": "others"}
-    write_json(one.results, numbers | {"claims": {name: entry}})
+    one.question.store_part("1", numbers | {"claims": {name: entry}})
     assert dates(both) == [(True, False)], "it waits for a run of today's settings"
 
 
@@ -235,7 +295,7 @@ def test_claims_of_rounds_are_read_from_the_commit_that_asked(asked):
     write_whole(asked / "pipelines/own/one.yaml", json.dumps({"rounds": rounds}))
     record = {"commit": commit(asked), "file": "pipelines/own/one.yaml"}
     second = QuestionFile(asked, "own/one").rounds[1]
-    write_result(second.results, drawn_items(1), [question()], asked=record)
+    write_result(second, drawn_items(1), [question()], asked=record)
     assert dates(second) == [(False, False)]
 
 
@@ -252,7 +312,7 @@ def test_claims_by_name_are_those_that_the_paper_had_then(asked):
     first = commit(asked)
     assert result_evidence.find_commit_of_files(asked, *files) == first
     record = {"commit": first, "file": "pipelines/own/one.yaml"}
-    write_result(one.results, drawn_items(1), [claim()], asked=record)
+    write_result(one, drawn_items(1), [claim()], asked=record)
     assert dates(one) == [(False, False)]
     content["better"] = "lower"
     write_whole(path, json.dumps(paper | {"tables": [table]}))
@@ -270,12 +330,12 @@ def test_an_overwritten_answer_is_reported_until_the_file_lists_it(asked):
     asks = {"methods": ["vmoe", "tgr"], "asks": ["mine/match"], "seeds": [0, 1, 2]}
     write_whole(asked / "pipelines/own/one.yaml", json.dumps(asks))
     one = QuestionFile(asked, "own/one").rounds[0]
-    write_result(one.results, drawn_items(1), [claim()])
-    mean = next(iter(read_json(one.results)["claims"].values()))["difference"]["mean"]
+    write_result(one, drawn_items(1), [claim()])
+    mean = next(iter(one.read_numbers()["claims"].values()))["difference"]["mean"]
     first = commit(asked)
     assert result_evidence.read_earlier_answers(asked) == []
     assert result_evidence.find_overwritten_answers(one, []) == []
-    write_result(one.results, drawn_items(4), [claim()])
+    write_result(one, drawn_items(4), [claim()])
     commit(asked)
     (line,) = result_evidence.find_overwritten_answers(one, [])
     text = f"{mean:+.4g} of 3 seeds in {first[:8]} was overwritten and is not in pipelines/results"

@@ -17,7 +17,7 @@ from moecore.report.page.sections import add_reference_rows
 from moecore.report.study_results import ModelResults, PhaseResults, StudyResults
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
 from moecore.report.tables.terminal_summary import find_guess, headline_rows, main_result_sentence
-from moecore.statistics import intervals, pooling
+from moecore.statistics import intervals
 from moecore.statistics.comparisons import BOTH, SEEDS, Difference, VarianceSource
 from moecore.study import papers
 from moecore.study.questions import load_rounds
@@ -26,7 +26,7 @@ from moecore.tasks import MultiLabel, NextToken, Regression, Task
 from tests.project import ROOT
 from tests.report import generated
 from tests.report.test_claims import claim
-from tools import data_sensitivity, pooled_claims
+from tools import data_sensitivity, designs, pooled_claims
 from tools.earlier_answers import derive_variances
 from tools.pooled_claims import PooledAnswer, Run, judge_runs, load_earlier_answers
 from tools.reader_answers import MethodRow, methods_table
@@ -303,9 +303,9 @@ def test_claims_with_one_answer_are_unchanged_and_other_p_follow_from_the_runs(r
             runs.append(Difference(run["mean"], sources, kind, len(run["seeds"]), 0))
         assert sum(run.seeds for run in runs) == entry["difference"]["seeds"]
         if answer.claim.margin is None:
-            p = pooling.combined_p(runs, 0.0, entry["difference"]["mean"])
+            p = designs.combined_p(runs, 0.0, entry["difference"]["mean"])
             assert entry["p_combined"] == pytest.approx(p)
-        assert entry["p"] == pooling.correct_for_looks(entry["p_combined"], entry["looks"])
+        assert entry["p"] == designs.correct_for_looks(entry["p_combined"], entry["looks"])
         numbers["pooled"] += 1
     assert numbers["alone"] > 10 and numbers["pooled"] > 60
 

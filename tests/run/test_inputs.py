@@ -11,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from moecore.core import config, source_layout
 from moecore.core.files import UserError, read_json, write_json
+from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.pipeline import code_hashes, dvc_yaml
 from moecore.pipeline.run_folders import explain_stale_results, store_results, write_run_folder
 from moecore.report.claims.evaluation import describe_waiting_claims, split_answerable_comparisons
@@ -219,7 +221,7 @@ def study(tmp_path, monkeypatch) -> questions.QuestionRound:
 def finish(one: questions.QuestionRound) -> None:
     """Leave what `dvc repro` leaves at the end, as far as results go."""
     write_json(one.folder / "reports/compare.json", NUMBERS)
-    (one.folder / "reports/items.safetensors").write_bytes(b"items")
+    write_tensors(one.folder / "reports/items.safetensors", {"items": torch.ones(2)})
 
     def entry(path: str) -> dict[str, str]:
         return {"path": path, "md5": hashlib.md5((one.folder / path).read_bytes()).hexdigest()}
@@ -234,10 +236,11 @@ def test_results_of_the_whole_study_are_kept_with_who_asked(study):
         f"{study.folder}/reports/compare.json does not exist"
     )
     finish(study)
-    assert store_results(study) == study.results
+    assert store_results(study) == study.question.results
     asked = {"commit": None, "file": f"pipelines/{NAME}.yaml"}
-    assert read_json(study.results) == {"asked": asked} | NUMBERS
-    assert study.results.with_suffix(".safetensors").read_bytes() == b"items"
+    assert read_json(study.question.results) == {"1": {"asked": asked} | NUMBERS}
+    tensors, _ = read_tensors(study.question.results.with_suffix(".safetensors"))
+    assert tensors["1/items"].tolist() == [1, 1]
     params = params_reader.read_params(Params, str(study.folder / "params.yaml"))
     ready, waiting = split_answerable_comparisons(params.claims, params.run)
     assert ready == list(params.claims) and not waiting
@@ -248,7 +251,7 @@ def test_a_part_leaves_the_results_and_its_claims_wait(study):
     write_assignments(study.folder / "params.yaml", ["run.methods=[moge]", "run.seeds=[0]"])
     with pytest.raises(UserError, match="left as it is: this run has other settings, run.methods"):
         store_results(study)
-    assert not study.results.exists()
+    assert not study.question.results.exists()
     params = params_reader.read_params(Params, str(study.folder / "params.yaml"))
     ready, waiting = split_answerable_comparisons([*params.claims, *params.questions], params.run)
     assert ready == [] and waiting

@@ -35,7 +35,7 @@ def test_a_value_is_that_of_the_last_layer_that_has_it(ask):
     assert question.text("question") == "does it learn?" and question.rounds[-1].number == 2
     assert [one.name for one in question.rounds] == ["own/asked", "own/asked.2"]
     assert [one.folder.name for one in question.rounds] == ["own.asked", "own.asked.2"]
-    assert question.rounds[1].results == question.root / "pipelines/results/own/asked.2.json"
+    assert question.results == question.root / "pipelines/results/own/asked.json"
     assert question.rounds[1].command == "moecore study run own/asked --round 2"
 
 

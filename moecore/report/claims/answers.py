@@ -14,7 +14,7 @@ from moecore.core.config import Config
 from moecore.report.claims import evaluation, result_evidence
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.tables.cells import NumberFormat
-from moecore.report.tables.metrics_by_method import expected_metrics, read_compare_json
+from moecore.report.tables.metrics_by_method import expected_metrics, refuse_other_tables
 from moecore.statistics.comparisons import SEEDS, Difference, VarianceSource
 from moecore.study import run_and_claims
 from moecore.study.params_reader import extract_settings
@@ -84,7 +84,7 @@ def collect_answers(rounds: Iterable[QuestionRound]) -> tuple[Studies, list[Answ
     studies: dict[str, Mapping[str, Any]] = {}
     answers: list[Answer] = []
     for study in rounds:
-        compared = read_compare_json(study.results) if study.results.exists() else {}
+        compared = refuse_other_tables(study.question.results, study.read_numbers())
         studies[study.name] = compared
         answers += _answers_of_round(study, compared)
     return studies, answers
@@ -117,7 +117,7 @@ def _answers_of_round(study: QuestionRound, compared: Mapping[str, Any]) -> Iter
     state = "not run yet with this claim" if compared else "not run yet"
     for claim in (*declared.claims, *declared.questions):
         entry = measured.get(run_and_claims.compared_quantity_key(claim.model_dump()))
-        entry = entry or result_evidence.compare_stored_items(study.results, compared, claim)
+        entry = entry or result_evidence.compare_stored_items(study, compared, claim)
         data = composed.document.data
         changed = run_and_claims.have_settings_changed(entry.get("settings"), data, claim)
         good = ""

@@ -1,10 +1,11 @@
 """Evidence stored with a result: values per test item, and the commit that asked each question.
 
 Two subjects: the items behind intervals, and the commits that asked and answered.
-items.safetensors, in the folder of compare.json or of pipelines/results/, has the values of each
-seed and test item for every metric and method of a claim or question: (S, N) as bits if a seed has
-two different values, as bytes for up to 256, else as fp16 deviations from the exact mean; (S,) for
-a metric without items.
+items.safetensors, in the folder of compare.json, has the values of each seed and test item for
+every metric and method of a claim or question: (S, N) as bits if a seed has two different values,
+as bytes for up to 256, else as fp16 deviations from the exact mean; (S,) for a metric without
+items. pipelines/results/ has one such file per question, in which the round's number and a slash
+precede each name.
 
 Under ``asked`` a result has the commit and file of the question when the run's folder was written,
 or null if it was not committed. Results of moecore 0.2 also have the commit of the answer, and
@@ -17,6 +18,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +28,7 @@ import yaml
 from torch import Tensor
 
 from moecore.core.files import UserError, read_json
-from moecore.core.safetensors_files import read_tensors
+from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.core.source_layout import run_git
 from moecore.report.claims import evaluation
 from moecore.report.claims.significance import crossed_or_paired_difference
@@ -34,13 +36,13 @@ from moecore.report.tables.cells import interval_from_json
 from moecore.report.tables.metrics_by_method import expected_metrics
 from moecore.statistics.comparisons import Difference
 from moecore.study import papers, run_and_claims
-from moecore.study.questions import QuestionRound
+from moecore.study.questions import QuestionFile, QuestionRound, split_results
 from moecore.study.run_and_claims import Comparison, compared_quantity_key
 from moecore.study.study import read_study
 
 ITEMS = Path("reports/items.safetensors")  # in git, as are the numbers
 NUMBERS = Path("reports/compare.json")
-MOST_BYTES = 2_000_000  # of a study's file
+MOST_BYTES = 2_000_000  # of a round
 RESULT = "result"  # tensor: digest of the numbers that the items belong to
 VALUES = ":values"  # suffix of a name: coded values of each seed, or mean and largest deviation
 TOLERANCE = 1e-3  # of half an interval's width: error of fp16
@@ -73,14 +75,46 @@ def pack_item_values(
     return tensors
 
 
-def verify_stored_items(results: Path) -> int:
+def _read_items(question: QuestionFile) -> dict[str, Tensor]:
+    """Return round/phase/metric/method → values of all rounds of a question."""
+    path = question.results.with_suffix(ITEMS.suffix)
+    tensors: dict[str, Tensor] = {}
+    files = question.find_earlier_files(ITEMS.suffix) | {"1": path}
+    for part, file in files.items():
+        if file.is_file():
+            stored, _ = read_tensors(file)
+            if RESULT in stored:  # a round's file of moecore 0.3
+                stored = {f"{part}/{name}": values for name, values in stored.items()}
+            tensors |= stored
+    return tensors
+
+
+def store_items(study: QuestionRound, items: Path) -> None:
+    """Copy a round's items to pipelines/results/, where those of the other rounds stay."""
+    question = study.question
+    with question.lock_results():
+        stored = _read_items(question)
+        tensors = {k: v for k, v in stored.items() if not k.startswith(f"{study.part}/")}
+        tensors |= {f"{study.part}/{name}": v for name, v in read_tensors(items)[0].items()}
+        write_tensors(question.results.with_suffix(ITEMS.suffix), tensors)
+        for path in question.find_earlier_files(ITEMS.suffix).values():
+            path.unlink()
+
+
+def _items_of_round(study: QuestionRound) -> dict[str, Tensor]:
+    start = f"{study.part}/"
+    tensors = _read_items(study.question)
+    return {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
+
+
+def verify_stored_items(study: QuestionRound) -> int:
     """Return the number of differences that stored items reproduce; UserError for a mismatch."""
-    # results: the JSON of a round; without items next to it the number is 0.
-    path = results.with_suffix(ITEMS.suffix)
-    if not path.is_file():
+    tensors = _items_of_round(study)
+    if not tensors:
         return 0
-    tensors, _ = read_tensors(path)
-    numbers = read_json(results)
+    results = study.question.results
+    place = f"{results.with_suffix(ITEMS.suffix)}: round {study.number}"
+    numbers = study.read_numbers()
     again = f"run the study again: {results} and these are one result"
     number = 0
     for section in evaluation.SECTIONS.values():
@@ -94,23 +128,23 @@ def verify_stored_items(results: Path) -> int:
             difference = evaluation.drop_zero_width_interval(difference)
             if not _agrees(difference, entry):
                 raise UserError(
-                    f"{path}: {section}: {key}: found {difference.value:.6g} from these items, "
+                    f"{place}: {section}: {key}: found {difference.value:.6g} from these items, "
                     f"{stored['mean']:.6g} in {results.name}; {again}"
                 )
             number += 1
     if number and not torch.equal(tensors[RESULT], _result_digest(numbers)):
-        raise UserError(f"{path}: found the items of another result; {again}")
+        raise UserError(f"{place}: found the items of another result; {again}")
     return number
 
 
 def compare_stored_items(
-    path: Path, numbers: Mapping[str, Any], claim: Comparison
+    study: QuestionRound, numbers: Mapping[str, Any], claim: Comparison
 ) -> dict[str, Any]:
     """Return a new claim's numbers, computed from stored items; {} if they are not stored.
 
-    The claim was asked after the run. ``numbers`` is the content of the round's JSON at ``path``.
+    The claim was asked after the run. ``numbers`` are the stored ones of the round.
     """
-    sides = read_stored_values(path, numbers, claim)
+    sides = read_stored_values(study, numbers, claim)
     if sides is None:
         return {}
     difference = evaluation.drop_zero_width_interval(crossed_or_paired_difference(*sides))
@@ -124,12 +158,9 @@ def compare_stored_items(
 
 
 def read_stored_values(
-    results: Path, numbers: Mapping[str, Any], claim: Comparison
+    study: QuestionRound, numbers: Mapping[str, Any], claim: Comparison
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the stored values of a claim's two sides, each (S, N) or (S,); None if not stored."""
-    path = results.with_suffix(ITEMS.suffix)
-    if not path.is_file():
-        return None
     ours, theirs = _value_names(claim.model_dump())
     items = {
         name: entry["difference"].get("items", 0)
@@ -137,8 +168,10 @@ def read_stored_values(
         for entry in numbers.get(section, {}).values()
         for name in _value_names(entry["asked"])
     }
-    tensors, _ = read_tensors(path)
-    if not {ours, theirs} <= items.keys() & tensors.keys():
+    if not {ours, theirs} <= items.keys():
+        return None
+    tensors = _items_of_round(study)
+    if not {ours, theirs} <= tensors.keys():
         return None
     first = _unpack_values(tensors, ours, items[ours])
     return first, _unpack_values(tensors, theirs, items[theirs])
@@ -246,15 +279,13 @@ def find_commit_of_files(root: Path, *paths: Path) -> str | None:
 
 def list_question_commits(study: QuestionRound) -> list[QuestionCommits]:
     """Return each claim and question of a round's result with its two git commits."""
-    # The project must be in a repository that ``has_full_git_history``.
-    if not study.results.is_file():
-        return []
+    # The project must be in a repository that ``has_full_git_history``. Other rounds, or another
+    # form of the file, do not make an answer newer.
     root = study.question.root
-    numbers = read_json(study.results)
+    if not (numbers := study.read_numbers()):
+        return []
     record = numbers.get(ASKED) or {}
-    path = str(study.results.relative_to(root))
-    is_committed = not run_git(root, "status", "--porcelain", "--", path)
-    answered = run_git(root, "log", "-1", "--format=%H", "--", path) if is_committed else ""
+    answered = record.get("answered") or _find_answering_commit(study, numbers)
     entries = {
         compared_quantity_key(DEFAULTS | entry["asked"]): (name, entry)
         for section in ("claims", "questions")
@@ -267,7 +298,7 @@ def list_question_commits(study: QuestionRound) -> list[QuestionCommits]:
         if compared_quantity_key(question) not in entries:
             continue
         name, entry = entries[compared_quantity_key(question)]
-        dates = {"answered": answered} | record | record.get("entries", {}).get(name, {})
+        dates = record | {"answered": answered} | record.get("entries", {}).get(name, {})
         is_late = not _is_asked_before(root, dates, question)
         claim = Comparison.model_validate({key: question[key] for key in DEFAULTS})
         was = DEFAULTS | entry["asked"]  # of another form: said where it is printed
@@ -281,6 +312,29 @@ def list_question_commits(study: QuestionRound) -> list[QuestionCommits]:
         commits = (dates.get("commit") or "", dates["answered"] or "")
         dated.append(QuestionCommits(text, *commits, is_late, is_refused))
     return dated
+
+
+def _list_stored_numbers(study: QuestionRound) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (commit, the round's numbers) of HEAD and of each change before, the newest first."""
+    root = study.question.root
+    results = study.question.results.relative_to(root)
+    paths = [results.as_posix(), results.with_stem(study.name.rpartition("/")[2]).as_posix()]
+    if study.was:
+        paths.append(f"{papers.PIPELINES}/{study.was}/reports/compare.json")
+    changes = run_git(root, "log", "--format=%H", "--", *paths) or ""
+    for commit in [run_git(root, "rev-parse", "HEAD") or "HEAD", *changes.split()]:
+        for path in dict.fromkeys(paths):
+            content = json.loads(run_git(root, "show", f"{commit}:./{path}") or "{}")
+            if path == paths[0]:
+                content = split_results(content).get(study.part, {})
+            if content:
+                yield commit, content
+
+
+def _find_answering_commit(study: QuestionRound, numbers: Mapping[str, Any]) -> str:
+    """Return the commit that stored a round's present numbers first; "" if none did."""
+    same = takewhile(lambda stored: stored[1] == numbers, _list_stored_numbers(study))
+    return next((commit for commit, _ in reversed([*same])), "")
 
 
 def read_earlier_answers(root: Path) -> list[dict[str, Any]]:
@@ -301,21 +355,17 @@ def find_overwritten_answers(
     root = study.question.root
     listed = {round(answer["mean"], 9) for answer in earlier}
     asked = {compared_quantity_key(DEFAULTS | c) for c in papers.load_named_claims(root).values()}
-    paths = [study.results.relative_to(root).as_posix()]
-    if study.was:
-        paths.append(f"{papers.PIPELINES}/{study.was}/reports/compare.json")
+    head = run_git(root, "rev-parse", "HEAD")
     lines = {}
-    for commit in ["HEAD", *(run_git(root, "log", "--format=%H", "--", *paths) or "").split()]:
-        for path in paths:
-            numbers = json.loads(run_git(root, "show", f"{commit}:./{path}") or "{}")
-            for words, entry in numbers.get("claims", {}).items():
-                mean = entry["difference"]["mean"]
-                if commit == "HEAD":
-                    listed.add(round(mean, 9))
-                elif "asked" in entry and round(mean, 9) not in listed:  # older ones are listed
-                    text = f"{mean:+.4g} of {entry['difference']['seeds']} seeds"
-                    text += f" in {commit[:SHORT]} was overwritten and is not in {EARLIER}"
-                    lines[compared_quantity_key(DEFAULTS | entry["asked"])] = f"{words}: {text}"
+    for commit, numbers in _list_stored_numbers(study):
+        for words, entry in numbers.get("claims", {}).items():
+            mean = entry["difference"]["mean"]
+            if commit == head:
+                listed.add(round(mean, 9))
+            elif "asked" in entry and round(mean, 9) not in listed:  # older ones are listed
+                text = f"{mean:+.4g} of {entry['difference']['seeds']} seeds"
+                text += f" in {commit[:SHORT]} was overwritten and is not in {EARLIER}"
+                lines[compared_quantity_key(DEFAULTS | entry["asked"])] = f"{words}: {text}"
     return [line for key, line in lines.items() if key in asked]
 
 

@@ -15,17 +15,7 @@ from moecore.measure.training import Trained, outcome_of
 from moecore.measure.truth import PIXEL, Truth
 from moecore.measure.values import Chart, Found
 from moecore.report.column import CEILING, DENSE, MetricColumns, build_column_context
-from moecore.report.figures import drawing, model_figures
-from moecore.report.figures.charts import (
-    NUMBERED,
-    ChartSpec,
-    Curves,
-    HeatmapLabels,
-    curves_chart,
-    draw_heatmap,
-    percent_annotations,
-    point_from_interval,
-)
+from moecore.report.figures import charts, drawing, model_figures
 from moecore.report.page.page_objects import PageBlock, Picture, method_rows_table
 from moecore.report.results_and_displays import (
     Figures,
@@ -98,7 +88,7 @@ def describe_adjacent_patches(first: Mapping[str, Found]) -> str:
 
 def step_time_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     label = "Time of a batch / that of k = 1"
-    spec = ChartSpec("Step time over k", "Experts per token k", label, height=3.2)
+    spec = charts.ChartSpec("Step time over k", "Experts per token k", label, height=3.2)
     caption = "Forward passes on this machine (ERMoE, figure S5)."
 
     def relative_to_top_1(result: Found) -> dict[float, float]:
@@ -155,9 +145,9 @@ def draw_expert_information(layers: Sequence[expert_roles.LayerRoles]) -> drawin
             texts[row, column] = f"{100 * shares[row, column]:.0f}{mark}"
     rows = [f"MoE {number}" for number in range(1, len(layers) + 1)]
     heads = [expert_roles.LABELS[name] for name in names]
-    labels = HeatmapLabels("What an expert tells", rows, heads, "of a token's")
+    labels = charts.HeatmapLabels("What an expert tells", rows, heads, "of a token's")
     caption = f"Percent of the label's entropy, above chance. *: p < {SURE}."
-    return draw_heatmap(shares, texts, labels, (4.8, 1.3 + 0.35 * len(rows)), caption)
+    return charts.draw_heatmap(shares, texts, labels, (4.8, 1.3 + 0.35 * len(rows)), caption)
 
 
 def draw_expert_pair_heatmap(
@@ -165,10 +155,10 @@ def draw_expert_pair_heatmap(
 ) -> drawing.Figure:
     """Draw a heatmap of one share per pair of experts (E, E'); numbers from ``minimum`` on."""
     values = np.array(pairs, dtype=float)
-    texts = percent_annotations(values, minimum, NUMBERED)
+    texts = charts.percent_annotations(values, minimum, charts.NUMBERED)
     rows, columns = ([str(expert) for expert in range(number)] for number in values.shape)
-    return draw_heatmap(
-        values, texts, HeatmapLabels(title, rows, columns, *axes), (4.8, 4.7), caption
+    return charts.draw_heatmap(
+        values, texts, charts.HeatmapLabels(title, rows, columns, *axes), (4.8, 4.7), caption
     )
 
 
@@ -191,21 +181,23 @@ def seed_stability_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
 def draw_expert_worth(result: Found) -> Figures:
     """Yield two charts: loss over the number of removed experts, and over the dropped choice."""
     label = "Loss, 95 % intervals over images"
-    spec = ChartSpec("Removing experts", "Experts removed from every layer", label)
+    spec = charts.ChartSpec("Removing experts", "Experts removed from every layer", label)
     curves = collect_loss_curves(result, ORDERS, "lost_without", "removed")
-    yield "expert_removal", curves_chart(curves, spec)
+    yield "expert_removal", charts.curves_chart(curves, spec)
     curves = collect_loss_curves(result, WAYS, "lost_without_choice", "rank")
     if len(next(iter(curves.values()))) > 1:
-        spec = ChartSpec("Without one choice", "Rank", label)
-        yield "dropped_choices", curves_chart(curves, spec)
+        spec = charts.ChartSpec("Without one choice", "Rank", label)
+        yield "dropped_choices", charts.curves_chart(curves, spec)
 
 
-def collect_loss_curves(result: Found, names: Mapping[Any, str], metric: str, over: str) -> Curves:
+def collect_loss_curves(
+    result: Found, names: Mapping[Any, str], metric: str, over: str
+) -> charts.Curves:
     """Return label → points: the metric over the values of the place ``over``."""
     # names: end of the metric's name → label of its curve.
     return {
         label: [
-            point_from_interval(float(value.at[over]), value.interval)
+            charts.point_from_interval(float(value.at[over]), value.interval)
             for value in result.all(f"{metric}_{name}")
             if over in value.at
         ]
@@ -282,14 +274,14 @@ def draw_kinds_of_experts(result: Found) -> Figures:
     """Yield a heatmap per MoE layer: the true kinds of the tokens of each expert, in percent."""
     for index, counts in enumerate(result.facts["counts"], 1):
         shares = model_figures.normalise_rows(counts)
-        texts = percent_annotations(shares, 0.005, NUMBERED)
+        texts = charts.percent_annotations(shares, 0.005, charts.NUMBERED)
         columns = [str(kind + 1) for kind in range(shares.shape[1])]
         axes = ("Kind of token", "Expert, by its matched kind")
-        labels = HeatmapLabels(f"MoE {index}", (), columns, *axes)
+        labels = charts.HeatmapLabels(f"MoE {index}", (), columns, *axes)
         caption = "Percent of each expert's tokens."
         if (unmatched := len(shares) - shares.shape[1]) > 0:
             caption += f" More experts than kinds: the last {unmatched} are matched to none."
-        yield f"truth_{index}", draw_heatmap(shares, texts, labels, (4.8, 4.7), caption)
+        yield f"truth_{index}", charts.draw_heatmap(shares, texts, labels, (4.8, 4.7), caption)
 
 
 def routing_gain_share(phase: PhaseResults, method: str) -> Difference | None:
@@ -320,11 +312,11 @@ def describe_routing_gain(phase: PhaseResults, method: str) -> str | None:
 
 def draw_purity_curves(phase: PhaseResults) -> list[Picture]:
     caption = "Mean over MoE layers."
-    spec = ChartSpec("Purity of validation images", "Epoch", "Purity", share=True)
+    spec = charts.ChartSpec("Purity of validation images", "Epoch", "Purity", share=True)
     read: Any = lambda result: dict(enumerate(outcome_of(result).purity, 1))
     pictures = draw_method_curves(phase, Trained, read, spec, caption, limits=LIMITS)
     for kind, unit in UNITS.items():
-        spec = ChartSpec(f"Purity under {kind}", unit, "Purity", share=True)
+        spec = charts.ChartSpec(f"Purity under {kind}", unit, "Purity", share=True)
         changed = lambda result, kind=kind: result.curve("changed_purity", kind)
         pictures += draw_method_curves(phase, Truth, changed, spec, caption, limits=LIMITS)
     return pictures

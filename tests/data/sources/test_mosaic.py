@@ -15,10 +15,10 @@ from pydantic import ValidationError
 
 from moecore import Prepared, UserError
 from moecore.data import loader, raw_data_changes, stratified_splits
-from moecore.data.files.fonts import fingerprint_drawings, read_fonts, warp_glyph
 from moecore.data.prepared import SPLITS
 from moecore.data.sources import mosaic
 from moecore.data.sources.mosaic import Mosaic, compose_mosaics, draw_mosaic_members
+from moecore.data.sources.scripts import fingerprint_drawings, read_fonts, warp_glyph
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.data.volumes.cohorts import read_subject_rows
 from moecore.report.figures.overview import draw_dataset_samples
