@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks.balls import Ball, spread
+from moecore.attacks.base import Ball, spread
 from moecore.core.routing_records import choice_margin
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement

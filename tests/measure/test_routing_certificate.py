@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from moecore.attacks.balls import Ball
+from moecore.attacks.base import Ball
 from moecore.backbones import SingleLayer, Vit
 from moecore.measure.routing_certificate import RoutingCertificate, attack_tokens, certified_radii
 from moecore.nn import deviation_bounds as bounds
