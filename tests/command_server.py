@@ -1,4 +1,4 @@
-"""``python -m tests.command_server SOCKET``: forks stages, ``dvc`` and ``moecore``."""
+"""``python -m tests.command_server SOCKET``: forks stages, ``dvc``, ``moecore`` and scripts."""
 
 # Each is a process of its own, but none imports DVC and torch, or hashes this repository's code,
 # again; tests/command_client.py asks it.
@@ -32,8 +32,12 @@ def command(words: str) -> None:
     sys.exit(dvc_main() if sys.argv[0] == "dvc" else cli.app())
 
 
+def script(code: str) -> None:
+    exec(code, {"__name__": "__main__"})
+
+
 if __name__ == "__main__":
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports torch's compiler
     parse_args(["status"])
     code_hashes.hash_code_files(load_yaml_document(str(ROOT / "tests/params.yaml")))
-    stage_fork_server.serve_stages(sys.argv[1], STAGES | {"command": command})
+    stage_fork_server.serve_stages(sys.argv[1], STAGES | {"command": command, "script": script})

@@ -10,8 +10,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
+from tests import forked
 from tests.browser import browser as browser
 from tests.project import Project
 
@@ -21,6 +23,10 @@ settings.load_profile("untimed")
 # Stages that run in a test's process would give torch all cores from then on, and threads of tiny
 # products wait for each other: a training of 0.3 s takes 5 s.
 os.environ.setdefault("MOECORE_THREADS", "1")
+# With every seed torch notes the stack, for 4 ms, in case that a card comes to be used.
+if not torch.accelerator.is_available():
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        device.manual_seed_all = lambda seed: None
 
 # What starts pipelines, processes, compilers, browsers or whole studies: `make quick-test` leaves
 # it out but for QUICK. The workers of `make test` take whole files in this order: the first makes
@@ -45,6 +51,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     name = collection_path.relative_to(Path(__file__).parent).as_posix()
     is_slow = name.startswith(SLOW) and not any(quick.startswith(name) for quick in QUICK)
     return True if config.option.markexpr == "not slow" and is_slow else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the server of commands for all workers, which import their tests meanwhile."""
+    if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ[forked.SHARED] = str(forked.start())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

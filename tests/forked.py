@@ -3,35 +3,54 @@
 # They run the code of this repository: a test that edits the code of its copy has to do without
 # (``Project.forked = False``).
 
-import contextlib
+import atexit
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+import psutil
+
 from moecore.core.source_layout import ROOT
-from moecore.pipeline.stage_fork_server import start_stage_server
 
 CLIENT = Path(__file__).with_name("command_client.py")
+SHARED = "TESTS_SERVER"  # the folder of the server that all workers of a test run have in common
+
+
+def start() -> Path:
+    """Start a server that ends with this process; return its folder, before it listens."""
+    folder = Path(tempfile.mkdtemp(prefix="moecore-"))
+    (folder / "bin").mkdir()
+    for name in ("python", "dvc"):
+        command = folder / "bin" / name
+        words = shlex.join([sys.executable, "-IS", str(CLIENT), sys.executable, name])
+        command.write_text(f'#!/bin/sh\nexec {words} "$@"\n', encoding="utf-8")
+        command.chmod(0o755)
+    words = [sys.executable, "-m", "tests.command_server", str(folder / "socket")]
+    process = subprocess.Popen(words, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    (folder / "pid").write_text(str(process.pid))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(process.kill)
+    return folder
 
 
 @cache
 def server() -> Path:
-    with contextlib.chdir(ROOT):  # there Python finds the module
-        started = start_stage_server("tests.command_server")
-    for name in ("python", "dvc"):
-        command = started / "bin" / name
-        words = shlex.join([sys.executable, "-IS", str(CLIENT), sys.executable, name])
-        command.write_text(f'#!/bin/sh\nexec {words} "$@"\n', encoding="utf-8")
-        command.chmod(0o755)
-    return started
+    folder = Path(os.environ.get(SHARED) or start())
+    process = psutil.Process(int((folder / "pid").read_text()))
+    while not (folder / "socket").exists():  # no time limit: imports take minutes on a cold disk
+        assert process.status() != psutil.STATUS_ZOMBIE, "the server of commands has ended"
+        time.sleep(0.02)
+    return folder
 
 
 class Stage:

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import psutil
+
 from moecore.core.files import UserError
 from moecore.core.source_layout import CODE
 from moecore.pipeline import code_hashes, run_folders, stage_client
@@ -159,6 +161,14 @@ class Project:
         return project
 
     @classmethod
+    def of_settings(cls, folder: Path) -> "Project":
+        """A root without code, DVC and git, for what this process asks of its settings."""
+        project = cls.at(folder)
+        shutil.copy(ROOT / "dvc.yaml", folder)
+        project.write()
+        return project
+
+    @classmethod
     def at(cls, folder: Path) -> "Project":
         project = cls.__new__(cls)
         project.folder = folder
@@ -226,6 +236,17 @@ class Project:
         done = self.attempt_stage(*words)
         assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
         return done
+
+    def run_code(self, code: str) -> subprocess.CompletedProcess:
+        """Python code in a process of its own."""
+        return forked.run(self.folder, ("script", code), self.environment)
+
+    def attempt_limited(self, size: int, *words: str) -> subprocess.CompletedProcess:
+        """A stage whose files may have ``size`` bytes: writing past it fails as on a full disk."""
+        self.hash_code()
+        stage = forked.Stage(self.folder, words, self.environment)
+        psutil.Process(stage.pid).rlimit(psutil.RLIMIT_FSIZE, (size, size))
+        return subprocess.CompletedProcess(words, *stage.wait())
 
     def attempt_stage(self, *words: str, env: dict | None = None) -> subprocess.CompletedProcess:
         self.hash_code()

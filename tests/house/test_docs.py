@@ -73,8 +73,9 @@ def test_a_method_is_an_entry(tmp_path):
 
 def test_a_trained_model_is_used(finished):
     code = example("python", "load_model").replace("28, 28", "16, 16")
-    printed = finished.run([sys.executable, "-c", code]).stdout.splitlines()
-    assert printed == ["torch.Size([2, 10])", "torch.Size([2, 5, 4])"]
+    done = finished.run_code(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["torch.Size([2, 10])", "torch.Size([2, 5, 4])"]
 
 
 def test_every_command_is_there():

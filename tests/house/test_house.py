@@ -172,13 +172,20 @@ def test_a_public_name_is_there_and_has_a_docstring(name):
         assert isinstance(one, (str, bool)) or (inspect.getdoc(one) or "")[:1].isupper()
 
 
-def test_a_family_offers_its_classes_by_name():
+def test_families_offer_their_classes_and_renamed_names_alone_warn(monkeypatch):
     from moecore.attacks import Pgd
 
     assert Pgd is moecore.attacks.Pgd and "Pgd" in dir(moecore.attacks)
     assert {"Router", "TopKSoftmax"} <= set(dir(moecore.routers))
     with pytest.raises(AttributeError, match=r"'moecore\.routers' has no attribute 'Chance'"):
         moecore.routers.Chance  # noqa: B018
+    with pytest.raises(AttributeError, match="module 'moecore' has no attribute 'load_modl'"):
+        moecore.load_modl  # noqa: B018
+    monkeypatch.setitem(moecore.RENAMED, "load_modl", "load_model")
+    with pytest.warns(DeprecationWarning, match=r"moecore\.load_modl is now moecore\.load_model"):
+        assert moecore.load_modl is moecore.load_model
+    with pytest.raises(ImportError, match=r"parts.Shown; allowed: Metric, Values; since 0\.4\.0"):
+        moecore.parts.Shown  # noqa: B018
 
 
 def test_an_import_loads_nothing():
@@ -189,16 +196,6 @@ def test_an_import_loads_nothing():
     assert names == moecore.__all__
     assert [name for name in modules if name.startswith("moecore")] == ["moecore"]
     assert not {"torch", "numpy", "pydantic"} & set(modules)
-
-
-def test_other_names_are_no_attributes_and_renamed_ones_warn(monkeypatch):
-    with pytest.raises(AttributeError, match="module 'moecore' has no attribute 'load_modl'"):
-        moecore.load_modl  # noqa: B018
-    monkeypatch.setitem(moecore.RENAMED, "load_modl", "load_model")
-    with pytest.warns(DeprecationWarning, match=r"moecore\.load_modl is now moecore\.load_model"):
-        assert moecore.load_modl is moecore.load_model
-    with pytest.raises(ImportError, match=r"parts.Shown; allowed: Metric, Values; since 0\.4\.0"):
-        moecore.parts.Shown  # noqa: B018
 
 
 def test_the_page_is_what_the_code_says_and_names_what_a_part_may_define():

@@ -220,14 +220,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(project):
 
 
 def test_a_full_disk_loses_nothing_and_the_run_goes_on_later(project):
-    """The limit on a file's size stands in for the full disk: writing past it fails alike."""
-    script = (
-        "import resource, sys; sys.dont_write_bytecode = True; "
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); "
-        "sys.argv = ['pretrain', 'vmoe', '0']; from moecore.stages.pretrain import pretrain; "
-        "from moecore.run.stage_entry import run_stage; run_stage(pretrain)"
-    )
-    done = project.attempt([sys.executable, "-c", script])
+    done = project.attempt_limited(60_000, "pretrain", "vmoe", "0")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     (said,) = [line for line in done.stderr.splitlines() if "file too large" in line]
     place = r"pretrain vmoe 0: \.state/pretrain/vmoe/0/\w+/checkpoint.safetensors"
@@ -352,6 +345,11 @@ def test_the_notebook_runs(looked):
     assert "Warning" not in said
 
 
+@pytest.fixture(scope="module")
+def spare(finished, tmp_path_factory) -> Project:
+    return finished.copy(tmp_path_factory.mktemp("spare") / "project")
+
+
 KERNEL = Path("/sys/kernel")  # of Linux: nobody may write there, root neither
 
 
@@ -377,11 +375,14 @@ def link_to_itself(folder: Path) -> None:
     ],
 )
 def test_a_folder_that_cannot_be_used_is_one_line(
-    copied: Project, name: str, stages: list, replace: Callable[[Path], None]
+    spare: Project, name: str, stages: list, replace: Callable[[Path], None]
 ):
-    (copied.folder / name).rename(copied.folder / "aside")
-    replace(copied.folder / name)
-    for words in stages:
-        done = copied.attempt_stage(*words)
+    place = spare.folder / name
+    aside = place.rename(spare.folder / "aside")
+    replace(place)
+    ended = [spare.attempt_stage(*words) for words in stages]
+    place.unlink()
+    aside.rename(place)
+    for words, done in zip(stages, ended, strict=True):
         assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
         assert done.stderr.startswith(f"{' '.join(words)}: {name}"), done.stderr

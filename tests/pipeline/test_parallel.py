@@ -47,7 +47,7 @@ QUIET = parallel.StageDisplay({}, 1, is_verbose=False)
 BEGUN = {"code", "prepare@pretrain", "teacher@0", "teacher_router@vmoe-0", "teacher_router@prc-0"}
 
 
-def test_what_all_wait_for_comes_first():
+def test_what_all_wait_for_comes_first_then_trainings_and_a_models_measurements_together():
     assert next_job_stages(ABOVE, set(), set()) == ("code",)
     assert next_job_stages(ABOVE, set(), {"code"}) is None, "nothing is ready"
     assert next_job_stages(ABOVE, {"code"}, {"code"}) == ("prepare@pretrain",)
@@ -55,9 +55,6 @@ def test_what_all_wait_for_comes_first():
     assert next_job_stages(ABOVE, done, done) == ("teacher@0",)
     done = {*done, "teacher@0"}
     assert next_job_stages(ABOVE, done, done) == ("teacher_router@vmoe-0", "teacher_router@prc-0")
-
-
-def test_trainings_come_first_and_a_models_measurements_go_together():
     done = set(BEGUN)
     first = next_job_stages(ABOVE, done, done)
     assert first == ("pretrain@vmoe-0", "finetune@vmoe-0")
@@ -76,7 +73,7 @@ def test_trainings_come_first_and_a_models_measurements_go_together():
     assert next_job_stages(ABOVE, done, done) == ("compare",)
 
 
-def test_each_seed_has_a_teacher_and_several_are_trained_at_once():
+def test_teachers_of_several_seeds_are_trained_at_once_and_what_is_timed_alone_and_last():
     above = {f"teacher@{seed}": set() for seed in (0, 1)}
     for seed in (0, 1):
         for method in ("vmoe", "tgr"):
@@ -88,6 +85,18 @@ def test_each_seed_has_a_teacher_and_several_are_trained_at_once():
     routers = ("teacher_router@vmoe-0", "teacher_router@tgr-0")
     assert next_job_stages(above, teachers, teachers) == routers, "those of one seed"
     assert next_job_stages(above, {"teacher@0"}, teachers) == routers, "the other teacher learns"
+    above = {"pretrain@a-0": set(), "measure@cost-pretrain-a-0": {"pretrain@a-0"}}
+    above |= {"pretrain@b-0": set(), "measure@cost-pretrain-b-0": {"pretrain@b-0"}}
+    above |= {"routing@pretrain-b-0": {"pretrain@b-0"}}
+    assert next_job_stages(above, set(), set()) == ("pretrain@a-0",)
+    done = {"pretrain@a-0"}
+    assert next_job_stages(above, done, done) == ("pretrain@b-0",)
+    both = {"pretrain@a-0", "pretrain@b-0"}
+    assert next_job_stages(above, both, both) == ("routing@pretrain-b-0",)
+    taken = both | {"routing@pretrain-b-0"}
+    assert next_job_stages(above, both, taken) is None, "something else runs"
+    timed = ("measure@cost-pretrain-a-0", "measure@cost-pretrain-b-0")
+    assert next_job_stages(above, taken, taken) == timed
 
 
 @pytest.fixture
@@ -162,21 +171,6 @@ def test_nothing_starts_after_a_failure(started):
     left = run_stages(ABOVE, [{"fails": "1"}], 1, QUIET)
     assert [stages for stages, _ in started] == [("code",), ("prepare@pretrain",), ("teacher@0",)]
     assert left == [stage for stage in ABOVE if stage not in ("code", "prepare@pretrain")]
-
-
-def test_what_is_timed_runs_alone_and_last():
-    above = {"pretrain@a-0": set(), "measure@cost-pretrain-a-0": {"pretrain@a-0"}}
-    above |= {"pretrain@b-0": set(), "measure@cost-pretrain-b-0": {"pretrain@b-0"}}
-    above |= {"routing@pretrain-b-0": {"pretrain@b-0"}}
-    assert next_job_stages(above, set(), set()) == ("pretrain@a-0",)
-    done = {"pretrain@a-0"}
-    assert next_job_stages(above, done, done) == ("pretrain@b-0",)
-    both = {"pretrain@a-0", "pretrain@b-0"}
-    assert next_job_stages(above, both, both) == ("routing@pretrain-b-0",)
-    taken = both | {"routing@pretrain-b-0"}
-    assert next_job_stages(above, both, taken) is None, "something else runs"
-    timed = ("measure@cost-pretrain-a-0", "measure@cost-pretrain-b-0")
-    assert next_job_stages(above, taken, taken) == timed
 
 
 def test_with_dvc_a_failure_is_shown_and_the_rest_goes_on_later(copied):
@@ -425,13 +419,7 @@ def test_a_page_that_finds_no_room_leaves_page_and_numbers_as_they_are(copied):
     for file in (page, numbers):
         file.write_text("{}")
     before = sorted(reports.rglob("*"))
-    script = (
-        "import resource, sys; sys.dont_write_bytecode = True; "
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); "
-        "sys.argv = ['compare']; from moecore.stages.compare import compare; "
-        "from moecore.run.stage_entry import run_stage; run_stage(compare)"
-    )
-    done = copied.attempt([sys.executable, "-c", script])
+    done = copied.attempt_limited(60_000, "compare")
     assert done.stderr.startswith("compare: reports/index.html: file too large")
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert sorted(reports.rglob("*")) == before and page.read_text() == numbers.read_text() == "{}"

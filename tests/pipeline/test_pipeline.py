@@ -5,7 +5,6 @@ import json
 import random
 import re
 import shutil
-import sys
 
 import pytest
 
@@ -190,7 +189,7 @@ def test_killed_while_a_checkpoint_is_written_it_ends_bit_equal(project):
         "from moecore.stages.pretrain import pretrain\n"
         "pretrain('tgr', 0)\n"
     )
-    assert project.attempt([sys.executable, "-c", script]).returncode == -9
+    assert project.run_code(script).returncode == -9
     state = project.folder / ".state/pretrain/tgr/0"
     assert list(state.glob("*/checkpoint.safetensors")), "the first checkpoint is still there"
     project.stage("pretrain", "tgr", "0")

@@ -39,7 +39,7 @@ EDGES = [
 ]
 
 
-def test_changes_flow_downstream_in_order():
+def test_changes_and_other_code_flow_downstream_in_order_and_run_nothing_else():
     status = {"train@a": [{"changed deps": {"params.yaml": {"methods.a.k": "modified"}}}]}
     status["other"] = [{"changed command": None}, "always changed"]
     assert plan_stages(DvcStatus(status, EDGES), {"train@b": 4.0, "compare": 1.0}) == [
@@ -55,6 +55,11 @@ def test_changes_flow_downstream_in_order():
     del status["train@a"]
     *_, compare = plan_stages(DvcStatus(status, EDGES), {})
     assert compare == ("compare", ("dep artifacts/a deleted",), None, True)
+    assert [item.stage for item in plan_stages(DvcStatus(EDITED, EDGES), {}, {})] == ["code"]
+    planned = plan_stages(DvcStatus(EDITED, EDGES), {}, {"train@a": ("x.py edited",)})
+    assert [item.stage for item in planned] == ["code", "train@a", "compare"]
+    assert planned[1].reasons == ("x.py edited",)
+    assert len(plan_stages(DvcStatus(EDITED, EDGES), {})) == 5, "where it is not known, all of it"
 
 
 def test_lengths_are_those_of_all_stages_and_unknown_ones_are_counted():
@@ -70,14 +75,6 @@ def test_lengths_are_those_of_all_stages_and_unknown_ones_are_counted():
 
 
 EDITED = {"code": [{"changed deps": {"moecore/nn": "modified"}}]}
-
-
-def test_other_code_runs_what_depends_on_it_and_nothing_else():
-    assert [item.stage for item in plan_stages(DvcStatus(EDITED, EDGES), {}, {})] == ["code"]
-    planned = plan_stages(DvcStatus(EDITED, EDGES), {}, {"train@a": ("x.py edited",)})
-    assert [item.stage for item in planned] == ["code", "train@a", "compare"]
-    assert planned[1].reasons == ("x.py edited",)
-    assert len(plan_stages(DvcStatus(EDITED, EDGES), {})) == 5, "where it is not known, all of it"
 
 
 ONE_METHOD = "run: {methods: [a]}\nmethods: {a: {router: {kind: hash}}}\n"
@@ -210,7 +207,7 @@ def holding(result: pilot.PilotResult) -> list[bool]:
     return [verdict.holds for verdict in pilot.pilot_verdicts(result)]
 
 
-def test_verdicts_by_hand():
+def test_verdicts_by_hand_of_perplexity_in_percent_of_dense():
     """Variances 0.0002, 0.0002, 0.0018 and 0.0002: their mean's root is 0.0245, 2.45 points."""
     told = {"told": [0.59, 0.61], "begun": [0.59, 0.61]}
     result = result_of(ACCURACY, dense=[0.48, 0.50], learned=[0.545, 0.605], **told)
@@ -220,6 +217,13 @@ def test_verdicts_by_hand():
     worse = result_of(ACCURACY, 90.1, dense=[0.50, 0.52], learned=[0.547, 0.607], **told)
     assert holding(worse) == [False, False, False]
     assert not pilot.studies_worth_running(pilot.pilot_verdicts(worse))
+    # Perplexity: 89 of 100 is 11 % better; variances 2 of each, so a scatter of √2 %
+    score = pilot.pilot_score_for_task(NextToken(words=5))
+    rows = {"dense": [99.0, 101.0], "told": [88.0, 90.0], "begun": [88.0, 90.0]}
+    result = result_of(score, learned=[89.4, 91.4], **rows)
+    assert result.advantage("told", "dense") == pytest.approx(11)
+    assert holding(result) == [True, False, True]
+    assert holding(result_of(score, learned=[89.5, 91.5], **rows))[1]
 
 
 @pytest.mark.parametrize(
@@ -232,16 +236,6 @@ def test_a_hash_decides_where_there_is_no_oracle(vmoe, holds):
     assert [verdict.holds for verdict in verdicts] == [holds, True]
     assert ("accuracy" in pilot.studies_worth_running(verdicts)) is holds
     assert re.match(r"vmoe is \d+\.\d+ points better than hash; needed: 2, and", verdicts[0].text)
-
-
-def test_perplexity_is_compared_in_percent_of_dense():
-    """89 of 100 is 11 % better; variances 2 of each, so a scatter of √2 %."""
-    score = pilot.pilot_score_for_task(NextToken(words=5))
-    rows = {"dense": [99.0, 101.0], "told": [88.0, 90.0], "begun": [88.0, 90.0]}
-    result = result_of(score, learned=[89.4, 91.4], **rows)
-    assert result.advantage("told", "dense") == pytest.approx(11)
-    assert holding(result) == [True, False, True]
-    assert holding(result_of(score, learned=[89.5, 91.5], **rows))[1]
 
 
 def test_a_linear_rule_is_fitted():
@@ -310,7 +304,7 @@ STAGES = dvc_yaml.build_stage_entries([*stage_table.STAGES])
 STAGES = {name: stage.get("do", stage) for name, stage in STAGES.items() if name not in NO_PART}
 
 
-def test_the_main_dvc_yaml_is_the_table_of_stages_with_a_command_per_line(monkeypatch):
+def test_the_main_dvc_yaml_is_the_table_of_stages_and_what_is_written_is_read(monkeypatch):
     text = (ROOT / "dvc.yaml").read_text(encoding="utf-8")
     assert text == dvc_yaml.main_dvc_yaml_text(), "run `moecore study write`"
     assert parse_yaml_document(text).data == {"stages": dvc_yaml.build_stage_entries()}
@@ -321,9 +315,6 @@ def test_the_main_dvc_yaml_is_the_table_of_stages_with_a_command_per_line(monkey
     after = dvc_yaml.main_dvc_yaml_text().splitlines()
     changed = [pair for pair in zip(before, after, strict=True) if len(set(pair)) == 2]
     assert len(changed) == 1 and changed[0][1].endswith("${item.seed} again")
-
-
-def test_what_is_written_is_read_also_where_a_kind_of_stage_has_its_file():
     definitions = dvc_yaml.build_stage_entries([*stage_table.STAGES])
     [whole] = dvc_yaml.study_dvc_yaml_texts(definitions, {}).values()
     assert parse_yaml_document(whole).data == {"stages": definitions}

@@ -25,6 +25,7 @@ from moecore.study import check, params_writer, questions
 from moecore.study.params_writer import RENAMED_KEYS, RenamedKey, rename_keys_in_text
 from moecore.study.yaml_document import MOVED, load_yaml_document, parse_yaml_document
 from moecore.tracking.mlflow_connection import experiment_name, find_project_root
+from tests import forked
 from tests.my_lab import forget_package
 from tests.project import check_params
 
@@ -50,6 +51,13 @@ def moecore(*words: str):
     return CliRunner().invoke(cli.app, words, catch_exceptions=False)
 
 
+def run_tests(*files: str) -> None:
+    """Run pytest in a process, in the project here."""
+    code = f"import pytest, sys; sys.exit(pytest.main(['-q', *{files}]))"
+    done = forked.run(Path.cwd(), ("script", code), dict(os.environ))
+    assert done.returncode == 0, done.stdout
+
+
 def files_below(folder: Path) -> set[str]:
     files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return {file.as_posix() for file in files if file.parts[0] != ".git"}
@@ -66,9 +74,7 @@ def test_a_project_is_in_order_its_part_is_tested_and_it_knows_no_clone(empty):
     files = WRITTEN - {"pyproject.toml"}  # which says where moecore was installed from
     texts = [(empty / file).read_text(encoding="utf-8") for file in files]
     assert not [text for text in texts if str(ROOT) in text or "my_study" in text or "../" in text]
-    tested = [sys.executable, "-m", "pytest", "-q"]
-    done = subprocess.run(tested, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
-    assert done.returncode == 0, done.stdout.decode()
+    run_tests()
     assert experiment_name(empty) == "own" and find_project_root() == empty
     run = ROOT / ".runs/moge.swin.2"
     assert experiment_name(ROOT) == "moecore" and experiment_name(run) == "moge.swin.2"
@@ -377,9 +383,7 @@ def test_the_parts_that_docs_show_run_as_shown(empty, monkeypatch):
     assert moecore(*command.split()[1:]).stdout.endswith("written\n")
     assert moecore("upgrade").stdout.endswith("and nothing is to be written again\n")
     assert moecore("check").stdout in page
-    tested = [sys.executable, "-m", "pytest", "-q", "test_parts.py"]
-    done = subprocess.run(tested, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
-    assert done.returncode == 0, done.stdout.decode()
+    run_tests("test_parts.py")
     assert "found calibrat; allowed: code, " in moecore("upgrade", "--stage", "calibrat").stderr
 
 
@@ -389,6 +393,13 @@ OLD = {  # name → (commit, what its metadata said)
     "0.2.0": ("0c36ca83", "0.2.0"),
 }
 FILES = ("moecore", "stages", "pipelines", "params.yaml", "dvc.yaml")
+BEGIN = """
+import os
+from moecore.pipeline.cli import app
+app(["new", "own"], standalone_mode=False)
+os.chdir("own")
+app(["schema"])
+"""
 
 
 @pytest.fixture(scope="module", params=OLD)
@@ -405,11 +416,11 @@ def old(request, tmp_path_factory) -> Path:
     metadata = source / f"moecore-{version}.dist-info/METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.4\nName: moecore\nVersion: {version}\n", "utf-8")
-    command = [sys.executable, "-m", "moecore.pipeline.cli"]
     environment = os.environ | {"PYTHONPATH": str(source)}
-    for words, folder in ((["new", "own"], home), (["schema"], home / "own")):
-        done = subprocess.run([*command, *words], cwd=folder, env=environment, capture_output=True)
-        assert done.returncode == 0, done.stderr.decode()
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN], cwd=home, env=environment, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()
     return home / "own"
 
 

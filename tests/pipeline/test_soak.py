@@ -63,6 +63,7 @@ def server(tmp_path_factory):
     (folder / "sitecustomize.py").write_text(HOOK)
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([before] if before else [])])
+    os.environ.pop(forked.SHARED, None)
     forked.server.cache_clear()
     yield folder
     forked.server.cache_clear()

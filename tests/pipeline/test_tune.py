@@ -35,11 +35,10 @@ rounds:
 
 @pytest.fixture
 def project(tmp_path) -> Project:
-    project = Project(tmp_path).with_dvc()
     path = tmp_path / "pipelines/own/tuned.yaml"
     path.parent.mkdir(parents=True)
     path.write_text(QUESTION, encoding="utf-8")
-    return project
+    return Project.of_settings(tmp_path)
 
 
 def question(project: Project) -> QuestionFile:
@@ -56,7 +55,9 @@ def kept_rates(project: Project, **chosen: float) -> dict:
     return kept
 
 
-def test_every_method_of_every_round_is_trained_with_every_rate(project):
+def test_every_method_is_trained_with_every_rate_and_a_round_has_the_chosen_ones_of_its_own(
+    project,
+):
     run = tune.plan_tuning(question(project))
     data = parse_yaml_document(run.text).data
     assert run.methods == ("dense", "vmoe", "few")
@@ -67,9 +68,6 @@ def test_every_method_of_every_round_is_trained_with_every_rate(project):
     experts = [data["methods"][f"{name}_at_0_002"]["experts"]["number"] for name in ("vmoe", "few")]
     assert experts[1] == 2 != experts[0]
     assert run.stages == ("prepare", "teacher_router", "pretrain", "compare")
-
-
-def test_a_round_has_the_chosen_rates_of_its_methods_alone(project):
     kept_rates(project, dense=2e-3, vmoe=2e-3, few=1e-4)
     first, second = (part.compose().document.data["methods"] for part in question(project).rounds)
     assert list(first) == ["dense", "vmoe"] and list(second) == ["few"]
@@ -103,7 +101,9 @@ def with_threshold(project) -> QuestionFile:
     return question(project)
 
 
-def test_a_threshold_is_trained_with_and_then_used_by_all_methods_that_have_one(with_threshold):
+def test_a_threshold_is_trained_with_used_by_all_methods_that_have_one_and_refused_to_others(
+    with_threshold,
+):
     entries = parse_yaml_document(tune.plan_tuning(with_threshold).text).data["methods"]
     thresholds = [settings["router"]["threshold"] for settings in entries.values()]
     assert thresholds == [-0.2, 0, 0.2]
@@ -121,6 +121,10 @@ def test_a_threshold_is_trained_with_and_then_used_by_all_methods_that_have_one(
     assert not list(tune.list_tuning_problems(with_threshold))
     used = with_threshold.rounds[1].compose().document.data["methods"]["eigen"]
     assert used["router"]["threshold"] == 0 and used["pretrain"] == {"learning_rate": 2e-3}
+    text = with_threshold.path.read_text("utf-8").replace("method: eigen", "method: vmoe")
+    with_threshold.path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r"tune.threshold.method: found vmoe; allowed: eigen"):
+        tune.plan_tuning(QuestionFile(with_threshold.root, with_threshold.name))
 
 
 @pytest.mark.parametrize(("shares", "chosen"), [((0, 0.003, 0.4), 0), ((0.01, 0.02, 0.4), None)])
@@ -142,13 +146,6 @@ def test_the_threshold_with_the_nearest_fallback_is_chosen(
         assert tune.choose_threshold(run, run.tuning.threshold)["chosen"] == chosen
 
 
-def test_a_threshold_of_a_method_without_one_is_refused(with_threshold):
-    text = with_threshold.path.read_text("utf-8").replace("method: eigen", "method: vmoe")
-    with_threshold.path.write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match=r"tune.threshold.method: found vmoe; allowed: eigen"):
-        tune.plan_tuning(QuestionFile(with_threshold.root, with_threshold.name))
-
-
 def test_a_choice_at_an_end_of_the_grid_is_refused(project):
     kept = kept_rates(project, dense=1e-4, vmoe=2e-3, few=1e-2)
     lines = list(tune.list_edge_choices(question(project), kept))
@@ -162,7 +159,8 @@ def test_a_choice_at_an_end_of_the_grid_is_refused(project):
 def test_rates_chosen_for_other_settings_are_refused(project):
     (missing,) = tune.list_tuning_problems(question(project))
     assert "own/tuned.json: rates were not chosen; run `moecore tune own/tuned`" in missing
-    done = project.moecore("study", "run", "own/tuned")
+    project.copy_code()
+    done = project.with_dvc().moecore("study", "run", "own/tuned")
     assert done.returncode and missing in done.stderr
     kept_rates(project, dense=2e-3, vmoe=2e-3, few=2e-3)
     assert not list(tune.list_tuning_problems(question(project)))
@@ -193,7 +191,8 @@ def test_rates_are_chosen_by_trainings_and_used(project):
         "[8, 9]", "[8]"
     )
     path.write_text(text.partition("rounds:")[0] + "seeds: [0]\n", encoding="utf-8")
-    done = project.moecore("tune", "own/tuned")
+    project.copy_code()
+    done = project.with_dvc().moecore("tune", "own/tuned")
     kept = question(project).read_results()["tuned"]
     run = tune.plan_tuning(question(project))
     assert kept == json.loads(json.dumps(tune.store_tuned_rates(run)))
@@ -212,7 +211,8 @@ def test_rates_are_chosen_by_trainings_and_used(project):
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Iterator[Path]:
     """A project with a folder of 90 grey pictures, which nothing has run."""
-    Project(tmp_path).with_dvc()
+    Project.of_settings(tmp_path)
+    (tmp_path / ".dvc").mkdir()
     image_classes(tmp_path / "pictures", dict.fromkeys("abc", 30), size=(50, 45), mode="L")
     monkeypatch.chdir(tmp_path)
     return tmp_path

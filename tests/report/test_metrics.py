@@ -75,7 +75,7 @@ def test_a_dense_model_has_none_of_it(whole):
     assert not [name for name in found if of_routing.search(name)]
 
 
-def test_names_are_unique_and_papers_are_known(whole):
+def test_names_are_unique_those_of_transforms_too_and_papers_are_known(whole):
     metrics = metrics_by_method.phase_result_columns(whole.phases["pretrain"])
     names = {metric.name for metric in metrics}
     assert len(names) == len(metrics)
@@ -84,6 +84,9 @@ def test_names_are_unique_and_papers_are_known(whole):
     assert all(found.paper in PAPERS for found in REPORTED)
     values = {name for found in REPORTED if found.paper != "ages" for name in found.values}
     assert {name for name in values if not name.startswith("imed_")} <= names
+    paper = next(found for found in REPORTED if found.model == "MoGE").values
+    names = {f"imed_{place_slug(name)}" for name in invariance.TRANSFORMS}
+    assert names == {name for name in paper if name.startswith("imed_")}
 
 
 def test_one_table_a_paper_with_its_own_numbers(whole):
@@ -99,12 +102,6 @@ def test_one_table_a_paper_with_its_own_numbers(whole):
     prc = text[text.index("PRC: ") : text.index("ERMoE: ")]
     assert prc.count("<dt>") == 2 and prc.count('class="paper"') == 14
     assert ">dense<" in text[text.index("On the adversarial") :]
-
-
-def test_names_of_transforms():
-    paper = next(found for found in REPORTED if found.model == "MoGE").values
-    names = {f"imed_{place_slug(name)}" for name in invariance.TRANSFORMS}
-    assert names == {name for name in paper if name.startswith("imed_")}
 
 
 SHOWN = {  # stage → a metric, words of the page

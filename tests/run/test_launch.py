@@ -146,12 +146,20 @@ def test_wrong_words_are_refused(monkeypatch, name, value, said):
         assert f"MOECORE_{name}: {said}" in str(error.value)
 
 
-def test_a_job_of_its_own_knows_nothing_of_the_job_around_it():
+def test_a_job_of_its_own_knows_nothing_of_the_job_around_it_and_a_task_its_rank():
     around = {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURMD_NODENAME": "n1"}
     kept = {"SLURM_CONF": "/c", "SLURM_ACCOUNT": "lab", "HOME": "/h"}
     kill = {"SLURM_KILL_BAD_EXIT": "1"}
     assert launcher_environment(around | kept | {"SLURM_JOB_ID": "7"}) == kept | kill
     assert launcher_environment(around | kept) == around | kept | kill
+    task = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
+    ranks = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert ranks_from_slurm(task) == ranks
+    assert ranks_from_slurm(task | {"SLURM_NTASKS": "1"}) == {}
+    assert ranks_from_slurm(task | {"RANK": "0"}) == {}, "torchrun has said it"
+    four = {"MOECORE_THREADS": "4", "OMP_NUM_THREADS": "4"}
+    assert ranks_from_slurm({"SLURM_CPUS_PER_TASK": "4"}) == four
+    assert ranks_from_slurm({"SLURM_CPUS_PER_TASK": "4", "MOECORE_THREADS": "1"}) == {}
 
 
 def test_what_is_started(monkeypatch):
@@ -171,17 +179,6 @@ def test_what_is_started(monkeypatch):
     assert build_launch_command(PRETRAIN) == ["env", "A=4", PYTHON, *PRETRAIN]
 
 
-def test_a_task_of_slurm_knows_its_rank():
-    task = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
-    ranks = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert ranks_from_slurm(task) == ranks
-    assert ranks_from_slurm(task | {"SLURM_NTASKS": "1"}) == {}
-    assert ranks_from_slurm(task | {"RANK": "0"}) == {}, "torchrun has said it"
-    four = {"MOECORE_THREADS": "4", "OMP_NUM_THREADS": "4"}
-    assert ranks_from_slurm({"SLURM_CPUS_PER_TASK": "4"}) == four
-    assert ranks_from_slurm({"SLURM_CPUS_PER_TASK": "4", "MOECORE_THREADS": "1"}) == {}
-
-
 def test_the_exit_code_is_the_launchers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for script, code in (("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137)):
@@ -191,7 +188,7 @@ def test_the_exit_code_is_the_launchers(tmp_path, monkeypatch):
         )
 
 
-def test_jobs_take_the_cards_that_were_given(monkeypatch):
+def test_jobs_take_the_cards_that_were_given_one_per_rank(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     given = [place["CUDA_VISIBLE_DEVICES"] for place in parallel.job_environments(3)]
@@ -199,6 +196,22 @@ def test_jobs_take_the_cards_that_were_given(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     places = parallel.job_environments(2)
     assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["0", "1"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
+    monkeypatch.setenv("MOECORE_RANKS", "2")
+    all_places = parallel.job_environments(3)
+    chosen = parallel.choose_places(("pretrain@vmoe-0", "finetune@vmoe-0"), all_places)
+    assert parallel.merge_environments(chosen) == {"CUDA_VISIBLE_DEVICES": "7,5"}
+    left = [place for place in all_places if place not in chosen]
+    assert parallel.choose_places(("pretrain@tgr-0",), left) is None, "it waits for a second one"
+    assert parallel.choose_places(("compare",), left) == left
+    assert len(parallel.job_environments(1)) == 2, "one job at a time has both"
+    monkeypatch.setenv("MOECORE_RANKS", "4")
+    with pytest.raises(UserError) as caught:
+        parallel.job_environments(3)
+    assert str(caught.value) == "MOECORE_RANKS: found 4; this machine may use 3 GPUs: 2, 5, 7"
+    monkeypatch.setenv("MOECORE_LAUNCH", "env GPUS={gpus}")
+    assert parallel.job_environments(64) == [{}] * 64, "the launcher gives them"
 
 
 def test_jobs_share_a_card_by_what_a_training_took_of_it(monkeypatch, tmp_path):
@@ -217,25 +230,6 @@ def test_jobs_share_a_card_by_what_a_training_took_of_it(monkeypatch, tmp_path):
     found = "found 8, but pretrain took 9.5 GB of a GPU, and 40.0 GB are free; allowed: 1 to 4"
     with pytest.raises(UserError, match=f"--jobs: {found}"):
         parallel.choose_jobs(8, 1, 40.0)
-
-
-def test_a_job_takes_a_card_per_rank(monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
-    monkeypatch.setenv("MOECORE_RANKS", "2")
-    all_places = parallel.job_environments(3)
-    chosen = parallel.choose_places(("pretrain@vmoe-0", "finetune@vmoe-0"), all_places)
-    assert parallel.merge_environments(chosen) == {"CUDA_VISIBLE_DEVICES": "7,5"}
-    left = [place for place in all_places if place not in chosen]
-    assert parallel.choose_places(("pretrain@tgr-0",), left) is None, "it waits for a second one"
-    assert parallel.choose_places(("compare",), left) == left
-    assert len(parallel.job_environments(1)) == 2, "one job at a time has both"
-    monkeypatch.setenv("MOECORE_RANKS", "4")
-    with pytest.raises(UserError) as caught:
-        parallel.job_environments(3)
-    assert str(caught.value) == "MOECORE_RANKS: found 4; this machine may use 3 GPUs: 2, 5, 7"
-    monkeypatch.setenv("MOECORE_LAUNCH", "env GPUS={gpus}")
-    assert parallel.job_environments(64) == [{}] * 64, "the launcher gives them"
 
 
 @pytest.fixture(scope="module")

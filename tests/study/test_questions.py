@@ -39,7 +39,7 @@ def test_a_value_is_that_of_the_last_layer_that_has_it(ask):
     assert question.rounds[1].command == "moecore study run own/asked --round 2"
 
 
-def test_sections_given_whole_and_settings_of_another_kind_inherit_nothing(ask):
+def test_sections_given_whole_and_other_kinds_inherit_nothing_and_null_removes(ask):
     question = ask(
         "world: one\nwhole: [routing]\nrouting: {images: 5}\n",
         one="whole: [pretrain]\npretrain: {epochs: 1}\nrouting: {overlays: 0}\n",
@@ -49,9 +49,17 @@ def test_sections_given_whole_and_settings_of_another_kind_inherit_nothing(ask):
     question = ask("methods: {vmoe: {router: {kind: told}}}\n")
     vmoe = BASE["methods"]["vmoe"] | {"router": {"kind": "told"}}
     assert values(question)["methods"]["vmoe"] == vmoe
+    question = ask(
+        "run: {phases: [pretrain]}\ndata: {finetune: null}\nclaims: null\n"
+        "methods: {vmoe: {}, dense: null}\npretrain: {clip: null}\n"
+    )
+    data = values(question)
+    assert list(data["data"]) == ["pretrain"] and "claims" not in data
+    assert list(data["methods"]) == data["run"]["methods"] == ["vmoe"]
+    assert data["pretrain"]["clip"] is None, "further in, null is a value"
 
 
-def test_methods_are_those_that_the_question_names(ask):
+def test_methods_are_those_that_the_question_or_its_round_names(ask):
     vmoe = BASE["methods"]["vmoe"]
     question = ask("methods:\n  vmoe: {router: {k: 1}}\n  own: {}\n")
     changed = vmoe | {"router": vmoe["router"] | {"k": 1}}
@@ -66,6 +74,13 @@ def test_methods_are_those_that_the_question_names(ask):
     question = ask("run: {phases: [pretrain]}\n")
     assert values(question)["methods"] == BASE["methods"]
     assert values(question)["run"]["methods"] == BASE["run"]["methods"]
+    question = ask(
+        "methods: {one: {from: vmoe}, two: {from: vmoe}}\n"
+        "rounds:\n  - {methods: [two, dense]}\n  - {seeds: [5]}\n"
+    )
+    assert list(values(question)["methods"]) == ["two", "dense"]
+    assert values(question)["run"]["methods"] == ["two", "dense"]
+    assert values(question, number=2)["run"]["methods"] == ["one", "two"]
 
 
 def test_a_method_is_taken_from_the_nearest_of_its_name(ask):
@@ -85,27 +100,6 @@ def test_a_method_is_taken_from_the_nearest_of_its_name(ask):
     assert methods["many"]["experts"] == narrow["experts"] | {"number": 64}
     question = ask("whole: [methods]\nmethods: {vmoe: {router: {kind: told}}}\n")
     assert values(question)["methods"] == {"vmoe": {"router": {"kind": "told"}}}
-
-
-def test_a_round_names_its_methods(ask):
-    question = ask(
-        "methods: {one: {from: vmoe}, two: {from: vmoe}}\n"
-        "rounds:\n  - {methods: [two, dense]}\n  - {seeds: [5]}\n"
-    )
-    assert list(values(question)["methods"]) == ["two", "dense"]
-    assert values(question)["run"]["methods"] == ["two", "dense"]
-    assert values(question, number=2)["run"]["methods"] == ["one", "two"]
-
-
-def test_null_removes_sections_methods_and_data(ask):
-    question = ask(
-        "run: {phases: [pretrain]}\ndata: {finetune: null}\nclaims: null\n"
-        "methods: {vmoe: {}, dense: null}\npretrain: {clip: null}\n"
-    )
-    data = values(question)
-    assert list(data["data"]) == ["pretrain"] and "claims" not in data
-    assert list(data["methods"]) == data["run"]["methods"] == ["vmoe"]
-    assert data["pretrain"]["clip"] is None, "further in, null is a value"
 
 
 def test_presets_are_laid_over_in_order_and_their_methods_added(ask):

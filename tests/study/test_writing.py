@@ -138,12 +138,9 @@ def test_one_value_changes_and_all_else_stays(assignment, before, after):
     assert params_writer.apply_assignments(TEXT, [assignment]) == TEXT.replace(before, after)
 
 
-def test_a_file_of_ours_is_written_as_it_stands(tmp_path):
+def test_a_file_is_written_as_it_stands_and_the_last_of_several_assignments_holds(tmp_path):
     text = write_question(tmp_path, "ours/quick").read_text(encoding="utf-8")
     assert params_writer.apply_assignments(text, []) == text
-
-
-def test_the_last_of_several_assignments_holds():
     words = ["pretrain.epochs=4", "pretrain={epochs: 5}", "pretrain.epochs=6"]
     text = params_writer.apply_assignments(TEXT, words)
     before = parse_yaml_document(TEXT).data

@@ -336,7 +336,7 @@ def test_two_processes_make_one_store_and_one_run(study, tmp_path, monkeypatch):
     assert (tmp_path / "mlruns").is_dir()
 
 
-def test_what_is_given_is_a_param_and_no_chart():
+def test_params_are_what_is_given_no_defaults_and_the_kinds_of_parts():
     summary = {"test_correct": 84, "test_count": 359, "seconds": 0.4}
     summary |= {"test_score.value": 0.2339, "test_score.low": 0.1931}
     metrics, params = split_metrics_and_params("finetune", summary)
@@ -344,9 +344,6 @@ def test_what_is_given_is_a_param_and_no_chart():
     assert metrics == {"test/correct": 84, "test/score": 0.2339, "train/seconds overall": 0.4}
     metrics, params = split_metrics_and_params("cost", {"latency_ms.median": 2.5, "rounds": 5})
     assert (metrics, params) == ({"cost/latency_ms": 2.5}, {"cost.rounds": 5})
-
-
-def test_params_are_the_settings_that_are_no_defaults_and_the_kinds_of_parts():
     method = {"router": {"kind": "noisy_top_k", "k": 1}, "experts": {"kind": "mlp", "number": 16}}
     method |= {"blocks": [0], "regularizers": [{"kind": "load"}, {"kind": "z_loss", "weight": 0.5}]}
     pretrain = {"epochs": 4, "batch": 128, "learning_rate": 0.002, "clip": None}

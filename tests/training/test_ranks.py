@@ -374,7 +374,7 @@ def test_ranks_compile_learn_the_same_and_refuse_what_they_cannot_share(compared
         assert said.startswith(keys[name]) and "allowed: " in said
 
 
-def test_experts_of_several_ranks_are_not_merged_and_rows_are_equal_parts():
+def test_ranks_merge_no_experts_share_equal_rows_and_draw_as_the_whole_batch():
     from moecore.training.distributed_training import check_expert_parallel
 
     apart = SETTINGS.model_copy(update={"shard": 2, "expert_parallel": 2})
@@ -384,9 +384,6 @@ def test_experts_of_several_ranks_are_not_merged_and_rows_are_equal_parts():
     assert [Ranks(rank, 3).rows(6).tolist() for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(UserError, match="batch is 7, and 3 ranks share it"):
         Ranks(0, 3).rows(7)
-
-
-def test_the_draws_of_some_images_are_those_of_the_whole_batch():
     whole = streams.BatchDraws(streams.generator_for(1), 6)
     part = streams.BatchDraws(streams.generator_for(1), 6, torch.tensor([4, 1]))
     for one, other in (

@@ -19,9 +19,13 @@ from moecore.training.regularizers.z_loss import ZLoss, z_loss
 from tests.training.small import record, step
 
 
-def test_squared_cv_by_hand():
+def test_squared_cv_and_load_by_hand():
     # (1, 2, 3, 6): mean 3, population variance (4 + 1 + 0 + 9)/4 = 3.5: 3.5/9.
     assert squared_cv(torch.tensor([1.0, 2, 3, 6])).item() == pytest.approx(3.5 / 9)
+    # Mean chances: 0.9, 0.4, 0.2. Mean 0.5, variance (0.16 + 0.01 + 0.09)/3 = 0.26/3: over 0.25 =
+    # 1.04/3 = 0.34667.
+    chances = torch.tensor([[[0.9, 0.3, 0.3], [0.9, 0.5, 0.1]]])
+    assert load(chances=chances).item() == pytest.approx(1.04 / 3)
 
 
 @pytest.mark.parametrize("term", [Importance(weight=7.0), Load(), ZLoss(), Entropy(weight=-0.5)])
@@ -42,14 +46,6 @@ def test_importance_by_hand_whose_gradient_at_balance_is_zero():
     logits = torch.zeros(2, 3, 4, requires_grad=True)
     importance(probs=logits.softmax(-1)).backward()
     assert torch.equal(logits.grad, torch.zeros_like(logits))
-
-
-def test_load_by_hand():
-    # Mean chances: 0.9, 0.4, 0.2. Mean 0.5, variance (0.16 + 0.01 + 0.09)/3 = 0.26/3: over 0.25 =
-    # 1.04/3 = 0.34667.
-    assert load(chances=torch.tensor([[[0.9, 0.3, 0.3], [0.9, 0.5, 0.1]]])).item() == pytest.approx(
-        1.04 / 3
-    )
 
 
 # Two tokens: logsumexp(ln 1, ln 3) = ln 4 and logsumexp(ln 2, ln 6) = ln 8.
