@@ -4,7 +4,7 @@
 
 few: many experts with few rows each: one batched product for a group of experts against one
 product for each (``cpu_expert_groups.py``).  many: few experts with many rows: all steps of an
-expert at once (``ExpertMlpLoop``) against two calls of grouped_linear, which take grouped_mm from
+expert at once (``ExpertLoop``) against two calls of grouped_linear, which take grouped_mm from
 1,024 rows per expert on. Forward and backward; weights in fp32; rows per expert vary as chance
 makes them. A ratio below 1 speaks for the first; its smaller figure is that of the two shortest
 turns.

@@ -12,6 +12,7 @@ so a part that is stopped keeps its rows.
 import argparse
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -34,10 +36,11 @@ from benchmarks.peers import GPU_PEERS, Peer, torch_dtype
 from benchmarks.race import CUDA, MANY, VIT_S, build_on, peer_row, row, skipped
 from benchmarks.timing import LEAST, Run, take_turns
 from benchmarks.triton_tune import time_tilings
-from moecore.core.files import available_cores
+from moecore.core.files import available_cores, read_json, write_json
 from moecore.core.source_layout import ROOT
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.pipeline import dvc_yaml
+from moecore.pipeline.parallel import JOB_RATES
 from moecore.run.history_file import read_lines
 from moecore.study.stages import LAST_STAGES
 from moecore.training.meter import live_training_tensors, measure_peak_memory
@@ -215,17 +218,10 @@ def equality_rows(scale: Scale) -> Iterator[dict]:
                 yield error_row(path, build, size, precision, scale)
 
 
-def error_row(
-    path: str,
-    build: Callable,
-    size: Size,
-    precision: str,
-    scale: Scale,
-    layer_of: Callable[[Size], nn.Module] = layers.ours,
-) -> dict:
+def error_row(path: str, build: Callable, size: Size, precision: str, scale: Scale) -> dict:
     """The largest relative error of output and gradients."""
     torch.compiler.reset()
-    errors = relative_errors(build, size, precision, scale.device, layer_of)
+    errors = relative_errors(build, size, precision, scale.device)
     worst = max(errors, key=errors.__getitem__)
     note = "largest of output and gradients, against a loop over masks in fp64"
     more = {"note": note, "errors": errors}
@@ -235,17 +231,11 @@ def error_row(
     )
 
 
-def relative_errors(
-    build: Callable,
-    size: Size,
-    precision: str,
-    device: str,
-    layer_of: Callable[[Size], nn.Module] = layers.ours,
-) -> dict[str, float]:
+def relative_errors(build: Callable, size: Size, precision: str, device: str) -> dict[str, float]:
     """Error of the output and of each gradient, by name."""
     torch.manual_seed(0)
     in_bf16 = precision == "bfloat16"
-    layer = layer_of(size).to(device).eval()  # without noise
+    layer = layers.ours(size).to(device).eval()  # without noise
     tokens = tokens_of(size).to(device).requires_grad_()
     towards = tokens_of(size, seed=1).to(device)
     values = outputs_and_gradients(build(layer, tokens, in_bf16), layer, tokens, towards, in_bf16)
@@ -292,23 +282,27 @@ def triton_rows(scale: Scale) -> Iterator[dict]:
         for size, precision, target, _ in scale.raced:
             torch.compiler.reset()
             runs: dict[str, Run] = {}
-            for build in (layers.ours_triton, layers.ours, layers.dense):
+            kinds = (("triton", layers.ours), ("torch", layers.ours), ("dense", layers.dense))
+            for name, build in kinds:
                 layer = build_on(scale.device, build, size)
                 call = torch.compile(layer, backend=scale.backend) if word else layer
                 dtype = torch_dtype(precision)
-                runs[build.__name__] = step(call, size, dtype, device=scale.device)
+                run = step(call, size, dtype, device=scale.device)
+                kernels = "torch" if name == "dense" else name
+                runs[name] = layers.with_kernels(kernels, run, scale.device)
             turns = take_turns(runs, scale.rounds)
             what = f"{size.shown()}{word}"
-            ours = turns["ours_triton"]
+            ours = turns["triton"]
             yield row(title, what, precision, ours, turns["dense"], target)
-            yield row("layer with Triton / without", what, precision, ours, turns["ours"], 1.0)
+            yield row("layer with Triton / without", what, precision, ours, turns["torch"], 1.0)
             release(runs)
         if not word:
             for size in (scale.equal[0], scale.equal[-1]):
                 for path, build in (("Triton", as_it_is), ("Triton, CUDA graph", captured)):
                     for precision in BOUNDS:
-                        ours = layers.ours_triton
-                        yield error_row(path, build, size, precision, scale, ours)
+                        with layers.kernels_context("triton", scale.device):
+                            figure = error_row(path, build, size, precision, scale)
+                        yield figure
     yield from tiling_rows(scale)
 
 
@@ -366,6 +360,38 @@ def step_rows(scale: Scale, measured: Peaks) -> Iterator[dict]:
             yield value_row("step", figure["what"], "bfloat16", figure["ms"], "ms", 4.0)
 
 
+def graph_rows(scale: Scale, measured: Peaks) -> Iterator[dict]:
+    """A training's step by MOECORE_GRAPH and MOECORE_KERNELS: ms, and over eager and the limit."""
+    names = training_step.REPLAYS
+    lacking = "needs a card" if scale.is_dry else ""
+    if not lacking and find_spec("triton") is None:
+        lacking = "missing: triton is not installed"
+    skips = {name: lacking for name in names if lacking and training_step.TRITON in name}
+    for model in scale.models:
+        size = training_step.sized(model, scale.device)
+        made = training_step.bench(size, size.vmoe, torch.bfloat16, device=scale.device)
+        made.step()
+        least = limit(made.step, measured)
+        del made
+        release({})
+        failures: dict[str, str] = {}
+        racing = [name for name in names if name not in skips]
+        seconds = training_step.race_steps(racing, model, scale.rounds, scale.device, failures)
+        eager = seconds.get(training_step.EAGER)
+        for name in names:
+            what, turns = f"{model}, {name}", seconds.get(name)
+            if turns is None or eager is None:
+                reason = skips.get(name) or failures.get(name) or "the eager step failed"
+                yield skipped("training step", what, "bfloat16", reason)
+                continue
+            if name != training_step.EAGER:
+                yield row("training step / eager", what, "bfloat16", turns, eager, None)
+            limits = [least] * len(turns)
+            yield row("training step / limit", what, "bfloat16", turns, limits, 2.0)
+            target = 4.0 if model in ("default", "dry") else None
+            yield value_row("training step", what, "bfloat16", 1e3 * median(turns), "ms", target)
+
+
 def memory_rows(scale: Scale) -> Iterator[dict]:
     """The most memory that a layer's and a training step's tensors hold at one time."""
     for size, precision, *_ in scale.raced:
@@ -406,6 +432,9 @@ def begin_study(folder: Path, params: Mapping[str, Any], stages: Mapping[str, An
     (folder / "params.yaml").write_text(yaml.safe_dump(dict(params)), encoding="utf-8")
     for name, text in dvc_yaml.study_dvc_yaml_texts(stages, params["run"]).items():
         (folder / name).write_text(text, encoding="utf-8")
+    if JOB_RATES.exists():
+        (folder / JOB_RATES).parent.mkdir(exist_ok=True)
+        shutil.copy(JOB_RATES, folder / JOB_RATES)
     data = folder / "data"
     if (ROOT / "data").exists() and not data.exists():
         data.symlink_to((ROOT / "data").resolve())
@@ -490,6 +519,8 @@ def jobs_rows(scale: Scale) -> Iterator[dict]:
                     return
                 continue
             rates[jobs] = jobs / training_seconds(folder, seeds)
+            if not scale.is_dry:
+                write_job_rates(rates)
             note = (
                 "throughput over that of one, from the first training's start to the last one's end"
             )
@@ -498,6 +529,15 @@ def jobs_rows(scale: Scale) -> Iterator[dict]:
             more |= {"card_gb": ran.used, "note": note, "at_least": True}
             times = rates[jobs] / rates[scale.jobs[0]]
             yield value_row(title, what, "", times, "×", target, **more)
+
+
+def write_job_rates(rates: Mapping[int, float]) -> None:
+    """Put the measured throughput where `moecore run` reads it, and chooses the number of jobs."""
+    table = read_json(JOB_RATES) if JOB_RATES.exists() else {}
+    first = next(iter(rates.values()))
+    times = {str(jobs): round(rate / first, 2) for jobs, rate in sorted(rates.items())}
+    JOB_RATES.parent.mkdir(parents=True, exist_ok=True)
+    write_json(JOB_RATES, table | {torch.cuda.get_device_name(): times})
 
 
 def training_seconds(folder: Path, seeds: Iterable[int]) -> float:
@@ -545,6 +585,7 @@ PARTS: dict[str, Callable[[Scale, Peaks], Iterator[dict]]] = {
     "equality": lambda scale, _: equality_rows(scale),
     "layers": layer_rows,
     "triton": lambda scale, _: triton_rows(scale),
+    "graph": graph_rows,
     "peers": lambda scale, _: peer_rows(scale),
     "steps": step_rows,
     "jobs": lambda scale, _: jobs_rows(scale),

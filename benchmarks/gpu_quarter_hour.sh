@@ -20,9 +20,9 @@ done
 [[ "$minutes" =~ ^[1-9][0-9]?$ && "$minutes" -le 12 ]] || usage
 
 # seconds that each may take (the first imports torch); of 12 minutes the last one gets one or more
-declare -A limits=([environment]=60 [equality]=80 [layers]=110 [triton]=130 [peers]=50 [steps]=150 [jobs]=140
-    [memory]=30 [repro]=720)
-parts=(environment equality layers triton peers steps jobs memory repro)
+declare -A limits=([environment]=40 [equality]=70 [layers]=80 [triton]=110 [graph]=100 [peers]=30 [steps]=110
+    [jobs]=100 [memory]=20 [repro]=720)
+parts=(environment equality layers triton graph peers steps jobs memory repro)
 home=$(realpath "$(dirname "$0")/..")
 out="${1:-${OUT:-$home/.state/gpu}}"
 [[ $# -gt 1 ]] && parts=("${@:2}")

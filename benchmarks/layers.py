@@ -5,8 +5,11 @@ N tokens as B images of T tokens, E experts, k chosen per token, d width, h hidd
 expert.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +17,12 @@ from torch.nn.functional import gelu, silu
 
 from moecore.nn.dispatch import Rows
 from moecore.nn.experts.mlp import Mlp as MlpExperts
-from moecore.nn.kernels.grouped import grouped_linear
+from moecore.nn.kernels.grouped import FusedKernels, grouped_linear
 from moecore.nn.layers.block import DenseMlp
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.soft_slots import SoftSlots
+from moecore.training.runtime import KERNELS, choose_kernels
 
 
 class Size(NamedTuple):
@@ -90,15 +94,6 @@ def ours(size: Size) -> MoEFeedForward:
     return MoEFeedForward(NoisyTopK(k=size.k).build(size.width, size.experts), experts)
 
 
-def ours_triton(size: Size) -> nn.Module:
-    """The same layer with its experts in Triton."""
-    from benchmarks.triton_experts import compute_experts
-
-    layer = ours(size)
-    layer.fused_experts = compute_experts
-    return layer
-
-
 def ours_swiglu(size: Size) -> nn.Module:
     """The same router with SwiGLU experts, without biases: the experts of transformers' models.
 
@@ -125,6 +120,29 @@ def ours_soft(size: Size) -> nn.Module:
 def dense(size: Size) -> nn.Module:
     """The dense MLP of equal active FLOPs: hidden width k·h."""
     return DenseMlp(size.width, size.k * size.hidden)
+
+
+@contextmanager
+def kernels_context(name: str, device: str) -> Iterator[None]:
+    """Experts are computed as with MOECORE_KERNELS=name."""
+    with patch.dict(os.environ, {KERNELS: name}):
+        choose_kernels(device)
+    try:
+        yield
+    finally:
+        choose_kernels(device)
+
+
+def with_kernels(name: str, run: Callable[[], object], device: str) -> Callable[[], None]:
+    """The call with the kernels ``name``; they are chosen once, as a training does."""
+    with kernels_context(name, device):
+        compute = FusedKernels.compute
+
+    def call() -> None:
+        with patch.object(FusedKernels, "compute", compute):
+            run()
+
+    return call
 
 
 def wait(device: str) -> None:

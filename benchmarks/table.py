@@ -29,6 +29,7 @@ GPU_PARTS = (
     "equality",
     "layers",
     "triton",
+    "graph",
     "peers",
     "steps",
     "jobs",

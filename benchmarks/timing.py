@@ -82,12 +82,15 @@ def serve(run: Run, warm: int = 4, count: int = 3) -> None:
 
 
 def processes_take_turns(
-    commands: Mapping[str, Sequence[str]], rounds: int, start_together: bool = False
+    commands: Mapping[str, Sequence[str]],
+    rounds: int,
+    start_together: bool = False,
+    failures: dict[str, str] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of each turn of the contestants that these commands ``serve``.
 
     start_together: not one after the other; nothing is timed before all are ready. Raises
-    RuntimeError where one ends.
+    RuntimeError where one ends; with ``failures``, which gets its error, the others go on.
     """
     workers: dict[str, subprocess.Popen] = {}
     try:
@@ -97,16 +100,28 @@ def processes_take_turns(
             )
             if not start_together:
                 _answer(name, workers[name])  # ready, before the next one starts
-        for name, worker in workers.items() if start_together else ():
-            _answer(name, worker)
-        seconds: dict[str, list[float]] = {name: [] for name in workers}
+        racing = dict(workers)
+
+        def answer(name: str) -> str:
+            try:
+                return _answer(name, workers[name])
+            except RuntimeError as error:
+                if failures is None:
+                    raise
+                failures[name] = str(error)
+                del racing[name]
+                return "nan"
+
+        for name in list(racing) if start_together else ():
+            answer(name)
+        seconds: dict[str, list[float]] = {name: [] for name in racing}
         for _ in range(rounds):
-            for name, worker in workers.items():
+            for name, worker in list(racing.items()):
                 assert worker.stdin is not None
                 worker.stdin.write("\n")
                 worker.stdin.flush()
-                seconds[name].append(float(_answer(name, worker)))
-        return seconds
+                seconds[name].append(float(answer(name)))
+        return {name: seconds[name] for name in racing}
     finally:
         for worker in workers.values():
             worker.communicate()

@@ -10,6 +10,7 @@ there with its blocks compiled, too.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -30,6 +31,7 @@ from moecore.core.routing_records import (
     ObjectiveInputs,
     RoutingContext,
 )
+from moecore.data.loader import Loaded
 from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp as MlpExperts
@@ -37,12 +39,14 @@ from moecore.nn.layers import block, moe, patch_embed
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.study.params_reader import read_params
 from moecore.tasks.classification import Classification
-from moecore.training.job import Objective
+from moecore.training.job import Objective, TrainingJob
+from moecore.training.loop import train_step
 from moecore.training.method import Method
 from moecore.training.regularizers.importance import Importance
 from moecore.training.regularizers.load import Load
-from moecore.training.runtime import CompiledBlocks, tune_runtime
+from moecore.training.runtime import KERNELS, Compile, CompiledBlocks, tune_runtime
 from moecore.training.settings import Training, build_optimizer
+from moecore.training.step_graph import WARM_UP, StepGraph, StepInputs, StepOutput
 
 
 class Size(NamedTuple):
@@ -103,6 +107,9 @@ CONTESTANTS = {
     "stock": torch.float32,
 }
 COMPILED = "ours bfloat16, compiled"  # on a GPU alone
+# A training's step by ``StepGraph``: eager, replayed, and with experts in Triton.
+EAGER, REPLAYED, TRITON = "eager", "graph", "Triton"
+REPLAYS = (EAGER, REPLAYED, TRITON, f"{REPLAYED}, {TRITON}")
 MORE_EXPERTS = ", E "  # before their number, in the name of a contestant in bf16
 TARGETS = {"ours float32": 0.55, "ours bfloat16": 0.40}  # of the stock step
 LARGER = 16  # batches of a GPU than those of a CPU
@@ -218,14 +225,43 @@ def sized(name: str, device: str) -> Size:
     return size._replace(batch=size.batch * LARGER) if device == "cuda" else size
 
 
+def graph_step(size: Size, policy: Compile, device: str) -> Callable[[], None]:
+    """The V-MoE's step in bf16 as a training takes it; returned after its capture."""
+    made = bench(size, size.vmoe, torch.bfloat16, device=device)
+    data = Loaded(made.batch.images, made.batch.labels)
+    job = TrainingJob(made.model, data, data, made.objective, None, 1)
+    settings = Training(epochs=1, batch=size.batch, learning_rate=1e-3)
+
+    def run_step(inputs: StepInputs) -> StepOutput:
+        batch, rate, progress, _ = inputs
+        optimizer, dtype = made.optimizer, made.dtype
+        return train_step(job, settings, optimizer, batch, rate, dtype, progress)
+
+    graph = StepGraph(job, made.optimizer, run_step, policy)
+
+    def step() -> None:
+        graph.take(StepInputs(made.batch, 1e-3, PROGRESS, 0))
+        wait(device)
+
+    for _ in range(WARM_UP + 3):  # eager, captured, compared
+        step()
+    return step
+
+
 def contestant(name: str, size: str, device: str) -> Callable[[], None]:
     """Make this process a contestant; returns its step."""
     stock = name == "stock"
+    words = name.split(", ")
+    if TRITON in words:
+        os.environ[KERNELS] = "triton"
     if stock:
         go_stock()
     else:
         tune_runtime(device)
     own = sized(size, device)
+    if name in REPLAYS:
+        is_replayed = REPLAYED in words and device == "cuda"
+        return graph_step(own, "required" if is_replayed else "off", device)
     if MORE_EXPERTS in name:
         own = own._replace(experts=int(name.rpartition(MORE_EXPERTS)[2]))
     return bench(
@@ -247,13 +283,24 @@ def race(
     size: str, rounds: int, device: str = "cpu", more_experts: Sequence[int] = ()
 ) -> dict[str, list[float]]:
     """Seconds of one step by contestant and round."""
-    words = ["--size", size, "--device", device, "--one"]
-    command = [sys.executable, "-m", "benchmarks.training_step", *words]
     names = [*CONTESTANTS, *map(with_experts, more_experts)]
     if device == "cuda":
         names.append(COMPILED)
+    return race_steps(names, size, rounds, device)
+
+
+def race_steps(
+    names: Sequence[str],
+    size: str,
+    rounds: int,
+    device: str,
+    failures: dict[str, str] | None = None,
+) -> dict[str, list[float]]:
+    """Seconds of one step of these contestants by round; failures: as for processes_take_turns."""
+    words = ["--size", size, "--device", device, "--one"]
+    command = [sys.executable, "-m", "benchmarks.training_step", *words]
     commands = {name: [*command, name] for name in names}
-    return processes_take_turns(commands, rounds, start_together=device == "cuda")
+    return processes_take_turns(commands, rounds, device == "cuda", failures)
 
 
 def main() -> None:

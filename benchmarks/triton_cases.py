@@ -5,20 +5,25 @@ The reference computes one pair of token and choice after the other, in fp64.
 
 import json
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch.nn.functional import gelu
 from triton.runtime.interpreter import InterpreterBuilder  # pyrefly: ignore[missing-import]
 
-from benchmarks import triton_experts
+from benchmarks.layers import kernels_context
 from moecore.core.files import UserError
 from moecore.nn import dispatch
+from moecore.nn.backbones.base_model import ImageSpec
+from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.experts.mlp import Mlp, gate_with_silu
-from moecore.nn.layers.moe import MoEFeedForward
+from moecore.nn.kernels import triton_experts
+from moecore.nn.kernels.grouped import FusedKernels
+from moecore.nn.layers.moe import MoEFeedForward, MoESettings
 from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.tasks.classification import Classification
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -101,7 +106,6 @@ def measure_case(case):
         plan = SparsePlan.build(chosen, gates, processed, number)
         with torch.autocast("cpu", case.dtype, enabled=case.dtype != FP32):
             output = triton_experts.compute_experts(experts, tokens, plan)
-        assert output is not None
         gradients = torch.autograd.grad(output, leaves, towards.to(output.dtype))
         runs.append([output.detach(), *gradients])
     exact_experts = experts.double()
@@ -125,37 +129,60 @@ def measure_case(case):
     }
 
 
+def differentiate(call, tokens, module):
+    output = call(tokens)[0]
+    leaves = [tokens, *module.parameters()]
+    return [output, *torch.autograd.grad(output.square().sum(), leaves)]
+
+
+def relative_differences(ours, theirs):
+    pairs = zip(ours, theirs, strict=True)
+    return [float(((a - b).norm() / b.norm().clamp(min=1e-30)).detach()) for a, b in pairs]
+
+
 def check_layer():
     """Whether a layer uses them, alone, compiled, and without a gradient; and what it refuses."""
     torch.manual_seed(0)
     experts = Mlp(number=4, hidden_ratio=2).build(40)
     layer = MoEFeedForward(NoisyTopK(k=2).build(40, 4), experts).eval()
-    layer.fused_experts = triton_experts.compute_experts
     tokens = torch.randn(2, 7, 40, requires_grad=True)
-    leaves = [tokens, *layer.parameters()]
-
-    def run(call):
-        output = call(tokens)[0]
-        return [output, *torch.autograd.grad(output.square().sum(), leaves)]
-
-    eager = run(layer)
-    compiled = run(torch.compile(layer, backend="aot_eager", fullgraph=True))
-    with torch.no_grad():
-        without = layer(tokens)[0]
-    try:
-        torch.autograd.grad(layer(tokens)[0].sum(), tokens, create_graph=True)
-        refusal = ""
-    except UserError as error:
-        refusal = str(error)
-    layer.fused_experts = None
-    pairs = zip(eager, run(layer), strict=True)
+    with kernels_context("triton", "cpu"):
+        eager = differentiate(layer, tokens, layer)
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        compiled = differentiate(compiled, tokens, layer)
+        with torch.no_grad():
+            without = layer(tokens)[0]
+        try:
+            torch.autograd.grad(layer(tokens)[0].sum(), tokens, create_graph=True)
+            refusal = ""
+        except UserError as error:
+            refusal = str(error)
     return {
         "compiled": all(torch.equal(*pair) for pair in zip(eager, compiled, strict=True)),
         "without": torch.equal(without, eager[0]),
-        "errors": [
-            float(((ours - theirs).norm() / theirs.norm()).detach()) for ours, theirs in pairs
-        ],
+        "errors": relative_differences(eager, differentiate(layer, tokens, layer)),
         "refusal": refusal,
+    }
+
+
+def check_model(activation):
+    """Differences of a small ViT's output and gradients from torch's, and calls of the kernels."""
+    torch.manual_seed(0)
+    experts = Mlp(number=4, activation=activation)
+    moe = MoESettings(router=NoisyTopK(k=2), experts=experts, blocks="all")
+    task = Classification(classes=("a", "b"))
+    image = ImageSpec(channels=1, size=8, task=task, mean=(0.5,), std=(0.3,))
+    model = Vit(patch=4, width=20, depth=2, heads=2).build(image, moe).eval()
+    images = torch.rand(3, 1, 8, 8, requires_grad=True)
+    call = lambda pixels: (model(pixels).prediction,)
+    calls = []
+    with kernels_context("triton", "cpu"):
+        compute: Any = FusedKernels.compute
+        FusedKernels.compute = lambda *inputs: calls.append(inputs) or compute(*inputs)
+        ours = differentiate(call, images, model)
+    return {
+        "calls": len(calls),
+        "errors": relative_differences(ours, differentiate(call, images, model)),
     }
 
 
@@ -163,4 +190,5 @@ if __name__ == "__main__":
     ROUND = dispatch.round_row_counts
     InterpreterBuilder.create_dot = multiply_wide
     results = {name: measure_case(case) for name, case in CASES.items()}
-    json.dump(results | {"layer": check_layer()}, sys.stdout)
+    models = {activation: check_model(activation) for activation in ("gelu", "swiglu")}
+    json.dump(results | {"layer": check_layer(), "models": models}, sys.stdout)

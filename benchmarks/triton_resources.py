@@ -27,9 +27,10 @@ from triton.backends.compiler import GPUTarget  # pyrefly: ignore[missing-import
 from triton.compiler import ASTSource  # pyrefly: ignore[missing-import]
 from triton.runtime.jit import JITFunction  # pyrefly: ignore[missing-import]
 
-from benchmarks import triton_experts, triton_kernels
 from benchmarks.layers import Size
-from benchmarks.triton_experts import TILINGS, Tiling
+from moecore.nn.kernels import triton_experts, triton_products
+from moecore.nn.kernels.grouped import tile_count
+from moecore.nn.kernels.triton_experts import TILINGS, Tiling
 
 KIB = 1024
 # CUDA C++ Programming Guide, technical specifications per compute capability: shared memory that a
@@ -149,14 +150,16 @@ def record_launches(case: Case, tiling: Tiling) -> list[Launch]:
     launches: list[Launch] = []
     recorders = {
         name: Recorder(kernel, launches)
-        for name, kernel in vars(triton_kernels).items()
+        for name, kernel in vars(triton_products).items()
         if isinstance(kernel, JITFunction) and not name.startswith("_")
     }
     make = lambda dtype, *shape: torch.empty(shape, dtype=dtype, device="meta")
     tokens = make(dtype, rows // size.k, size.width)
     gates = make(torch.float32, rows // size.k, size.k)
     routes = [make(torch.int64, rows) for _ in range(3)]
-    routes.append(make(torch.int32, size.experts))
+    height = triton_experts.choose_height(rows, size.experts)
+    tiles = tile_count(rows, size.experts, height)
+    routes += [make(torch.int32, size.experts), make(torch.int32, tiles, 3)]
     up = make(dtype, size.experts, size.width, (1 + gated) * size.hidden)
     down = make(dtype, size.experts, size.hidden, size.width)
     biases = []

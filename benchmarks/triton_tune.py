@@ -28,12 +28,12 @@ def time_tilings(
     size: Size, precision: str, rounds: int
 ) -> Iterator[tuple[str, list[int], float, bool]]:
     """Yield kind with bytes per entry, tiling, ms per step, and whether it is the quickest."""
-    from benchmarks import triton_experts
+    from moecore.nn.kernels import triton_experts
 
     dtype = torch_dtype(precision)
     default = triton_experts.TILINGS[dtype.itemsize][0]
-    layer = build_on(CUDA, layers.ours_triton, size)
-    call = step(layer, size, dtype, device=CUDA)
+    layer = build_on(CUDA, layers.ours, size)
+    call = layers.with_kernels("triton", step(layer, size, dtype, device=CUDA), CUDA)
     for kind in KINDS:
         tilings = {str(list(tiling)): tiling for tiling in triton_experts.TILINGS[dtype.itemsize]}
         runs = {}

@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from moecore.core.files import UserError, write_whole
 from moecore.measure.values import place_slug
-from moecore.report.claims.answers import Answer, Studies, drop_repeated_claims
+from moecore.report.claims.answers import Answer, Studies
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.claims.result_evidence import read_stored_values
 from moecore.report.claims.significance import LEVEL
@@ -76,6 +76,19 @@ STATES = {
     "cannot": "cannot be printed here (see there)",
     "scheme": "a scheme or settings: nothing to print",
 }
+
+
+def drop_repeated_claims(claims: Sequence[Answer]) -> list[Answer]:
+    """Return the claims without those that test the sentence and effect of an earlier one."""
+    studies: dict[tuple[Any, ...], str] = {}
+    for answer in sorted(claims, key=lambda answer: not answer.entry):
+        studies.setdefault(_fact_key(answer.claim), answer.study)
+    return [answer for answer in claims if studies[_fact_key(answer.claim)] == answer.study]
+
+
+def _fact_key(claim: Claim | Question) -> tuple[Any, ...]:
+    assert isinstance(claim, Claim), "a question is no fact of a paper"
+    return claim.paper, claim.source, claim.quote, claim.metric, claim.better, claim.effect
 
 
 def template_environment() -> Environment:

@@ -125,6 +125,13 @@ class SparsePlan(NamedTuple):
         return rows.index_select(0, self.rows).view(*self.weights.shape, rows.shape[-1])
 
 
+class RoutedTokens(NamedTuple):
+    """The input of experts that gather tokens and sum outputs themselves (``FusedKernels``)."""
+
+    tokens: Tensor  # (B, T, d)
+    plan: SparsePlan
+
+
 def round_row_counts(sizes: Tensor) -> Tensor:
     """Round row counts (int64) up on a CPU, so that kernels see few different shapes."""
     # oneDNN compiles a kernel for every new number of rows (0.6 to 0.9 ms; the product itself takes

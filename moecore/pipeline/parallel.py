@@ -1,9 +1,10 @@
 """``dvc repro`` with several stages at a time.
 
 Small models leave cores idle: two processes of one thread each train them faster than one process
-of two threads. With GPUs every job has one GPU, or one per rank; as many jobs share a GPU as fit by
-the memory that finished trainings took. Each job is a ``dvc repro --single-item`` of a few stages
-in sequence, so DVC manages cache, lock file and run cache as usual; stages share only files.
+of two threads. With GPUs every job has one GPU, or one per rank; jobs share a GPU if a measurement
+says that this is faster, and finished trainings that they fit. Each job is a ``dvc repro
+--single-item`` of a few stages in sequence, so DVC manages cache, lock file and run cache as usual;
+stages share only files.
 
 A terminal shows a redrawn table of the stages that run, else lines have a prefix. DVC's own lines
 are left out. In the table a stage's progress is a row; its other lines are printed at its end,
@@ -24,7 +25,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from moecore.core.files import UserError, available_cores
+from moecore.core.files import UserError, available_cores, read_json
 from moecore.pipeline import plan
 from moecore.pipeline.project import dvc_command
 from moecore.pipeline.stage_client import SOCKET
@@ -42,7 +43,8 @@ OWN = Stage("", "", each="measurement")  # a stage that a user wrote into dvc.ya
 DvcJob = tuple[str, ...]  # stages that one process runs in sequence
 Environment = Mapping[str, str]
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-MAX_JOBS = 4  # by default, on the CPU or per GPU
+MAX_JOBS = 4  # by default, on the CPU
+JOB_RATES = Path(".state/jobs.json")  # {card: {number of jobs: throughput over that of one job}}
 THREAD_VARIABLES = ("MOECORE_THREADS", "OMP_NUM_THREADS")  # the second: for numpy's BLAS
 DVC_LINES = re.compile(
     r"$|> |(Updating|Generating) lock file|Stage '.*' (didn't|is cached)|Data and pipelines are"
@@ -288,9 +290,9 @@ def run_stages(
 
 def run_pipeline(jobs: int | None = None, is_verbose: bool = False) -> None:
     """Run all pending stages, ``jobs`` at a time; UserError if some are not finished."""
-    # jobs: by default as many per GPU as fit, one until a training has shown what it needs; without
-    # GPUs one per core; at most 4. is_verbose: print DVC's own lines instead of a table of the
-    # stages that run.
+    # jobs: by default one per GPU, or as many as were measured to be fastest (``JOB_RATES``) and
+    # fit; without GPUs one per core, at most 4. is_verbose: print DVC's own lines instead of a
+    # table of the stages that run.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     pipeline = plan.query_pipeline_status()
     planned = plan.plan_stages(
@@ -308,11 +310,13 @@ def run_pipeline(jobs: int | None = None, is_verbose: bool = False) -> None:
     }
     limit = None
     gpus = 0 if is_launching() else torch.cuda.device_count()
-    if gpus and jobs is None:
-        limit = partial(choose_jobs, None, gpus, read_free_memory())
-        jobs = gpus * MAX_JOBS
-    elif gpus:
-        choose_jobs(jobs, gpus, read_free_memory())
+    if gpus:
+        card, free = read_card()
+        rates = read_job_rates(card)
+        choose_jobs(jobs, gpus, free, rates)
+        if jobs is None:
+            limit = partial(choose_jobs, None, gpus, free, rates)
+            jobs = gpus * max(rates, default=1)
     jobs = jobs or torch.cuda.device_count() or min(MAX_JOBS, available_cores())
     display = StageDisplay({item.stage: item.seconds for item in planned}, jobs, is_verbose)
     environments = add_stage_server(job_environments(jobs))
@@ -324,8 +328,8 @@ def run_pipeline(jobs: int | None = None, is_verbose: bool = False) -> None:
         raise UserError(f"{undone}; the error is printed above")
 
 
-def choose_jobs(jobs: int | None, gpus: int, free: float) -> int:
-    """Return ``jobs``, by default as many as fit into ``free`` GB per GPU; UserError above."""
+def choose_jobs(jobs: int | None, gpus: int, free: float, rates: Mapping[int, float]) -> int:
+    """Return ``jobs`` if they fit into ``free`` GB per GPU, by default the fastest by ``rates``."""
     histories = [read_lines(file.parent) for file in Path("artifacts/history").rglob(HISTORY_FILE)]
     needs = [
         (line["tags"][CARD_MEMORY], lines[0]["stage"])
@@ -338,20 +342,33 @@ def choose_jobs(jobs: int | None, gpus: int, free: float) -> int:
         return jobs or gpus
     fitting = max(1, int(free / need))
     if jobs is None:
-        return gpus * max(1, min(fitting, MAX_JOBS, available_cores() // gpus))
+        limit = min(fitting, available_cores() // gpus)
+        possible = [number for number in rates if number <= limit]
+        return gpus * max(possible, key=rates.__getitem__, default=1)
     if -(-jobs // gpus) > fitting:
         memory = f"{stage} took {need:.1f} GB of a GPU, and {free:.1f} GB are free"
-        raise UserError.at(
-            "--jobs", found=f"{jobs}, but {memory}", allowed=f"1 to {gpus * fitting}"
-        )
+        allowed = f"1 to {gpus * fitting}"
+        raise UserError.at("--jobs", found=f"{jobs}, but {memory}", allowed=allowed)
     return jobs
 
 
-def read_free_memory() -> float:
-    """Return the GB that are free on the fullest GPU, as a process that ends sees it."""
-    cards = "map(torch.cuda.mem_get_info, range(torch.cuda.device_count()))"
-    code = f"import torch; print(min(free for free, _ in {cards}))"
-    return int(subprocess.check_output([sys.executable, "-c", code], text=True)) / 1e9
+def read_job_rates(card: str) -> dict[int, float]:
+    """Return the throughput of each measured number of jobs per GPU; {} before a measurement."""
+    rates = read_json(JOB_RATES).get(card, {}) if JOB_RATES.exists() else {}
+    try:
+        return {int(number): float(rate) for number, rate in rates.items()}
+    except ValueError as error:
+        place, allowed = f"{JOB_RATES}: {card}", '{"8": 5.1, …}, or remove the file'
+        raise UserError.at(place, found=rates, allowed=allowed) from error
+
+
+def read_card() -> tuple[str, float]:
+    """Return a GPU's name, and the GB free on the fullest one, as a process that ends sees them."""
+    free = "min(free for free, _ in map(torch.cuda.mem_get_info, range(torch.cuda.device_count())))"
+    code = f"import torch; print(torch.cuda.get_device_name(), {free}, sep='\\n')"
+    command = [sys.executable, "-c", code]
+    name, size = subprocess.check_output(command, text=True).splitlines()
+    return name, int(size) / 1e9
 
 
 def job_environments(jobs: int) -> list[dict[str, str]]:

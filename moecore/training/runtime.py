@@ -23,6 +23,7 @@ from moecore.core.files import UserError, available_cores, read_json, write_chec
 from moecore.core.ranks import current_ranks
 from moecore.core.torch_internals import allow_recompilations, compile_error_class
 from moecore.data.thread_map import requested_threads
+from moecore.nn.kernels.grouped import FusedKernels
 from moecore.nn.layers.block import Block
 
 # oneDNN caches a compiled product per shape, about 0.6 MB each. The rows of 32 experts have some
@@ -32,12 +33,15 @@ Precision = Literal["auto", "float32", "bfloat16"]
 
 COMPILE = "MOECORE_COMPILE"
 GRAPH = "MOECORE_GRAPH"
+KERNELS = "MOECORE_KERNELS"
 TRACE = "MOECORE_TRACE"  # names the folder of the trace
 MIN_COMPILED_STEPS = 1000  # estimate of the steps that save the minute that compiling takes
 UNTRACED = 4  # first steps, which load, compile and reserve memory
 TRACED = 4  # steps
+MIN_TRITON_CAPABILITY = (8, 0)  # of the first cards with TF32 and bf16
 CUDA_CONTEXT_GB = 0.7  # an allowance for CUDA's context and libraries, not measured
 Compile = Literal["off", "tried", "required"]  # also of graphs
+Kernels = Literal["torch", "triton"]
 
 
 class Runtime(NamedTuple):
@@ -52,6 +56,7 @@ class Runtime(NamedTuple):
     bf16_speedup: float  # time of an fp32 product / time of the same in bf16
     compile: Compile = "off"  # whether transformer blocks are compiled
     graph: Compile = "off"  # whether training steps are replayed as a CUDA graph
+    kernels: Kernels = "torch"  # what computes MLP experts
 
     def dtype(self, precision: Precision = "auto") -> torch.dtype:
         """Return the autocast dtype; auto: bf16 if it was at least 1.3 times faster than fp32."""
@@ -85,7 +90,7 @@ def tune_runtime(device: str | None = None, work: Path | None = None) -> Runtime
     precision, error = _choose_matmul_precision(device)
     name = device_name(device)
     speedup = _remembered_speedup(device, name)
-    policies = compile_policy(device), graph_policy(device)
+    policies = compile_policy(device), graph_policy(device), choose_kernels(device)
     return Runtime(device, name, threads, allocator, precision, error, speedup, *policies)
 
 
@@ -200,6 +205,31 @@ def graph_policy(device: str) -> Compile:
     if policy == "required" and not device.startswith("cuda"):
         raise UserError.at(GRAPH, found=f"'true' on {device}", allowed="auto, false, or a GPU")
     return policy
+
+
+def choose_kernels(device: str) -> Kernels:
+    """Set what computes MLP experts, by $MOECORE_KERNELS: auto (the default), triton or torch."""
+    # auto is torch's as long as no card has shown that Triton's kernels are faster and equal.
+    policy = os.environ.get(KERNELS) or "auto"
+    if policy not in ("auto", "triton", "torch"):
+        raise UserError.at(KERNELS, found=repr(policy), allowed="auto, triton, torch")
+    FusedKernels.compute = None
+    if policy != "triton":
+        return "torch"
+    FusedKernels.device = torch.device(device).type
+    allowed = "auto, torch, or Triton and a GPU of compute capability 8.0 or later"
+    if device.startswith("cuda"):
+        if torch.cuda.get_device_capability(device) < MIN_TRITON_CAPABILITY:
+            text = f"'triton' on {device_name(device)}"
+            raise UserError.at(KERNELS, found=text, allowed=allowed)
+    elif os.environ.get("TRITON_INTERPRET") != "1":  # Triton's interpreter, for tests
+        raise UserError.at(KERNELS, found=f"'triton' on {device}", allowed=allowed)
+    try:
+        from moecore.nn.kernels.triton_experts import compute_experts
+    except ImportError as error:
+        raise UserError.at(KERNELS, found=f"'triton', but {error}", allowed=allowed) from error
+    FusedKernels.compute = compute_experts
+    return "triton"
 
 
 def _policy_of(variable: str, default: str, device: str) -> Compile:

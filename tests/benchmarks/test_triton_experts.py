@@ -28,14 +28,16 @@ def run_module(name, *arguments, **variables):
 def test_in_the_interpreter_they_equal_a_slow_reference():
     # The interpreter must be chosen before triton is imported, so another process does it.
     results = json.loads(run_module("benchmarks.triton_cases", TRITON_INTERPRET="1"))
-    layer = results.pop("layer")
+    layer, models = results.pop("layer"), results.pop("models")
     bounds = {"float32": 1e-6, "float16": 0.002, "bfloat16": 0.02}
     for name, result in results.items():
         assert max(result["errors"]) < bounds[result["dtype"]], name
         assert result["same"] and result["idle"] == 0, name  # bits; gradients of unused experts
     assert len(results) >= 14 and max(layer["errors"]) < 1e-6
     assert layer["compiled"] and layer["without"] and "\n" not in layer["refusal"]
-    assert "the layer's own experts" in layer["refusal"]
+    assert "allowed: MOECORE_KERNELS=torch" in layer["refusal"]
+    for model in models.values():  # of two layers
+        assert model["calls"] == 2 and max(model["errors"]) < 1e-5
 
 
 @needs_triton
@@ -43,7 +45,7 @@ def test_compiled_for_three_kinds_of_cards_they_stay_within_limits():
     cases = ("vit_s", "vit_s_swiglu_fp32")
     text = run_module("benchmarks.triton_resources", "--case", *cases, TRITON_INTERPRET="0")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
-    assert {row[3] for row in rows} == {"8.0", "9.0", "10.0"} and len(rows) == 60
+    assert {row[3] for row in rows} == {"8.0", "9.0", "10.0"} and len(rows) == 54
     assert all(row[5] == "0" and not row[-1] for row in rows)  # bytes of spilled registers
 
 
@@ -60,7 +62,7 @@ def test_what_exceeds_a_limit_is_named():
 
 @needs_triton
 def test_a_file_chooses_the_tiling_of_a_card(tmp_path, monkeypatch):
-    from benchmarks.triton_experts import TILINGS, TILINGS_FILE, read_tiling
+    from moecore.nn.kernels.triton_experts import TILINGS, TILINGS_FILE, read_tiling
 
     read_tiling.cache_clear()
     path = tmp_path / "tilings.json"

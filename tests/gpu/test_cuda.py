@@ -11,8 +11,9 @@ from moecore.attacks import apgd, pgd
 from moecore.attacks.gradient import Ball, ModelGradient, frozen_parameters
 from moecore.data.loader import Loaded
 from moecore.nn.dispatch import SparsePlan
-from moecore.nn.kernels.grouped import grouped_linear
+from moecore.nn.kernels.grouped import FusedKernels, grouped_linear
 from moecore.nn.layers.block import softmax_attention
+from moecore.pipeline import parallel
 from moecore.training import loop, monitor, runtime, settings
 from moecore.training.job import BatchPrefetcher, TrainingJob, training_batch
 from moecore.training.meter import Meter
@@ -213,9 +214,47 @@ def test_batches_made_on_a_stream_of_their_own_are_the_same():
             assert torch.equal(ours.labels.cpu(), theirs.labels)
 
 
-def test_training_on_the_gpu_learns():
-    found = list(loop.iterate_training(on_cuda(METHODS["vmoe"]), SETTINGS, 0, CUDA))
+@pytest.mark.parametrize("changes", [{}, {"graph": "required"}], ids=["eager", "graph"])
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_training_on_the_gpu_learns(kernels, changes, monkeypatch):
+    if kernels == "triton":
+        pytest.importorskip("triton")
+    monkeypatch.setenv(runtime.KERNELS, kernels)
+    monkeypatch.setattr(FusedKernels, "compute", None)  # and as it was after the test
+    assert runtime.choose_kernels("cuda") == kernels
+    asked = CUDA._replace(kernels=kernels, **changes)
+    found = list(loop.iterate_training(on_cuda(METHODS["vmoe"]), SETTINGS, 0, asked))
     assert found[-1].values["validation_accuracy"] == 1.0
+
+
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("name", ["vmoe", "shared_swiglu"])
+def test_experts_in_triton_compute_what_torch_does(name, dtype, error, monkeypatch):
+    pytest.importorskip("triton")
+    torch.set_float32_matmul_precision("highest")
+    monkeypatch.setattr(FusedKernels, "compute", None)
+    model, images = made(method_of(name)).model.cuda().eval(), torch.rand(6, 1, 8, 8).cuda()
+    found = []
+    for kernels in ("torch", "triton"):
+        monkeypatch.setenv(runtime.KERNELS, kernels)
+        runtime.choose_kernels("cuda")
+        with torch.autocast("cuda", dtype=dtype, enabled=dtype != torch.float32):
+            output = model(images).prediction
+        leaves = list(model.parameters())
+        gradients = torch.autograd.grad(output.sum(), leaves, allow_unused=True)  # noise's are
+        found.append([output, *(gradient for gradient in gradients if gradient is not None)])
+    for exact, ours in zip(*found, strict=True):
+        assert (ours - exact).norm() <= error * exact.norm() + 1e-6
+
+
+def test_two_trainings_share_a_card():
+    free = parallel.read_card()[1]
+    assert parallel.choose_jobs(2, 1, free, {}) == 2 and parallel.read_job_rates("none") == {}
+    runs = [
+        loop.iterate_training(on_cuda(METHODS["vmoe"]), SETTINGS, seed, CUDA) for seed in (0, 1)
+    ]
+    for points in zip(*runs, strict=True):  # in turn
+        assert all(point.values["loss"] < 10 for point in points)
 
 
 @pytest.mark.parametrize("length", [1, 16, 77])

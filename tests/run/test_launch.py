@@ -217,7 +217,8 @@ def test_jobs_take_the_cards_that_were_given_one_per_rank(monkeypatch):
 def test_jobs_share_a_card_by_what_a_training_took_of_it(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(parallel, "available_cores", lambda: 6)
-    assert parallel.choose_jobs(None, 2, 80.0) == 2, "one each as long as nothing is measured"
+    rates = {1: 1.0, 2: 1.9, 4: 3.1, 8: 2.5}  # throughput
+    assert parallel.choose_jobs(None, 2, 80.0, rates) == 2, "their memory is not known"
     history = Path("artifacts/history/pretrain/vmoe/0/history.jsonl")
     history.parent.mkdir(parents=True)
     header = {"stage": "pretrain"} | dict.fromkeys(("dvc_stage", "phase", "method", "seed"))
@@ -225,11 +226,19 @@ def test_jobs_share_a_card_by_what_a_training_took_of_it(monkeypatch, tmp_path):
     lines = [header, {"t": 1, "tags": {"runtime.card_gb": 9.5}}]
     history.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     # 3 cores per card; 20 GB take two trainings
-    assert [parallel.choose_jobs(None, 2, free) for free in (80.0, 20.0, 9.0)] == [6, 4, 2]
-    assert parallel.choose_jobs(8, 1, 80.0) == 8
+    assert [parallel.choose_jobs(None, 2, free, rates) for free in (80.0, 20.0, 9.0)] == [4, 4, 2]
+    assert parallel.choose_jobs(None, 1, 80.0, rates) == 4  # the fastest of those
+    assert parallel.choose_jobs(None, 2, 80.0, {}) == 2, "one each until a card was measured"
+    assert parallel.choose_jobs(8, 1, 80.0, {}) == 8
     found = "found 8, but pretrain took 9.5 GB of a GPU, and 40.0 GB are free; allowed: 1 to 4"
     with pytest.raises(UserError, match=f"--jobs: {found}"):
-        parallel.choose_jobs(8, 1, 40.0)
+        parallel.choose_jobs(8, 1, 40.0, {})
+    assert parallel.read_job_rates("H200") == {}
+    parallel.JOB_RATES.parent.mkdir()
+    parallel.JOB_RATES.write_text(json.dumps({"H200": {"8": 5.1}, "T4": {"8": "fast"}}))
+    assert parallel.read_job_rates("H200") == {8: 5.1}
+    with pytest.raises(UserError, match="jobs.json: T4: found {'8': 'fast'}; allowed: "):
+        parallel.read_job_rates("T4")
 
 
 @pytest.fixture(scope="module")

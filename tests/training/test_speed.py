@@ -3,6 +3,7 @@
 import copy
 import gzip
 import json
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -10,13 +11,14 @@ import torch
 
 from moecore import UserError, predict_in_batches
 from moecore.nn.kernels import grouped
+from moecore.nn.kernels.grouped import FusedKernels
 from moecore.nn.layers.block import Block
-from moecore.nn.layers.moe import MoEFeedForward
+from moecore.nn.layers.moe import MoEFeedForward, print_once
 from moecore.training import method, runtime, settings
 from moecore.training.job import TrainingJob
 from moecore.training.loop import iterate_training, train_step
 from moecore.training.runtime import COMPILE, MIN_COMPILED_STEPS, TRACE, CompiledBlocks
-from tests.methods import METHODS, REPRESENTATIVE
+from tests.methods import METHODS, REPRESENTATIVE, tiny
 from tests.training.small import CPU, SETTINGS, VMOE, made, step_batch, task
 
 TOP_K = {"kind": "noisy_top_k", "k": 1, "capacity_factor": 0.7}
@@ -137,6 +139,47 @@ def test_the_environment_decides(monkeypatch):
     monkeypatch.setenv(COMPILE, "1")
     with pytest.raises(UserError, match="found '1'; allowed: auto, true, false"):
         runtime.compile_policy("cpu")
+
+
+def test_kernels_are_chosen_once_and_what_is_missing_is_one_line(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for policy in ("", "auto", "torch"):  # auto: until a card has shown what Triton gains
+        monkeypatch.setenv(runtime.KERNELS, policy)
+        assert runtime.choose_kernels("cuda") == "torch" and FusedKernels.compute is None
+    assert CPU.kernels == "torch"  # a field that each run records
+    refusals = {"fast": "'fast'; allowed: auto, triton, torch", "triton": "'triton' on cpu; al"}
+    for policy, refusal in refusals.items():
+        monkeypatch.setenv(runtime.KERNELS, policy)
+        with pytest.raises(UserError, match=f"^{runtime.KERNELS}: found {refusal}"):
+            runtime.tune_runtime("cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    with pytest.raises(UserError, match="found 'triton' on T4; allowed: auto, torch, or"):
+        runtime.choose_kernels("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "moecore.nn.kernels.triton_experts", raising=False)
+    with pytest.raises(UserError, match="^MOECORE_KERNELS: found 'triton', but [^\n]*allowed: a"):
+        runtime.choose_kernels("cuda")
+
+
+LACKING = {
+    "ermoe": "EigenExperts by ProjectionDispatchPlan",
+    "soft_moe": "MlpExperts by SlotsPlan",
+    "expert_choice": "MlpExperts by ExpertChoicePlan",
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_layers_that_triton_lacks_are_named_once_and_run_as_without(name, monkeypatch, capsys):
+    model, images = tiny(name), torch.rand(2, 1, 8, 8)
+    expected = model(images).prediction
+    monkeypatch.setattr(FusedKernels, "compute", pytest.fail)
+    monkeypatch.setattr(FusedKernels, "device", "cpu")
+    print_once.cache_clear()
+    assert torch.equal(model(images).prediction, expected)
+    told = capsys.readouterr().err
+    assert f"torch computes {LACKING[name]}" in told and told.count("\n") == 1
 
 
 def test_a_training_is_traced_by_the_parts_of_its_steps(tmp_path, monkeypatch):

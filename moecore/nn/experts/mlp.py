@@ -10,9 +10,9 @@ from torch.nn.functional import relu, silu
 from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError
 from moecore.core.streams import draw_bernoulli_mask
-from moecore.nn.dispatch import Rows
+from moecore.nn.dispatch import RoutedTokens, Rows
 from moecore.nn.experts.base import Experts, ExpertsModule, ZeroComputation, ZeroComputationExperts
-from moecore.nn.kernels.grouped import grouped_linear, grouped_mlp
+from moecore.nn.kernels.grouped import FusedKernels, grouped_linear, grouped_mlp
 from moecore.nn.layers.block import ACTIVATIONS
 
 
@@ -103,7 +103,10 @@ class Mlp(Experts):
 
 
 class MlpExperts(ExpertsModule):
-    """``experts(rows)`` with Rows of values (R, d) returns values (R, d)."""
+    """``experts(rows)`` with Rows of values (R, d) returns values (R, d).
+
+    With RoutedTokens it returns weighted outputs (B, T, d), computed by ``FusedKernels``.
+    """
 
     batch_views = 1  # see ``Dropout``
     can_copy_mlp = True
@@ -120,7 +123,15 @@ class MlpExperts(ExpertsModule):
         self.up, self.up_bias = _linears(config, width, hidden, 1 + (config.activation == "swiglu"))
         self.down, self.down_bias = _linears(config, hidden, width)
 
-    def forward(self, rows: Rows) -> Tensor:
+    @property
+    def can_fuse(self) -> bool:
+        is_covered = self.activation in ("gelu", "swiglu") and not (self.dropout and self.training)
+        return is_covered and type(self) is MlpExperts  # a subclass may compute something else
+
+    def forward(self, rows: Rows | RoutedTokens) -> Tensor:
+        if isinstance(rows, RoutedTokens):
+            assert FusedKernels.compute is not None  # checked by the layer
+            return FusedKernels.compute(self, *rows)
         if self.activation == "gelu" and not self.dropout:
             assert self.up_bias is not None and self.down_bias is not None  # only SwiGLU has none
             maps = (self.up, self.up_bias, self.down, self.down_bias)

@@ -12,7 +12,7 @@ E experts, R rows, i inputs, o outputs, n tiles of m rows.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -23,14 +23,14 @@ from torch.nn.functional import gelu, grouped_mm
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from moecore.core.torch_internals import GROUPED_MM
-from moecore.nn.kernels.cpu_expert_loop import ExpertLoop, ExpertMlpLoop
+from moecore.nn.kernels.cpu_expert_loop import ExpertLoop
 
 _CPU_SINCE = (2, 11)  # the first torch release that has grouped_mm on CPU
 _ALIGNMENT = 16  # bytes, of every stride and of the start of the data
 _MAX_EXPERTS = 1023  # for grouped_mm on CUDA; its error message states another number
 _CACHED_ROWS = 1024  # rows that stay in a CPU's cache between two steps of a computation
 _LOOPED_ROWS = 1024  # per expert, up to which a loop is faster than grouped_mm on CPU
-_MAX_FUSED_ROWS = 2048  # per expert, up to which ExpertMlpLoop is faster for an MLP in fp32
+_MAX_FUSED_ROWS = 2048  # per expert, up to which one pass over an MLP is faster in fp32
 
 _MIN_HEIGHT, _MAX_HEIGHT = 8, 1024  # rows of a tile
 
@@ -39,6 +39,13 @@ class PlainOperationsFlag:
     """True while tracing for export: experts get equally many rows, and autocast is not changed."""
 
     is_on = False
+
+
+class FusedKernels:
+    """Triton's kernels for MLP experts, if $MOECORE_KERNELS chooses them in this process."""
+
+    compute: Callable[..., Tensor] | None = None  # experts, tokens (B, T, d), plan → (B, T, d)
+    device = "cuda"  # a CPU in Triton's interpreter
 
 
 @contextmanager
@@ -66,18 +73,16 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: T
         return products.flatten(0, 1)
     looped = can_loop(rows)
     if looped and len(rows) <= _LOOPED_ROWS * len(weight):
-        return ExpertLoop.apply(rows, weight, bias, offsets)
+        return ExpertLoop.apply(rows, offsets, weight, bias)[0]
     weight = to_autocast(weight)
     if bias is not None:
         bias = to_autocast(bias)
     if not can_group(rows, weight):
         if looped:
-            return ExpertLoop.apply(rows, weight, bias, offsets)
+            return ExpertLoop.apply(rows, offsets, weight, bias)[0]
         added = None if bias is None else bias.to(rows.dtype)
         return TiledProduct.apply(rows, weight.to(rows.dtype), added, offsets)
     values = grouped_mm(rows.contiguous(), weight.contiguous(), offs=offsets)
-    if bias is None:
-        return _ContiguousGradient.apply(values)
     return _AddBias.apply(values, bias, offsets)
 
 
@@ -89,7 +94,7 @@ def grouped_mlp(
     rows = to_autocast(rows)
     if can_loop(rows) and not PlainOperationsFlag.is_on:
         if rows.dtype != torch.float32 or len(rows) <= _MAX_FUSED_ROWS * len(up):
-            return ExpertMlpLoop.apply(rows, up, up_bias, down, down_bias, offsets)[0]
+            return ExpertLoop.apply(rows, offsets, up, up_bias, down, down_bias)[0]
     hidden = gelu(grouped_linear(rows, up, up_bias, offsets))
     return grouped_linear(hidden, down, down_bias, offsets)
 
@@ -163,10 +168,12 @@ def register_flop_formulas() -> None:
 
 
 class _AddBias(Function):
-    """Add each row's bias to values (R, o) in place: a second buffer costs more in page faults."""
+    """Add rows' biases, if any, to values (R, o) in place: a second buffer costs page faults."""
 
     @staticmethod
-    def forward(values: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+    def forward(values: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
+        if bias is None:
+            return values
         chunk = rows_at_once(values)
         experts_by_chunk = experts_of_rows(offsets, len(values)).split(chunk)
         for rows, experts in zip(values.split(chunk), experts_by_chunk, strict=True):
@@ -179,29 +186,15 @@ class _AddBias(Function):
         ctx.save_for_backward(inputs[2])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        grad = grads[0].contiguous()
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        grad = grads[0].contiguous()  # grouped_mm refuses expanded ones
+        if not ctx.needs_input_grad[1]:
+            return grad, None, None
         # The product with ones is an fp32 sum in a fixed order. Ones are as narrow as grouped_mm
         # allows, and the second factor because torch.compile changes the layout of a transposed
         # constant: an expert's ones would lose their 16-byte alignment.
         ones = grad.new_ones(len(grad), _ALIGNMENT // grad.element_size())
         return grad, grouped_mm(grad.t(), ones, offs=ctx.saved_tensors[0])[:, :, 0], None
-
-
-class _ContiguousGradient(Function):
-    """Return the values; the gradient is made contiguous, as grouped_mm refuses expanded ones."""
-
-    @staticmethod
-    def forward(values: Tensor) -> Tensor:
-        return values.view_as(values)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0].contiguous()
 
 
 class Tiles(NamedTuple):
@@ -216,26 +209,15 @@ class Tiles(NamedTuple):
     @classmethod
     def of(cls, offsets: Tensor, rows: int, height: int | None = None) -> "Tiles":
         """Cut ``rows`` rows into tiles; ``offsets`` (E,) are the ends of each expert's rows."""
-        experts = len(offsets)
-        height = height or tile_height(rows, experts)
-        ends = offsets.long()
-        sizes = ends.diff(prepend=ends.new_zeros(1))
-        begins = ends - sizes
-        tiles_per_expert = (sizes + height - 1).div(height, rounding_mode="floor")
-        last = tiles_per_expert.cumsum(0)
-        first = last - tiles_per_expert
-        tile_numbers = torch.arange(tile_count(rows, experts, height), device=offsets.device)
-        # Unused tiles at the end belong to the last expert and are empty.
-        expert_of_tile = torch.searchsorted(last, tile_numbers, right=True).clamp_(max=experts - 1)
-        place_in_expert = (tile_numbers - first[expert_of_tile]).unsqueeze(1) * height
-        place_in_expert = place_in_expert + torch.arange(height, device=offsets.device)
-        is_filled = (place_in_expert < sizes[expert_of_tile].unsqueeze(1)).flatten()
-        row_indices = (place_in_expert + begins[expert_of_tile].unsqueeze(1)).flatten()
-        row_at_place = torch.where(is_filled, row_indices, 0)
-        row = torch.arange(rows, device=offsets.device)
-        expert_of_row = torch.searchsorted(ends, row, right=True)
-        places = row - begins[expert_of_row] + first[expert_of_row] * height
-        return cls(expert_of_tile, row_at_place, is_filled.unsqueeze(1), places, height)
+        height = height or tile_height(rows, len(offsets))
+        experts, first, ends = cut_into_tiles(offsets, rows, height).unbind(1)
+        row = first.unsqueeze(1) + torch.arange(height, device=offsets.device)
+        is_filled = (row < ends.unsqueeze(1)).flatten()
+        row = row.flatten().where(is_filled, rows)
+        places = row.new_empty(rows + 1)  # the last one stands for all empty places
+        places.scatter_(0, row, torch.arange(len(row), device=offsets.device))
+        rows_at_places = row.where(is_filled, 0)
+        return cls(experts, rows_at_places, is_filled.unsqueeze(1), places[:rows], height)
 
     def fill_tiles(self, values: Tensor) -> Tensor:
         """Copy values (R, w) into tiles (n, m, w), with zeros at empty places."""
@@ -250,6 +232,19 @@ class Tiles(NamedTuple):
         """Sum tiles (n, …) per expert, (E, …), in a fixed order."""
         is_expert = torch.arange(experts, device=values.device).unsqueeze(1) == self.experts
         return (is_expert.to(values.dtype) @ values.flatten(1)).unflatten(1, values.shape[1:])
+
+
+def cut_into_tiles(offsets: Tensor, rows: int, height: int) -> Tensor:
+    """Return each tile's expert, first row, and end of the expert's rows, (n, 3) int64."""
+    ends = offsets.long()
+    sizes = ends.diff(prepend=ends.new_zeros(1))
+    number = (sizes + height - 1).div(height, rounding_mode="floor")
+    last = number.cumsum(0)
+    tiles = torch.arange(tile_count(rows, len(ends), height), device=offsets.device)
+    # Unused tiles at the end belong to the last expert and are empty: first ≥ end.
+    expert = torch.searchsorted(last, tiles, right=True).clamp_(max=len(ends) - 1)
+    first = (ends - sizes - (last - number) * height)[expert] + tiles * height
+    return torch.stack([expert, first, ends[expert]], dim=1)
 
 
 class TiledProduct(Function):

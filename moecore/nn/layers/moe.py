@@ -1,6 +1,8 @@
 """The mixture-of-experts layer: as a block's feed-forward, or alone in any module."""
 
+import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,9 +15,9 @@ from moecore.core.config import Config, check_settings
 from moecore.core.files import UserError
 from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingRecord
 from moecore.core.torch_internals import active_transforms, is_in_backward_pass
-from moecore.nn.dispatch import Rows, SparsePlan, single_expert_rows
+from moecore.nn.dispatch import RoutedTokens, Rows, SparsePlan, single_expert_rows
 from moecore.nn.experts.base import Experts, ExpertsModule, ZeroComputationExperts
-from moecore.nn.kernels.grouped import PlainOperationsFlag
+from moecore.nn.kernels.grouped import FusedKernels, PlainOperationsFlag
 from moecore.nn.layers.block import FeedForward
 from moecore.nn.routers.base import CAUSAL, Router
 
@@ -112,8 +114,6 @@ class MoEFeedForward(FeedForward):
         self.zero_computation = zero_computation
         self.wants = wants
         self.shares_basis = "basis" in wants & provided
-        # replaces the dispatch, ``experts`` and the weighted sum, unless it returns None
-        self.fused_experts: Callable[..., Tensor | None] | None = None
         # replaces ``experts`` if they are sharded over ranks
         self.sharded_experts: ShardedExperts | None = None
 
@@ -141,7 +141,7 @@ class MoEFeedForward(FeedForward):
         return output, (record,)
 
     def compute_networks(
-        self, experts: Callable[[Rows], Tensor], tokens: Tensor, plan: Any, record: RoutingRecord
+        self, experts: Callable[[Any], Tensor], tokens: Tensor, plan: Any, record: RoutingRecord
     ) -> Tensor:
         """Return the experts' weighted outputs (B, T, d) for tokens (B, T, d), by the plan."""
         if PlainOperationsFlag.is_on and getattr(plan, "is_per_token", False):
@@ -153,10 +153,8 @@ class MoEFeedForward(FeedForward):
             weights = record.combine[..., :number].movedim(-1, 0).unsqueeze(-1)
             return (outputs.view(number, *tokens.shape) * weights).sum(dim=0)
         plan = self.plan_networks(plan)
-        if self.fused_experts is not None and experts is self.experts:
-            output = self.fused_experts(experts, tokens, plan)
-            if output is not None:
-                return output
+        if can_fuse(experts, tokens, plan):
+            return experts(RoutedTokens(tokens, plan))
         rows = plan.dispatch(tokens)
         if rows.shares is None:
             return plan.combine(experts(rows))
@@ -177,6 +175,29 @@ class MoEFeedForward(FeedForward):
     def number(self) -> int:
         """Number of networks that the router chooses among."""
         return len(next(self.experts.parameters()))
+
+
+def can_fuse(experts: Any, tokens: Tensor, plan: Any) -> bool:
+    """Return whether ``FusedKernels`` compute these experts; print once why they do not."""
+    if FusedKernels.compute is None or tokens.device.type != FusedKernels.device:
+        return False
+    is_covered = (
+        getattr(experts, "can_fuse", False)
+        and isinstance(plan, SparsePlan)
+        and tokens.dtype != torch.float64
+        and not active_transforms()
+    )
+    if not is_covered and not torch.compiler.is_compiling():
+        print_once(
+            f"MOECORE_KERNELS: torch computes {type(experts).__name__} by {type(plan).__name__}; "
+            "Triton covers mlp experts (gelu, swiglu; no dropout, no fp64) that tokens choose"
+        )
+    return is_covered and len(plan.tokens) > 0
+
+
+@cache
+def print_once(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 @torch.no_grad()

@@ -142,19 +142,6 @@ def reevaluate_claim(entry: Mapping[str, Any], claim: Asked, good: str = "") -> 
     return measured | judged | {"asked": claim.model_dump(mode="json", exclude_none=True)}
 
 
-def drop_repeated_claims(claims: Sequence[Answer]) -> list[Answer]:
-    """Return the claims without those that test the sentence and effect of an earlier one."""
-    studies: dict[tuple[Any, ...], str] = {}
-    for answer in sorted(claims, key=lambda answer: not answer.entry):
-        studies.setdefault(_fact_key(answer.claim), answer.study)
-    return [answer for answer in claims if studies[_fact_key(answer.claim)] == answer.study]
-
-
-def _fact_key(claim: Asked) -> tuple[Any, ...]:
-    assert isinstance(claim, run_and_claims.Claim), "a question is no fact of a paper"
-    return claim.paper, claim.source, claim.quote, claim.metric, claim.better, claim.effect
-
-
 class RequiredSampleSizes(NamedTuple):
     """The number of seeds, or of test items, that a claim needs if the other number stays."""
 

@@ -7,7 +7,7 @@ has a fixed order, without atomics, and is in fp32; fp32 operands are split into
 
 N tokens, k choices, E experts, R rows sorted by expert, n tiles, d width, h hidden width.
 ``sources``: token of each row; ``rows``: row of each pair of token and choice, (N·k,); ``order``:
-pair of each row; ``offsets``: where experts' rows end.
+pair of each row; ``offsets``: where experts' rows end; ``tiles``: see ``cut_into_tiles``.
 """
 
 import os
@@ -21,14 +21,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.library import custom_op
 
-from benchmarks import triton_kernels as kernels
 from moecore.core.files import UserError, read_json
-from moecore.core.torch_internals import active_transforms
 from moecore.nn.dispatch import SparsePlan
-from moecore.nn.kernels.grouped import tile_count, to_autocast
+from moecore.nn.kernels import triton_products as kernels
+from moecore.nn.kernels.grouped import cut_into_tiles, to_autocast
 
 TILINGS_FILE = "MOECORE_TRITON_TILINGS"
-INTERPRETED = triton.knobs.runtime.interpret  # $TRITON_INTERPRET: on a CPU, for tests
 _HEIGHTS = (16, 32, 64, 128)  # rows of a tile
 _TILES_PER_EXPERT = 4  # at least; half a tile per expert is empty, so 1/8 of the work or less
 
@@ -53,13 +51,13 @@ TILINGS = {
 class _Launcher:
     """Launches the products of a layer, in tiles that fit its rows per expert and the card."""
 
-    def __init__(self, tokens: Tensor, rows: int, experts: int) -> None:
-        fitting = [size for size in _HEIGHTS if size * _TILES_PER_EXPERT * experts <= rows]
-        self.height = max(fitting, default=_HEIGHTS[0])
-        self.tiles = min(rows, tile_count(rows, experts, self.height))
-        self.device = tokens.device
+    def __init__(self, tokens: Tensor, routes: list[Tensor]) -> None:
+        self.sources, _, self.rows, self.offsets, self.tiles = routes
+        self.height = choose_height(len(self.sources), len(self.offsets))
         self.bytes = tokens.element_size()
-        self.precision = "tf32x3" if tokens.dtype == torch.float32 else "ieee"
+        self.card = ""
+        if tokens.is_cuda:
+            self.card = torch.cuda.get_device_name(tokens.device)
 
     def multiply_tiles(self, kernel: Any, width: int, *arguments: Any, **constants: Any) -> None:
         """Launch a product of all tiles, whose output has ``width`` columns."""
@@ -69,31 +67,33 @@ class _Launcher:
         if kernel is kernels.differentiate_hidden or constants.get("ACTIVATION") == "swiglu":
             options["N"] //= 2  # several values per entry; with more, registers are spilled
         options["N"] = limit_block(options["N"], width)
-        grid = (self.tiles * triton.cdiv(width, options["N"]),)
-        kernel[grid](*arguments, M=self.height, **options, **constants)
+        grid = (len(self.tiles) * triton.cdiv(width, options["N"]),)
+        kernel[grid](*arguments, tiles=self.tiles, M=self.height, **options, **constants)
 
     def multiply_experts(self, *arguments: Any, D: int, O: int, GATHER_LEFT: bool) -> None:
         """Launch the gradient of all experts' weights (D, O), and of biases where there are any."""
         options = self._options("weights")
         options |= {"M": limit_block(options["N"], D), "N": limit_block(options["N"], O)}
-        grid = (len(arguments[-1]) * triton.cdiv(D, options["M"]) * triton.cdiv(O, options["N"]),)
-        options |= {"D": D, "O": O, "GATHER_LEFT": GATHER_LEFT}
-        kernels.differentiate_weights[grid](*arguments, **options)
+        blocks = triton.cdiv(D, options["M"]) * triton.cdiv(O, options["N"])
+        options |= {"D": D, "O": O, "GATHER_LEFT": GATHER_LEFT, "offsets": self.offsets}
+        kernels.differentiate_weights[(len(self.offsets) * blocks,)](*arguments, **options)
 
-    def sum_choices(
-        self, values: Tensor, gates: Tensor | None, rows: Tensor, output: Tensor, k: int
-    ) -> None:
+    def sum_choices(self, values: Tensor, gates: Tensor | None, output: Tensor, k: int) -> None:
         """Launch the sum of each token's k rows, weighted by gates (N, k) unless None."""
         number, width = output.shape
-        sizes = {"D": width, "CHOICES": k, "M": 16, "N": limit_block(128, width)}
+        sizes = {"D": width, "CHOICES": k, "N": limit_block(128, width)}
         grid = (triton.cdiv(number, 16), triton.cdiv(width, sizes["N"]))
-        kernels.sum_choices[grid](values, gates, rows, output, number, **sizes)
+        kernels.sum_choices[grid](values, gates, self.rows, output, number, **sizes)
 
     def _options(self, kind: str) -> dict[str, Any]:
-        card = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
-        columns, depth, warps, stages = read_tiling(card, kind, self.bytes)
-        options = {"N": columns, "K": depth, "num_warps": warps, "num_stages": stages}
-        return options | {"PRECISION": self.precision}
+        columns, depth, warps, stages = read_tiling(self.card, kind, self.bytes)
+        return {"N": columns, "K": depth, "num_warps": warps, "num_stages": stages}
+
+
+def choose_height(rows: int, experts: int) -> int:
+    """Return the rows of a tile."""
+    fitting = [size for size in _HEIGHTS if size * _TILES_PER_EXPERT * experts <= rows]
+    return max(fitting, default=_HEIGHTS[0])
 
 
 def limit_block(columns: int, width: int) -> int:
@@ -117,26 +117,23 @@ def compute_forward(
     tokens: Tensor, gates: Tensor, routes: list[Tensor], parameters: list[Tensor], save: bool
 ) -> list[Tensor]:
     """Launch the forward pass; parameters: up, down in the tokens' dtype and, if any, biases."""
-    output, inner, values, tiles = allocate_forward(tokens, gates, routes, parameters, save)
-    sources, _, rows, offsets = routes
+    output, inner, values = allocate_forward(tokens, gates, routes, parameters, save)
+    sources = routes[0]
     up, down, up_bias, down_bias = (*parameters, None, None)[:4]
-    launcher = _Launcher(tokens, len(sources), len(offsets))
+    launcher = _Launcher(tokens, routes)
     width, hidden_width = tokens.shape[1], down.shape[1]
     hidden = tokens.new_empty(len(sources), hidden_width)
     active = "gelu" if up.shape[2] == hidden_width else "swiglu"
     with torch.cuda.device_of(tokens):
-        numbers = (len(offsets), len(tiles))
-        grid = (triton.cdiv(len(tiles), 64),)
-        kernels.list_tiles[grid](offsets, tiles, *numbers, M=launcher.height, B=64)
         saved = inner if save else None
-        pointers = (tokens, sources, up, up_bias, saved, hidden, tiles, up.shape[2], 1)
+        pointers = (tokens, sources, up, up_bias, saved, hidden, up.shape[2], 1)
         options = {"D": width, "O": hidden_width, "ACTIVATION": active}
         launcher.multiply_tiles(kernels.multiply_rows, hidden_width, *pointers, **options)
-        pointers = (hidden, None, down, down_bias, None, values, tiles, width, 1)
+        pointers = (hidden, None, down, down_bias, None, values, width, 1)
         options = {"D": hidden_width, "O": width, "ACTIVATION": "none"}
         launcher.multiply_tiles(kernels.multiply_rows, width, *pointers, **options)
-        launcher.sum_choices(values, gates, rows, output, gates.shape[1])
-    return [output, inner, values, tiles]
+        launcher.sum_choices(values, gates, output, gates.shape[1])
+    return [output, inner, values]
 
 
 def compute_backward(
@@ -148,9 +145,9 @@ def compute_backward(
     tokens, gates, *_ = leaves
     to_tokens, to_gates, *to_parameters = gradients
     up, down = low
-    sources, order, rows, offsets = routes
-    inner, values, tiles = saved
-    launcher = _Launcher(tokens, len(sources), len(offsets))
+    sources, order, rows, *_ = routes
+    inner, values = saved
+    launcher = _Launcher(tokens, routes)
     number, width = tokens.shape
     hidden_width, inner_width = down.shape[1], up.shape[2]
     to_inner = torch.empty_like(inner)
@@ -158,22 +155,22 @@ def compute_backward(
     row_gates = gates.new_empty(len(inner), dtype=torch.float32)
     row_values = torch.empty_like(values)
     with torch.cuda.device_of(tokens):
-        options = {"D": width, "H": hidden_width, "GATED": inner_width != hidden_width}
+        options = {"D": width, "H": hidden_width, "WIDTH": inner_width}
         pointers = (grad, sources, order, rows, gates, down, inner, to_inner, weighted, row_gates)
         kernel = kernels.differentiate_hidden
-        launcher.multiply_tiles(kernel, hidden_width, *pointers, tiles, **options)
-        pointers = (to_inner, None, up, None, None, row_values, tiles, 1, inner_width)
+        launcher.multiply_tiles(kernel, hidden_width, *pointers, **options)
+        pointers = (to_inner, None, up, None, None, row_values, 1, inner_width)
         options = {"D": inner_width, "O": width, "ACTIVATION": "none"}
         launcher.multiply_tiles(kernels.multiply_rows, width, *pointers, **options)
-        launcher.sum_choices(row_values, None, rows, to_tokens, gates.shape[1])
-        sizes = {"D": width, "CHOICES": gates.shape[1], "M": 16, "N": limit_block(128, width)}
+        launcher.sum_choices(row_values, None, to_tokens, gates.shape[1])
+        sizes = {"D": width, "CHOICES": gates.shape[1], "N": limit_block(128, width)}
         grid = (triton.cdiv(number, 16),)
         kernels.differentiate_gates[grid](values, grad, rows, to_gates, number, **sizes)
         if to_parameters:
             to_up, to_down, to_up_bias, to_down_bias = (*to_parameters, None, None)[:4]
-            pointers = (tokens, to_inner, sources, row_gates, to_up, to_up_bias, offsets)
+            pointers = (tokens, to_inner, sources, row_gates, to_up, to_up_bias)
             launcher.multiply_experts(*pointers, D=width, O=inner_width, GATHER_LEFT=True)
-            pointers = (weighted, grad, sources, row_gates, to_down, to_down_bias, offsets)
+            pointers = (weighted, grad, sources, row_gates, to_down, to_down_bias)
             launcher.multiply_experts(*pointers, D=hidden_width, O=width, GATHER_LEFT=False)
     return gradients
 
@@ -188,12 +185,10 @@ backward_operator = custom_op("moecore::triton_experts_grad", compute_backward, 
 def allocate_forward(
     tokens: Tensor, gates: Tensor, routes: list[Tensor], parameters: list[Tensor], save: bool
 ) -> list[Tensor]:
-    """Return outputs (N, d), values before GELU (R, h), values by row (R, d) and tiles (n, 3)."""
-    sources, *_, offsets = routes
-    rows = len(sources)
+    """Return memory for outputs (N, d), values before GELU (R, h), and values by row (R, d)."""
+    rows = len(routes[0])
     inner = tokens.new_empty(rows if save else 0, parameters[0].shape[2])
-    tiles = offsets.new_empty(_Launcher(tokens, rows, len(offsets)).tiles, 3)
-    return [torch.empty_like(tokens), inner, tokens.new_empty(rows, tokens.shape[1]), tiles]
+    return [torch.empty_like(tokens), inner, tokens.new_empty(rows, tokens.shape[1])]
 
 
 @backward_operator.register_fake
@@ -207,14 +202,14 @@ class TritonExperts(Function):
 
     @staticmethod
     def forward(tokens: Tensor, gates: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        *routes, low_up, low_down, save = others[:7]
-        low = [low_up, low_down, *(bias for bias in others[9:] if bias is not None)]
+        *routes, low_up, low_down, save = others[:8]
+        low = [low_up, low_down, *(bias for bias in others[10:] if bias is not None)]
         compute = forward_operator if torch.compiler.is_compiling() else compute_forward
         return tuple(compute(tokens, gates, routes, low, save))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.save_for_backward(*inputs[:8], *inputs[9:], *output[1:])
+        ctx.save_for_backward(*inputs[:9], *inputs[10:], *output[1:])
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
 
@@ -222,30 +217,28 @@ class TritonExperts(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         is_compiling = torch.compiler.is_compiling()
         if torch.is_grad_enabled() and not is_compiling:
-            allowed = "the layer's own experts"
+            allowed = "MOECORE_KERNELS=torch"
             raise UserError.at("second derivatives", found="experts in Triton", allowed=allowed)
         if grads[0] is None:
-            return (None,) * 13
+            return (None,) * 14
         tensors = list(ctx.saved_tensors)
-        parameters = [leaf for leaf in tensors[8:12] if leaf is not None]
-        leaves = tensors[:2] + (parameters if any(ctx.needs_input_grad[9:]) else [])
+        leaves = tensors[:2]
+        if any(ctx.needs_input_grad[10:]):
+            leaves += [leaf for leaf in tensors[9:13] if leaf is not None]
         compute = backward_operator if is_compiling else compute_backward
-        routes, low, saved = tensors[2:6], tensors[6:8], tensors[12:]
+        routes, low, saved = tensors[2:7], tensors[7:9], tensors[13:]
         gradients = [*compute(grads[0].contiguous(), leaves, low, routes, saved), *(None,) * 4]
-        return *gradients[:2], *(None,) * 7, *gradients[2:6]
+        return *gradients[:2], *(None,) * 8, *gradients[2:6]
 
 
-def compute_experts(experts: Any, tokens: Tensor, plan: Any) -> Tensor | None:
-    """Return weighted outputs (B, T, d) of MLP experts for tokens (B, T, d); None: use torch's."""
-    is_here = tokens.device.type == ("cpu" if INTERPRETED else "cuda")
-    if not is_here or not isinstance(plan, SparsePlan) or not len(plan.tokens):
-        return None
-    if tokens.dtype == torch.float64 or active_transforms():
-        return None
+def compute_experts(experts: Any, tokens: Tensor, plan: SparsePlan) -> Tensor:
+    """Return weighted outputs (B, T, d) of MLP experts for tokens (B, T, d)."""
     flat = to_autocast(tokens).flatten(0, 1).contiguous()
     gates = plan.weights.flatten(0, 1).contiguous()
     low = [weight.detach().to(flat.dtype).contiguous() for weight in (experts.up, experts.down)]
-    routes = (plan.tokens, plan.order, plan.rows, plan.offsets)
+    height = choose_height(len(plan.tokens), len(plan.offsets))
+    tiles = cut_into_tiles(plan.offsets, len(plan.tokens), height)[: len(plan.tokens)].int()
+    routes = (plan.tokens, plan.order, plan.rows, plan.offsets, tiles)
     parameters = (experts.up, experts.down, experts.up_bias, experts.down_bias)
     save = torch.is_grad_enabled()
     outputs = TritonExperts.apply(flat, gates, *routes, *low, save, *parameters)
