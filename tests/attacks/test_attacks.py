@@ -1,5 +1,3 @@
-"""Gradient attacks against loops and the authors' APGD; their batches, seeds and precision."""
-
 import logging
 import math
 from contextlib import nullcontext
@@ -20,6 +18,13 @@ from moecore.nn.predict import coupled_image_count, predict_in_batches, round_ba
 from tests.attacks.models import CLASSES, SETS, YEARS, Curved, Linear, Smooth, vit
 
 GRADIENT = [Fgsm(), Pgd(steps=4), Pgd(steps=4, form="strong"), Apgd(steps=8)]
+BALANCE = Pgd(steps=2, objective="balance", weight=5, group=4)
+SOFT = Surrogate(steps=3, direct=True)
+ATTACKS = [Fgsm(), Pgd(steps=3, form="strong"), BALANCE, Apgd(steps=5), SOFT]
+WEIGHT = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0, 0.25, 1.0, -4.0])
+VOLUMES = torch.full((2, 1, 2, 2, 2), 0.5)
+LABELS = torch.tensor([-10.0, 10.0])  # ŷ is −0.625: too high for the first, too low for the second
+STEPS = 0.1 * torch.tensor([1.0, -1.0])[:, None] * WEIGHT.sign()
 
 
 def named(attack) -> str:
@@ -176,9 +181,8 @@ def test_balance_of_a_dense_model_is_plain_cross_entropy():
 def test_routing_change_by_hand():
     # Image 0: token 0 chose experts 0 and 1 with probs 1/2, 1/4: (ln 2 + ln 4)/2; token 1 chose
     # none: 0. Mean over tokens: half of it.
-    probs = torch.tensor(
-        [[[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]], [[0.5, 0.25, 0.25], [0.5, 0.25, 0.25]]]
-    )
+    half = [0.5, 0.25, 0.25]
+    probs = torch.tensor([[half, [0.2, 0.3, 0.5]], [half, half]])
     chosen = torch.tensor([[[1, 1, 0], [0, 0, 0]], [[1, 0, 0], [0, 0, 1]]]).bool()
     expected = torch.tensor([math.log(8) / 4, math.log(8) / 2])
     for layers in (0, 1, 2):
@@ -273,11 +277,6 @@ def test_the_start_lies_on_the_edge_of_the_ball():
     images = torch.full((5, 1, 4, 4), 0.5)
     start = random_start(module.Ball(images, 0.1), image_generators(0, range(5)))
     assert (start - images).abs().amax(dim=(1, 2, 3)).tolist() == pytest.approx([0.1] * 5, abs=1e-6)
-
-
-BALANCE = Pgd(steps=2, objective="balance", weight=5, group=4)
-SOFT = Surrogate(steps=3, direct=True)
-ATTACKS = [Fgsm(), Pgd(steps=3, form="strong"), BALANCE, Apgd(steps=5), SOFT]
 
 
 def target(batch: int = 5, images: int = 13, **changes) -> Target:
@@ -390,12 +389,6 @@ class Regressor(nn.Module):
 
     def forward(self, images: torch.Tensor) -> ModelOutput:
         return ModelOutput((images.flatten(1) @ self.weight + self.bias)[:, None])
-
-
-WEIGHT = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0, 0.25, 1.0, -4.0])
-VOLUMES = torch.full((2, 1, 2, 2, 2), 0.5)
-LABELS = torch.tensor([-10.0, 10.0])  # ŷ is −0.625: too high for the first, too low for the second
-STEPS = 0.1 * torch.tensor([1.0, -1.0])[:, None] * WEIGHT.sign()
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -1,5 +1,3 @@
-"""AutoAttack's parts, and attacks on routers: by hand, against the authors' code, refusals."""
-
 import json
 import logging
 from contextlib import contextmanager
@@ -37,6 +35,10 @@ IMAGES, STEPS, QUERIES = 10, 12, 150
 NORMS = {"linf": "Linf", "l2": "L2"}
 QUIET = logging.getLogger("auto-attack")
 SMALL = autoattack.Autoattack(steps=6, queries=30)
+PARTS = [SMALL, fab.Fab(steps=5), square.Square(queries=40)]
+SPARSE = {"kind": "noisy_top_k", "k": 1}
+EPSILON = 0.02
+CAPPED = {"kind": "noisy_top_k", "k": 1, "eval_capacity_factor": 0.5, "group_size": 3}
 
 
 def case(model, images: int = IMAGES, side: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,14 +75,8 @@ def authors(model, images, labels, epsilon, norm, version="standard", attacks=No
     for image, label, generator in zip(
         images.split(1), labels.split(1), image_generators(0, range(len(images))), strict=True
     ):
-        theirs = AutoAttack(
-            lambda x: model(x).prediction,
-            eps=epsilon,
-            norm=NORMS[norm],
-            version=version,
-            attacks=attacks,
-            seed=0,
-        )
+        options = {"eps": epsilon, "norm": NORMS[norm], "version": version, "attacks": attacks}
+        theirs = AutoAttack(lambda x: model(x).prediction, **options, seed=0)
         for part in (theirs.apgd, theirs.apgd_targeted, theirs.fab):
             part.n_iter = STEPS
             shares = (max(int(share * STEPS), 1) for share in (0.22, 0.06, 0.03))
@@ -140,15 +136,13 @@ def test_apgd_in_l2_is_the_authors_step_by_step(loss):
     ball = base.Ball(images, 0.3, "l2")
     start = base.random_start(ball, image_generators(0, range(IMAGES)))
     assert ball.lengths(start - images).max() <= 0.3 + 1e-6
-    theirs = APGDAttack(
-        lambda x: model(x).prediction, n_iter=50, eps=0.3, norm="L2", loss=loss, logger=QUIET
-    )
+    options = {"n_iter": 50, "eps": 0.3, "norm": "L2", "loss": loss, "logger": QUIET}
+    theirs = APGDAttack(lambda x: model(x).prediction, **options)
     theirs.init_hyperparam(images)
     best, _, values, wrong = theirs.attack_single_run(images, labels, x_init=start)
     objective = {"ce": "cross_entropy", "dlr": "dlr"}[loss]
-    at = module.ModelGradient(
-        model, module.make_objective(objective, 0, model, CLASSES, images, labels)
-    )
+    goal = module.make_objective(objective, 0, model, CLASSES, images, labels)
+    at = module.ModelGradient(model, goal)
     ours = apgd_ascent(at, ball, start, 50, lambda: at.prediction.argmax(1) != labels)
     assert torch.allclose(ours.values, values, atol=1e-4)
     assert torch.allclose(ours.images, best, atol=1e-3)
@@ -234,9 +228,7 @@ def test_survivors_alone_are_attacked_and_packed():
     assert passes[-2] == survivors
 
 
-@pytest.mark.parametrize(
-    "attack", [SMALL, fab.Fab(steps=5), square.Square(queries=40)], ids=lambda a: a.kind
-)
+@pytest.mark.parametrize("attack", PARTS, ids=lambda attack: attack.kind)
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_batch_does_not_matter_and_the_seed_does(attack, norm):
     attack = attack.model_copy(update={"norm": norm})
@@ -256,12 +248,7 @@ def test_the_batch_does_not_matter_and_the_seed_does(attack, norm):
 
 
 def test_parts_keep_the_promises_of_attacks():
-    for attack in (
-        SMALL,
-        fab.Fab(steps=4),
-        square.Square(queries=20),
-        Apgd(steps=4, objective="targeted_dlr"),
-    ):
+    for attack in [*PARTS, Apgd(steps=4, objective="targeted_dlr")]:
         check_attack(attack)
 
 
@@ -370,10 +357,6 @@ def test_what_cannot_be_attacked_is_refused_in_one_line():
             run(attack, Cusp(side=8), images, labels, 0.1)
 
 
-SPARSE = {"kind": "noisy_top_k", "k": 1}
-EPSILON = 0.02
-
-
 def record(logits: list, chosen: list, combine: list | None = None) -> RoutingRecord:
     """One image; the probs are a softmax of the logits, and the weights of chosen experts."""
     values, mask = torch.tensor([logits]), torch.tensor([chosen]).bool()
@@ -396,15 +379,11 @@ def test_the_margin_by_hand():
 
 def test_task_and_routing_add_up():
     model, pixels, labels = Smooth(), torch.rand(5, 1, 4, 4), torch.zeros(5, dtype=torch.long)
-    values = {
-        name: module.ModelGradient(
-            model, module.make_objective(name, 0.3, model, CLASSES, pixels, labels)
-        )
-        for name in ("task", "routing_margin", "task_and_routing")
-    }
-    (task, by_task), (margin, by_margin), (joint, by_joint) = (
-        at(0.9 * pixels) for at in values.values()
-    )
+    pairs = []
+    for name in ("task", "routing_margin", "task_and_routing"):
+        goal = module.make_objective(name, 0.3, model, CLASSES, pixels, labels)
+        pairs.append(module.ModelGradient(model, goal)(0.9 * pixels))
+    (task, by_task), (margin, by_margin), (joint, by_joint) = pairs
     assert torch.allclose(joint, task + 0.3 * margin)
     assert torch.allclose(by_joint, by_task + 0.3 * by_margin, atol=1e-6)
     assert by_margin.any()
@@ -427,9 +406,6 @@ def test_soft_weights_by_hand():
         assert torch.allclose(soft_top_k_weights(layer, 1.0), layer.combine)
     shifted = soft_top_k_weights(record([[1.0, 0.0]], [[0, 1]]), 0.01)[0, 0]
     assert shifted[1] > 0 and shifted[0] == pytest.approx(0, abs=1e-6)
-
-
-CAPPED = {"kind": "noisy_top_k", "k": 1, "eval_capacity_factor": 0.5, "group_size": 3}
 
 
 @pytest.mark.parametrize("router", [*ROUTERS, CAPPED], ids=lambda router: router["kind"])
@@ -458,9 +434,7 @@ def test_a_surrogate_is_attacked_and_apgd_goes_on_from_there():
     apgd = Apgd(steps=4)
     assert torch.equal(soft, attack_images(apgd, soften_model(model, 0.3), pixels, labels))
     direct = attack_images(surrogate.model_copy(update={"direct": True}), model, pixels, labels)
-    losses = [
-        CLASSES.attack_loss(model(moved).prediction, labels) for moved in (pixels, soft, direct)
-    ]
+    losses = [CLASSES.attack_loss(model(x).prediction, labels) for x in (pixels, soft, direct)]
     assert (losses[2] >= losses[1]).all() and losses[2].mean() > losses[1].mean() > losses[0].mean()
     for moved in (soft, direct):
         assert (moved - pixels).abs().max() <= EPSILON + 1e-6

@@ -1,5 +1,3 @@
-"""Predicted ages: errors and radius by hand and on drawn ages, predictions.csv, and the card."""
-
 import hashlib
 
 import numpy as np

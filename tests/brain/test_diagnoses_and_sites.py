@@ -1,5 +1,3 @@
-"""Age gaps of people with a diagnosis; ages by ridge regression on tissue volumes; ComBat."""
-
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -21,6 +19,8 @@ from tests.measure.subjects import compute_without_cache
 
 AGES = np.array([50.0, 60, 70])
 SAID = np.array([55.0, 60, 65])  # gaps 5, 0, −5: g(y) = 30 − y/2, and ŷ = 30 + y/2
+ADDED = {"a": (0.0, 0.0, 0.0), "b": (40.0, -30.0, 20.0), "c": (-25.0, 60.0, 10.0)}
+STRETCH = {"a": 1.0, "b": 2.0, "c": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +128,6 @@ def test_whom_nothing_can_be_said_of():
     given = rows([70, 71, 72], [1, 2, 3], "FMF", ["AD", "CN", "CN"])
     assert measure_diagnosis_gaps(given, ["CN"], True) == ()  # one person with AD
     assert measure_diagnosis_gaps(given, [""], True) == ()  # no diagnosis in training
-
-
-ADDED = {"a": (0.0, 0.0, 0.0), "b": (40.0, -30.0, 20.0), "c": (-25.0, 60.0, 10.0)}
-STRETCH = {"a": 1.0, "b": 2.0, "c": 0.5}
 
 
 def scanned(n, sites, seed=0):

@@ -1,5 +1,3 @@
-"""Files and the system's errors in one line; systems unlike Linux; collectives; parts by kind."""
-
 import errno
 import inspect
 import json
@@ -173,11 +171,9 @@ def test_a_hanging_rank_is_named_while_the_others_wait():
     environment = os.environ | {"PYTHONPATH": str(source_layout.ROOT), "OMP_NUM_THREADS": "1"}
     pipes = dict.fromkeys(("stdin", "stderr"), subprocess.PIPE)
     process = subprocess.Popen([sys.executable, *words], env=environment, text=True, **pipes)
-    assert process.stderr is not None
     line = process.stderr.readline()  # rank 1 hangs until it is read
-    assert re.match(
-        r"rank 0 of 2: has waited 1 s for rank 1 \(process \d+ on .*\), which runs", line
-    )
+    said = r"rank 0 of 2: has waited 1 s for rank 1 \(process \d+ on .*\), which runs"
+    assert re.match(said, line)
     children = psutil.Process(process.pid).children(recursive=True)
     opened = [each for child in children for each in child.net_connections("inet")]
     listening = [each.laddr.ip for each in opened if each.status == psutil.CONN_LISTEN]
@@ -305,10 +301,8 @@ def test_a_part_lacks_no_constant_of_its_family(folder):
     lacking = 'class Soft(Calibrator):\n    kind: Literal["my_lab.soft"] = "my_lab.soft"\n'
     imports = "from typing import Literal\nfrom moecore.parts import Calibrator\n"
     write_my_lab(folder, soft=imports + lacking)
-    with (
-        source_layout.more_packages(["my_lab"]),
-        pytest.raises(ValueError, match="has: fit, fitted, predicts, tasks$"),
-    ):
+    said = pytest.raises(ValueError, match="has: fit, fitted, predicts, tasks$")
+    with source_layout.more_packages(["my_lab"]), said:
         config.find_class(parts.Calibrator, "my_lab.soft")
 
 

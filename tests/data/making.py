@@ -24,6 +24,18 @@ from moecore.data.volumes.volume_preparation import REGIONS
 from moecore.parts import Config, ImageSpec
 from moecore.tasks.regression import Regression
 
+SIDE = 32
+AFFINE = np.array([[3, 0, 0, -96], [0, 3, 0, -112], [0, 0, 3, -88], [0, 0, 0, 1]]) * 1.0  # RAS
+SMALL = {"voxel_mm": 6.0, "size": (32, 32, 32), "age_groups": 2}
+NUMBERS = {"train": 60, "validation": 24, "test": 40}
+SHAPE = (16, 16, 16)
+COLOURS = {"clover": (40, 160, 60), "poppy": (210, 40, 30), "sky": (60, 110, 220)}
+MODES = ("RGB", "L", "RGBA", "P", "I;16", "LA", "1", "CMYK")
+SIZE = (16, 16, 16)
+AGED = Regression(target="age", unit="years", mean=55.0, deviation=20.0)
+VOLUMES = ImageSpec(channels=1, size=SIZE, mean=(0.5,), std=(0.25,), task=AGED)
+GREY = {"wm": 0.9, "gm": 0.6, "csf": 0.2}
+
 
 def idx_bytes(array: np.ndarray) -> bytes:
     header = bytes((0, 0, 8, array.ndim)) + np.array(array.shape, ">u4").tobytes()
@@ -44,9 +56,8 @@ def fashion_folder(folder: Path, train: int = 200, test: int = 60, packed: bool 
             name = f"{part}-{what}-ubyte"
             content = idx_bytes(array)
             hashes[name] = hashlib.sha256(content).hexdigest()
-            (folder / (name + ".gz" * packed)).write_bytes(
-                gzip.compress(content) if packed else content
-            )
+            written = gzip.compress(content) if packed else content
+            (folder / (name + ".gz" * packed)).write_bytes(written)
     return hashes
 
 
@@ -80,11 +91,6 @@ def photo_classes(folder: Path, classes: dict[str, int], sides: tuple[int, int] 
         for i in range(number):
             width, height = random.integers(*sides, 2).tolist()
             photo(width, height, random).save(folder / name / f"{i:03}.JPEG", quality=92)
-
-
-SIDE = 32
-AFFINE = np.array([[3, 0, 0, -96], [0, 3, 0, -112], [0, 0, 3, -88], [0, 0, 0, 1]]) * 1.0  # RAS
-SMALL = {"voxel_mm": 6.0, "size": (32, 32, 32), "age_groups": 2}
 
 
 def head(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -159,12 +165,6 @@ def cohort(root: Path, people: int = 12) -> Bids:
     return Bids(root=str(root), cache=str(root.parent / "cache"), **SMALL)
 
 
-SIZE = (16, 16, 16)
-AGED = Regression(target="age", unit="years", mean=55.0, deviation=20.0)
-VOLUMES = ImageSpec(channels=1, size=SIZE, mean=(0.5,), std=(0.25,), task=AGED)
-GREY = {"wm": 0.9, "gm": 0.6, "csf": 0.2}
-
-
 class Balls(Config):
     kind: str = "balls"
     seed: int = 0
@@ -212,10 +212,6 @@ class Settings(Config):
     seed: int = 0
 
 
-NUMBERS = {"train": 60, "validation": 24, "test": 40}
-SHAPE = (16, 16, 16)
-
-
 def write_cohort(folder: Path, simulated: bool = True, numbers: dict = NUMBERS) -> Prepared:
     """One session for each, two for the first of a split; sexes F, M in turn, the last unknown."""
     generator, parts = np.random.default_rng(0), {}
@@ -249,10 +245,6 @@ def leaning(data: Prepared, seed: int = 0) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(seed)
     labels = {split: getattr(data, split).labels for split in ("train", "validation", "test")}
     return {name: 20 + 0.7 * y + generator.normal(0, 2, len(y)) for name, y in labels.items()}
-
-
-COLOURS = {"clover": (40, 160, 60), "poppy": (210, 40, 30), "sky": (60, 110, 220)}
-MODES = ("RGB", "L", "RGBA", "P", "I;16", "LA", "1", "CMYK")
 
 
 def picture(name: str, number: int) -> Image.Image:

@@ -1,5 +1,3 @@
-"""Corruptions: what their bytes depend on, how strong they are, and fixtures worked by hand."""
-
 import io
 import math
 from itertools import pairwise
@@ -16,6 +14,7 @@ from moecore.data.sources.digits import Digits
 
 NAMES = tuple(CORRUPTIONS)
 WITHOUT_CHANCE = "defocus_blur zoom_blur brightness contrast pixelate jpeg_compression".split()
+MOVES_OR_MIXES = "defocus_blur glass_blur motion_blur zoom_blur elastic_transform pixelate contrast"
 
 
 def picture(number: int = 6, channels: int = 3, height: int = 18, width: int = 15) -> np.ndarray:
@@ -110,9 +109,6 @@ def test_the_mean_change_grows_with_the_severity(name, digits):
         made = [corrupt_images(images, name, s, 0, indices).astype(int) for s in (1, 2, 3, 4, 5)]
         change = [np.abs(one - images).mean() for one in made]
         assert change[0] > 0 and all(a < b for a, b in pairwise(change)), change
-
-
-MOVES_OR_MIXES = "defocus_blur glass_blur motion_blur zoom_blur elastic_transform pixelate contrast"
 
 
 @pytest.mark.parametrize("name", [*MOVES_OR_MIXES.split(), "jpeg_compression"])

@@ -1,5 +1,3 @@
-"""The prepared layout and its card, work in threads, order by (seed, step), stratified splits."""
-
 import hashlib
 import os
 import time
@@ -27,14 +25,18 @@ from moecore.sources import Cifar, Dialects, Digits, ImageFolder, Imagenet, Mosa
 from moecore.testing import check_source
 from tests.data.making import cohort, image_classes
 
-
-class Made(stratified_splits.SplitSettings):
-    kind: str = "made"
-
-
 CARD = Card("Made", 3, 4, Classification(classes=("a", "b")), "none", "here")
 IMAGES = np.random.default_rng(0).integers(0, 256, (10, 3, 4, 4), np.uint8)
 LABELS = np.arange(10) % 2
+TWO = Classification(classes=("a", "b"))
+THREE_CLASSES = np.repeat([0, 1, 2], [50, 30, 20])
+SEEDS = range(3)
+WHO = get_args(streams.StreamOwner)
+PURPOSES = (streams.VIEWS, streams.NOISE, streams.ATTACK)
+
+
+class Made(stratified_splits.SplitSettings):
+    kind: str = "made"
 
 
 def parts(**changed):
@@ -242,9 +244,6 @@ def test_the_space_of_an_array_is_taken_before_it_is_filled(tmp_path):
     assert path.stat().st_blocks * 512 >= path.stat().st_size
 
 
-TWO = Classification(classes=("a", "b"))
-
-
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 2**32), st.integers(0, 5))
 def test_an_epoch_sees_each_image_at_most_once(n, batch, seed, epoch):
     if n < batch:
@@ -297,9 +296,6 @@ def test_few_shot():
         few_shot_indices(TWO, labels, 5, 0)
 
 
-THREE_CLASSES = np.repeat([0, 1, 2], [50, 30, 20])
-
-
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=8), st.data())
 def test_quotas_are_exact_and_proportional(counts, data):
     counts = np.array(counts)
@@ -342,11 +338,6 @@ def test_limits_do_not_touch_validation():
     limit = stratified_splits.stratified_limit
     full = [limit(THREE_CLASSES, number, 0) for number in (None, 1000, 1)]
     assert [len(chosen) for chosen in full] == [100, 100, 1]
-
-
-SEEDS = range(3)
-WHO = get_args(streams.StreamOwner)
-PURPOSES = (streams.VIEWS, streams.NOISE, streams.ATTACK)
 
 
 def drawn(*words: int) -> int:

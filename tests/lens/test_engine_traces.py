@@ -1,5 +1,3 @@
-"""Traces of vLLM, SGLang and llama.cpp against slow references; caches against all replacements."""
-
 import base64
 import json
 import re
@@ -17,6 +15,8 @@ from moecore.pipeline.cli import app
 
 LAYERS, K, EXPERTS = 3, 2, 8
 FLAT = module.EngineFormat(top_k=K, layers=LAYERS)
+START = "0,1\n0,2\n1,0\n"  # of two layers with k = 2, three of four lines
+IDS = [[[0, 1], [2, 3]], [[1, 2], [0, 3]]]  # two tokens, two layers
 
 
 def draw_requests(number: int = 6, seed: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -95,9 +95,7 @@ def files(tmp_path):
     return found | {"lines": [lines]}
 
 
-@pytest.mark.parametrize(
-    "name", ["old_vllm", "new_vllm", "sglang", "chat_sglang", "lines", "llama"]
-)
+@pytest.mark.parametrize("name", "old_vllm new_vllm sglang chat_sglang lines llama".split())
 def test_ids_and_phases_are_those_that_were_written(files, name):
     read = module.read_engine_files(files[name], FLAT)
     for request, (prompt, generated) in zip(read, draw_requests(), strict=True):
@@ -195,9 +193,8 @@ def test_of_random_routing_nothing_is_beyond_chance(tmp_path):
         ids = generator.random((40, 30, 1, EXPERTS)).argsort(axis=-1)[..., :K]
         requests = [old_vllm(one[:10], one[10:]) for one in ids]
         (tmp_path / f"{name}.json").write_text(json.dumps(requests))
-    for row in module.analyse_engines(
-        [tmp_path / "a.json"], [tmp_path / "b.json"], module.EngineFormat()
-    ):
+    paths = ([tmp_path / f"{name}.json"] for name in ("a", "b"))
+    for row in module.analyse_engines(*paths, module.EngineFormat()):
         name, chance = row["quantity"], row["chance"]
         if "belady" in name or "hits_lfu" in name or "lru" in name:
             continue  # a token has two different experts: fewer hits than independent uses
@@ -221,10 +218,7 @@ def test_the_command_prints_and_writes(files, tmp_path, monkeypatch):
     assert re.findall(r"Layer \d", page) == ["Layer 1", "Layer 2"]
 
 
-IDS = [[[0, 1], [2, 3]], [[1, 2], [0, 3]]]  # two tokens, two layers
-
-
-def response_of(ids, **others):
+def response(ids, **others):
     return json.dumps({"choices": [{"routed_experts": ids}], **others})
 
 
@@ -234,51 +228,39 @@ def response_of(ids, **others):
         ("a.json", None, "No such file"),
         ("a.txt", "", "found suffix '.txt'; allowed: .json"),
         ("a.json", b"\xff\xfe", "invalid start byte"),
-        ("a.json", response_of(IDS)[:-3], "json:1: found .*; allowed: JSON"),
-        ("a.jsonl", response_of(IDS) + "\n\n{", "jsonl:2: found .*; allowed: JSON"),
+        ("a.json", response(IDS)[:-3], "json:1: found .*; allowed: JSON"),
+        ("a.jsonl", response(IDS) + "\n\n{", "jsonl:2: found .*; allowed: JSON"),
         ("a.json", "[]", "found no request"),
         ("a.json", "[3]", "response 0: found no choices and"),
         ("a.json", '{"choices": []}', "response 0: found no choices and"),
         ("a.json", '{"choices": [[1]]}', "response 0: found no choices and"),
         ("a.json", '{"choices": [{}], "usage": 3}', "usage that is no object"),
-        ("a.json", response_of(None), "choice 0: routed_experts: found object of shape"),
-        ("a.json", response_of([]), r"routed_experts: found float64 of shape \(0,\)"),
-        ("a.json", response_of([[0, 1]]), r"found int64 of shape \(1, 2\)"),
-        ("a.json", response_of([IDS[0], [[1, 2]]]), "routed_experts: found .*inhomogeneous"),
-        ("a.json", response_of([[[0.5, 1.0]]]), "found float64 of shape"),
-        ("a.json", response_of([[["a", "b"]]]), "found <U1 of shape"),
-        (
-            "a.json",
-            response_of([[[0, 9]]]),
-            r"token 0, layer 0: found expert 9 in \[0, 9\]; .* to 7",
-        ),
-        ("a.json", response_of([[[0, -2]]]), "token 0, layer 0: found expert -2"),
-        ("a.json", response_of([[[0, -1]]]), "token 0, layer 0: found expert -1"),
-        ("a.json", response_of([*IDS, [[4, 4], [0, 1]]]), "token 2, layer 0: found expert 4 in"),
-        ("a.json", response_of([[[-1, -1]]]), "highest id -1; allowed: recorded ids"),
-        ("a.json", f"[{response_of(IDS)}, {response_of([[[0, 1]]])}]", r"response 1.* \(1, 1, 2\)"),
-        ("a.json", response_of(IDS, prompt_routed_experts=[[[0, 1]]]), "choice 0: routed_exp"),
-        ("a.json", response_of(IDS, usage=usage_of("abc", "d" * 9)), "found 2 tokens; .*: 9 to 12"),
-        ("a.json", response_of("%%%"), "found Only base64 data"),
-        ("a.json", response_of(encoded_npy(np.array(IDS))[:-8]), "routed_experts: found "),
-        ("a.json", response_of(encoded_flat(np.arange(8))[:-4]), "found .*; allowed: .tokens"),
-        ("a.json", response_of(encoded_flat(np.arange(9))), "cannot reshape"),
+        ("a.json", response(None), "choice 0: routed_experts: found object of shape"),
+        ("a.json", response([]), r"routed_experts: found float64 of shape \(0,\)"),
+        ("a.json", response([[0, 1]]), r"found int64 of shape \(1, 2\)"),
+        ("a.json", response([IDS[0], [[1, 2]]]), "routed_experts: found .*inhomogeneous"),
+        ("a.json", response([[[0.5, 1.0]]]), "found float64 of shape"),
+        ("a.json", response([[["a", "b"]]]), "found <U1 of shape"),
+        ("a.json", response([[[0, 9]]]), r"token 0, layer 0: found expert 9 in \[0, 9\]; .* to 7"),
+        ("a.json", response([[[0, -2]]]), "token 0, layer 0: found expert -2"),
+        ("a.json", response([[[0, -1]]]), "token 0, layer 0: found expert -1"),
+        ("a.json", response([*IDS, [[4, 4], [0, 1]]]), "token 2, layer 0: found expert 4 in"),
+        ("a.json", response([[[-1, -1]]]), "highest id -1; allowed: recorded ids"),
+        ("a.json", f"[{response(IDS)}, {response([[[0, 1]]])}]", r"response 1.* \(1, 1, 2\)"),
+        ("a.json", response(IDS, prompt_routed_experts=[[[0, 1]]]), "choice 0: routed_exp"),
+        ("a.json", response(IDS, usage=usage_of("abc", "d" * 9)), "found 2 tokens; .*: 9 to 12"),
+        ("a.json", response("%%%"), "found Only base64 data"),
+        ("a.json", response(encoded_npy(np.array(IDS))[:-8]), "routed_experts: found "),
+        ("a.json", response(encoded_flat(np.arange(8))[:-4]), "found .*; allowed: .tokens"),
+        ("a.json", response(encoded_flat(np.arange(9))), "cannot reshape"),
         ("a.csv", "", "whole lines layer,expert"),
         ("a.csv", "layer,expert\n0,1\n", r"csv:1: found 'layer,expert'; allowed: layer,expert"),
-        ("a.csv", "0,1\n0,2\n1,0\n1\n", "csv:4: found '1'"),
-        ("a.csv", "0,1\n0,2\n1,0\n1,", "csv:4: found '1,'"),
-        ("a.csv", "0,1\n0,2\n1,0\n1,1", "whole lines layer,expert"),
-        ("a.csv", "0,1\n0,2\n1,0\n1,-1\n", "csv:4: found '1,-1'"),
-        (
-            "a.csv",
-            "0,1\n0,2\n1,0\n1,1\n0,1\n0,2\n",
-            r"csv:5: found \[2, 0\] lines of layers \[0, 1\]",
-        ),
-        (
-            "a.csv",
-            "0,1\n0,2\n0,3\n1,0\n1,1\n1,2\n",
-            r"csv:1: found \[3, 3\] lines .* multiple of k",
-        ),
+        ("a.csv", f"{START}1\n", "csv:4: found '1'"),
+        ("a.csv", f"{START}1,", "csv:4: found '1,'"),
+        ("a.csv", f"{START}1,1", "whole lines layer,expert"),
+        ("a.csv", f"{START}1,-1\n", "csv:4: found '1,-1'"),
+        ("a.csv", f"{START}1,1\n0,1\n0,2\n", r"csv:5: found \[2, 0\] lines of layers \[0, 1\]"),
+        ("a.csv", "0,1\n0,2\n0,3\n1,0\n1,1\n1,2\n", r":1: found \[3, 3\] lines .* multiple of k"),
         ("a.csv", "0,1\n0,1\n1,0\n1,1\n", r"csv: token 0, layer 0: found expert 1 in \[1, 1\]"),
     ],
 )

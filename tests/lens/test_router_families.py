@@ -1,5 +1,3 @@
-"""docs/router_families.md says how the routing of each family of transformers is read."""
-
 from pathlib import Path
 
 import pytest

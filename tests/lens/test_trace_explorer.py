@@ -1,5 +1,3 @@
-"""Traces of images and the explorer: by hand, in any files, small, in a browser."""
-
 import json
 
 import numpy as np
@@ -23,6 +21,10 @@ from tests.measure.test_words import MOE, subject
 from tests.report.explored import address, settled
 
 BYTES = torch.arange(5 * 3 * 8 * 8).view(5, 3, 8, 8).to(torch.uint8)
+__all__ = ["subject"]
+WORDS = ("the", "lens", "reads", "traces")
+TOKENS = torch.tensor([[0, 1, 2, 3], [1, 1, 0, 2], [3, 2, 1, 0]])
+CHOICES = [[1, 0, 1, 1], [0, 0, 1, 1], [2, 1, 1, 0]]  # the first item is the surest
 
 
 def first_choices_record(*items, experts=3):
@@ -113,12 +115,6 @@ def test_what_lies_otherwise_is_refused(tmp_path, layouts, pictures, problem):
         with write_trace(tmp_path / "trace", "drawn", layouts=layouts) as trace:
             trace.add([first_choices_record(*[[0, 1, 2, 0, 1]] * 5)], pictures=pictures)
     assert "\n" not in str(error.value)
-
-
-__all__ = ["subject"]
-WORDS = ("the", "lens", "reads", "traces")
-TOKENS = torch.tensor([[0, 1, 2, 3], [1, 1, 0, 2], [3, 2, 1, 0]])
-CHOICES = [[1, 0, 1, 1], [0, 0, 1, 1], [2, 1, 1, 0]]  # the first item is the surest
 
 
 def explored(model: MeasuredModel, folder) -> TraceExplorer:

@@ -1,5 +1,3 @@
-"""What is left under attack, by kind of score; each line of the audit, held and failed."""
-
 import pytest
 import torch
 
@@ -12,6 +10,9 @@ from tests.attacks.test_attacks import Regressor
 
 WEIGHT = torch.linspace(-3, 4, 8)
 CHANGES = {"unchanged_images": 0.0, "routing_change": (0.5,), "processing_change": (0.25,)}
+PGD = Pgd(steps=5)
+LINES = "deterministic zero_gradients pgd_beats_fgsm apgd_beats_pgd chance more_steps surrogate"
+LINES += " loss_landscape step_size black_box"
 
 
 def hits(*right: int) -> torch.Tensor:
@@ -64,26 +65,21 @@ def test_scores_have_wilsons_or_a_bootstrap_interval():
     assert (even.score, even.low, even.high) == (2.5, 2.5, 2.5)
 
 
-def test_the_worst_case_of_hits_is_what_stands_all_attacks():
-    curves = {
-        "a": (row(0, CLASSES, hits(1, 1, 1)), row(0.1, CLASSES, hits(1, 0, 1))),
-        "b": (row(0, CLASSES, hits(1, 1, 1)), row(0.1, CLASSES, hits(1, 1, 0))),
-    }
-    clean, attacked = module.worst_case(curves, CLASSES, 3)
-    assert (clean.epsilon, clean.score) == (0, 1)
-    assert (attacked.epsilon, attacked.score) == (0.1, pytest.approx(1 / 3))
-    assert CLASSES.decode_scores(attacked.scores, 3).tolist() == [True, False, False]
-
-
-def test_the_worst_case_of_errors_is_of_each_image_by_itself():
-    # At 0.1: max(1, 3) and max(5, 2): 4 on average, more than either attack's 3 or 2.5.
-    curves = {
-        "fgsm": (row(0, YEARS, errors(1, 2)), row(0.1, YEARS, errors(1, 5))),
-        "pgd": (row(0, YEARS, errors(1, 2)), row(0.1, YEARS, errors(3, 2))),
-    }
-    clean, attacked = module.worst_case(curves, YEARS, 2)
-    assert clean.epsilon == 0 and clean.score == 1.5 and clean.scores == (1, 2)
-    assert attacked.epsilon == 0.1 and attacked.score == 4 and attacked.scores == (3, 5)
+@pytest.mark.parametrize(
+    ("task", "clean", "attacked", "score", "worst", "scores"),
+    [
+        (CLASSES, hits(1, 1, 1), (hits(1, 0, 1), hits(1, 1, 0)), 1, 1 / 3, [1, 0, 0]),
+        # At 0.1: max(1, 3) and max(5, 2): 4 on average, more than either attack's 3 or 2.5.
+        (YEARS, errors(1, 2), (errors(1, 5), errors(3, 2)), 1.5, 4, [3, 5]),
+    ],
+)
+def test_the_worst_case_is_of_each_image_by_itself(task, clean, attacked, score, worst, scores):
+    pairs = zip(("fgsm", "pgd"), attacked, strict=True)
+    curves = {name: (row(0, task, clean), row(0.1, task, changed)) for name, changed in pairs}
+    rows = module.worst_case(curves, task, len(clean))
+    assert [(one.epsilon, pytest.approx(one.score)) for one in rows] == [(0, score), (0.1, worst)]
+    stored = [task.decode_scores(one.scores, len(clean)).tolist() for one in rows]
+    assert stored == [clean.tolist(), scores]
 
 
 def test_pgd_must_break_no_fewer_than_fgsm():
@@ -136,11 +132,6 @@ def test_a_larger_ball_never_helps():
     assert line.holds is False and line.text.endswith("under apgd")
     assert module.check_larger_epsilon(YEARS, {"fgsm": curve(1)}, [Fgsm()]).holds is None
     assert module.check_larger_epsilon(YEARS, {}, [Pgd()]).holds is None, "skipped"
-
-
-PGD = Pgd(steps=5)
-LINES = "deterministic zero_gradients pgd_beats_fgsm apgd_beats_pgd chance more_steps surrogate"
-LINES += " loss_landscape step_size black_box"
 
 
 class Noisy(Smooth):
@@ -197,10 +188,8 @@ def test_too_few_steps_show_in_hits_and_in_errors():
     assert line.text.endswith("under pgd, 100.0% with half, 50.0% with twice the step")
     given, wrong = of_years(Regressor(WEIGHT)), torch.tensor([1.0, 2.0, 3.0] * 10)
     for more, holds in ((0, True), (0.1, True), (2, False)):
-        assert (
-            module.check_unchanged("more_steps", given, wrong, {"more": wrong + more}).holds
-            is holds
-        )
+        line = module.check_unchanged("more_steps", given, wrong, {"more": wrong + more})
+        assert line.holds is holds
 
 
 def test_a_loss_that_rises_more_at_random_than_by_its_gradient_is_seen():

@@ -1,5 +1,3 @@
-"""Calibration of classes and ages, and the checks of a small cohort that is not simulated."""
-
 import math
 import sys
 
@@ -124,9 +122,8 @@ def test_the_test_split_before_and_after(made):
 )
 def test_a_calibrator_of_another_task_is_refused(kind, task, says):
     with pytest.raises(UserError, match=f"calibrate.*{says}"):
-        module.check_calibrator_fits_task(
-            module.Calibrate(calibrator={"kind": kind}), task, "pretrain"
-        )
+        calibrate = module.Calibrate(calibrator={"kind": kind})
+        module.check_calibrator_fits_task(calibrate, task, "pretrain")
 
 
 def test_the_stage_writes_what_was_measured(made, monkeypatch):
@@ -330,10 +327,7 @@ def logits_of(images: int, temperature: float, seed: int = 0) -> tuple[torch.Ten
 def test_is_the_minimum_of_the_nll():
     logits, labels = logits_of(500, 3.0)
     fitted = Temperature().fit(logits, labels)
-
-    def nll(temperature: float) -> float:
-        return float(cross_entropy(logits.double() / temperature, labels))
-
+    nll = lambda temperature: float(cross_entropy(logits.double() / temperature, labels))
     best = nll(fitted.temperature)
     assert not fitted.at_limit
     assert all(best < nll(fitted.temperature * factor) for factor in (0.99, 1.01, 0.5, 2))

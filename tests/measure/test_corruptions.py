@@ -1,5 +1,3 @@
-"""Errors under corruptions, changes under noise by hand, and the transfer of attacks."""
-
 from itertools import product
 
 import numpy as np
@@ -30,6 +28,11 @@ from tests.measure.subjects import built, compute_without_cache, in_run, top_k_m
 SETTINGS = Corruptions(images=40, severities=(5, 1), names=("gaussian_noise", "contrast", "fog"))
 VIT = Vit(patch=6, width=16, depth=2, heads=2)
 MODELS = {"vit": (VIT, top_k_mlps(k=2, blocks=(1,))), "dense": (SingleLayer(), None)}
+DENSE = {"snow": {1: 0.2, 5: 0.6}, "fog": {1: 0.1, 5: 0.1}}
+OURS = {"snow": {1: 0.1, 5: 0.3}, "fog": {1: 0.3, 5: 0.1}}
+PGD = Pgd(steps=5)
+TRANSFER = transfer.Transfer(attack=PGD, epsilon=0.1, images=40)
+RESULT = "artifacts/measured/transfer/pretrain/0.json"
 
 
 @pytest.fixture(scope="module")
@@ -96,15 +99,9 @@ def test_change_of_each_image():
     after = torch.tensor([[[1, 0, 1], [0, 0, 1]], [[0, 1, 0], [0, 0, 0]]])
     # image 0: {0,1} and {0,2} share 1 of 3, the other token stays: 1 − (1/3 + 1)/2; image 1:
     # nothing shared, and two empty sets
-    sides = [
-        [RoutingRecord(*[one.float()] * 3, one.bool(), one.float())] for one in (before, after)
-    ]
-    (found,) = choice_changes(*sides)
+    pair = [[RoutingRecord(*[one.float()] * 3, one.bool(), one.float())] for one in (before, after)]
+    (found,) = choice_changes(*pair)
     assert found.tolist() == pytest.approx([1 / 3, 1 / 2])
-
-
-DENSE = {"snow": {1: 0.2, 5: 0.6}, "fog": {1: 0.1, 5: 0.1}}
-OURS = {"snow": {1: 0.1, 5: 0.3}, "fog": {1: 0.3, 5: 0.1}}
 
 
 def test_it_is_the_mean_of_ratios_of_sums():
@@ -116,11 +113,6 @@ def test_it_is_the_mean_of_ratios_of_sums():
         mean_corruption_error(OURS, {**DENSE, "fog": {1: 0.0, 5: 0.0}})
     some = {**DENSE, "fog": {1: 0.0, 5: 0.2}}  # one severity without error is no matter
     assert mean_corruption_error(OURS, some) == pytest.approx(1.25)
-
-
-PGD = Pgd(steps=5)
-TRANSFER = transfer.Transfer(attack=PGD, epsilon=0.1, images=40)
-RESULT = "artifacts/measured/transfer/pretrain/0.json"
 
 
 def data_of(model: torch.nn.Module, task=CLASSES) -> Prepared:
@@ -154,20 +146,18 @@ def test_every_cell_by_hand():
 
 def test_a_hidden_gradient_shows():
     models = {"plain": Smooth(), "blind": Blind(Smooth())}
-    found = transfer.measure(models, data_of(Smooth()), TRANSFER, compute_without_cache)
-    assert found.facts["reading"]["holds"] is False
+    said = transfer.measure(models, data_of(Smooth()), TRANSFER, compute_without_cache)
+    assert said.facts["reading"]["holds"] is False
     told = "1 of 2 transferred attacks do more harm than the direct one: from plain on blind"
-    assert found.facts["reading"]["text"] == told
+    assert said.facts["reading"]["text"] == told
     models["blind"] = Smooth(seed=1)
     honest = transfer.measure(models, data_of(Smooth()), TRANSFER, compute_without_cache)
     reading = honest.facts["reading"]
     assert reading["holds"] is True and reading["text"].startswith("0 of 2")
-    found = transfer.measure(
-        {"plain": Smooth()}, data_of(Smooth()), TRANSFER, compute_without_cache
-    )
-    (difference,) = found.all("transferred_difference")
-    assert difference.value == 0 and len(found.all("transferred")) == 1
-    reading = found.facts["reading"]
+    said = transfer.measure({"plain": Smooth()}, data_of(Smooth()), TRANSFER, compute_without_cache)
+    (difference,) = said.all("transferred_difference")
+    assert difference.value == 0 and len(said.all("transferred")) == 1
+    reading = said.facts["reading"]
     assert reading["holds"] is None and "no second model" in reading["text"]
 
 
@@ -217,9 +207,8 @@ def test_a_model_without_routing_lends_no_attack_on_it():
 def test_an_attack_that_makes_no_sense_is_refused():
     settings = transfer.Transfer(attack={"kind": "pgd", "objective": "dlr"})
     with pytest.raises(UserError, match=r"transfer.attack: .* needs one label .*; allowed: fgsm"):
-        transfer.measure(
-            {"plain": Smooth()}, data_of(Smooth(), SETS), settings, compute_without_cache
-        )
+        data = data_of(Smooth(), SETS)
+        transfer.measure({"plain": Smooth()}, data, settings, compute_without_cache)
 
 
 def run_stage(folder, patch) -> Found:

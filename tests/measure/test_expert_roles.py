@@ -1,5 +1,3 @@
-"""What experts are for: fixtures by hand, experts that are told their roles, and chance."""
-
 from itertools import permutations
 from types import SimpleNamespace
 

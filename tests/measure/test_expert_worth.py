@@ -1,5 +1,3 @@
-"""What experts are worth, barred by the router's own rule; router regret by hand and slowly."""
-
 from contextlib import contextmanager
 from functools import partial
 from itertools import combinations, product
@@ -207,9 +205,8 @@ def test_losses_are_those_of_a_slow_reference():
     measured = subject(NoisyTopK(k=2, renormalise=True))
     settings = RouterRegret(images=4, tokens=2, batch=5)
     drawn = settings.draw_tokens(measured.model, 0, evenly_spaced_indices(40, 4))
-    losses = np.array(
-        router_regret.subset_losses(measured, 0, drawn, module.expert_subsets(3, 2), settings.batch)
-    )
+    sets = module.expert_subsets(3, 2)
+    losses = np.array(router_regret.subset_losses(measured, 0, drawn, sets, settings.batch))
     assert losses.shape == (4, 2, 4)
     model, test = measured.model, measured.data.test
     random = np.random.default_rng([0, 0])
@@ -232,10 +229,7 @@ def test_losses_are_those_of_a_slow_reference():
 @contextmanager
 def limited_logits(model, barred):
     """Give barred experts of each layer a logit that no softmax knows."""
-
-    def limit(logits, mask, tokens):
-        return logits(tokens).masked_fill(mask, -1e9)
-
+    limit = lambda logits, mask, tokens: logits(tokens).masked_fill(mask, -1e9)
     routers = module.list_routers(model)
     for router, mask in zip(routers, barred, strict=True):
         router.logits = partial(limit, router.logits, mask)
@@ -263,12 +257,10 @@ def test_sets_are_of_pieces_where_experts_are_split():
 
 def test_losses_of_a_text_are_those_of_a_slow_reference():
     """One word's experts are swapped for others; the block before is read as it is."""
-    measured = text_subject(NoisyTopK(k=2, renormalise=True))
-    model, test = measured.model, measured.data.test
+    text = text_subject(NoisyTopK(k=2, renormalise=True))
+    model, test = text.model, text.data.test
     drawn = DrawnTokens(np.array([3, 7]), np.array([[2], [0]]))
-    losses = np.array(
-        router_regret.subset_losses(measured, 0, drawn, module.expert_subsets(3, 2), 3)
-    )
+    losses = np.array(router_regret.subset_losses(text, 0, drawn, module.expert_subsets(3, 2), 3))
     assert losses.shape == (2, 1, 4)
     first, _ = module.list_routers(model)
     for place, index in enumerate(drawn.images):
@@ -320,9 +312,8 @@ def test_best_choices_of_the_explorers_images():
     model = SimpleNamespace(layouts=layouts)
     drawn = DrawnTokens(np.array([5]), np.array([[1, 0]]))
     losses = [[[0.9, 0.25, 0.5], [0.9, 0.8, 0.8]]]
-    first, second = router_regret.find_best_choices(
-        model, 0, drawn, losses, module.expert_subsets(2, 1)
-    )
+    sets = module.expert_subsets(2, 1)
+    first, second = router_regret.find_best_choices(model, 0, drawn, losses, sets)
     assert (first.image, first.tokens, first.experts, first.saved) == (5, [1, 2, 3, 4], [1], 0.25)
     assert (second.tokens, second.experts, second.saved) == ([0], [], 0)
 

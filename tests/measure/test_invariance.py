@@ -1,5 +1,3 @@
-"""IMED and class maps on the digits; IMED by hand, against slow sums, and as a distance."""
-
 import math
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Slopes and Lemma 1 for every way of routing, and on models and layers known by hand."""
-
 import copy
 import math
 from itertools import pairwise
@@ -28,6 +26,9 @@ MLP = {"kind": "mlp", "number": 4, "hidden_ratio": 0.5}
 EIGEN = {"kind": "eigen", "number": 4, "hidden_ratio": 0.5}
 VIT = vit.Vit(patch=6, width=16, depth=2, heads=2, stem="conv")
 LINEAR = {"kind": "noisy_top_k", "k": 1}
+IMAGE = base_model.ImageSpec(
+    channels=1, size=12, task=Classification(classes=("a", "b", "c")), mean=(0.5,), std=(0.5,)
+)
 
 
 def sparse(router: dict, experts: dict = MLP, blocks: tuple[int, ...] = (1,)) -> MoESettings:
@@ -130,11 +131,6 @@ def test_the_tokens_are_what_the_layers_get(models, images):
     assert not torch.equal(found[0], other[0])
 
 
-IMAGE = base_model.ImageSpec(
-    channels=1, size=12, task=Classification(classes=("a", "b", "c")), mean=(0.5,), std=(0.5,)
-)
-
-
 class Linear(nn.Module):
     def __init__(self, weight) -> None:
         super().__init__()
@@ -181,11 +177,9 @@ def test_the_margin_and_the_strongest_direction_by_hand():
     linear, images = Linear([[1, -2], [0, 1], [4, 5]]), torch.full((3, 1, 1, 2), 0.5)
     found = estimates(linear, images, torch.tensor([0, 1, 2]))
     assert found.margin.tolist() == pytest.approx([10, 8, 10])
-    # [[3, 0], [0, 4]]: the second pixel, by 4; zeros have no direction
-    value, direction = lipschitz.top_singular_pair(
-        torch.tensor([[[3.0, 0], [0, 4]], [[0, 0], [0, 0]]])
-    )
-    assert value.tolist() == [4, 0] and direction.abs().tolist() == [[0, 1], [0, 0]]
+    # [[3, 0], [0, 4]]: the second pixel, by 4; zeros have no vector
+    gain, vector = lipschitz.top_singular_pair(torch.tensor([[[3.0, 0], [0, 4]], [[0, 0], [0, 0]]]))
+    assert gain.tolist() == [4, 0] and vector.abs().tolist() == [[0, 1], [0, 0]]
 
 
 @settings(deadline=None)
@@ -215,9 +209,7 @@ def test_a_parabola_by_hand():
     # (0.25 − 0.09) / 0.2 = 0.8
     parabola = Function(lambda x: torch.cat([x**2, 0 * x], 1))
     image = torch.full((1, 1, 1, 1), 0.3)
-    whole, found = (
-        estimates(parabola, image, radius=0.2, steps=4, halvings=number) for number in (0, 10)
-    )
+    whole, found = (estimates(parabola, image, radius=0.2, steps=4, halvings=n) for n in (0, 10))
     slopes = (float(found.local), float(found.margin))
     assert slopes == pytest.approx((0.6, 0.6), rel=1e-6)
     assert 0.8 - 1e-6 <= float(whole.lower_bound) <= 1

@@ -1,5 +1,3 @@
-"""Robustness on the digits, of a sparse and a dense model under every kind of attack."""
-
 import numpy as np
 import pytest
 import torch
@@ -16,20 +14,17 @@ from moecore.stages import transferred
 from tests.attacks.models import CLASSES, SETS, YEARS
 from tests.measure.subjects import MODELS, compute_without_cache, in_run
 
+FGSM, PGD, APGD = {"kind": "fgsm"}, {"kind": "pgd", "steps": 4}, {"kind": "apgd", "steps": 8}
+BALANCE, CHANGE = {"objective": "balance", "group": 10}, {"objective": "routing_change"}
+ATTACKS = (FGSM, PGD, PGD | BALANCE, PGD | CHANGE, APGD, APGD | {"objective": "dlr"})
 SETTINGS = Robustness(
-    images=25,
-    epsilons=(0.2, 0.05),
-    batch=10,
-    audit={"images": 12, "steps": 4},
-    attacks=(
-        {"kind": "fgsm"},
-        {"kind": "pgd", "steps": 4},
-        {"kind": "pgd", "steps": 4, "objective": "balance", "group": 10},
-        {"kind": "pgd", "steps": 4, "objective": "routing_change"},
-        {"kind": "apgd", "steps": 8},
-        {"kind": "apgd", "steps": 8, "objective": "dlr"},
-    ),
+    images=25, epsilons=(0.2, 0.05), batch=10, audit={"images": 12, "steps": 4}, attacks=ATTACKS
 )
+INSIDE, SHORT = {"inside": True}, PGD | {"steps": 2}
+ATTACKS_ON_AGES = (FGSM | INSIDE, PGD | INSIDE, PGD, APGD | {"steps": 4})
+ATTACKS_ON_AGES += (SHORT | BALANCE | {"group": 5}, SHORT | CHANGE)
+AUDIT = {"images": 6, "steps": 3}
+ON_AGES = Robustness(images=10, epsilons=(0.1, 0.02), batch=4, audit=AUDIT, attacks=ATTACKS_ON_AGES)
 NAMES = ["fgsm", "pgd-4", "pgd-balance-10-4", "pgd-routing_change-4", "apgd-8", "apgd-dlr-8"]
 ROWS = len(NAMES) * 3
 MEAN = "2 epsilons"
@@ -115,9 +110,7 @@ def test_what_needs_routing_is_skipped_for_a_dense_model_and_nothing_else(result
     losses = curves_of(results["dense"], "loss")
     balanced = losses["pgd-balance-10-4"][1].value
     assert balanced == pytest.approx(losses["pgd-4"][1].value, rel=1e-4)
-    sparse, dense = (
-        {line["name"]: line for line in results[name].facts["audit"]} for name in MODELS
-    )
+    sparse, dense = ({line["name"]: line for line in results[key].facts["audit"]} for key in MODELS)
     assert list(sparse) == list(dense) and len(sparse) == 10
     assert sparse["deterministic"]["holds"] is True
     assert [name for name, line in sparse.items() if line["holds"] is None] == []
@@ -137,9 +130,8 @@ def test_the_batch_and_survivors_alone_leave_the_scores(run, results):
 
 def test_an_attack_with_its_own_radius_is_left_out_of_the_worst_case(run, results):
     own = {"kind": "autoattack", "eps": 1.5, "norm": "l2", "steps": 5, "queries": 20}
-    settings = Robustness(
-        images=25, epsilons=(0.2, 0.05), audit=SETTINGS.audit, attacks=({"kind": "fgsm"}, own)
-    )
+    sizes = {"images": 25, "epsilons": (0.2, 0.05), "audit": SETTINGS.audit}
+    settings = Robustness(**sizes, attacks=(FGSM, own))
     found = settings.collect_result(run[1]["vit"], compute_without_cache)
     values = curves_of(found)["autoattack-1.5-l2-5-20"]
     assert [value.at["epsilon"] for value in values] == [0, 1.5]
@@ -151,10 +143,7 @@ def test_an_attack_with_its_own_radius_is_left_out_of_the_worst_case(run, result
 
 def test_what_makes_no_sense_for_the_labels_is_refused():
     pgd, dlr = {"kind": "pgd"}, {"kind": "pgd", "objective": "dlr"}
-
-    def settings(*attacks, **changes):
-        return Robustness(epsilons=(0.1,), attacks=attacks, **changes)
-
+    settings = lambda *attacks, **changes: Robustness(epsilons=(0.1,), attacks=attacks, **changes)
     check_attack_settings(settings(pgd, dlr, survivors=True), CLASSES)
     check_attack_settings(settings(pgd, survivors=True), SETS)
     for task in (YEARS, SETS):
@@ -239,22 +228,6 @@ def test_images_come_from_the_dense_model_and_the_next_seed(tmp_path):
     assert find_transferred_images(tmp_path, "vmoe", 10) == {"transfer-seed": tmp_path / "vmoe/0"}
     assert find_transferred_images(tmp_path, "tgr", 0) == {"transfer-dense": tmp_path / "dense/0"}
     assert find_transferred_images(tmp_path, "dense", 0) == {}
-
-
-ON_AGES = Robustness(
-    images=10,
-    epsilons=(0.1, 0.02),
-    batch=4,
-    audit={"images": 6, "steps": 3},
-    attacks=(
-        {"kind": "fgsm", "inside": True},
-        {"kind": "pgd", "steps": 4, "inside": True},
-        {"kind": "pgd", "steps": 4},
-        {"kind": "apgd", "steps": 4},
-        {"kind": "pgd", "steps": 2, "objective": "balance", "group": 5},
-        {"kind": "pgd", "steps": 2, "objective": "routing_change"},
-    ),
-)
 
 
 @pytest.mark.parametrize("name", ["dense", "moe"])

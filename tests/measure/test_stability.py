@@ -1,5 +1,3 @@
-"""Steadiness under noise, with known jumps; what the explorer keeps, against slow counts."""
-
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,3 @@
-"""The table of measurements: four names each, results read back, models of age; kept metrics."""
-
 import json
 
 import numpy as np
@@ -25,6 +23,20 @@ from moecore.training.method import Method
 from tests.measure.subjects import built, compute_without_cache
 
 ELSEWHERE = {"cohort_checks", "word_swaps", "retrieval", "zero_shot", "truth"}  # their subjects
+HITS = np.array([1.0, 0, 1, 1])
+ROUTING = Routing.model_validate(
+    {"images": 12, "overlays": 3, "views": {"shift": 2, "flip": True, "affine": {"degrees": 10}}}
+    | {"augmentations": "identity noise shift flip rotation affine".split()}
+    | {"augmentation_images": 6, "sweeps": {"k": [1, 2], "threshold": [], "images": 8}}
+)
+TIMED = "cost"  # is never the same twice
+NAMES = [name for name in list_measurements_with_values() if name != TIMED]
+ATTACKED = {  # has no settings of its own accord
+    "images": 4,
+    "epsilons": [0.0, 0.1, 0.05],
+    "attacks": [{"kind": "fgsm"}, {"kind": "pgd", "steps": 1}],
+    "audit": {"images": 2, "steps": 1},
+}
 
 
 def test_what_is_skipped_says_why_and_a_dense_model_has_no_routing(tmp_path, data):
@@ -36,13 +48,6 @@ def test_what_is_skipped_says_why_and_a_dense_model_has_no_routing(tmp_path, dat
     routed = {"routing", "invariance", "explorer"}
     routed |= {"expert_worth", "fewer_experts", "router_regret", "routing_certificate"}
     assert skipped == routed | ELSEWHERE
-
-
-ROUTING = Routing.model_validate(
-    {"images": 12, "overlays": 3, "views": {"shift": 2, "flip": True, "affine": {"degrees": 10}}}
-    | {"augmentations": "identity noise shift flip rotation affine".split()}
-    | {"augmentation_images": 6, "sweeps": {"k": [1, 2], "threshold": [], "images": 8}}
-)
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +126,6 @@ def test_people_with_several_sessions_are_one_item(subject, found):
         if one.items:
             assert len(one.array) == len(set((few if "augmentation" in one.at else shown).tolist()))
             assert one.array.mean() == pytest.approx(one.value, abs=1e-6)
-
-
-HITS = np.array([1.0, 0, 1, 1])
 
 
 class Weather(base.Measurement):
@@ -210,16 +212,6 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path, values, told):
     write_json(tmp_path / "0.json", {"values": values})
     with pytest.raises(UserError, match=f"older version .*{told}[^\n]*run `dvc repro measure`$"):
         base.read_result(tmp_path / "0.json", Found, "measure")
-
-
-TIMED = "cost"  # is never the same twice
-NAMES = [name for name in list_measurements_with_values() if name != TIMED]
-ATTACKED = {  # has no settings of its own accord
-    "images": 4,
-    "epsilons": [0.0, 0.1, 0.05],
-    "attacks": [{"kind": "fgsm"}, {"kind": "pgd", "steps": 1}],
-    "audit": {"images": 2, "steps": 1},
-}
 
 
 @pytest.mark.parametrize("name", NAMES)

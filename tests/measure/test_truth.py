@@ -1,5 +1,3 @@
-"""Experts against the truth, at chance and at the ceiling; classifiers of pixels; the clock."""
-
 import gc
 import math
 
@@ -40,9 +38,15 @@ TWO = Classification(classes=("a", "b"))
 IMAGE = ImageSpec(channels=1, size=8, mean=(0.5,), std=(0.3,), task=TWO, truth=3)
 EXPERTS = torch.tensor([[0, 0], [0, 1], [1, 1], [2, 2]])
 KINDS = torch.tensor([[1, 1], [2, 2], [2, 0], [3, 1]])
-
-
 THREE = Mlp(number=3)
+CLASSES = Classification(classes=("a", "b"))
+AGES = Regression(target="age", unit="years", mean=60.0, deviation=10.0)
+SETTINGS = baselines.Baselines(penalties=(0.01, 1e6))
+TRAIN = {0: 0, 10: 0, 20: 0, 30: 0, 200: 1, 210: 1}  # pixel → class
+TOP2 = {"kind": "noisy_top_k", "k": 2}
+MLP = {"kind": "mlp", "number": 4, "hidden_ratio": 1}
+FIVE = Classification(classes=tuple("abcde"))
+TIMED = ImageSpec(channels=1, size=8, task=FIVE, mean=(0.5,), std=(0.2,))
 
 
 def subject(router, seed: int = 0, image: ImageSpec = IMAGE, experts: Mlp = THREE) -> MeasuredModel:
@@ -181,12 +185,6 @@ def test_it_is_measured_of_routers_on_data_whose_truth_is_known():
     assert "no truth of tokens" in Truth.applies(subject(Told())._replace(model=unknown))
 
 
-CLASSES = Classification(classes=("a", "b"))
-AGES = Regression(target="age", unit="years", mean=60.0, deviation=10.0)
-SETTINGS = baselines.Baselines(penalties=(0.01, 1e6))
-TRAIN = {0: 0, 10: 0, 20: 0, 30: 0, 200: 1, 210: 1}  # pixel → class
-
-
 def split(points: dict[int, int], axes: int = 4) -> Split:
     pixels = np.array([*points], np.uint8)
     return Split(pixels.reshape(-1, *[1] * (axes - 1)), np.array([*points.values()]))
@@ -249,12 +247,6 @@ def test_other_data_are_skipped_with_the_reason(run, monkeypatch):
     stage.baselines("pretrain")
     found = read_result("artifacts/measured/baselines/pretrain.json", Found, "baselines")
     assert not isinstance(found, Skipped) and len(found.values) == 3
-
-
-TOP2 = {"kind": "noisy_top_k", "k": 2}
-MLP = {"kind": "mlp", "number": 4, "hidden_ratio": 1}
-FIVE = Classification(classes=tuple("abcde"))
-TIMED = ImageSpec(channels=1, size=8, task=FIVE, mean=(0.5,), std=(0.2,))
 
 
 def layer(router: dict = TOP2, experts: dict = MLP) -> MoEFeedForward:

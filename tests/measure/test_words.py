@@ -1,5 +1,3 @@
-"""Swapped and next words against slow references, few shots and prompts likewise."""
-
 import math
 
 import numpy as np
@@ -34,6 +32,10 @@ from tests.measure.test_truth import text_subject
 
 MOE = MoESettings(router=TopKSoftmax(k=2), experts=Mlp(number=4, hidden_ratio=1.0), blocks="all")
 WORDS = ("tensor", "matrix", "vector", "value", "the", "of", "and", ",", "12", "returns")
+TASK = NextToken(words=5)
+SETTINGS = FewShot(shots=(1, 3, 1000), draws=3)
+DIGITS = {"kind": "digits", "test_limit": 40}
+TEMPLATES = ("{}", "top left : {}", "a picture of {}")
 
 
 def text(folder, lines=60):
@@ -176,9 +178,6 @@ def test_the_routing_of_a_text_is_measured(subject):
     assert 0 < found.find("entropy").value <= 1 and list(found.curve("score_k", "k")) == [1, 2]
 
 
-TASK = NextToken(words=5)
-
-
 def made():
     torch.manual_seed(0)
     return torch.randn(3, 4, 5), torch.randint(5, (3, 4))
@@ -216,9 +215,6 @@ def test_the_gradient_is_that_of_torchs_cross_entropy(dtype, smoothing, monkeypa
     labels = torch.tensor([[0, 0, 1, 2]])
     wanted = 0.5 * math.log(2) + 2 * 0.25 * math.log(4)
     assert math.isclose(TASK.baseline_score(labels), wanted)
-
-
-SETTINGS = FewShot(shots=(1, 3, 1000), draws=3)
 
 
 def drawn_set(seed: int, images: int, width: int, classes: int = 3):
@@ -309,10 +305,6 @@ def test_draws_are_the_same_for_all_and_nested(run):
     found = FewShot(shots=(2,), draws=1).collect_result(subjects["vit"], compute_without_cache)
     (value,) = found.all("few_shot")
     assert value.interval.limits is None and value.value > 0.1
-
-
-DIGITS = {"kind": "digits", "test_limit": 40}
-TEMPLATES = ("{}", "top left : {}", "a picture of {}")
 
 
 @pytest.fixture(scope="module")

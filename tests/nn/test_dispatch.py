@@ -1,5 +1,3 @@
-"""SparsePlan sorts rows and back; renumbered experts change IMED alone; patches of two views."""
-
 import math
 
 import numpy as np
@@ -19,6 +17,15 @@ from moecore.nn.correspondence import align_teacher_probs, match_patches, pair_v
 from moecore.nn.dispatch import SparsePlan, round_row_counts
 from moecore.parts import Classification, TokenLayout
 from tests.methods import KINDS, METHODS, relabelled, tiny
+
+MOVES = RandAugment(names=("rotate", "shear_x", "shear_y", "translate_x"))
+SQUARE = TokenLayout(special=1, grid=(2, 3), size=(8, 12))  # patches of 4 × 4: 0 1 2 / 3 4 5
+ONTO_A_LINE = torch.tensor([[[0.1, 0.3, 0], [0.2, 0.6, 0], [0, 0, 1]]])
+ORDER = torch.tensor([3, 0, 6, 1, 7, 2, 5, 4])
+# a hash has no labels that could be changed
+LEARNED = [name for name in KINDS if METHODS[name].router.kind != "hash"]
+IMAGES = np.random.default_rng(0).integers(0, 256, (10, 1, 8, 8), dtype=np.uint8)
+LABELS = torch.arange(10) % 2
 
 
 def plan_of(batch=2, tokens=5, k=2, number=4, seed=0, dtype=torch.float32, kept=None):
@@ -135,13 +142,6 @@ def test_bf16_rows_are_summed_in_fp32_and_rounded_once():
     torch.testing.assert_close(torch.autograd.grad(products, weights, towards)[0], exact_gradient)
 
 
-ORDER = torch.tensor([3, 0, 6, 1, 7, 2, 5, 4])
-# a hash has no labels that could be changed
-LEARNED = [name for name in KINDS if METHODS[name].router.kind != "hash"]
-IMAGES = np.random.default_rng(0).integers(0, 256, (10, 1, 8, 8), dtype=np.uint8)
-LABELS = torch.arange(10) % 2
-
-
 def leaves(values, path="") -> dict:
     if not isinstance(values, (dict, list, tuple)):
         return {path: values}
@@ -184,9 +184,6 @@ def test_no_metric_changes(name):
         assert METHODS[name].router.kind == "soft_slots" or not torch.equal(a.chosen, b.chosen)
     before = leaves(everything(ours))
     assert leaves(everything(theirs)) == pytest.approx(before, abs=2e-4) and len(before) > 40
-
-
-SQUARE = TokenLayout(special=1, grid=(2, 3), size=(8, 12))  # patches of 4 × 4: 0 1 2 / 3 4 5
 
 
 def affine(rows=1.0, columns=1.0, down=0.0, right=0.0):
@@ -264,16 +261,12 @@ def by_brute_force(first, second, layout):
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        TokenLayout(0, (5,), (20,)),
-        TokenLayout(2, (4, 3), (8, 12)),
-        TokenLayout(1, (2, 3, 2), (8, 6, 10)),
-    ],
+    "layout", [(0, (5,), (20,)), (2, (4, 3), (8, 12)), (1, (2, 3, 2), (8, 6, 10))]
 )
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_any_affine_in_any_dimension_agrees_with_brute_force(layout, seed):
+    layout = TokenLayout(*layout)
     axes = len(layout.grid)
     generator = generator_for(seed)
     draw = lambda *size: torch.randn(2, 3, *size, generator=generator, dtype=torch.float64)
@@ -296,11 +289,7 @@ def test_any_affine_in_any_dimension_agrees_with_brute_force(layout, seed):
         ViewSettings(shift=8, flip=True),
         ViewSettings(crop=CropRanges(scale=(0.3, 1.0)), flip=True),
         ViewSettings(affine=AffineRanges(degrees=40, scale=(0.7, 1.4), shear=10)),
-        ViewSettings(
-            crop=CropRanges(scale=(0.4, 1.0)),
-            flip=True,
-            randaugment=RandAugment(names=("rotate", "shear_x", "shear_y", "translate_x")),
-        ),
+        ViewSettings(crop=CropRanges(scale=(0.4, 1.0)), flip=True, randaugment=MOVES),
     ],
     ids=["shift", "crop", "turn", "all"],
 )
@@ -350,9 +339,6 @@ def test_gradients_reach_both_sides():
     # View 2 is image 1, each patch once; view 1's patches 0 and 1 are the partners of 4 and of 2
     # patches.
     assert values.grad[:, :, 0].tolist() == [[0, 40, 20, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1]]
-
-
-ONTO_A_LINE = torch.tensor([[[0.1, 0.3, 0], [0.2, 0.6, 0], [0, 0, 1]]])
 
 
 @pytest.mark.parametrize(

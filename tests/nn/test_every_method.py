@@ -1,5 +1,3 @@
-"""Every method: train, save, load, predict, and leave state alone; transformers' own routers."""
-
 import itertools
 import math
 
@@ -32,6 +30,7 @@ from tests.training.small import CPU, IMAGE, SETTINGS, images
 SHIFTED = SETTINGS.model_copy(update={"epochs": 1, "views": type(SETTINGS.views)(shift=1)})
 TURNED = ViewSettings(flip=True, affine=AffineRanges(degrees=10, translate=0.05, scale=(0.9, 1.1)))
 ON_VOLUMES = Training(epochs=1, batch=8, learning_rate=1e-3, log_every=1, views=TURNED)
+IMAGES = np.random.default_rng(0).integers(0, 256, (11, 1, 4, 4), dtype=np.uint8)
 
 
 def balls(count: int, seed: int) -> Split:
@@ -120,9 +119,6 @@ class Small(nn.Module):
         probs = logits.softmax(-1)
         chosen = probs == probs.amax(-1, keepdim=True)
         return RoutingRecord(logits, probs, chosen.float(), chosen, probs * chosen)
-
-
-IMAGES = np.random.default_rng(0).integers(0, 256, (11, 1, 4, 4), dtype=np.uint8)
 
 
 def test_leaves_modes_and_random_state_as_they_were():
@@ -337,11 +333,7 @@ def test_a_wrapped_router_is_recorded_once_and_a_biased_choice_is_read():
         (lambda logits, weights, experts: (logits * torch.nan, weights, experts), "not weigh"),
         (lambda logits, weights, experts: (logits, weights * torch.nan, experts), "not weigh"),
         (
-            lambda logits, weights, experts: (
-                logits,
-                torch.ones(5, 1),
-                logits.argmin(-1, keepdim=True),
-            ),
+            lambda logits, weights, experts: (logits, torch.ones(5, 1), logits.argmin(-1)[:, None]),
             "does not weigh experts by a score of its logits; allowed: softmax, sigmoid",
         ),
         (lambda logits, weights, experts: (logits, weights, experts[:, :1]), "no known router"),

@@ -1,5 +1,3 @@
-"""Exported models give the model's numbers at other batch sizes; a prompt and how it goes on."""
-
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +19,10 @@ from moecore.predict.continuation import Sampling, continue_prompt, continue_wor
 from moecore.predict.export import TensorsOnly, compare_outputs, draw_inputs, export_model
 from moecore.routers import ExpertChoice, Hash, NoisyTopK, Router, SoftSlots, Told
 from moecore.tasks.next_token import NextToken
-from moecore.training.artifacts import load_model, save_model, save_vocab
+from moecore.training.artifacts import load_model, save_model
 from moecore.training.method import Guide, GuidedModel
 from tests.browser import opened
+from tests.lens.test_lens import trained
 from tests.measure.subjects import built, digits
 from tests.measure.test_truth import text_subject
 from tests.measure.test_words import subject
@@ -37,6 +36,7 @@ SWIN = Swin(patch=1, width=8, depths=(2,), heads=(1,), window=4)
 TEXT_MODEL = LanguageModel(width=8, depth=1, heads=2, span=4)
 TOP_K = {"kind": "noisy_top_k", "k": 2}
 MLPS = {"kind": "mlp", "number": 4, "hidden_ratio": 1}
+__all__ = ["subject", "trained"]
 
 
 def moe(router: dict = TOP_K, experts: dict = MLPS) -> MoESettings:
@@ -183,18 +183,6 @@ def test_numbers_that_are_not_the_models_are_refused():
         assert compare_outputs(wrapped, wrapped) == "at most 0 from the model's"
         with pytest.raises(UserError, match="prediction of the file and of the model"):
             compare_outputs(wrapped, lambda inputs: [wrapped(inputs)[0] + 1e-3])
-
-
-__all__ = ["subject"]
-
-
-@pytest.fixture
-def trained(subject, tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    save_model(folder, subject.model)
-    save_vocab(folder, subject.data)
-    return folder
 
 
 def prompt(tmp_path, text="the tensor of unheard words , and the matrix of"):

@@ -35,13 +35,8 @@ def card(simulated: bool = True) -> dict[str, Any]:
     counts = {split: {"F": 5, "M": 5} for split in ("train", "validation", "test")}
     changes = {"name": "Small cohort", "task": TASK.model_dump(), "size": [64] * 3}
     changes |= {"images": {"train": 60, "validation": 20, "test": 40}, "target_range": [40.5, 85.0]}
-    changes |= {
-        "regions": ["wm", "gm", "csf"],
-        "voxel_mm": [3.0] * 3,
-        "skipped": [],
-        "counts": counts,
-    }
-    return generated.card("pretrain") | changes | {"simulated": simulated}
+    changes |= {"regions": ["wm", "gm", "csf"], "voxel_mm": [3.0] * 3, "skipped": []}
+    return generated.card("pretrain") | changes | {"counts": counts, "simulated": simulated}
 
 
 def limits(value: float, width: float = 0.5) -> dict[str, float]:

@@ -19,6 +19,7 @@ from tests.measure.subjects import FEW, compute_without_cache, expert_roles, ima
 from tests.report.generated import trained
 
 DENSE = "a dense model has no experts, so there is nothing to see"
+PICKED = "#phase=pretrain&method=vmoe&beside=prc&layer=2&image=3&patch=4&kind=attack&step=2"
 
 
 def study() -> StudyResults:
@@ -27,10 +28,9 @@ def study() -> StudyResults:
     one = subject(data, moe())
     other = subject(data, moe(), seed=1)
     before = watched(subject(data, moe(), seed=2), 1), watched(other, 2)
-    found = {"dense": skipped(), "vmoe": measured(one), "prc": measured(other, watched=before)}
-    return StudyResults(
-        {"pretrain": phase(data, found), "finetune": phase(data, found, "finetune")}
-    )
+    models = {"dense": skipped(), "vmoe": measured(one), "prc": measured(other, watched=before)}
+    phases = {name: phase(data, models, name) for name in ("pretrain", "finetune")}
+    return StudyResults(phases)
 
 
 def alone(model: MeasuredModel, settings: Explorer = FEW) -> StudyResults:
@@ -38,9 +38,8 @@ def alone(model: MeasuredModel, settings: Explorer = FEW) -> StudyResults:
 
 
 def phase(data, models: Mapping[str, ModelResults], name: str = "pretrain") -> PhaseResults:
-    return PhaseResults(
-        name, data.card, data.task, {method: {0: m} for method, m in models.items()}
-    )
+    by_seed = {method: {0: results} for method, results in models.items()}
+    return PhaseResults(name, data.card, data.task, by_seed)
 
 
 def measured(model: MeasuredModel, settings: Explorer = FEW, watched: tuple = ()) -> ModelResults:
@@ -59,7 +58,6 @@ def skipped() -> ModelResults:
 
 
 def watched(model: MeasuredModel, epoch: int) -> WatchedEpoch:
-    """As the training keeps it."""
     places = explorer_image_indices(model.data, 32)
     pixels = np.array(model.data.test.images[places])
     prediction, records = predict_in_batches(model.model, pixels, 32)
@@ -85,9 +83,6 @@ def two_seeds() -> StudyResults:
     return StudyResults({"pretrain": PhaseResults("pretrain", data.card, data.task, models)})
 
 
-PICKED = "#phase=pretrain&method=vmoe&beside=prc&layer=2&image=3&patch=4&kind=attack&step=2"
-
-
 def written(path: Path, found) -> Path:
     path.write_text(render_study_explorer(found), encoding="utf-8")
     return path
@@ -98,7 +93,6 @@ def address(path: Path, state: str = "") -> str:
 
 
 def settled(page):
-    """The page once nothing is being drawn."""
     page.wait_for_selector("main[data-drawn]")
     page.wait_for_function("find('main').dataset.drawn === String(turn)")
     return page

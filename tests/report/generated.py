@@ -9,6 +9,7 @@ import torch
 
 from moecore.core.files import to_jsonable, write_json
 from moecore.measure import attack_audit, base, calibration, robustness, training
+from moecore.measure.attack_audit import AuditLine, ScoresAtEpsilon
 from moecore.measure.routing_metrics import expert_gallery, layer_metrics
 from moecore.measure.routing_metrics.alternative_choices import fallback_slopes
 from moecore.measure.routing_metrics.expert_gallery import encode_thumbnails, overlapping_views
@@ -51,13 +52,10 @@ def write_results(
 
 
 def write_result(root: Path, stage: str, where: Path, result: Config) -> None:
-    """As ``run.result`` does."""
     write_json(root / "artifacts/measured" / stage / where, to_jsonable(result))
 
 
-def changed(
-    model: ModelResults, *results: Config, kind: type[Config] | None = None
-) -> ModelResults:
+def changed(model: ModelResults, *results: Config, kind: type | None = None) -> ModelResults:
     """The model with other results of their types, or with other values of a measurement."""
     known = dict(model.results)
     for result in results:
@@ -70,8 +68,7 @@ def changed(
 
 def with_values(found: Found, metric: str, **changes: Any) -> Found:
     values = [
-        value.model_copy(update=changes) if value.metric == metric else value
-        for value in found.values
+        one.model_copy(update=changes) if one.metric == metric else one for one in found.values
     ]
     return found.model_copy(update={"values": tuple(values)})
 
@@ -260,20 +257,16 @@ def attacked(number: int, seed: int, routed: bool) -> Found:
     curves = {"fgsm": _rows(number, seed, 0.5, 10), "pgd-10": _rows(number, seed, 1.0, 0)}
     changes = dict.fromkeys(curves, [0.5 * epsilon * 255 / 8 for epsilon in EPSILONS])
     lines = (
-        attack_audit.AuditLine(
-            name="deterministic model", holds=True, text="two passes agree bitwise"
-        ),
-        attack_audit.AuditLine(
-            name="PGD beats FGSM", holds=number != 1, text="mean loss 1.2 < 1.3"
-        ),
-        attack_audit.AuditLine(name="transfer attack", holds=None, text="no second model"),
+        AuditLine(name="deterministic model", holds=True, text="two passes agree bitwise"),
+        AuditLine(name="PGD beats FGSM", holds=number != 1, text="mean loss 1.2 < 1.3"),
+        AuditLine(name="transfer attack", holds=None, text="no second model"),
     )
     facts = {"audit": lines, "attacked": pictured()}
     return found_under_attack(curves, TASK, 200, changes if routed else {}, **facts)
 
 
 def found_under_attack(
-    curves: Mapping[str, Sequence[attack_audit.ScoresAtEpsilon]],
+    curves: Mapping[str, Sequence[ScoresAtEpsilon]],
     task: Task,
     images: int,
     changes: Mapping[str, Sequence[float]],
@@ -305,14 +298,12 @@ def pictured() -> attack_audit.AttackedGallery:
     return attack_audit.AttackedGallery(attack="pgd-10", rows=rows)
 
 
-def _rows(
-    number: int, seed: int, strength: float, first: int
-) -> list[attack_audit.ScoresAtEpsilon]:
+def _rows(number: int, seed: int, strength: float, first: int) -> list[ScoresAtEpsilon]:
     made = []
     for epsilon in EPSILONS:
         right = int(200 * 0.9 / (1 + strength * max(1, 8 - number) * 10 * epsilon)) - seed
         hits = (torch.arange(200) - first) % 200 < right
-        made.append(attack_audit.ScoresAtEpsilon.of(epsilon, TASK, hits))
+        made.append(ScoresAtEpsilon.of(epsilon, TASK, hits))
     return made
 
 
@@ -336,26 +327,19 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
     values = [*augmented(seed), *swept(number, seed)]
     layers: list[dict[str, float]] = []
     for place, (record, of_layer) in enumerate(zip(records, counts, strict=True), 1):
-        layers.append(
-            {
-                "load_cv2": layer_metrics.load_cv2(of_layer),
-                "max_violation": layer_metrics.max_load_violation(of_layer),
-                "dead": layer_metrics.dead_expert_share(of_layer),
-                "experts_per_token": float(record.chosen.sum(dim=-1).double().mean()),
-                "unrouted": 0.0,
-                "entropy": layer_metrics.normalised_load_entropy(of_layer),
-                **layer_metrics.routing_confidence(record.probs),
-                **_matched(number, seed),
-                **({"teacher_agreement": 0.9} if number == 2 else {}),
-            }
-        )
-        values += [
-            Value(metric=f"{name}_layer", at={"layer": place}, value=one)
-            for name, one in layers[-1].items()
-        ]
-    values += [
-        Value(metric=name, value=one) for name, one in layer_metrics.average_layers(layers).items()
-    ]
+        layer = {"load_cv2": layer_metrics.load_cv2(of_layer), "unrouted": 0.0}
+        layer["max_violation"] = layer_metrics.max_load_violation(of_layer)
+        layer["dead"] = layer_metrics.dead_expert_share(of_layer)
+        layer["experts_per_token"] = float(record.chosen.sum(dim=-1).double().mean())
+        layer["entropy"] = layer_metrics.normalised_load_entropy(of_layer)
+        layer |= layer_metrics.routing_confidence(record.probs) | _matched(number, seed)
+        if number == 2:
+            layer["teacher_agreement"] = 0.9
+        layers.append(layer)
+        for name, one in layer.items():
+            values.append(Value(metric=f"{name}_layer", at={"layer": place}, value=one))
+    means = layer_metrics.average_layers(layers)
+    values += [Value(metric=name, value=one) for name, one in means.items()]
     images = np.random.default_rng(0).integers(0, 255, (4, 1, 28, 28), dtype=np.uint8)
     four = tuple(RoutingRecord(*(field[:4] for field in record[:5])) for record in records)
     facts = {
@@ -407,9 +391,8 @@ def records_of(seed: int) -> tuple[RoutingRecord, ...]:
 
 
 def _record(generator: torch.Generator, images: int, tokens: int, experts: int) -> RoutingRecord:
-    logits = 2 * torch.randn(images, tokens, experts, generator=generator) + torch.linspace(
-        0, 1, experts
-    )
+    noise = torch.randn(images, tokens, experts, generator=generator)
+    logits = 2 * noise + torch.linspace(0, 1, experts)
     probs = logits.softmax(-1)
     chosen = torch.zeros_like(probs, dtype=torch.bool).scatter(-1, probs.topk(2).indices, True)
     return RoutingRecord(logits, probs, chosen.float(), chosen, probs * chosen)

@@ -17,7 +17,6 @@ from tests.report.ages import STAGES, write_ages
 from tests.report.test_report import assert_self_contained
 
 pytestmark = pytest.mark.usefixtures("undrawn")
-
 METHODS = {"dense": False, "vmoe": True, "ermoe_ba": True}
 
 

@@ -1,5 +1,3 @@
-"""What the page says of experts: agreement of seeds, worth, loss, and the share of the truth's."""
-
 import itertools
 
 import numpy as np
@@ -39,6 +37,8 @@ from tests.report import generated
 
 FIRST = np.eye(3, dtype=bool)[[0, 0, 1, 1, 2, 2, 0, 1]]
 SECOND = np.eye(3, dtype=bool)[[1, 1, 2, 2, 0, 0, 1, 0]]
+ROUTERS = "methods: {dense: {}, vmoe: {router: {kind: top}}, told: {router: {kind: told}}}"
+RIGHT = {"dense": 4, "vmoe": 6, "told": 9}  # of ten images
 
 
 def test_matching_by_hand():
@@ -104,10 +104,8 @@ def test_seeds_that_are_told_the_same_agree():
     display = explorer_page.find_display(module.ExpertRoles)
     first, second = display.blocks(phase)
     drawn = ["expert_information", "expert_similarity_1", "coactivation_1_2", "expert_similarity_2"]
-    assert (
-        len(first.pictures) == 4
-        and [name for name, _ in experts.draw_expert_roles(result)] == drawn
-    )
+    assert len(first.pictures) == 4
+    assert [name for name, _ in experts.draw_expert_roles(result)] == drawn
     assert second.grids[0].lines[0].items[0].text.startswith("1.00")
     results = StudyResults({"pretrain": phase})
     compared = compare_methods(results)["told"]["pretrain"]
@@ -123,9 +121,8 @@ def test_seeds_that_are_told_the_same_agree():
     assert answer.verdict == "open" and answer.p is None and answer.ours.interval.limits is None
     one = phase._replace(models={"told": {0: models["told"][0]}})
     assert len(display.blocks(one)) == 1
-    assert (
-        "seed_stability" not in compare_methods(StudyResults({"pretrain": one}))["told"]["pretrain"]
-    )
+    of_one = compare_methods(StudyResults({"pretrain": one}))["told"]["pretrain"]
+    assert "seed_stability" not in of_one
     assert compared["information_truth"]["mean"] == pytest.approx(1, abs=0.05)
     assert compared["consistency_2_chance"]["mean"] > 0
     assert compared["expert_cka"]["mean"] > compared["expert_cka_chance"]["mean"] > 0
@@ -209,10 +206,6 @@ def test_seeds_are_halved_by_people():
     assert module.compare_seeds(*results).correlation == pytest.approx(expected) != by_image
     compared = compare_methods(StudyResults({"pretrain": phase}))["vmoe"]["pretrain"]
     assert compared["seed_stability"]["mean"] == pytest.approx(expected)
-
-
-ROUTERS = "methods: {dense: {}, vmoe: {router: {kind: top}}, told: {router: {kind: told}}}"
-RIGHT = {"dense": 4, "vmoe": 6, "told": 9}  # of ten images
 
 
 def trained(right: int, seed: int) -> ModelResults:
@@ -309,9 +302,8 @@ def test_labels_of_an_axis_do_not_touch_where_scores_are_within_two_points(first
         figure.canvas.draw()
         labels = figure.axes[0].get_xticklabels()
         low, high = figure.axes[0].get_xlim()
-        boxes = [
-            text.get_window_extent() for text in labels if low <= text.get_position()[0] <= high
-        ]
+        inside = [text for text in labels if low <= text.get_position()[0] <= high]
+        boxes = [text.get_window_extent() for text in inside]
         apart = [right.x0 - left.x1 for left, right in itertools.pairwise(boxes)]
         assert len(apart) > 1 and min(apart) > 5 / 72 * figure.dpi
 

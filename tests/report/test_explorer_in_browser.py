@@ -1,5 +1,3 @@
-"""The explorer as a person meets it: every control, by mouse and by keyboard, in every look."""
-
 import re
 from pathlib import Path
 from urllib.parse import parse_qsl

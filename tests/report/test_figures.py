@@ -1,5 +1,3 @@
-"""Figures: what they draw, their names, matplotlib left alone; the explorer's page as a text."""
-
 import json
 import re
 from itertools import pairwise
@@ -91,9 +89,8 @@ def test_a_legend_of_long_names_lies_within_its_figure():
 
 def test_svg_leaves_settings_alone_follows_the_page_and_has_a_label(tmp_path):
     before = dict(matplotlib.rcParams)
-    pictures.render_svg(
-        model_figures.draw_confusion_matrix([[3, 1], [0, 4]], ["a", "b"]), "confusion"
-    )
+    confusion = model_figures.draw_confusion_matrix([[3, 1], [0, 4]], ["a", "b"])
+    pictures.render_svg(confusion, "confusion")
     assert dict(matplotlib.rcParams) == before
     figure = draw_expert_load([shares(4)])
     figure.savefig(tmp_path / "load.png")

@@ -1,5 +1,3 @@
-"""The metrics of the papers: where they are read, which columns appear, what papers report."""
-
 import re
 
 import pytest
@@ -27,7 +25,6 @@ from tests.report.test_claims import claim
 from tests.report.test_report import METHODS, assert_self_contained
 
 pytestmark = pytest.mark.usefixtures("undrawn")
-
 ALL = (*MEASURED_STAGES, "invariance", *NEW)
 
 
@@ -114,8 +111,6 @@ SHOWN = {  # stage → a metric, words of the page
     "cost": ("gflops", "Cost of a trained model"),
     "stability": ("jumps", "<summary>Noise"),
 }
-
-
 TOGETHER = ("", "calibrate lipschitz", "robustness", "routing invariance", "corruptions stability")
 
 
@@ -274,12 +269,10 @@ def test_a_method_that_a_measurement_refuses_is_named_before_anything_runs():
     second = f"{{{asked}, metric: load_cv2, against: tgr}}"
     settings = parse_yaml_document(text.replace("ions: []", f"ions: [{first}, {second}]"))
     study = extract_settings(Study, settings)
-    [(keys, problem)] = metrics_by_method.unanswerable_claims(
-        study, STAGES, load_data_previews(study)
-    )
+    [(keys, line)] = metrics_by_method.unanswerable_claims(study, STAGES, load_data_previews(study))
     assert keys == ("questions", 0, "against")
-    assert problem.startswith("found dense, which will have no router_regret: a dense model has no")
-    assert problem.endswith("; allowed: methods that router_regret measures")
+    assert line.startswith("found dense, which will have no router_regret: a dense model has no")
+    assert line.endswith("; allowed: methods that router_regret measures")
 
 
 def test_a_method_whose_tokens_choose_no_experts_has_no_roles():

@@ -1,5 +1,3 @@
-"""The page as a person meets it: wide and narrow, light and dark, by mouse and by keyboard."""
-
 import json
 from pathlib import Path
 
@@ -30,6 +28,14 @@ SETTINGS = (
 )
 PLACE = "document.querySelector('.places [aria-current]').hash"
 HEIGHTS = {1400: 8000, 390: 12000}
+EVIL = {
+    "class": '"><img src=x onerror="window.ran=1">',
+    "method": "</script><script>window.ran=2</script>",
+    "data": "<svg onload=window.ran=3>{{ 7 * 7 }}</style>",
+    "participant": "sub-<script>window.ran=4</script>\u202e",
+    "caption": "' onmouseover='window.ran=5' <!-- & \\u003c $x$",
+    "reason": "<a href=javascript:window.ran=6>a</a>",
+}
 
 
 @pytest.fixture(scope="module")
@@ -202,16 +208,6 @@ def test_without_scripts_everything_is_there(browser, written):
     assert shown.locator("#pretrain .pane").count() == 7
     assert all(pane.is_visible() for pane in shown.locator("#pretrain .pane").all())
     context.close()
-
-
-EVIL = {
-    "class": '"><img src=x onerror="window.ran=1">',
-    "method": "</script><script>window.ran=2</script>",
-    "data": "<svg onload=window.ran=3>{{ 7 * 7 }}</style>",
-    "participant": "sub-<script>window.ran=4</script>\u202e",
-    "caption": "' onmouseover='window.ran=5' <!-- & \\u003c $x$",
-    "reason": "<a href=javascript:window.ran=6>a</a>",
-}
 
 
 def hostile_page(folder: Path) -> str:

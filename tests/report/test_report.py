@@ -36,6 +36,9 @@ MISSING = {  # file → stage
     "artifacts/data/finetune/card.json": "that",
 }
 METHODS = {"dense": False, "vmoe": True, "tgr": True}
+COLUMN = Column("a", "a", lambda result: None)
+HIGHER, LOWER = COLUMN._replace(better="higher"), COLUMN._replace(better="lower")
+DAMAGED = ("", "[]", "null", "5", "[" * 100_000, "half", "folder")
 
 
 def results(root, methods=METHODS, seeds=(0,), phases=("pretrain", "finetune")):
@@ -118,10 +121,6 @@ class Kept(Config):
     items: tuple[float, ...]
 
 
-COLUMN = Column("a", "a", lambda result: None)
-HIGHER, LOWER = COLUMN._replace(better="higher"), COLUMN._replace(better="lower")
-
-
 def cells(**limits):
     return {
         name: Cell(Interval((low + high) / 2, low, high), "t", 2)
@@ -158,9 +157,6 @@ def test_a_file_that_is_missing_or_of_other_code_is_named(tmp_path):
             with pytest.raises(UserError, match=words):
                 read_results(run, "", tmp_path)
             (tmp_path / name).write_text(text)
-
-
-DAMAGED = ("", "[]", "null", "5", "[" * 100_000, "half", "folder")
 
 
 def spoiled(path: Path, contents: Sequence[str]) -> Iterator[None]:

@@ -1,5 +1,3 @@
-"""What is marked as different, by which test; the sentence that answers the page's title."""
-
 import re
 from pathlib import Path
 
@@ -28,6 +26,9 @@ from tests.report.test_claims import study as claimed
 from tests.report.test_report import results
 
 pytestmark = pytest.mark.usefixtures("undrawn")
+ROOT = Path(__file__).parents[2]
+DENSE = "methods: {dense: {}, vmoe: {router: {kind: noisy_top_k}}, tgr: {router: {kind: x}}}"
+CHANGED = "each pixel changed by at most 3.1 % of its range (ε = 8/255)."
 
 
 class Found(Config):
@@ -179,15 +180,7 @@ def test_compare_json_has_the_tests_and_the_page_names_them(tmp_path):
         assert ("paired test over seeds" in text) == ("seeds" in used)
 
 
-ROOT = Path(__file__).parents[2]
-DENSE = "methods: {dense: {}, vmoe: {router: {kind: noisy_top_k}}, tgr: {router: {kind: x}}}"
-
-
-CHANGED = "each pixel changed by at most 3.1 % of its range (ε = 8/255)."
-
-
 def answered(found: StudyResults) -> str:
-    """The sentence, its spaces plain."""
     return report_page.build_page(found, ()).answer.replace("\u00a0", " ")
 
 

@@ -1,5 +1,3 @@
-"""Paired tests and intervals against published numbers, their coverage; several runs as one."""
-
 import math
 from math import comb, sqrt
 
@@ -21,6 +19,8 @@ from tools import designs
 
 COUNTS = st.integers(0, 40)
 PEOPLE = np.array(["d", "a", "b", "a", "c", "b", "b", "b", "c"])  # 1, 2, 4 and 2 images
+FEW = Difference(0.02, (VarianceSource(4e-4, 3), VarianceSource(1e-4, 99)), BOTH, 4, 100)
+MANY = Difference(0.04, (VarianceSource(1e-4, 11), VarianceSource(4e-4, 399)), BOTH, 12, 400)
 
 
 def test_wilson_against_published_values_and_seeds_by_hand():
@@ -46,9 +46,7 @@ def test_bootstrap_is_near_the_normal_interval_and_reflects_a_bias():
     # |mean| of data around 0 is biased upward; so are its resamples, and the reflected interval
     # lies lower than their quantiles.
     values = np.random.default_rng(0).normal(0.01, 1, 200)
-    found = intervals.bootstrap_statistic(
-        lambda chosen: abs(values[chosen].mean()), 200, lowest=0.0
-    )
+    found = intervals.bootstrap_statistic(lambda rows: abs(values[rows].mean()), 200, lowest=0.0)
     assert found.low == 0 and found.high <= 2 * found.value
 
 
@@ -297,10 +295,6 @@ def test_people_are_exchanged_among_alike_and_halved_whole():
     assert is_first.tolist() == [False, True, False, True, True, False, False, False, True]
 
 
-FEW = Difference(0.02, (VarianceSource(4e-4, 3), VarianceSource(1e-4, 99)), BOTH, 4, 100)
-MANY = Difference(0.04, (VarianceSource(1e-4, 11), VarianceSource(4e-4, 399)), BOTH, 12, 400)
-
-
 def test_two_runs_by_hand():
     # Weights 1/4 and 3/4. A = 4e-4/16 + 9e-4/16·1 = 2.5e-5 + 5.625e-5, with Satterthwaite's
     # 8.125e-5² / (2.5e-5²/3 + 5.625e-5²/11) = 13.31 degrees; √B = 0.01/4 + 0.02·3/4 = 0.0175.
@@ -332,9 +326,8 @@ def test_runs_of_drawn_items_are_pooled_as_by_loops_and_without_items_by_seeds()
     assert designs.pool_differences(alone).kind == compare.SEEDS
     mixed = designs.pool_differences([alone[0], runs[1]])
     assert mixed.sources[1].variance == pytest.approx(runs[1].sources[1].variance)
-    flat = designs.pool_differences(
-        [paired_seed_difference([0.5, 0.5]), paired_seed_difference([0.5] * 3)]
-    )
+    differences = [paired_seed_difference([0.5] * number) for number in (2, 3)]
+    flat = designs.pool_differences(differences)
     assert flat.sources == ((0.0, 3),)
     with pytest.raises(ValueError, match="found variances over .'items'.; over seeds is needed"):
         designs.pool_differences([FEW, compare.crossed_difference(draws[0][:1])])
@@ -382,10 +375,8 @@ def test_a_collapsed_seed_and_the_sign_test():
     years = np.array([0.6, 0.7, 0.8, 0.75, 0.9, 1.1, 0.65, 0.5, 26.5])
     assert designs.has_collapsed_seed(years) and not designs.has_collapsed_seed(years[:-1])
     assert not designs.has_collapsed_seed(years[-4:]) and not designs.has_collapsed_seed(np.ones(6))
-    assert (
-        designs.sign_test(years) == pytest.approx(2 / 2**9)
-        and designs.sign_test(np.zeros(3)) == 1.0
-    )
+    assert designs.sign_test(years) == pytest.approx(2 / 2**9)
+    assert designs.sign_test(np.zeros(3)) == 1
 
 
 def test_linearity():

@@ -1,5 +1,3 @@
-"""What does not fit is found before anything runs: an edit, and the place and key it names."""
-
 import re
 from copy import deepcopy
 from pathlib import Path
@@ -18,7 +16,6 @@ from tests.project import PARAMS, check_params, compose_shipped, write_question
 
 QUESTIONS = ("ermoe/image_text", "moge/swin", "ours/routers", "prc/paper_scale")
 STAGES = tuple(key for key in load_yaml_document(ROOT / "dvc.yaml").data["stages"] if key != "code")
-
 VOLUMES = dump_inline_yaml(compose_shipped("ermoe/brain_age").document.data)
 WORDS = """\
 run: {methods: [smoe], seeds: [0], phases: [pretrain]}

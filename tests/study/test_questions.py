@@ -1,5 +1,3 @@
-"""Questions: what their layers come to, which file a problem is in, and how they are found."""
-
 import re
 
 import pytest
@@ -11,6 +9,16 @@ from moecore.study.questions import QuestionFile, find_question, list_question_n
 from tests.project import PARAMS
 
 BASE = yaml_document.parse_yaml_document(PARAMS).data
+WORLD = "model: {width: 24}\nmethods:\n  mine: {from: vmoe, router: {k: 1}}\n"
+REACHED = "baseline: {{logistic: 80, neighbours: 79, cnn: 85, dense: {}, seconds: {}}}"
+PAPER = """\
+name: Mine
+title: Mine
+short: Mine
+tables:
+  - {number: table 1, shows: it, claims: {faster: {method: fast, against: vmoe, better: higher,
+      metric: test_accuracy, effect: 0.1, phase: finetune, says: a, quote: B.}}}
+"""
 
 
 def values(question: QuestionFile, *presets: str, number: int = 1) -> dict:
@@ -113,16 +121,6 @@ def test_presets_are_laid_over_in_order_and_their_methods_added(ask):
         values(question, "tow")
 
 
-PAPER = """\
-name: Mine
-title: Mine
-short: Mine
-tables:
-  - {number: table 1, shows: it, claims: {faster: {method: fast, against: vmoe, better: higher,
-      metric: test_accuracy, effect: 0.1, phase: finetune, says: a, quote: B.}}}
-"""
-
-
 def write_paper(place) -> None:
     path = place / "pipelines/mine/paper.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,9 +167,6 @@ def test_a_wrong_paper_names_its_line(ask, place, old, new, place_and_key):
     assert f"pipelines/mine/{place_and_key}" in str(caught.value)
 
 
-WORLD = "model: {width: 24}\nmethods:\n  mine: {from: vmoe, router: {k: 1}}\n"
-
-
 @pytest.mark.parametrize(
     ("text", "place_and_key", "word"),
     [
@@ -204,16 +199,8 @@ WORLD = "model: {width: 24}\nmethods:\n  mine: {from: vmoe, router: {k: 1}}\n"
         ("run: {methods: [vmeo]}\n", "1:17: run.methods[0]", "did you mean 'vm"),
         ("pretrain: null\n", "1:1: pretrain", "missing; the stage pretrain read"),
         ("methods: {own: {from: vmeo}}\n", "1:17: methods.own.from", "'vmoe'?; allowed: dense, vm"),
-        (
-            "methods: {one: {from: two}, two: {from: one}}\n",
-            "1:35: methods.two.from",
-            "found 'one'",
-        ),
-        (
-            "methods: {own: {from: vmoe, experts: {k: x}}}\n",
-            "1:39: methods.own.experts.k",
-            "unknown key",
-        ),
+        ("methods: {a: {from: b}, b: {from: a}}\n", "1:29: methods.b.from", "found 'a'"),
+        ("methods: {a: {from: vmoe, experts: {k: x}}}", "1:37: methods.a.experts.k", "unknown key"),
     ],
 )
 def test_a_wrong_question_names_its_line(ask, place, text, place_and_key, word):
@@ -226,9 +213,6 @@ def test_a_wrong_question_names_its_line(ask, place, text, place_and_key, word):
         check.check_document(composed.document, composed.all_stages)
     (line,) = str(caught.value).split("\n")
     assert f"/pipelines/own/asked.yaml:{place_and_key}: " in line and word in line
-
-
-REACHED = "baseline: {{logistic: 80, neighbours: 79, cnn: 85, dense: {}, seconds: {}}}"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-"""A faulty part of a method is named before anything trains; ours have no fault."""
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,11 +60,7 @@ FAULTS = [
     ({"cosine": COSINE.replace(SOFTMAX, "logits.sigmoid()")}, ROUTER, "sum to 1"),
     ({"cosine": COSINE.replace("randn(experts", "randn(1 + experts")}, ROUTER, "IndexError"),
     ({"cosine": COSINE.replace(SOFTMAX, f"{SOFTMAX}.detach()")}, ROUTER, "gradient"),
-    (
-        {"cosine": COSINE.replace("logits = cosines", "logits = torch.rand(1) * cosines")},
-        ROUTER,
-        "draw",
-    ),
+    ({"cosine": COSINE.replace("= cosines", "= torch.rand(1) * cosines")}, ROUTER, "draw"),
     ({"calm": CALM.replace(".mean()", "")}, CALMING, "scalar"),
     ({"calm": CALM.replace("return ", "1 / 0\n        return ")}, CALMING, "my_lab/calm.py:15)"),
     ({"calm": CALM.replace(".square()", ".triangle()")}, CALMING, "my_lab/calm.py:15)"),

@@ -1,5 +1,3 @@
-"""What is written of a question; whatever is in params.yaml, the check answers in words."""
-
 # People's files, with one to three places changed by values that hurt; ``make soak`` tries more.
 
 import copy
@@ -187,9 +185,8 @@ def test_the_file_is_checked_and_left_as_it_was_where_it_is_not_in_order(tmp_pat
         params_writer.write_assignments(path, ["run.seeds=[0, 1]", "pretrain.epochs=none"])
     assert "pretrain.epochs" in str(error.value) and "left as it was" in str(error.value)
     assert path.read_text(encoding="utf-8") == PARAMS
-    assert params_writer.write_assignments(path, ["run.seeds=[0, 1]"]) == [
-        "run.seeds: [0] → [0, 1]"
-    ]
+    changes = params_writer.write_assignments(path, ["run.seeds=[0, 1]"])
+    assert changes == ["run.seeds: [0] → [0, 1]"]
     assert load_yaml_document(path).data["run"]["seeds"] == [0, 1]
 
 
@@ -312,7 +309,6 @@ def test_what_is_accepted_passes_a_step(tmp_path_factory, every_method, draw):
 
 def step(study: Study, name: str) -> None:
     method, training = study.methods[name], study.pretrain
-    assert study.model is not None and training is not None
     image = model_rules.planned_image_spec(model_rules.load_data_previews(study)["pretrain"])
     backbone = method.merge_model_settings(study.model)
     with meta_device_context():

@@ -1,5 +1,3 @@
-"""Scores of classes, labels, numbers and cells by hand; how results keep and compare them."""
-
 import base64
 
 import numpy as np
@@ -21,6 +19,14 @@ from tests.measure.test_truth import IMAGE
 # Four images, two classes. Confidences 0.9, 0.9, 0.6, 0.6; right, wrong, right, right.
 LOGITS = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6], [0.6, 0.4]], dtype=torch.double).log()
 LABELS = torch.tensor([0, 1, 1, 0])
+# Four images, three classes; the best class is 0, 2, 1, 1.
+SET_LOGITS = torch.tensor([[3.0, 1.0, 2.0], [-1.0, -2.0, -0.5], [0.0, 4.0, -4.0], [1.0, 5.0, 4.0]])
+LABEL_SETS = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 1, 0], [1, 0, 1]], dtype=torch.uint8)
+TWO = Classification(classes=("a", "b"))
+AGE_LISTS = st.lists(st.floats(18, 100), min_size=3, max_size=30)
+AGES = torch.tensor([60.0, 70.0, 80.0])
+YEARS = Regression(target="age", unit="years", mean=50.0, deviation=10.0)
+MOSAIC = IMAGE.model_copy(update={"task": Cells(classes=("a", "b", "c"), grid=2)})  # 8 × 8 pixels
 
 
 def test_by_hand():
@@ -57,11 +63,6 @@ def test_ece_is_what_the_bins_say(pairs):
     assert calibration_error(sure, hits) == pytest.approx(sum(gaps) / len(pairs), abs=1e-12)
 
 
-# Four images, three classes; the best class is 0, 2, 1, 1.
-SET_LOGITS = torch.tensor([[3.0, 1.0, 2.0], [-1.0, -2.0, -0.5], [0.0, 4.0, -4.0], [1.0, 5.0, 4.0]])
-LABEL_SETS = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 1, 0], [1, 0, 1]], dtype=torch.uint8)
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.float32])
 def test_correct_takes_both_forms_of_labels(dtype):
     assert top1_hits(SET_LOGITS, LABEL_SETS.to(dtype)).tolist() == [True, False, True, False]
@@ -75,9 +76,6 @@ def test_sigmoid_nll_by_hand():
     found = class_nll(logits, torch.tensor([[1, 0], [0, 1], [1, 1]], dtype=torch.uint8))
     assert found.tolist() == pytest.approx([2 * np.log(4 / 3), 2 * np.log(4), np.log(16 / 3)])
     assert torch.isfinite(class_nll(torch.tensor([[1e4, -1e4]]), torch.tensor([[0, 1]]))).all()
-
-
-TWO = Classification(classes=("a", "b"))
 
 
 def test_hits_by_hand():
@@ -111,9 +109,6 @@ def test_top5_is_there_for_six_classes_and_more_only():
     assert Regression(target="age").top5(logits[:, :1], labels.float()) is None
 
 
-AGES = torch.tensor([60.0, 70.0, 80.0])
-
-
 def test_the_fit_by_hand():
     # y = 60 70 80, ŷ = 64 70 73: errors 4 0 −7; centred y −10 0 10; centred errors 5 1 −6 (mean −1)
     # slope = 1 + (−10·5 + 10·(−6)) / 200 = 0.45 ; intercept = mean ŷ 69 − 0.45 · 70 = 37.5
@@ -123,12 +118,7 @@ def test_the_fit_by_hand():
     assert found == pytest.approx(expected)
 
 
-@given(
-    st.lists(st.floats(18, 100), min_size=3, max_size=30),
-    st.floats(0.1, 2),
-    st.floats(-20, 20),
-    st.integers(0, 99),
-)
+@given(AGE_LISTS, st.floats(0.1, 2), st.floats(-20, 20), st.integers(0, 99))
 def test_the_fit_is_numpys(ages, slope, intercept, seed):
     labels = np.array(ages)
     if np.ptp(labels) < 1:
@@ -145,9 +135,6 @@ def test_one_answer_for_all_has_slope_0_and_correlation_minus_1():
     assert measure_age_bias(torch.full((3, 1), 65.0), AGES) == told
 
 
-YEARS = Regression(target="age", unit="years", mean=50.0, deviation=10.0)
-
-
 def test_differences_are_paired():
     # Shares: 3 of 4 against 1 of 4. Numbers: 3, 0, 3 against 1, 1, 1 is 1 more on average.
     one = torch.tensor([1, 1, 1, 0]).bool()
@@ -159,9 +146,6 @@ def test_differences_are_paired():
     assert YEARS.difference(errors, ones) == paired_bootstrap(errors.numpy(), np.ones(3))
     assert YEARS.difference(errors, ones).value == 1
     assert YEARS.difference(errors, ones, level=0.999).low <= YEARS.difference(errors, ones).low
-
-
-MOSAIC = IMAGE.model_copy(update={"task": Cells(classes=("a", "b", "c"), grid=2)})  # 8 × 8 pixels
 
 
 def test_the_tokens_of_a_cell_are_averaged_row_by_row():

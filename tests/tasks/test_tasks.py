@@ -1,5 +1,3 @@
-"""Every task, method by method, on known answers; losses and recall of images and captions."""
-
 import math
 from itertools import permutations
 
@@ -30,6 +28,9 @@ SAID = torch.tensor([[44.0], [50.0], [54.0], [70.0]])  # errors 4, 0, −6, −1
 # Two mosaics: the four images as the cells of each, once in another order.
 MIXED = LOGITS[[2, 0, 1, 3]]
 MOSAICS = torch.stack([LOGITS, MIXED]).flatten(1), torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
+WORDS = torch.randn(4, 5, 7), torch.randint(0, 7, (4, 5), dtype=torch.int32)
+TASK = ImageText(words=9, context=4, captions=2, end=2, vocabulary="0" * 64, width=3)
+SIGMOID = TASK.model_copy(update={"pairs": "sigmoid"})
 
 
 def test_what_a_head_answers():
@@ -166,9 +167,6 @@ def test_labels_of_another_task_are_refused(task, labels, said):
         task.check(labels.numpy(), "digits: labels of train")
 
 
-WORDS = torch.randn(4, 5, 7), torch.randint(0, 7, (4, 5), dtype=torch.int32)
-
-
 @pytest.mark.parametrize(
     ("task", "given", "wrong"),
     [
@@ -180,10 +178,6 @@ WORDS = torch.randn(4, 5, 7), torch.randint(0, 7, (4, 5), dtype=torch.int32)
 def test_every_task(task, given, wrong):
     prediction, labels = given
     check_task(task, prediction, labels.numpy(), np.array(wrong))
-
-
-TASK = ImageText(words=9, context=4, captions=2, end=2, vocabulary="0" * 64, width=3)
-SIGMOID = TASK.model_copy(update={"pairs": "sigmoid"})
 
 
 def images_of(units, scale=5.0, bias=0.0) -> torch.Tensor:

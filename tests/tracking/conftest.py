@@ -61,7 +61,6 @@ class Study:
         return list(self.client.search_runs([experiment.experiment_id])) if experiment else []
 
     def runs(self) -> list[Any]:
-        """Those of histories."""
         return [run for run in self.every_run() if run.data.tags["level"] == "stage"]
 
     def parents(self) -> list[Any]:

@@ -1,5 +1,3 @@
-"""A trained model in MLflow, without pickle; `moecore ui` beside an import."""
-
 import os
 import shutil
 import signal
@@ -9,6 +7,7 @@ import sys
 import time
 from itertools import product
 from pathlib import Path
+from unittest.mock import Mock
 
 import mlflow
 import numpy
@@ -153,9 +152,7 @@ def test_a_model_is_logged_once_also_where_an_import_was_killed(study, monkeypat
         client.create_logged_model(experiment_id, name, source_run_id=run_id)
         raise SystemExit
 
-    def kill(*_):
-        raise SystemExit
-
+    kill = Mock(side_effect=SystemExit)
     for name, action in (("log_model", log_half), ("register_model", kill)):
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
             patch.setattr(module.stored_run, name, action)
@@ -289,9 +286,7 @@ def test_an_interrupt_ends_it_after_the_import_and_a_second_one_at_once(
             done.append(counts)
             return counts
 
-    def start(port):
-        return subprocess.Popen(["sleep", "60"], start_new_session=True)
-
+    start = lambda port: subprocess.Popen(["sleep", "60"], start_new_session=True)
     monkeypatch.setattr(ui, "SECONDS", 0)
     monkeypatch.setattr(ui, "HistoryImporter", Importing)
     monkeypatch.setattr(ui, "start_server", start)

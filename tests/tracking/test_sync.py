@@ -1,11 +1,10 @@
-"""Histories into MLflow: nothing twice, nothing lost, nothing of an earlier model."""
-
 import json
 import re
 import shutil
 import signal
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
@@ -274,7 +273,6 @@ def test_an_experiment_that_was_deleted_is_one_line_with_what_mends_it(study, co
         import_all()
     assert "\n" not in str(error.value)
     words = re.search(f"mlflow {command}`", str(error.value))
-    assert words is not None
     environment = {"MLFLOW_TRACKING_URI": mlflow_connection.store_address()}
     assert CliRunner().invoke(mlflow_cli, words[1].split(), env=environment).exit_code == 0
     assert import_all() == counts
@@ -283,10 +281,7 @@ def test_an_experiment_that_was_deleted_is_one_line_with_what_mends_it(study, co
 def test_an_import_that_was_killed_is_completed_by_the_next(study, monkeypatch):
     study.write()
     calibrate()
-
-    def kill(*_):
-        raise SystemExit
-
+    kill = Mock(side_effect=SystemExit)
     for owner, name in ((module.StudyImporter, "_send_figures"), (module, "mark_import_complete")):
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
             patch.setattr(owner, name, kill)

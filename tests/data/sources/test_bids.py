@@ -1,5 +1,3 @@
-"""The source `bids`: a cohort becomes prepared volumes; every problem is listed, by file."""
-
 import shutil
 from pathlib import Path
 
@@ -74,10 +72,7 @@ def test_the_same_volumes_as_the_phantom(tmp_path):
 
 def break_everything(root):
     """One fault for each of sub-00 to sub-11; returns who → what has to be said."""
-
-    def anat(who):
-        return root / who / "anat"
-
+    anat = lambda who: root / who / "anat"
     (anat("sub-00") / "sub-00_T1w.nii.gz").unlink()
     path = anat("sub-01") / "sub-01_T1w.nii.gz"
     path.write_bytes(path.read_bytes()[:2000])

@@ -1,5 +1,3 @@
-"""Sources whose truth is known: `dialects`, `ciphers`, `clusters` and `subspaces`."""
-
 import numpy as np
 import pytest
 import torch
@@ -16,6 +14,10 @@ from moecore.sources import Clusters, Digits, Subspaces
 from moecore.testing import check_source
 
 SMALL = {"train": 900, "validation": 300, "test": 400}
+VOCABULARY = (END, UNKNOWN, "a", "b", "c", "d")
+LINES = [[2, 3, 1, 0], [4, 0], [5, 5, 2, 0]]  # three paragraphs
+SMALL_TEXT = {"block": 4, "context": 1}
+FEW = {"train": 3000, "validation": 300, "test": 1000}
 
 
 def dialects(**settings) -> Dialects:
@@ -176,11 +178,6 @@ def test_two_seeds_are_other_dialects(tmp_path):
     assert not np.array_equal(first, other)
 
 
-VOCABULARY = (END, UNKNOWN, "a", "b", "c", "d")
-LINES = [[2, 3, 1, 0], [4, 0], [5, 5, 2, 0]]  # three paragraphs
-SMALL_TEXT = {"block": 4, "context": 1}
-
-
 def numbered(lines: list[list[int]] = LINES, times: int = 60) -> TokenizedText:
     words = np.array([word for line in lines for word in line] * times, dtype=np.int32)
     return TokenizedText(dict.fromkeys(SPLITS, words), VOCABULARY, {})
@@ -261,9 +258,6 @@ def test_rare_words_are_unknown_and_too_few_paragraphs_are_refused():
     assert written.truth["test"][words == 1].all(), "an unknown word is of its paragraph's cipher"
     with pytest.raises(UserError, match="zipf: found 3.0, which leaves about 2 of the last dial"):
         Ciphers(dialects=4, zipf=3.0, **SMALL_TEXT).encrypt(numbered())
-
-
-FEW = {"train": 3000, "validation": 300, "test": 1000}
 
 
 def prepared_vectors(source: base.DrawnSource, folder) -> Prepared:

@@ -1,5 +1,3 @@
-"""Mosaics and captions of pictures; rendered characters of DejaVu and of Noto where installed."""
-
 import json
 import shutil
 from pathlib import Path
@@ -28,6 +26,11 @@ from moecore.testing import check_source
 
 SOURCE = {"kind": "digits", "size": 6, "seed": 3}
 SETTINGS = Mosaic(source=SOURCE, train=300, validation=60, test=70, seed=1)
+COLOURS = ("red", "green", "blue", "white", "black")
+DEJAVU = ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSerif.ttf", "DejaVuSansMono.ttf")
+STYLES = ("Sans Book", "Sans Bold", "Serif Book", "Sans Mono Book")
+NOTO = [Path("data/raw/fonts").absolute(), Path("/usr/share/fonts/truetype/noto")]
+CYRILLIC = {"scripts": ("Cyrillic", "Armenian"), "characters": 40}
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +140,6 @@ def test_helpers_that_need_one_label_refuse_sets(folder):
     assert np.array_equal(labels.numpy(), split.labels[[7, 3]]) and images.shape == (2, 1, 12, 12)
 
 
-COLOURS = ("red", "green", "blue", "white", "black")
-
-
 def picture(path, number: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(np.full((20, 30, 3), number * 9 % 256, np.uint8)).save(path)
@@ -162,7 +162,6 @@ def coco(root, number: int = 20, year: str = "train2014", first: int = 0):
 
 
 def split_file(root, name: str, folder: str):
-    """The same of Karpathy's."""
     splits = ("train", "restval", "val", "test")
     images = []
     for number in range(16):
@@ -241,10 +240,7 @@ def test_flickrs_token_file(tmp_path):
         (lambda c: c["images"].pop(), "found a caption of image 19, which is not listed"),
         (lambda c: c.pop("images"), "no captions of COCO's: lacks or has an odd 'images'"),
         (lambda c: c["images"][0].update(file_name="../../etc/passwd"), "leads out of this folder"),
-        (
-            lambda c: c["annotations"][0].update(caption=None),
-            "odd caption, None, which is not text",
-        ),
+        (lambda c: c["annotations"][0].update(caption=None), "caption, None, which is not text"),
     ],
 )
 def test_odd_annotations_are_refused(tmp_path, edit, says):
@@ -271,12 +267,6 @@ def test_files_that_are_none_are_named(tmp_path):
         CocoCaptions(root=str(tmp_path), annotations=(str(torn),)).read()
     with pytest.raises(UserError, match=r"dataset\.json: no such file; fetch the annotations"):
         CocoCaptions(root=str(tmp_path), karpathy=str(tmp_path / "dataset.json")).read()
-
-
-DEJAVU = ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSerif.ttf", "DejaVuSansMono.ttf")
-STYLES = ("Sans Book", "Sans Bold", "Serif Book", "Sans Mono Book")
-NOTO = [Path("data/raw/fonts").absolute(), Path("/usr/share/fonts/truetype/noto")]
-CYRILLIC = {"scripts": ("Cyrillic", "Armenian"), "characters": 40}
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,3 @@
-"""The simulated cohort, and layouts beside BIDS: targets, ageing, streams; sites held out."""
-
 from functools import partial
 
 import nibabel
@@ -26,6 +24,9 @@ from tests.data.making import AFFINE, SMALL, cohort, head, participants, save
 from tests.project import ROOT
 
 SMALL_COHORT = {"subjects": 12, "age_groups": 2}
+PEOPLE = 8
+AGES = [20 + 7 * i for i in range(PEOPLE)]
+PRESETS = load_yaml_document(ROOT / "pipelines/ermoe/brain_age.yaml").data["presets"]
 
 
 def made_ml(brain):
@@ -275,11 +276,6 @@ def test_the_other_generator_is_a_function_of_its_arguments():
     assert not np.array_equal(one.image, simulate_ellipsoid_scan(40, "F", 4).image)
 
 
-PEOPLE = 8
-AGES = [20 + 7 * i for i in range(PEOPLE)]
-PRESETS = load_yaml_document(ROOT / "pipelines/ermoe/brain_age.yaml").data["presets"]
-
-
 def source(preset, root, **changes):
     settings = PRESETS[preset]["data"]["pretrain"] | SMALL | changes
     settings |= {"root": str(root), "cache": str(root.parent / "cache")}
@@ -419,10 +415,8 @@ def test_sites_are_held_out_and_nobody_else_is_tested(tmp_path):
     with pytest.raises(UserError) as error:
         held.write(tmp_path / "out")
     # sub-01 (line 3) and sub-07 (line 9) are of b and said to be of train
-    place, said = (
-        f"{tmp_path}/raw/participants.tsv",
-        "but its site b is in test_sites; allowed: test",
-    )
+    place = f"{tmp_path}/raw/participants.tsv"
+    said = "but its site b is in test_sites; allowed: test"
     expected = [f"{place}:{line}: sub-{line - 2:02}: split is train, {said}" for line in (3, 9)]
     assert str(error.value).splitlines() == expected
     participants(tmp_path / "raw", people({"site": "abc", "split": ["test", "", ""]}))

@@ -1,5 +1,3 @@
-"""Each source on small real files; class folders: splits, damage, resuming after a kill."""
-
 import hashlib
 import shutil
 import tarfile

@@ -1,5 +1,3 @@
-"""Words, vocabularies, windows, sources of text; tokenizers; files read and fetched."""
-
 import functools
 import gzip
 import hashlib
@@ -51,6 +49,10 @@ class Reader:
         "Give back what is left of the file as a list of all of its lines."
         return """No docstring, however long the words of this string may become in the end."""
 '''
+SMALL = {"kind": "digits", "size": 8}
+SETTINGS = CaptionedMosaic(source=SMALL, train=300, validation=40, test=50, seed=3)
+TASK = ImageText(words=8, context=5, captions=2, end=2, vocabulary="0" * 64)
+IMAGES = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)
 
 
 def test_words_are_lower_case_apart_from_punctuation_and_unknown_where_rare():
@@ -174,10 +176,6 @@ def test_wikitext_103_must_have_its_words(tmp_path):
     assert "where a file is missing" in Wikitext(root=str(tmp_path / "nowhere")).describe().problem
 
 
-SMALL = {"kind": "digits", "size": 8}
-SETTINGS = CaptionedMosaic(source=SMALL, train=300, validation=40, test=50, seed=3)
-
-
 @pytest.fixture(scope="module")
 def mosaics(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mosaics")
@@ -218,9 +216,6 @@ def test_layouts_of_the_test_are_in_no_other_split_and_there_once():
     train, counts = np.unique(numbers["train"], return_counts=True)
     assert len(train) == 8000 and not (test | validation) & set(train.tolist())
     assert counts.max() - counts.min() == 1
-
-
-TASK = ImageText(words=8, context=5, captions=2, end=2, vocabulary="0" * 64)
 
 
 def test_captions_are_cut_and_counted_by_words_of_the_training_captions():
@@ -274,9 +269,6 @@ def test_vocabularies_that_are_none_are_refused_by_name(tmp_path):
         BpeTokenizer(path, 49_408)
     with pytest.raises(UserError, match="another vocabulary than the model's"):
         load_tokenizer(tmp_path, TASK.model_copy(update={"words": 7}))
-
-
-IMAGES = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)
 
 
 @given(

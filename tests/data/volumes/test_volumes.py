@@ -1,5 +1,3 @@
-"""Volumes: orientation, resampling, crop, intensities, flags; real labels; splits of a cohort."""
-
 import gzip
 import os
 import struct

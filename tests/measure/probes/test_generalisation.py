@@ -1,5 +1,3 @@
-"""Region experts on mixtures, volumes and other generators; probes of tissues, rescans, ages."""
-
 from itertools import permutations, product
 from types import SimpleNamespace
 
@@ -101,10 +99,8 @@ def test_an_expert_for_everything_is_no_better_than_chance():
 def test_who_holds_no_tissue_is_left_out():
     """Several sorts of volumes are one set of cubes."""
     one, other = drawn(0), drawn(1)
-    joined = RoutedCubes(*(np.concatenate(parts, axis=1) for parts in zip(one, other, strict=True)))
-    assert simulated.cube_tissue_agreement([one, other]) == simulated.cube_tissue_agreement(
-        [joined]
-    )
+    both = RoutedCubes(*(np.concatenate(parts, axis=1) for parts in zip(one, other, strict=True)))
+    assert simulated.cube_tissue_agreement([one, other]) == simulated.cube_tissue_agreement([both])
     cubes = drawn(4)
     cubes.amounts[2] = 0
     left = [0, 1, 3, 4]
@@ -286,9 +282,8 @@ def test_against_the_normal_equations():
     np.testing.assert_allclose(probe.predict(others[0]), errors[penalty], rtol=1e-9)
     # features that do not vary say the mean age
     ages = np.array([20.0, 30.0, 70.0])
-    probe, penalty = linear_probe.fit_ridge_probe(
-        (np.ones((3, 2)), ages), (np.ones((2, 2)), ages[:2])
-    )
+    training, validation = (np.ones((3, 2)), ages), (np.ones((2, 2)), ages[:2])
+    probe, penalty = linear_probe.fit_ridge_probe(training, validation)
     assert probe.predict(np.ones((1, 2))).tolist() == pytest.approx([40])
     assert penalty == PENALTIES[-1]
 

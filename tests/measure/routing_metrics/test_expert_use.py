@@ -1,5 +1,3 @@
-"""Use of experts and eligibility by hand; matches of corresponding patches in two views."""
-
 import math
 
 import numpy as np
@@ -35,6 +33,16 @@ from moecore.measure.routing_metrics.layer_metrics import (
 from moecore.measure.routing_metrics.two_view_agreement import NAMES, PRESETS, match_two_views
 from tests.measure.subjects import match_ratios
 from tests.methods import tiny
+
+SCORES = torch.tensor(
+    [[[0.9, 0.6, 0.5, 0.75], [0.1, 0.8, -0.9, 0.5], [0.5, 0.4, 0.3, 0.2], [0.7, 0.0, 0.8, 0.1]]]
+)
+IMAGES = np.random.default_rng(0).integers(0, 256, (12, 1, 8, 8), dtype=np.uint8)
+# Two best: ours always (0, 1), theirs (0, 1), (1, 0), (0, 2), (2, 1), (1, 2)
+OURS = torch.tensor([0.7, 0.2, 0.1]).expand(1, 5, 3)
+THEIRS = torch.tensor(
+    [[[0.5, 0.3, 0.2], [0.2, 0.7, 0.1], [0.6, 0.1, 0.3], [0.1, 0.2, 0.7], [0.1, 0.7, 0.2]]]
+)
 
 
 def masks(*rows: str) -> torch.Tensor:
@@ -176,11 +184,6 @@ def fallback_rate(scores: torch.Tensor, threshold: float) -> float:
     return float(below_k_eligible_flags(scores, threshold, 1).mean())
 
 
-SCORES = torch.tensor(
-    [[[0.9, 0.6, 0.5, 0.75], [0.1, 0.8, -0.9, 0.5], [0.5, 0.4, 0.3, 0.2], [0.7, 0.0, 0.8, 0.1]]]
-)
-
-
 @st.composite
 def scores(draw, lowest=-1.0, width=32):
     tokens, experts = draw(st.integers(1, 6)), draw(st.integers(1, 6))
@@ -251,9 +254,6 @@ def test_bounds_of_the_tail_of_probs(weights, k):
     assert float(tail_masses(probs.flip(-1), k).mean()) == pytest.approx(mass), "relabelled"
     # eq. 12 where every expert is eligible
     assert eligible_tail_mass(probs, 0.0, k) == pytest.approx(mass)
-
-
-IMAGES = np.random.default_rng(0).integers(0, 256, (12, 1, 8, 8), dtype=np.uint8)
 
 
 def shares(found: dict) -> dict[str, float]:
@@ -342,13 +342,6 @@ def test_ratios_are_ordered_have_intervals_and_do_not_depend_on_the_batch(name, 
         interval = found[key][1]
         assert 0 <= interval.low <= interval.value <= interval.high <= 1
     assert shares(found) == pytest.approx(shares(parts))
-
-
-# Two best: ours always (0, 1), theirs (0, 1), (1, 0), (0, 2), (2, 1), (1, 2)
-OURS = torch.tensor([0.7, 0.2, 0.1]).expand(1, 5, 3)
-THEIRS = torch.tensor(
-    [[[0.5, 0.3, 0.2], [0.2, 0.7, 0.1], [0.6, 0.1, 0.3], [0.1, 0.2, 0.7], [0.1, 0.7, 0.2]]]
-)
 
 
 def test_ratios_by_hand_and_ties_go_to_the_lowest_index():

@@ -1,5 +1,3 @@
-"""Routing of tissues by hand, two views of an image, what epochs keep, rows of a sweep."""
-
 import copy
 from typing import get_args
 
@@ -25,6 +23,14 @@ from tests.measure.subjects import images, moe, subject, volumes
 from tests.methods import KINDS, METHODS, tiny
 
 NAMES = ("wm", "gm", "free_2")
+PICTURES = np.random.default_rng(0).integers(0, 256, (12, 1, 8, 8), dtype=np.uint8)
+SCORES = torch.tensor(
+    [[0.9, 0.6, 0.75, 0.1], [0.8, 0.1, 0.2, 0.3], [0.5, 0.4, 0.3, 0.2], [0.1, 0.2, 0.9, 0.6]]
+)
+IMAGES = torch.rand(12, 1, 8, 8, generator=torch.Generator().manual_seed(3))
+SAMPLE = SweepImages(IMAGES, torch.arange(12) % 2, Classification(classes=("a", "b")))
+WITH_K = [name for name in KINDS if METHODS[name].router.kind != "soft_slots"]
+ERMOE = [name for name in KINDS if METHODS[name].router.kind == "eigenbasis"]
 
 
 class Bright(nn.Module):
@@ -93,9 +99,6 @@ def test_class_maps_by_hand():
     assert torch.equal(maps[::2, 1], maps[::2, 0].flip(-1))
 
 
-PICTURES = np.random.default_rng(0).integers(0, 256, (12, 1, 8, 8), dtype=np.uint8)
-
-
 @pytest.mark.parametrize("kind", get_args(Preset))
 def test_views_are_functions_of_seed_and_place(kind):
     random = torch.get_rng_state()
@@ -157,14 +160,12 @@ def test_watched_epochs():
 def test_what_was_kept_is_what_the_model_did(tmp_path):
     models = {epoch: subject(images(), moe(), seed=epoch) for epoch in (1, 2)}
     data = models[1].data
-    first, second = (
-        epochs.EpochRecorder(tmp_path, models[e].model, data, (), 2, 0) for e in (1, 2)
-    )
+    first, other = (epochs.EpochRecorder(tmp_path, models[e].model, data, (), 2, 0) for e in (1, 2))
     first.write_trace(1)
     with pytest.raises(UserError, match="traces/0002.json: no such file"):
         first.read_traces()
-    second.write_trace(2)
-    found = second.read_traces()
+    other.write_trace(2)
+    found = other.read_traces()
     assert [one.epoch for one in found] == [1, 2]
     where = epochs.explorer_image_indices(data, 32)
     for one in found:
@@ -172,12 +173,6 @@ def test_what_was_kept_is_what_the_model_did(tmp_path):
         seen = predict_in_batches(models[one.epoch].model, data.test.images[where], 32)
         assert one.trace == encode_routing(*seen, data.task)
     assert found[0].trace != found[1].trace
-
-
-IMAGES = torch.rand(12, 1, 8, 8, generator=torch.Generator().manual_seed(3))
-SAMPLE = SweepImages(IMAGES, torch.arange(12) % 2, Classification(classes=("a", "b")))
-WITH_K = [name for name in KINDS if METHODS[name].router.kind != "soft_slots"]
-ERMOE = [name for name in KINDS if METHODS[name].router.kind == "eigenbasis"]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -237,11 +232,6 @@ def test_no_row_depends_on_the_batch(name):
     assert whole.keys() == parts.keys()
     for k, values in whole.items():
         assert values == pytest.approx(parts[k], abs=1e-6)
-
-
-SCORES = torch.tensor(
-    [[0.9, 0.6, 0.75, 0.1], [0.8, 0.1, 0.2, 0.3], [0.5, 0.4, 0.3, 0.2], [0.1, 0.2, 0.9, 0.6]]
-)
 
 
 def record(scores: torch.Tensor, *chosen: str) -> RoutingRecord:

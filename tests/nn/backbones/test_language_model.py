@@ -1,5 +1,3 @@
-"""Language models against slow references; no token looks ahead; the model of MoGE's study."""
-
 import math
 from itertools import product
 
@@ -23,6 +21,14 @@ from tests.nn.backbones.test_two_towers import TASK
 
 WORDS = 11
 MOE = MoESettings(router=TopKSoftmax(k=2), experts=Mlp(number=4, hidden_ratio=1.0), blocks="all")
+THREE = Classification(classes=tuple("abc"))
+IMAGE = ImageSpec(channels=2, size=4, task=THREE, mean=(0.5, 0.25), std=(0.5, 0.125))
+REFUSED = {"teacher_routed", "hash_moe", "expert_choice", "soft_moe"}
+SHIPPED = load_yaml_document(str(ROOT / "params.yaml")).data["methods"]
+METHODS = {name: Method.model_validate(entry) for name, entry in SHIPPED.items() if entry}
+EXPERTS = {"kind": "mlp", "number": 4, "hidden_ratio": 1.0}
+LIMITED = {"kind": "noisy_top_k", "k": 1, "capacity_factor": 0.5, "group_size": 1}
+BLOCK = 12
 
 
 def text(block=4, context=3):
@@ -203,10 +209,6 @@ def test_what_does_not_fit_is_refused():
         made.remember(4, 7)
 
 
-THREE = Classification(classes=tuple("abc"))
-IMAGE = ImageSpec(channels=2, size=4, task=THREE, mean=(0.5, 0.25), std=(0.5, 0.125))
-
-
 def single():
     torch.manual_seed(0)
     moe = MoESettings(router=NoisyTopK(k=1), experts=Mlp(number=4, hidden_ratio=0.25), blocks=[0])
@@ -291,13 +293,6 @@ def test_a_router_gets_what_it_asks_for(monkeypatch):
     assert built.mlp.context.progress == 1.0 and built.mlp.context.attention is None
 
 
-SHIPPED = load_yaml_document(str(ROOT / "params.yaml")).data["methods"]
-METHODS = {name: Method.model_validate(entry) for name, entry in SHIPPED.items() if entry}
-EXPERTS = {"kind": "mlp", "number": 4, "hidden_ratio": 1.0}
-LIMITED = {"kind": "noisy_top_k", "k": 1, "capacity_factor": 0.5, "group_size": 1}
-BLOCK = 12
-
-
 def moe_of(router: dict, experts: dict = EXPERTS) -> MoESettings:
     return MoESettings.model_validate({"router": router, "experts": experts, "blocks": "all"})
 
@@ -322,9 +317,6 @@ def assert_causal(moe: MoESettings, truth: int = 0, modes: tuple = (True, False)
             moved = (read_logits(model, changed) - logits).abs() > 1e-9
             assert not moved[:, :place].any(), (training, stream, place)
             assert moved[stream, place].any() and not moved[1 - stream].any()
-
-
-REFUSED = {"teacher_routed", "hash_moe", "expert_choice", "soft_moe"}
 
 
 @pytest.mark.parametrize("name", ["vmoe", "ermoe", "stable_moe", *sorted(REFUSED)])

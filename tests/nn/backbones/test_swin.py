@@ -1,5 +1,3 @@
-"""Swin V1, V2 and Swin-MoE's mixture: against timm's and a slow reference, moved, and upcycled."""
-
 import itertools
 import math
 
@@ -25,6 +23,7 @@ from tests.training.small import IMAGE, images
 SMALL = swin("swin")
 TOP_1 = {"kind": "noisy_top_k", "k": 1, "renormalise": "straight"}
 EXPERTS = {"kind": "mlp", "number": 4, "hidden_ratio": 4.0}
+BUFFERS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_bias")
 
 
 def spec(size: int) -> ImageSpec:
@@ -38,9 +37,6 @@ def spread(model):
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model.eval()
-
-
-BUFFERS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_bias")
 
 
 def ours_and_timms(kind: str, size: int, config: SwinSettings):

@@ -1,5 +1,3 @@
-"""The text tower by its definition, token by token; frozen towers; six methods in either tower."""
-
 import math
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Our vision transformer against timm's, with volumes; the convolutional network of brain age."""
-
 import pytest
 import torch
 from pydantic import ValidationError
@@ -26,6 +24,14 @@ from tests.data.making import VOLUMES
 COLOURS = {"channels": 3, "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.25, 0.3)}
 IMAGE = ImageSpec(size=32, task=Classification(classes=tuple("abcde")), **COLOURS)
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 3}
+CLASSES = VOLUMES.model_copy(update={"task": FLAT.task})
+ATTENDING = SPARSE.model_copy(update={"router": Eigenbasis(context="attention_output")})
+SMALL_SFCN = sfcn.Sfcn(channels=(4, 8, 6), bins=3, first_bin=50, bin_width=10, bin_deviation=5)
+AGE = Regression(target="age", unit="years", mean=60.0, deviation=15.0)
+SPEC = ImageSpec(channels=1, size=(8, 12, 4), mean=(0.4,), std=(0.2,), task=AGE)
+SMALL_3D = Vit3d(patch=4, width=24, depth=2, heads=2)
+MLPS = {"kind": "mlp", "number": 4, "hidden_ratio": 1}
+MOE = MoESettings(router={"kind": "hash", "k": 1}, experts=MLPS, blocks=[1])
 
 
 def spread(model):
@@ -74,13 +80,6 @@ def test_features_are_what_enters_and_leaves_a_block():
     torch.testing.assert_close(final, tokens)
 
 
-AGE = Regression(target="age", unit="years", mean=60.0, deviation=15.0)
-SPEC = ImageSpec(channels=1, size=(8, 12, 4), mean=(0.4,), std=(0.2,), task=AGE)
-SMALL_3D = Vit3d(patch=4, width=24, depth=2, heads=2)
-MLPS = {"kind": "mlp", "number": 4, "hidden_ratio": 1}
-MOE = MoESettings(router={"kind": "hash", "k": 1}, experts=MLPS, blocks=[1])
-
-
 def drawn(config: Vit3d = SMALL_3D, spec: ImageSpec = SPEC, moe: MoESettings | None = None):
     torch.manual_seed(0)
     return spread(config.build(spec, moe))
@@ -98,7 +97,6 @@ def test_cubes_come_in_order_with_the_last_axis_fastest():
     volume[0, 0, 4 + 1, 8 + 2, 3] = 1
     cubes = cut_patches(volume, (4, 4, 4))
     assert cubes.shape == (1, 6, 64) and cubes[0, 5, 27] == 1 and cubes.sum() == 1
-    # patches of images are unfolds
     images = torch.rand(2, 3, 8, 12)
     assert torch.equal(cut_patches(images, (4, 4)), unfold(images, 4, stride=4).transpose(1, 2))
     with pytest.raises(ValueError, match="8×12×5 pixels .* 4×4×4"):
@@ -219,9 +217,8 @@ def test_transfer_to_another_cohort_keeps_what_it_says_in_years(tmp_path):
     tasks = (Regression(target="age", mean=30.0, deviation=5.0), Regression(target="height"))
     specs = [SPEC.model_copy(update={"task": task}) for task in tasks]
     other, height = (load_adapted_model(tmp_path, spec, None).eval() for spec in specs)
-    torch.testing.assert_close(
-        other(volumes).prediction, model(volumes).prediction, atol=1e-4, rtol=1e-5
-    )
+    ours, theirs = (net(volumes).prediction for net in (other, model))
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
     # another question has a fresh head
     assert not torch.equal(height.head.weight, model.head.weight)
 
@@ -260,11 +257,6 @@ def test_a_convolutional_stem_sees_one_image_at_a_time():
     stem = ConvStem(channels=1, patch=4, width=8, hidden=4)  # as built: in training
     images = torch.rand(3, 1, 8, 8)
     torch.testing.assert_close(stem(images)[:1], stem(images[:1]))
-
-
-CLASSES = VOLUMES.model_copy(update={"task": FLAT.task})
-ATTENDING = SPARSE.model_copy(update={"router": Eigenbasis(context="attention_output")})
-SMALL_SFCN = sfcn.Sfcn(channels=(4, 8, 6), bins=3, first_bin=50, bin_width=10, bin_deviation=5)
 
 
 def test_the_published_size():

@@ -1,5 +1,3 @@
-"""Balances without a loss, by hand: choices, steps and state; groups, scores and jitter."""
-
 import copy
 
 import pytest
@@ -15,17 +13,29 @@ from moecore.routers import Competition, FrozenCopy, TopKSoftmax, TopP
 from moecore.training.method import Method
 from moecore.training.settings import build_optimizer
 from tests.nn.routers import reference
+from tests.nn.routers.test_noisy_top_k import router_of
 from tests.training.small import COMPETITION, SETTINGS, task
 
 BIAS = {"kind": "loss_free", "rate": 0.1}
 SIGMOID = {"score": "sigmoid", "renormalise": True, "noise_std": 0.0}
-
-
-def router_of(width=4, experts=4, **settings):
-    torch.manual_seed(0)
-    router = NoisyTopK(**settings).build(width, experts)
-    torch.nn.init.normal_(router.weight)
-    return router
+AFFINE = torch.tensor([[2, 0], [1, 0], [0.5, 0], [0, 0.2]])
+SCORES = torch.tensor([[[0.9, 0.5, 0.8, 0.3], [0.75, 0.7, 0.6, 0.3], [0.8, 0.2, 0.7, 0.75]]])
+RULES = {  # the even share is 1.5; 1 − n / 1.5 = −1, ⅓, ⅓, ⅓
+    "sign": [-0.01, 0.01, -0.19, 0.11],
+    "recentred": [-0.015, 0.005, -0.195, 0.105],
+    "proportional": [-0.01, 0.003333, -0.196667, 0.103333],
+}
+QUANTILES = [  # of three experts, for six tokens
+    [0.91, 0.84, 0.73, 0.66, 0.95, 0.33],
+    [0.62, 0.31, 0.65, 0.27, 0.56, 0.45],
+    [0.23, 0.52, 0.18, 0.44, 0.47, 0.36],
+]
+REFUSED = {
+    "groups.number": {"groups": {"number": 3, "kept": 1}},
+    "groups.kept": {"k": 3, "groups": {"number": 2, "kept": 1}},
+    "groups.per_group": {"groups": {"number": 2, "kept": 2, "per_group": 3}},
+    "start": {"start": "orthonormal"},
+}
 
 
 def identity_router(experts, **settings):
@@ -57,14 +67,6 @@ def test_scores_that_vanish_leave_finite_gradients(score):
     assert torch.equal(record.probs.flatten(), torch.full((3,), 1 / 3))
     (gradient,) = torch.autograd.grad((record.combine + record.probs).sum(), tokens)
     assert gradient.isfinite().all()
-
-
-SCORES = torch.tensor([[[0.9, 0.5, 0.8, 0.3], [0.75, 0.7, 0.6, 0.3], [0.8, 0.2, 0.7, 0.75]]])
-RULES = {  # the even share is 1.5; 1 − n / 1.5 = −1, ⅓, ⅓, ⅓
-    "sign": [-0.01, 0.01, -0.19, 0.11],
-    "recentred": [-0.015, 0.005, -0.195, 0.105],
-    "proportional": [-0.01, 0.003333, -0.196667, 0.103333],
-}
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -120,13 +122,6 @@ def test_a_step_of_competition_teaches_the_bias_who_won():
         Competition(**COMPETITION, balance={"kind": "sinkhorn"}).check_causal()
 
 
-QUANTILES = [  # of three experts, for six tokens
-    [0.91, 0.84, 0.73, 0.66, 0.95, 0.33],
-    [0.62, 0.31, 0.65, 0.27, 0.56, 0.45],
-    [0.23, 0.52, 0.18, 0.44, 0.47, 0.36],
-]
-
-
 def test_quantiles_give_each_expert_its_share_at_the_tokens_cuts():
     # The second largest of score + bias: .62 .42 .65 .34 .56 .43. An even share is 2 tokens, so the
     # place is 2.5: expert 0 needs −.39 and −.32 at places 2 and 3, their middle is −.355.
@@ -151,9 +146,6 @@ def test_quantiles_give_each_expert_its_share_at_the_tokens_cuts():
     torch.testing.assert_close(router.balance.bias, 0.25 * (needed - needed.mean()))
 
 
-AFFINE = torch.tensor([[2, 0], [1, 0], [0.5, 0], [0, 0.2]])
-
-
 def test_a_plan_chooses_in_training_and_logits_in_evaluation():
     # The plan's experts have ½ each: factors e^−.407418 and e^.407418 up to one for both.
     factors = sinkhorn.plan_factors(AFFINE[None].double(), 1e-4, 100)[0].log()
@@ -172,7 +164,7 @@ def test_a_plan_chooses_in_training_and_logits_in_evaluation():
 
 
 def test_each_group_of_images_has_a_plan_and_ends_by_itself():
-    router = router_of(k=1, noise_std=0.0, balance={"kind": "sinkhorn", "group_size": 2})
+    router = router_of(4, k=1, noise_std=0.0, balance={"kind": "sinkhorn", "group_size": 2})
     tokens = torch.randn(5, 12, 4) * torch.tensor([1.0, 1, 3, 3, 5])[:, None, None]
     whole = router.train()(tokens)[1].chosen
     for part in (slice(0, 2), slice(2, 4), slice(4, 5)):
@@ -200,10 +192,7 @@ def test_groups_are_of_biased_scores_and_the_layer_is_their_weighted_sum():
     tokens = torch.randn(3, 7, 8, requires_grad=True)
     _, (record,) = layer(tokens)
     assert all(row in ([0, 1], [2, 3]) for row in choices(record))
-
-    def slow(values):
-        return reference.weighted_sum(layer, values, layer(values)[1][0].combine)
-
+    slow = lambda values: reference.weighted_sum(layer, values, layer(values)[1][0].combine)
     layer.eval()  # no noise: both calls choose alike
     reference.assert_like(layer, tokens, slow)
 
@@ -282,14 +271,6 @@ def test_rows_that_start_orthonormal_have_no_weight_decay():
         assert of_rows["weight_decay"] == 0.0
 
 
-REFUSED = {
-    "groups.number": {"groups": {"number": 3, "kept": 1}},
-    "groups.kept": {"k": 3, "groups": {"number": 2, "kept": 1}},
-    "groups.per_group": {"groups": {"number": 2, "kept": 2, "per_group": 3}},
-    "start": {"start": "orthonormal"},
-}
-
-
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_does_not_fit_the_experts_is_refused(key):
     with pytest.raises(UserError, match=rf"^router\.{key}: found .*; allowed: "):
@@ -305,9 +286,9 @@ def test_what_cannot_stand_together_is_refused():
             NoisyTopK(balance={"kind": kind}, groups=groups)
     with pytest.raises(UserError, match=r"^router\.balance\.kind: found sinkhorn"):
         NoisyTopK(balance={"kind": "sinkhorn"}).check_causal()
-    few = router_of(k=1, balance={"kind": "quantile"})
+    few = router_of(4, k=1, balance={"kind": "quantile"})
     with pytest.raises(UserError, match="^router.balance: found a step of 3 tokens"):
         few.after_step([few.train()(torch.randn(1, 3, 4))[1]], 0, 0.0)
-    all_chosen = router_of(k=4, balance={"kind": "quantile"})
+    all_chosen = router_of(4, k=4, balance={"kind": "quantile"})
     with pytest.raises(UserError, match="^router.k: found 4, .*; allowed: 1 to 3"):
         all_chosen.after_step([all_chosen.train()(torch.randn(1, 3, 4))[1]], 0, 0.0)

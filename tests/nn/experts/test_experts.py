@@ -1,5 +1,3 @@
-"""Eigen experts: W1 = U diag(s) Bᵀ, kept by QR; experts that are MLPs or have no network."""
-
 import math
 
 import numpy as np
@@ -28,7 +26,6 @@ from tests.training.small import step
 # expert 0 has rows 0 and 1, expert 1 none, expert 2 the others
 OFFSETS = torch.tensor([2, 2, 6], dtype=torch.int32)
 OF_ROW = [0, 0, 2, 2, 2, 2]
-
 VIT = Vit(patch=2, width=8, depth=2, heads=2)
 
 
@@ -89,7 +86,6 @@ def test_default_rank_and_its_saving():
         eigen = Eigen(factored_output=True).build(768)
     saved = 6 * (count(plain) - count(eigen))
     assert saved == 48 * (2 * 393216 - 512) and round(284.9 - saved / 1e6, 1) == 247.2
-    # a rank above the width is refused
     with pytest.raises(UserError, match="experts.rank is 9, but tokens are 8 wide"):
         Eigen(rank=9).build(8)
     assert Eigen(rank=8).build(8).basis.shape == (8, 8, 8)

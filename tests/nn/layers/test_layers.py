@@ -1,5 +1,3 @@
-"""The MoE layer against a loop with masks; softened choices, positions, stochastic depth."""
-
 import pytest
 import torch
 from torch.func import functional_call, functionalize, grad, jacrev, jvp, linearize, vjp, vmap
@@ -21,7 +19,6 @@ KINDS = ("soft_slots", "expert_choice", "hash", "top_k_softmax", "eigenbasis")
 ROUTERS = [{"kind": kind} for kind in KINDS]
 CAPPED = {"k": 2, "capacity_factor": 0.5}
 SETTINGS = [{"k": 1}, {"k": 4}, CAPPED, CAPPED | {"batch_priority": True, "group_size": 2}]
-
 EXPERTS = Mlp(number=4, hidden_ratio=1.0)
 
 

@@ -1,5 +1,3 @@
-"""The eigenbasis router: scores, thresholded choice, and projections shared with the experts."""
-
 from itertools import product
 
 import pytest
@@ -120,11 +118,8 @@ def test_score_by_hand():
     # The attention's output instead, for token 1 with (3, 4) and (4, 0). c = (0, 1, 0): cos((3, 4),
     # (0, 1)) = 0.8, cos((4, 0), (1, 0)) = 1. c = (0, 0, 5): Bᵀc = (0, 0) scores 0, cos((4, 0),
     # (0, 5)) = 0. c = (3, 0, 0): cos((3, 4), (3, 0)) = 0.6, and (0, 0) again.
-    for attended, expected in (
-        ((0.0, 1, 0), (0.8, 1.0)),
-        ((0.0, 0, 5), (0.0, 0.0)),
-        ((3.0, 0, 0), (0.6, 0.0)),
-    ):
+    contexts, scores = [(0.0, 1, 0), (0.0, 0, 5), (3.0, 0, 0)], [(0.8, 1), (0.0, 0), (0.6, 0)]
+    for attended, expected in zip(contexts, scores, strict=True):
         router = Eigenbasis(context="attention_output").build(3, 2, AXES)
         context = RoutingContext(attended=torch.tensor([[attended]]), basis=AXES)
         record = router(tokens[:, 1:], context)[1]

@@ -1,5 +1,3 @@
-"""Expert Choice, Mixture-of-Depths and SoftMoE, by hand; a router that learns, then is frozen."""
-
 import math
 from fractions import Fraction
 
@@ -19,6 +17,14 @@ from moecore.parts import MoESettings, RoutingContext
 from moecore.routers import Depth, FrozenCopy, NoisyTopK
 from moecore.testing.check_helpers import IMAGE
 from tests.nn.routers import reference
+
+SHARES = [Fraction(share) for share in ("0.1", "0.7", "1", "1.1", "2", "9")]
+NUMBER = st.integers(1, 6)
+SCORES = torch.tensor([0.3, -0.2, 1.5, 0.1, -1, 0.8, 0.2, -0.4])
+ALONE = NoisyTopK(k=1, renormalise=True, noise_std=0.0)  # one expert, weight 1
+EARLY = RoutingContext(progress=0.49)
+LATE = RoutingContext(progress=0.5)
+SETTINGS = [{"k": 1, "noise_std": 3.0}, {"k": 2, "capacity_factor": 0.5}]
 
 
 def test_evaluation_by_hand():
@@ -61,10 +67,6 @@ def slow_taken(gates, share, group_size):
             mine += sorted(sorted(places, key=lambda place: -of_expert[place])[:seats])
         found.append(mine)
     return found
-
-
-SHARES = [Fraction(share) for share in ("0.1", "0.7", "1", "1.1", "2", "9")]
-NUMBER = st.integers(1, 6)
 
 
 @given(NUMBER, NUMBER, st.integers(2, 4), NUMBER, st.sampled_from(SHARES), st.integers(0, 999))
@@ -135,10 +137,6 @@ def test_a_token_that_nobody_takes_comes_back_as_zero_without_gradient():
     assert left.any() and not outputs[left].any() and outputs[~left].any(-1).all()
     (gradient,) = torch.autograd.grad(outputs.square().sum(), tokens)
     assert not gradient[left].any()
-
-
-SCORES = torch.tensor([0.3, -0.2, 1.5, 0.1, -1, 0.8, 0.2, -0.4])
-ALONE = NoisyTopK(k=1, renormalise=True, noise_std=0.0)  # one expert, weight 1
 
 
 def router_of(**settings):
@@ -277,7 +275,6 @@ def slow_score(router, token, slot):
 
 
 def slow_layer(layer, tokens, number):
-    """Image by image, slot by slot."""
     slots = layer.router.slots.flatten(1).unbind(1)  # expert by expert, ``number`` each
     outputs = []
     for image in tokens:
@@ -345,10 +342,6 @@ def test_the_slots_gradients_in_fp64():
     assert torch.autograd.gradcheck(there_and_back, (mixing, weights, tokens))
 
 
-EARLY = RoutingContext(progress=0.49)
-LATE = RoutingContext(progress=0.5)
-
-
 def both(**settings):
     inner = NoisyTopK(**settings)
     return reference.layer_of(FrozenCopy(router=inner)), reference.layer_of(inner)
@@ -356,9 +349,6 @@ def both(**settings):
 
 def equal(ours, theirs):
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-SETTINGS = [{"k": 1, "noise_std": 3.0}, {"k": 2, "capacity_factor": 0.5}]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -394,10 +384,7 @@ def test_once_frozen_it_is_the_inner_router_without_noise_and_without_gradient(s
 def test_once_frozen_nothing_is_planned():
     layer, _ = both(k=1, noise_std=0.0, balance={"kind": "sinkhorn", "group_size": 2})
     tokens = torch.randn(2, 30, 8) + 1  # alike, so that the logits prefer one expert
-
-    def chosen_by(mode, context):
-        return layer.train(mode)(tokens, context)[1][0].chosen
-
+    chosen_by = lambda mode, context: layer.train(mode)(tokens, context)[1][0].chosen
     by_logits = chosen_by(False, LATE)
     assert torch.equal(chosen_by(True, LATE), by_logits)
     counts = chosen_by(True, EARLY).sum(dim=(0, 1))  # it learns again, from an even plan

@@ -1,5 +1,3 @@
-"""The noisy top-k router: its record, who gets a seat; and a softmax over the chosen."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""Routers of other logits or numbers of experts, by hand; HashMoE, fixed and balanced."""
-
 import math
 
 import pytest
@@ -23,6 +21,11 @@ from tests.nn.backbones.test_language_model import text
 from tests.nn.backbones.test_two_towers import TASK
 from tests.nn.routers import reference
 from tests.training.small import step
+
+LOGITS = [[[0.5, -1, 0.2, -0.1], [-0.3, -0.2, -0.1, -0.4], [1, 0.4, -0.5, -0.2]]]
+EMBEDDINGS = [[1.0, 0], [0, 2], [1, 1]]
+NEAR_AND_FAR = [[[3.0, 4], [-1, 0]]]
+CPU = torch.device("cpu")
 
 
 def test_cosines_by_hand():
@@ -90,9 +93,6 @@ def test_tokens_of_unlike_numbers_get_their_weighted_sums():
     reference.assert_like(layer, tokens, slow)
 
 
-LOGITS = [[[0.5, -1, 0.2, -0.1], [-0.3, -0.2, -0.1, -0.4], [1, 0.4, -0.5, -0.2]]]
-
-
 def test_relu_by_hand():
     # Used: 2, 0 and 2 experts; n = (2, 1, 1, 0), sums of gates (1.5, .4, .2, 0) of three tokens:
     # 4 (2 · 1.5 + .4 + .2) / 9 = 1.6. A third of 12 is used, more than 1 of 4: λ grows.
@@ -127,10 +127,6 @@ def test_all_layers_decide_what_the_weight_of_relu_becomes():
         assert math.log(router.l1_weight.item() / before, 1.2) == pytest.approx(power, abs=1e-4)
     with pytest.raises(UserError, match="^adaptive_l1: no router learns"):
         AdaptiveL1()(step(record)._replace(model=torch.nn.Linear(1, 1)))
-
-
-EMBEDDINGS = [[1.0, 0], [0, 2], [1, 1]]
-NEAR_AND_FAR = [[[3.0, 4], [-1, 0]]]
 
 
 def dynamic_router():
@@ -185,9 +181,6 @@ def test_embeddings_apart_and_short_by_hand():
     assert term.item() == pytest.approx(math.sqrt(2) + 1.471405, abs=1e-6)
     with pytest.raises(UserError, match="^diversity_simplicity: no embeddings; allowed"):
         DiversitySimplicity()(step(record)._replace(model=torch.nn.Linear(1, 1)))
-
-
-CPU = torch.device("cpu")
 
 
 def patches_of(batch=2, tokens=9, pixels=12, seed=1):

@@ -1,5 +1,3 @@
-"""Routing by teacher, by truth (`told`), by outputs (competition) and by parameters (merger)."""
-
 import math
 
 import pytest
@@ -24,6 +22,14 @@ from tests.measure.test_truth import IMAGE
 from tests.nn.backbones.test_language_model import stream, text
 from tests.nn.routers import reference
 from tests.training import small
+
+MOE = MoESettings(router=Told(), experts=Mlp(number=3), blocks="all")
+VIT = Vit(patch=4, width=16, depth=2, heads=2)
+SWIN = SwinV2(patch=4, width=16, depths=(2,), heads=(2,), window=2)
+ATTACKS = [Pgd(steps=3, form="strong"), Apgd(steps=4), Pgd(steps=2, inside=True)]
+WEIGHTS = ("router_weight", "chosen_weight", "diversity_weight", "bal_comp")
+OUTPUTS = [[[1.0, -1], [0.5, 0.5], [-2, 0]], [[0, 3], [1, 1], [2, -1]]]
+LOGITS = [[1.0, 0, 0], [0, 1, 0.5]]
 
 
 def teacher_of(batch=2, tokens=9, experts=4, seed=2):
@@ -141,10 +147,6 @@ def test_a_teacher_that_has_to_decide_must_be_there_and_fit(inference, training)
         router(torch.randn(2, 9, 8), RoutingContext(teacher=teacher_of(tokens=8)))
 
 
-MOE = MoESettings(router=Told(), experts=Mlp(number=3), blocks="all")
-VIT = Vit(patch=4, width=16, depth=2, heads=2)
-
-
 def pictures(kinds: list[list[int]]) -> torch.Tensor:
     """Noise, and the four kinds of each image's patches in the last channel."""
     truth = torch.tensor(kinds).view(-1, 1, 2, 2).repeat_interleave(4, 2).repeat_interleave(4, 3)
@@ -162,9 +164,7 @@ def test_kinds_go_to_their_experts_in_a_circle_and_what_is_not_known_to_the_firs
     assert record.chosen.int().argmax(-1).tolist() == [[0, 0, 0, 1, 1, 0]]
 
 
-@pytest.mark.parametrize(
-    "model", [VIT, SwinV2(patch=4, width=16, depths=(2,), heads=(2,), window=2)]
-)
+@pytest.mark.parametrize("model", [VIT, SWIN])
 def test_a_model_routes_by_the_last_channel_and_does_not_see_it(model):
     kinds = [[1, 2, 3, 1], [3, 3, 2, 2]]
     made = model.build(IMAGE, MOE).eval()
@@ -216,9 +216,7 @@ def test_without_truth_it_is_refused():
         model.build(text(4, 3), MOE)
 
 
-@pytest.mark.parametrize(
-    "attack", [Pgd(steps=3, form="strong"), Apgd(steps=4), Pgd(steps=2, inside=True)]
-)
+@pytest.mark.parametrize("attack", ATTACKS)
 def test_attacks_leave_the_truth(attack):
     images = pictures([[1, 2, 3, 1], [3, 3, 2, 2]])
     model = VIT.build(IMAGE, MOE).eval()
@@ -228,11 +226,6 @@ def test_attacks_leave_the_truth(attack):
     assert not torch.equal(attacked[:, 0], images[:, 0])
     target = Target(model, IMAGE.task, images, torch.tensor([0, 1]), 2, precision="bfloat16")
     assert torch.equal(target.attacked(attack, 8 / 255)[:, 1], images[:, 1])
-
-
-WEIGHTS = ("router_weight", "chosen_weight", "diversity_weight", "bal_comp")
-OUTPUTS = [[[1.0, -1], [0.5, 0.5], [-2, 0]], [[0, 3], [1, 1], [2, -1]]]
-LOGITS = [[1.0, 0, 0], [0, 1, 0.5]]
 
 
 def competing(*weights, bal_comp=0.0, **settings) -> Competition:
