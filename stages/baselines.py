@@ -5,17 +5,15 @@ from typing import Annotated, Any
 
 from threadpoolctl import threadpool_limits
 
-from moecore.core.config import Config
-from moecore.core.files import ResumableParts
+from moecore.core import config, files
 from moecore.data.prepared import Prepared
 from moecore.measure.pixel_baselines import Baselines, measure_baselines
-from moecore.run.run_record import record_resumable
-from moecore.run.stage_entry import run_stage
+from moecore.run import run_record, stage_entry
 from moecore.study.params_reader import ParamsKeyTemplate, read_params
 from moecore.study.run_and_claims import PhaseName
 
 
-class Params(Config):
+class Params(config.Config):
     seeds: Annotated[tuple[int, ...], ParamsKeyTemplate("run.seeds")]
     training: Annotated[dict[str, Any], ParamsKeyTemplate("{data}")]  # may have ``shots``
     baselines: Baselines
@@ -25,8 +23,8 @@ def baselines(phase: PhaseName) -> None:
     """Fit the classifiers on the images that the first seed of ``phase`` trains on."""
     params = read_params(Params, data=phase)
     folder = Path("artifacts/data", phase)
-    with record_resumable("baselines", params, [folder], phase=phase) as (run, work):
-        parts = ResumableParts(work, run.inputs)
+    with run_record.record_resumable("baselines", params, [folder], phase=phase) as (run, work):
+        parts = files.ResumableParts(work, run.inputs)
         data = Prepared.open(folder)
         shots = params.training.get("shots")
         with threadpool_limits(1):  # the last digits do not depend on the machine's cores
@@ -35,4 +33,4 @@ def baselines(phase: PhaseName) -> None:
 
 
 if __name__ == "__main__":
-    run_stage(baselines)
+    stage_entry.run_stage(baselines)

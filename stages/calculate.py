@@ -1,12 +1,11 @@
 """``moecore.stages.calculate WHAT``: computes a measurement that needs no trained model."""
 
-from moecore.run.measurement_run import run_calculation
-from moecore.run.stage_entry import run_stage
+from moecore.run import measurement_run, stage_entry
 
 
 def calculate(what: str) -> None:
-    run_calculation(what)
+    measurement_run.run_calculation(what)
 
 
 if __name__ == "__main__":
-    run_stage(calculate)
+    stage_entry.run_stage(calculate)

@@ -5,13 +5,10 @@ from pathlib import Path
 from moecore.brain.age_calibration import AgeCalibration
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
-from moecore.measure import calibration
-from moecore.measure.base import MeasuredModel
+from moecore.measure import base, calibration
+from moecore.run import stage_entry, stage_inputs
 from moecore.run.run_record import record_run
-from moecore.run.stage_entry import run_stage
-from moecore.run.stage_inputs import read_stage_inputs
-from moecore.study.params_reader import read_params
-from moecore.study.run_and_claims import PhaseName
+from moecore.study import params_reader, run_and_claims
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 
@@ -25,8 +22,8 @@ class Params(Config):
     calibrate: calibration.Calibrate
 
 
-def calibrate(phase: PhaseName, method: str, seed: int) -> None:
-    params = read_params(Params)
+def calibrate(phase: run_and_claims.PhaseName, method: str, seed: int) -> None:
+    params = params_reader.read_params(Params)
     settings = params.calibrate
     data = Prepared.open(Path("artifacts/data") / phase)
     calibration.check_calibrator_fits_task(settings, data.task, phase)
@@ -38,13 +35,13 @@ def calibrate(phase: PhaseName, method: str, seed: int) -> None:
         out=Path("artifacts/calibrate") / item,
     )
     artifacts = [data.folder, files.model]
-    used = read_stage_inputs("calibrate", params, artifacts, phase, method)
+    used = stage_inputs.read_stage_inputs("calibrate", params, artifacts, phase, method)
     with record_run("calibrate", params, phase=phase, method=method, seed=seed, inputs=used) as run:
         model = load_model(files.model).to(tune_runtime().device)
         fit = CALIBRATED[settings.calibrator.predicts](settings=settings, files=files)
-        subject = MeasuredModel(model, data)
+        subject = base.MeasuredModel(model, data)
         run.result(fit.collect_result(subject, lambda name, compute: compute()))
 
 
 if __name__ == "__main__":
-    run_stage(calibrate)
+    stage_entry.run_stage(calibrate)

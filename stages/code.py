@@ -9,23 +9,21 @@ nothing if neither its inputs nor its result have changed.
 from pathlib import Path
 
 from moecore.core.source_layout import PROJECT_ANSWERS
-from moecore.pipeline import code_hashes
-from moecore.pipeline.project import read_answers
-from moecore.run.stage_entry import run_stage
-from moecore.run.stage_inputs import params_path, refuse_changed_document
+from moecore.pipeline import code_hashes, project
+from moecore.run import stage_entry, stage_inputs
 from moecore.study.yaml_document import load_yaml_document
 
 
 def code() -> None:
     if Path(PROJECT_ANSWERS).is_file():
-        read_answers(Path())  # refuses a newer project
-    document = load_yaml_document(params_path())
+        project.read_answers(Path())  # refuses a newer project
+    document = load_yaml_document(stage_inputs.params_path())
     inputs = code_hashes.digest_code(document)
     if code_hashes.is_code_hashed(inputs, document):
         return
     check_models(document.path)
     code_hashes.write_code_hashes(document.path)
-    refuse_changed_document(document)
+    stage_inputs.refuse_changed_document(document)
     code_hashes.remember_code(inputs)
 
 
@@ -38,4 +36,4 @@ def check_models(path: str) -> None:
 
 
 if __name__ == "__main__":
-    run_stage(code)
+    stage_entry.run_stage(code)

@@ -9,18 +9,13 @@ from moecore.core.config import Config
 from moecore.core.files import atomic_file, write_json
 from moecore.core.safetensors_files import write_tensors
 from moecore.report.claims import evaluation
-from moecore.report.claims.evaluation import list_unasked_controls
 from moecore.report.claims.result_evidence import ITEMS, NUMBERS, pack_item_values
 from moecore.report.report_files import render_report_files
 from moecore.report.results_and_displays import read_results
-from moecore.report.tables.metrics_by_method import compare_methods
-from moecore.report.tables.terminal_summary import main_result_sentence
-from moecore.run.stage_entry import run_stage
-from moecore.run.stage_inputs import params_path, read_stage_inputs, refuse_changed_document
-from moecore.study.params_layers import list_dvc_stages
-from moecore.study.params_reader import read_params
+from moecore.report.tables import metrics_by_method, terminal_summary
+from moecore.run import stage_entry, stage_inputs
+from moecore.study import params_layers, params_reader, yaml_document
 from moecore.study.run_and_claims import Claim, Question, RunSelection
-from moecore.study.yaml_document import load_yaml_document
 
 ARTIFACTS = Path("artifacts")  # the stage `numbers` copies from there to reports/
 
@@ -32,22 +27,22 @@ class Params(Config):
 
 
 def compare() -> None:
-    params = read_params(Params)
-    inputs = read_stage_inputs("compare", params, [])
-    path = Path(params_path())
-    document = load_yaml_document(path)
+    params = params_reader.read_params(Params)
+    inputs = stage_inputs.read_stage_inputs("compare", params, [])
+    path = Path(stage_inputs.params_path())
+    document = yaml_document.load_yaml_document(path)
     text = path.read_text(encoding="utf-8")
-    results = read_results(params.run, text, stages=list_dvc_stages(path.parent))
+    results = read_results(params.run, text, stages=params_layers.list_dvc_stages(path.parent))
     asked = [*params.claims, *params.questions]
     answerable = evaluation.choose_answerable_comparisons(asked, params.run, results)
-    answerable += list_unasked_controls(results, answerable)
+    answerable += evaluation.list_unasked_controls(results, answerable)
     evaluated = evaluation.evaluate_claims(answerable, results)
-    compared = compare_methods(results) | evaluation.claims_for_compare_json(
+    compared = metrics_by_method.compare_methods(results) | evaluation.claims_for_compare_json(
         evaluated, document.data
     )
-    compared["first_sentence"] = {"text": main_result_sentence(results)}
+    compared["first_sentence"] = {"text": terminal_summary.main_result_sentence(results)}
     inputs.refuse_all_edits()
-    refuse_changed_document(document)
+    stage_inputs.refuse_changed_document(document)
     with ExitStack() as written:  # if the disk is full, the old numbers and page stay
         for name, text in render_report_files(results, evaluated).items():
             written.enter_context(atomic_file(Path("reports", name))).write_bytes(text.encode())
@@ -56,4 +51,4 @@ def compare() -> None:
 
 
 if __name__ == "__main__":
-    run_stage(compare)
+    stage_entry.run_stage(compare)

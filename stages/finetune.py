@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from moecore.core.config import Config
-from moecore.core.files import atomic_folder
+from moecore.core import config, files
 from moecore.data.prepared import Prepared
 from moecore.measure.routing_metrics.epoch_routing import finetuning_agreement
 from moecore.nn.predict import predict_in_batches
@@ -18,12 +17,12 @@ from moecore.training.phase_trainings import build_finetuning
 from moecore.training.settings import AdversarialFinetuning, Finetuning
 
 
-class Params(Config):
+class Params(config.Config):
     finetune: Finetuning
     method: Annotated[Method, ParamsKeyTemplate("methods.{method}")]
 
 
-class AdversarialFinetuneParams(Config):
+class AdversarialFinetuneParams(config.Config):
     adversarial: AdversarialFinetuning
     method: Annotated[Method, ParamsKeyTemplate("methods.{method}")]
 
@@ -44,7 +43,7 @@ def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) 
         _, before = predict_in_batches(model, data.test.images, batch=250)
         training.train(job, settings, seed)
         _, after = predict_in_batches(model, data.test.images, batch=250)
-        with atomic_folder(target) as folder:
+        with files.atomic_folder(target) as folder:
             save_model(folder, model)
             save_vocab(folder, data)
             result = evaluate_trained(model, data, settings, training.log())

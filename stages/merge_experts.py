@@ -1,8 +1,7 @@
 """``moecore.stages.merge_experts METHOD SEED``: merges similar experts of a trained model."""
 
 from moecore.core.config import Config
-from moecore.run.measurement_run import reduce_experts_and_record
-from moecore.run.stage_entry import run_stage
+from moecore.run import measurement_run, stage_entry
 from moecore.study.params_reader import read_params
 from moecore.training.surgery.merge import Merge
 
@@ -13,8 +12,8 @@ class Params(Config):
 
 def merge_experts(method: str, seed: int) -> None:
     params = read_params(Params)
-    reduce_experts_and_record(params, params.merge, method, seed)
+    measurement_run.reduce_experts_and_record(params, params.merge, method, seed)
 
 
 if __name__ == "__main__":
-    run_stage(merge_experts)
+    stage_entry.run_stage(merge_experts)

@@ -6,17 +6,14 @@
 from pathlib import Path
 from typing import Annotated
 
-from moecore.core.config import Config
-from moecore.core.files import atomic_folder
+from moecore.core import config, files
 from moecore.data.raw_data_changes import scan_raw_folders
 from moecore.data.sources.base import Source
-from moecore.run.run_record import record_run
-from moecore.run.stage_entry import run_stage
-from moecore.run.stage_inputs import read_stage_inputs
+from moecore.run import run_record, stage_entry, stage_inputs
 from moecore.study.params_reader import ParamsKeyTemplate, read_params
 
 
-class Params(Config):
+class Params(config.Config):
     data: Annotated[Source, ParamsKeyTemplate("data.{data}")]
 
 
@@ -24,15 +21,15 @@ def prepare(name: str) -> None:
     """Prepare the data source ``data.<name>`` of params.yaml in artifacts/data/<name>."""
     params = read_params(Params, data=name)
     target = Path("artifacts/data") / name
-    inputs = read_stage_inputs("prepare", params, [], phase=name)
-    with record_run("prepare", params, phase=name, inputs=inputs) as run:
+    inputs = stage_inputs.read_stage_inputs("prepare", params, [], phase=name)
+    with run_record.record_run("prepare", params, phase=name, inputs=inputs) as run:
         if folders := scan_raw_folders(params.data):  # before they are read
             run.table("raw", [folder._asdict() for folder in folders])
-        with atomic_folder(target) as folder:
+        with files.atomic_folder(target) as folder:
             card = params.data.write(folder)
         run.dataset(card)
         run.table("counts", [{"split": name, **counts} for name, counts in card["counts"].items()])
 
 
 if __name__ == "__main__":
-    run_stage(prepare)
+    stage_entry.run_stage(prepare)

@@ -6,8 +6,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from moecore.core.config import Config
-from moecore.core.files import atomic_folder
+from moecore.core import config, files
 from moecore.data.prepared import Prepared
 from moecore.measure.routing_metrics.epoch_routing import EpochRecorder
 from moecore.nn.backbones.base_model import Backbone
@@ -21,7 +20,7 @@ from moecore.training.phase_trainings import build_pretraining
 from moecore.training.settings import Training
 
 
-class Params(Config):
+class Params(config.Config):
     model: Backbone
     pretrain: Training
     method: Annotated[Method, ParamsKeyTemplate("methods.{method}")]
@@ -41,7 +40,7 @@ def pretrain(method: str, seed: int) -> None:
         model = job.complete_model
         watch = EpochRecorder(training.work, model, data, names, settings.epochs, seed)
         training.train(job, settings, seed, watch.record)
-        with atomic_folder(target) as folder:
+        with files.atomic_folder(target) as folder:
             save_model(folder, model)
             save_vocab(folder, data)
             # A model that routes by its teacher already contains it.

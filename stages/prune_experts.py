@@ -1,8 +1,7 @@
 """``moecore.stages.prune_experts METHOD SEED``: removes the worst experts of a trained model."""
 
 from moecore.core.config import Config
-from moecore.run.measurement_run import reduce_experts_and_record
-from moecore.run.stage_entry import run_stage
+from moecore.run import measurement_run, stage_entry
 from moecore.study.params_reader import read_params
 from moecore.training.surgery.prune import Prune
 
@@ -13,8 +12,8 @@ class Params(Config):
 
 def prune_experts(method: str, seed: int) -> None:
     params = read_params(Params)
-    reduce_experts_and_record(params, params.prune, method, seed)
+    measurement_run.reduce_experts_and_record(params, params.prune, method, seed)
 
 
 if __name__ == "__main__":
-    run_stage(prune_experts)
+    stage_entry.run_stage(prune_experts)

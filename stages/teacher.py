@@ -4,11 +4,8 @@ from pathlib import Path
 
 import torch
 
-from moecore.core.config import Config
-from moecore.core.files import atomic_folder, write_json
-from moecore.core.streams import derived_seed
-from moecore.data.loader import draw_few_shot_subset
-from moecore.data.prepared import Prepared
+from moecore.core import config, files, streams
+from moecore.data import loader, prepared
 from moecore.measure.base import Skipped
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.run.stage_entry import run_stage
@@ -17,12 +14,11 @@ from moecore.study.params_reader import read_params
 from moecore.training.artifacts import save_model
 from moecore.training.job import Objective, build_training_job
 from moecore.training.outcome import Outcome, evaluate_trained
-from moecore.training.teachers.base import Teacher
-from moecore.training.teachers.no_teacher import NoTeacher
+from moecore.training.teachers import base, no_teacher
 
 
-class Params(Config):
-    teacher: Teacher
+class Params(config.Config):
+    teacher: base.Teacher
 
 
 def teacher(seed: int) -> None:
@@ -30,13 +26,13 @@ def teacher(seed: int) -> None:
     params = read_params(Params)
     settings = params.teacher
     target = Path("artifacts/teacher", str(seed))
-    teacher_seed = derived_seed("teacher", seed)
-    first = Prepared.open("artifacts/data/pretrain")
+    teacher_seed = streams.derived_seed("teacher", seed)
+    first = prepared.Prepared.open("artifacts/data/pretrain")
     trains = settings.training is not None
     with training_run("teacher", params, first, [], None, seed, trains) as training:
-        if isinstance(settings, NoTeacher):
-            with atomic_folder(target) as folder:
-                write_json(folder / "absent.json", {"teacher": settings.kind})
+        if isinstance(settings, no_teacher.NoTeacher):
+            with files.atomic_folder(target) as folder:
+                files.write_json(folder / "absent.json", {"teacher": settings.kind})
             training.run.result(Skipped(skipped=f"teacher.kind is {settings.kind}"))
             return
         data = settings.open_data(first, training.work)
@@ -45,12 +41,12 @@ def teacher(seed: int) -> None:
         result: Skipped | Outcome = Skipped(skipped=f"{settings.kind}: it was trained elsewhere")
         if settings.training is not None:
             objective = Objective((), settings.training.label_smoothing)
-            subset = draw_few_shot_subset(data, settings.training.shots, seed)
+            subset = loader.draw_few_shot_subset(data, settings.training.shots, seed)
             device = training.runtime.device
             job = build_training_job(model, data, objective, device, subset=subset)
             training.train(job, settings.training, teacher_seed)
             result = evaluate_trained(model, data, settings.training, training.log())
-        with atomic_folder(target) as folder:
+        with files.atomic_folder(target) as folder:
             save_model(folder, model)
         training.run.result(result)
         training.run.model(target)

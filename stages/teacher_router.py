@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from moecore.core.config import Config
-from moecore.core.files import atomic_folder
+from moecore.core import config, files
 from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
@@ -14,17 +13,16 @@ from moecore.run.stage_entry import run_stage
 from moecore.run.stage_inputs import read_stage_inputs
 from moecore.run.training import log_points_with_progress
 from moecore.study.params_reader import ParamsKeyTemplate, read_params
+from moecore.training import runtime, settings
 from moecore.training.artifacts import load_teacher, save_guide, save_no_guide
 from moecore.training.method import Method
 from moecore.training.outcome import FinalRouterLosses
 from moecore.training.phase_trainings import build_unfitted_guide, iterate_router_fit
-from moecore.training.runtime import tune_runtime
-from moecore.training.settings import TeacherRouterFit
 
 
-class Params(Config):
+class Params(config.Config):
     model: Backbone
-    teacher_router: TeacherRouterFit
+    teacher_router: settings.TeacherRouterFit
     method: Annotated[Method, ParamsKeyTemplate("methods.{method}")]
 
 
@@ -37,9 +35,9 @@ def teacher_router(method: str, seed: int) -> None:
     inputs = read_stage_inputs("teacher_router", params, needed, method=method)
     with record_run("teacher_router", params, method=method, seed=seed, inputs=inputs) as run:
         guide = None
-        result: Config = Skipped(skipped="the method needs no teacher")
+        result: config.Config = Skipped(skipped="the method needs no teacher")
         if needed:
-            device = tune_runtime().device
+            device = runtime.tune_runtime().device
             prepared = Prepared.open(paths[0])
             teacher = load_teacher(paths[1], ImageSpec.from_card(prepared.card))
             guide = build_unfitted_guide(params.method, params.model, teacher, seed, device)
@@ -50,7 +48,7 @@ def teacher_router(method: str, seed: int) -> None:
                 name = f"routers {method} {seed}"
                 points = iterate_router_fit(guide, data, params.method.teacher_router, fit, seed)
                 result = FinalRouterLosses(**log_points_with_progress(points, fit.steps, name, run))
-        with atomic_folder(target) as folder:
+        with files.atomic_folder(target) as folder:
             save_no_guide(folder) if guide is None else save_guide(folder, guide)
         run.result(result)
 

@@ -4,35 +4,32 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from moecore.core.config import Config
-from moecore.core.files import ResumableParts
+from moecore.core import config, files
 from moecore.data.prepared import Prepared
 from moecore.measure.transfer_attacks import Transfer, measure
 from moecore.run.run_record import record_resumable, report_progress
 from moecore.run.stage_entry import run_stage
-from moecore.study.params_reader import ParamsKeyTemplate, read_params
-from moecore.study.run_and_claims import PhaseName
-from moecore.training.artifacts import load_model
-from moecore.training.runtime import tune_runtime
+from moecore.study import params_reader, run_and_claims
+from moecore.training import artifacts, runtime
 
 
-class Params(Config):
-    methods: Annotated[tuple[str, ...], ParamsKeyTemplate("run.methods")]
+class Params(config.Config):
+    methods: Annotated[tuple[str, ...], params_reader.ParamsKeyTemplate("run.methods")]
     transfer: Transfer = Transfer()
 
 
-def transfer(phase: PhaseName, seed: int) -> None:
-    params = read_params(Params)
+def transfer(phase: run_and_claims.PhaseName, seed: int) -> None:
+    params = params_reader.read_params(Params)
     folders = {name: Path("artifacts", phase, name, str(seed)) for name in params.methods}
     inputs = [Path("artifacts/data", phase), *folders.values()]
     with (
         record_resumable("transfer", params, inputs, phase=phase, seed=seed) as (run, work),
         report_progress(f"transfer {phase} seed {seed}", len(folders) ** 2) as bar,
     ):
-        parts = ResumableParts(work, run.inputs)
+        parts = files.ResumableParts(work, run.inputs)
         data = Prepared.open(inputs[0])
-        device = tune_runtime(work=work).device
-        models = {name: load_model(folder).to(device) for name, folder in folders.items()}
+        device = runtime.tune_runtime(work=work).device
+        models = {name: artifacts.load_model(folder).to(device) for name, folder in folders.items()}
         parts.attach_progress_bar(bar)
         result = measure(models, data, params.transfer, parts.part)
         run.result(result)

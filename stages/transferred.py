@@ -2,45 +2,40 @@
 
 from pathlib import Path
 
-from moecore.core.config import Config
-from moecore.core.files import UserError, atomic_folder
-from moecore.core.safetensors_files import write_tensors
+from moecore.core import config, files, safetensors_files
 from moecore.data.prepared import Prepared
 from moecore.measure.base import MeasuredModel
 from moecore.measure.robustness import TRANSFERRED, Robustness, target_on_drawn_images
 from moecore.measure.values import Found
-from moecore.run.run_record import record_run
-from moecore.run.stage_entry import run_stage
-from moecore.run.stage_inputs import read_stage_inputs
-from moecore.study.params_reader import read_params
-from moecore.study.run_and_claims import PhaseName
+from moecore.run import run_record, stage_entry, stage_inputs
+from moecore.study import params_reader, run_and_claims
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 
 
-class Params(Config):
+class Params(config.Config):
     robustness: Robustness
 
 
-def transferred(phase: PhaseName, method: str, seed: int) -> None:
-    params = read_params(Params)
+def transferred(phase: run_and_claims.PhaseName, method: str, seed: int) -> None:
+    params = params_reader.read_params(Params)
     attack = params.robustness.transfer
     if attack is None:
-        raise UserError.at("robustness.transfer", found="null", allowed="an attack")
+        raise files.UserError.at("robustness.transfer", found="null", allowed="an attack")
     item = f"{phase}/{method}/{seed}"
     artifacts = [Path("artifacts/data", phase), Path("artifacts", item)]
-    inputs = read_stage_inputs("transferred", params, artifacts, phase, method)
+    inputs = stage_inputs.read_stage_inputs("transferred", params, artifacts, phase, method)
     named = {"phase": phase, "method": method, "seed": seed}
-    with record_run("transferred", params, inputs=inputs, **named) as run:
+    with run_record.record_run("transferred", params, inputs=inputs, **named) as run:
         model = load_model(artifacts[1]).to(tune_runtime().device)
         subject = MeasuredModel(model, Prepared.open(artifacts[0]))
         target = target_on_drawn_images(subject, params.robustness)
         epsilons = params.robustness.epsilons
         images = {str(epsilon): target.attacked(attack, epsilon) for epsilon in epsilons}
-        with atomic_folder(Path("artifacts/transferred", item)) as folder:
-            write_tensors(folder / TRANSFERRED, images)
+        with files.atomic_folder(Path("artifacts/transferred", item)) as folder:
+            safetensors_files.write_tensors(folder / TRANSFERRED, images)
         run.result(Found(values=(), facts={"attack": attack.name, "images": len(target.labels)}))
 
 
 if __name__ == "__main__":
-    run_stage(transferred)
+    stage_entry.run_stage(transferred)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.attacks.base import Attack, image_generators
-from moecore.core.routing_records import ModelOutput, RoutingRecord
-from moecore.core.streams import derived_seed
+from moecore.core import routing_records, streams
 from moecore.nn import predict
 from moecore.tasks.base import Task
 
@@ -73,7 +72,7 @@ class Target(NamedTuple):
 
     def predict_images(
         self, images: predict.ImageSequence
-    ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
+    ) -> tuple[Tensor, tuple[routing_records.RoutingRecord, ...]]:
         """Return the model's predictions (N, K) and routing records of ``images``, in fp32."""
         return predict.predict_in_batches(self.model, images, self.batch)
 
@@ -96,7 +95,7 @@ class BFloat16Model(nn.Module):
         self.model = model
         self.image = getattr(model, "image", None)  # its ``truth``: is the last channel the truth?
 
-    def forward(self, images: Tensor) -> ModelOutput:
+    def forward(self, images: Tensor) -> routing_records.ModelOutput:
         with torch.autocast(images.device.type, dtype=torch.bfloat16):
             output = self.model(images)
         return output._replace(prediction=output.prediction.float())
@@ -104,5 +103,5 @@ class BFloat16Model(nn.Module):
 
 def draw_image_indices(total: int, number: int, seed: int) -> np.ndarray:
     """Return ``number`` different random indices below ``total``, sorted; all if fewer exist."""
-    generator = np.random.default_rng(derived_seed("attacked_images", seed))
+    generator = np.random.default_rng(streams.derived_seed("attacked_images", seed))
     return np.sort(generator.permutation(total)[:number])

@@ -8,9 +8,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from moecore.attacks import gradient
+from moecore.attacks import base, gradient
 from moecore.attacks.apgd import apgd_ascent
-from moecore.attacks.base import random_start
 from moecore.attacks.fab import Fab
 from moecore.attacks.gradient import Goal, ModelGradient, Targets, count_targets
 from moecore.attacks.square import Square
@@ -87,7 +86,7 @@ def climb_to_error(
         "targeted_dlr": lambda output: gradient.targeted_dlr_loss(output, labels, aims),
     }
     at = ModelGradient(victims.model, goals[objective], victims.ball, samples)
-    start = victims.ball.confine(random_start(victims.ball, victims.generators, "autoattack"))
+    start = victims.ball.confine(base.random_start(victims.ball, victims.generators, "autoattack"))
     result = apgd_ascent(at, victims.ball, start, steps, lambda: at.prediction.argmax(1) != labels)
     at.check_finite()
     return result.wrong

@@ -14,14 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moecore.attacks.base import (
-    Ball,
-    BallAttack,
-    Generators,
-    ImageGenerators,
-    one_generator_per_image,
-    where_chosen,
-)
+from moecore.attacks import base
 from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError, describe_refusal
 from moecore.core.routing_records import ModelOutput, RoutingRecord, choice_margin
@@ -43,7 +36,7 @@ TARGETS = 9  # of each image, as in the authors' standard version
 MAX_EXCESS = 0.1
 
 
-class GradientAttack(BallAttack):
+class GradientAttack(base.BallAttack):
     """An attack along the gradient of an objective; subclasses define ``perturb_images``."""
 
     objective: Objective = Field(
@@ -108,19 +101,19 @@ class GradientAttack(BallAttack):
         images: Tensor,
         labels: Tensor,
         epsilon: float,
-        generator: Generators = None,
+        generator: base.Generators = None,
     ) -> Tensor:
         centre = self.clean_copy(images, epsilon)
         if epsilon == 0 or not len(centre):
             return centre
         size = self.together or len(centre)
-        generators = one_generator_per_image(generator, len(centre))
+        generators = base.one_generator_per_image(generator, len(centre))
         attacked = []
         with frozen_parameters(model):
             for start in range(0, len(centre), size):
                 rows = slice(start, start + size)
                 may_change = changeable_pixels(model, centre[rows], self.inside)
-                ball = Ball(centre[rows], epsilon, self.norm, may_change)
+                ball = base.Ball(centre[rows], epsilon, self.norm, may_change)
                 goals = self._goals(model, task, centre[rows], labels[rows])
                 starts = None if generators is None else generators[rows]
                 gradients = [ModelGradient(model, goal, ball) for goal in goals]
@@ -137,7 +130,7 @@ class GradientAttack(BallAttack):
         return [partial(targeted_dlr_loss, labels=labels, targets=target) for target in columns]
 
     def _perturb_best(
-        self, gradients: Sequence["ModelGradient"], ball: Ball, generator: ImageGenerators
+        self, gradients: Sequence["ModelGradient"], ball: base.Ball, generator: base.ImageGenerators
     ) -> Tensor:
         """Return each image's attempt of the largest objective."""
         first, *repeats = gradients
@@ -150,13 +143,15 @@ class GradientAttack(BallAttack):
             images = ball.confine(self.perturb_images(at, ball, generator))
             new_values, _ = at(images)
             better = new_values > values
-            best = where_chosen(better, images, best)
+            best = base.where_chosen(better, images, best)
             values = torch.where(better, new_values, values)
             at.check_finite()
         return best
 
     @abstractmethod
-    def perturb_images(self, at: ValueGradient, ball: Ball, generator: ImageGenerators) -> Tensor:
+    def perturb_images(
+        self, at: ValueGradient, ball: base.Ball, generator: base.ImageGenerators
+    ) -> Tensor:
         """Return the attacked images (B, C, H, W) of ``ball``, whose ε is above 0."""
         # at: objective (B,) and gradient (B, C, H, W) at images. generator: draws the random start.
 
@@ -167,7 +162,7 @@ class ModelGradient:
     """``gradient(images)``: the objectives (B,), and the gradient (B, C, H, W) of their sum."""
 
     def __init__(
-        self, model: nn.Module, goal: Goal, ball: Ball | None = None, samples: int = 1
+        self, model: nn.Module, goal: Goal, ball: base.Ball | None = None, samples: int = 1
     ) -> None:
         self.model = model
         self.goal = goal

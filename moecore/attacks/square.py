@@ -8,9 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks.base import TINY, Ball, ImageGenerators, spread, where_chosen
-from moecore.attacks.gradient import predict_logits
-from moecore.attacks.survivors import SurvivorAttack, Trial, Victims
+from moecore.attacks import base, gradient, survivors
 
 AREA = 0.8  # share of the image that the first square covers
 HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)  # queries after which it is halved
@@ -19,17 +17,17 @@ TILES = 5  # along each axis of an L2 start
 MIN_SIDE = 3  # pixels, of a square in L2
 
 
-class Square(SurvivorAttack):
+class Square(survivors.SurvivorAttack):
     """Change squares of random place and sign, and keep what lowers the margin; no gradients."""
 
     kind: Literal["square"] = "square"
     queries: int = Field(5000, ge=1, description="Number of passes per image.")
 
-    def trials(self, classes: int) -> list[Trial]:
+    def trials(self, classes: int) -> list[survivors.Trial]:
         return [partial(search_squares, queries=self.queries)]
 
 
-def search_squares(victims: Victims, queries: int) -> Tensor:
+def search_squares(victims: survivors.Victims, queries: int) -> Tensor:
     """Return the images (B, C, H, W) of the smallest margin; those that become wrong stop."""
     ball = victims.ball
     channels, height, width = ball.centre.shape[1:]
@@ -63,21 +61,21 @@ def search_squares(victims: Victims, queries: int) -> Tensor:
         proposal = victims.ball.confine(propose(victims.ball, best, side, draws[:, query % BLOCK]))
         new_margin = margins(victims, proposal)
         better = new_margin < margin
-        best = where_chosen(better, proposal, best)
+        best = base.where_chosen(better, proposal, best)
         margin = torch.where(better, new_margin, margin)
     result[active] = best
     return result
 
 
-def margins(victims: Victims, images: Tensor) -> Tensor:
+def margins(victims: survivors.Victims, images: Tensor) -> Tensor:
     """Return z_y − max_{i≠y} z_i of images (B, C, H, W), (B,)."""
-    logits = predict_logits(victims.model, images)
+    logits = gradient.predict_logits(victims.model, images)
     label = victims.labels[:, None]
     right = logits.gather(1, label)[:, 0]
     return right - logits.scatter(1, label, -torch.inf).amax(dim=1)
 
 
-def draw_uniform(generator: ImageGenerators, shape: tuple[int, ...]) -> Tensor:
+def draw_uniform(generator: base.ImageGenerators, shape: tuple[int, ...]) -> Tensor:
     """Return uniform numbers in [0, 1) for each image, (B, *shape), on the CPU."""
     if generator is None:
         raise ValueError("attack: square draws random squares; pass a CPU generator")
@@ -88,14 +86,14 @@ def signs(draws: Tensor) -> Tensor:
     return torch.sign(2 * draws - 1)
 
 
-def striped_start(ball: Ball, generator: ImageGenerators) -> Tensor:
+def striped_start(ball: base.Ball, generator: base.ImageGenerators) -> Tensor:
     """Return the images ± ε in vertical stripes of one pixel, in [0, 1]."""
     _, channels, _, width = ball.centre.shape
     stripes = signs(draw_uniform(generator, (channels, 1, width))).to(ball.centre.device)
     return (ball.centre + ball.epsilon * stripes).clamp(0, 1)
 
 
-def propose_square(ball: Ball, best: Tensor, side: int, draws: Tensor) -> Tensor:
+def propose_square(ball: base.Ball, best: Tensor, side: int, draws: Tensor) -> Tensor:
     """Return images with one square, per channel, moved by ± 2ε and projected."""
     # draws: (B, 2 + C): of the top and left edge, and of the signs
     height, width = best.shape[2:]
@@ -114,7 +112,7 @@ def corners(draws: Tensor, last_row: int, last_column: int) -> tuple[Tensor, Ten
     return (last_row * draws[:, 0]).long(), (last_column * draws[:, 1]).long()
 
 
-def tiled_start(ball: Ball, generator: ImageGenerators) -> Tensor:
+def tiled_start(ball: base.Ball, generator: base.ImageGenerators) -> Tensor:
     """Return the images plus pairs of pyramids on all tiles, at distance ε, in [0, 1]."""
     images, channels, height, width = ball.centre.shape
     side = max(height // TILES, 1)
@@ -130,7 +128,7 @@ def tiled_start(ball: Ball, generator: ImageGenerators) -> Tensor:
     return (ball.centre + ball.direction(change) * ball.epsilon).clamp(0, 1)
 
 
-def propose_pyramid(ball: Ball, best: Tensor, side: int, draws: Tensor) -> Tensor:
+def propose_pyramid(ball: base.Ball, best: Tensor, side: int, draws: Tensor) -> Tensor:
     """Return images whose change in one window is moved to another, with a pair of pyramids."""
     # draws: (B, 5 + C): of two corners, then as in ``pyramid_pairs``
     images, channels, height, width = best.shape
@@ -150,12 +148,12 @@ def propose_pyramid(ball: Ball, best: Tensor, side: int, draws: Tensor) -> Tenso
     in_windows = torch.zeros_like(change)
     in_windows[target] = 1
     in_windows[source] = 1
-    length = spread(ball.lengths(change), change)
+    length = base.spread(ball.lengths(change), change)
     unused = (ball.epsilon**2 - length.square()).clamp(min=0)
     budget = unused / channels + window_length(change * in_windows).square()
-    old = change[target] / (TINY + window_length(change[target]))
+    old = change[target] / (base.TINY + window_length(change[target]))
     new = pyramid_pairs(side, draws[:, 4:]) + old
-    new = new / (TINY + window_length(new)) * budget.sqrt()
+    new = new / (base.TINY + window_length(new)) * budget.sqrt()
     change[source] = 0
     change[target] = new
     return (ball.centre + ball.direction(change) * ball.epsilon).clamp(0, 1)

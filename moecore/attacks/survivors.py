@@ -7,14 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moecore.attacks import gradient
-from moecore.attacks.base import (
-    Ball,
-    BallAttack,
-    Generators,
-    ImageGenerators,
-    one_generator_per_image,
-)
+from moecore.attacks import base, gradient
 from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError
 from moecore.nn import predict
@@ -25,10 +18,10 @@ class Victims(NamedTuple):
     """Images that are still right, and the model."""
 
     model: nn.Module
-    ball: Ball
+    ball: base.Ball
     labels: Tensor  # (B,)
     others: Tensor  # (B, K − 1), other classes of the clean images, the most likely first
-    generators: ImageGenerators
+    generators: base.ImageGenerators
 
     def take(self, rows: Tensor) -> "Victims":
         generators = self.generators
@@ -45,7 +38,7 @@ class Victims(NamedTuple):
 Trial = Callable[[Victims], Tensor]  # attacked images (B, C, H, W), right or wrong
 
 
-class SurvivorAttack(BallAttack):
+class SurvivorAttack(base.BallAttack):
     """An attack that returns a misclassified image or the clean one; subclasses define trials."""
 
     @property
@@ -92,7 +85,7 @@ class SurvivorAttack(BallAttack):
         images: Tensor,
         labels: Tensor,
         epsilon: float,
-        generator: Generators = None,
+        generator: base.Generators = None,
         batch: int = 250,  # images per pass
     ) -> Tensor:
         clean = self.clean_copy(images, epsilon)
@@ -111,9 +104,9 @@ class SurvivorAttack(BallAttack):
             if reason := self.lacks_classes(classes):
                 raise UserError(f"attack: {reason}")
             labels = labels.long()
-            ball = Ball(clean, epsilon, self.norm, gradient.changeable_pixels(model, clean))
+            ball = base.Ball(clean, epsilon, self.norm, gradient.changeable_pixels(model, clean))
             rivals = gradient.other_classes(logits, labels)
-            generators = one_generator_per_image(generator, len(clean))
+            generators = base.one_generator_per_image(generator, len(clean))
             everything = Victims(model, ball, labels, rivals, generators)
             right = (logits.argmax(dim=1) == labels).nonzero()[:, 0]
             for trial in self.trials(classes):

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moecore.brain import age_correction, prediction_table
+from moecore.brain import age_correction, age_errors, prediction_table
 from moecore.brain.age_correction import AgeData, AgeResult, fit_age_line
-from moecore.brain.age_errors import AgeErrors, DiagnosisGap
 from moecore.brain.tissue_ridge import measure_tissue_ridge
 from moecore.core.files import atomic_folder, to_jsonable, write_checksummed, write_whole
 from moecore.data.prepared import SPLITS
@@ -160,14 +159,14 @@ def _model_card_error_lines(result: AgeResult) -> str:
     return "\n\n".join(lines)
 
 
-def _diagnosis_row(gap: DiagnosisGap) -> str:
+def _diagnosis_row(gap: age_errors.DiagnosisGap) -> str:
     kind = "corrected" if gap.corrected else "raw"
     cells = " | ".join(map(_format_estimate, (gap.difference, gap.adjusted, gap.auc)))
     title = f"{gap.diagnosis} (n {gap.n}) against {gap.reference} (n {gap.n_reference}), {kind}"
     return f"| {title} | {cells} |"
 
 
-def _error_row(title: str, errors: AgeErrors) -> str:
+def _error_row(title: str, errors: age_errors.AgeErrors) -> str:
     cells = (errors.mae, errors.corr, errors.slope, errors.intercept)
     return f"| {title} | {' | '.join(map(_format_estimate, cells))} |"
 

@@ -17,13 +17,10 @@ from moecore.measure.calibrators.base import FittedCalibrator
 from moecore.nn.backbones.base_model import Backbone, ImageSpec
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import Estimate
-from moecore.training.artifacts import Checkpoint, TrainingInputs
+from moecore.training import artifacts, loop, settings, single_tissue_volumes
 from moecore.training.job import Objective, TrainingJob, build_training_job
-from moecore.training.loop import Metrics, iterate_training, total_steps
 from moecore.training.method import Method
 from moecore.training.runtime import Runtime
-from moecore.training.settings import Training
-from moecore.training.single_tissue_volumes import build_tissue_isolation
 
 
 class QuantityRange(Config):
@@ -256,7 +253,7 @@ def _subtract(value: float | None, other: float | None) -> float | None:
 
 BATCH = 8  # volumes per forward pass
 # Runs the training of a fold: called with the fold, its number of steps, and the metrics iterator.
-Follow = Callable[[int, int, Iterator[Metrics]], None]
+Follow = Callable[[int, int, Iterator[loop.Metrics]], None]
 Log = Callable[[int, dict[str, float]], None]  # one point per name, at a step
 
 
@@ -270,7 +267,7 @@ class FoldRecipe(NamedTuple):
     """What each fold's model is trained with: the settings of the stage ``pretrain``."""
 
     backbone: Backbone
-    training: Training
+    training: settings.Training
     method: Method
     folds: int
     seed: int
@@ -290,7 +287,7 @@ def predict_out_of_fold(
     out: Path,  # the written folder
     follow: Follow,  # runs the training of a fold
     log: Log,  # receives the MAE of each fold
-    inputs: TrainingInputs | None = None,
+    inputs: artifacts.TrainingInputs | None = None,
 ) -> OutOfFoldResult:
     """Train one model per fold on the other folds, predict its volumes, write predictions.csv."""
     if recipe.method.guided or recipe.method.upcycle:
@@ -307,9 +304,9 @@ def predict_out_of_fold(
         job = build_fold_job(recipe, data, np.flatnonzero(fold != number), runtime)
         home = work / f"fold_{number}"
         home.mkdir(exist_ok=True)
-        checkpoint = Checkpoint(home, inputs)
-        learning = iterate_training(job, recipe.training, recipe.seed, runtime, checkpoint)
-        follow(number, total_steps(job, recipe.training), learning)
+        checkpoint = artifacts.Checkpoint(home, inputs)
+        learning = loop.iterate_training(job, recipe.training, recipe.seed, runtime, checkpoint)
+        follow(number, loop.total_steps(job, recipe.training), learning)
         held_out = np.flatnonzero(fold == number)
         volumes = data.train.images[held_out]
         answers, _ = predict_in_batches(job.model, volumes, BATCH, routing=False)
@@ -337,7 +334,7 @@ def build_fold_job(
         runtime.device,
         subset=rows,
         views=method.views,
-        isolation=build_tissue_isolation(method, data, rows),
+        isolation=single_tissue_volumes.build_tissue_isolation(method, data, rows),
         permuted=recipe.seed if method.permuted else None,
     )
 

@@ -15,7 +15,7 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens.traces import LayerRouting, Trace
-from moecore.measure.base import SEED
+from moecore.measure import base, truth
 from moecore.measure.routing_metrics import (
     epoch_routing,
     expert_roles,
@@ -26,7 +26,6 @@ from moecore.measure.routing_metrics import (
 from moecore.measure.routing_metrics.choice_patterns import chance_maxvio
 from moecore.measure.routing_metrics.expert_gallery import FavouritePatch, crop_patch
 from moecore.measure.routing_metrics.label_information import MIN_IMAGES
-from moecore.measure.truth import permuted_truth_tables
 from moecore.nn.encoded_routing import coarse_patch_indices
 from moecore.statistics.comparisons import crossed_difference, linearize_ratio
 from moecore.statistics.intervals import Interval
@@ -339,7 +338,7 @@ def measure_label_purity(first: Tensor, labels: Tensor, experts: int) -> tuple[n
     kinds = labels.expand(first.shape).numpy() + 1
     number = int(kinds.max())
     tables = epoch_routing.expert_truth_tables(chosen, kinds, experts, number)
-    null = permuted_truth_tables(chosen, kinds, experts, number)
+    null = truth.permuted_truth_tables(chosen, kinds, experts, number)
     return epoch_routing.purity_by_image(tables), fmean(map(epoch_routing.expert_purity, null))
 
 
@@ -350,7 +349,7 @@ def compare_matched_experts(
     # Returns each expert's partner (E,), and name → the other half's agreement by item, by chance.
     pair = ours.chosen.numpy(), theirs.chosen.numpy()
     items = len(pair[0])
-    is_fit = np.random.default_rng(SEED).permutation(items) < items // 2
+    is_fit = np.random.default_rng(base.SEED).permutation(items) < items // 2
     partners = expert_similarity.seed_agreement(*pair, is_fit).partners
     first, second = (chosen[~is_fit] for chosen in pair)
     by_item = expert_similarity.matched_agreement_by_image(first, second, partners)

@@ -10,20 +10,16 @@ from matplotlib.figure import Figure
 
 from moecore.core.files import write_whole
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.lens import analyses, trace_explorer
+from moecore.lens import analyses, trace_explorer, traces
 from moecore.lens.analyses import ROLES, Column, TraceQuantities, analyse_trace
-from moecore.lens.traces import Trace
 from moecore.measure.routing import METRICS
 from moecore.measure.routing_metrics import expert_gallery
 from moecore.measure.routing_metrics.expert_roles import LABELS, SPECIAL, TELLS, ExpertRoles
 from moecore.measure.values import Metric
 from moecore.predict.continuation import MAX_EXPERTS, WordWithExperts, expert_words
-from moecore.report.figures import drawing
-from moecore.report.figures.charts import HeatmapLabels, draw_heatmap, percent_annotations
-from moecore.report.figures.model_figures import draw_experts_of_patches
-from moecore.report.page.explorer_page import ExplorerHead
+from moecore.report.figures import charts, drawing, model_figures
+from moecore.report.page import explorer_page, report_page
 from moecore.report.page.page_objects import NONE, PageBlock, PageCell, PageTable, Picture, TableRow
-from moecore.report.page.report_page import template_environment
 from moecore.report.tables.cells import NumberFormat
 from moecore.statistics.intervals import Interval
 
@@ -80,12 +76,12 @@ def write_lens_page(
 ) -> None:
     """Analyse a trace, print its quantities, and write ``page`` and the explorer."""
     # The explorer is written next to ``page``; if the trace has none, an old explorer is removed.
-    trace = Trace(folder)
-    other = None if against is None else Trace(against)
+    trace = traces.Trace(folder)
+    other = None if against is None else traces.Trace(against)
     numbers = analyse_trace(trace, items, other)
     explorer = f"{page.stem}_explorer.html"
     if trace_explorer.can_explore(trace.card.layers):
-        head = ExplorerHead(*HEAD, address=page.name, more="All numbers")
+        head = explorer_page.ExplorerHead(*HEAD, address=page.name, more="All numbers")
         ours = trace_explorer.ExploredTrace(trace_explorer.TraceExplorer(trace, items), numbers)
         theirs = None
         if other is not None:
@@ -109,7 +105,7 @@ def write_engine_page(page: Path, rows: Sequence[Mapping[str, Any]], files: str)
         chances[row["quantity"]] = row["chance"]
     _, first, *_ = by_layer
     table = quantity_rows_table([*by_layer.values()], first)
-    template = template_environment().get_template("lens.html.jinja")
+    template = report_page.template_environment().get_template("lens.html.jinja")
     items = "Items are requests; layers have the engine's numbers"
     blocks = {
         "block": PageBlock("", grids=[table]),
@@ -169,7 +165,7 @@ def print_quantities(numbers: TraceQuantities) -> None:
         print(remark)
 
 
-def render_trace_page(trace: Trace, numbers: TraceQuantities, explorer: str = "") -> str:
+def render_trace_page(trace: traces.Trace, numbers: TraceQuantities, explorer: str = "") -> str:
     """Return the HTML of a trace's page, with a link to ``explorer`` unless it is empty."""
     routed_words = read_words_with_experts(trace)
     layers = trace.card.layers
@@ -179,7 +175,7 @@ def render_trace_page(trace: Trace, numbers: TraceQuantities, explorer: str = ""
         Picture(figure, name, getattr(figure, "caption", ""))
         for name, figure in draw_trace_pictures(trace)
     ]
-    template = template_environment().get_template("lens.html.jinja")
+    template = report_page.template_environment().get_template("lens.html.jinja")
     return template.render(
         model=trace.card.model,
         items=f"{numbers.items:,} of {trace.items:,} items, evenly spread",
@@ -200,16 +196,16 @@ def draw_layer_loads(numbers: TraceQuantities) -> Figure:
     shares = np.full((len(numbers.layers), experts), np.nan)
     for row, layer in enumerate(numbers.layers):
         shares[row, : len(layer.load)] = layer.load
-    texts = percent_annotations(shares, limit=MAX_ANNOTATED)
+    texts = charts.percent_annotations(shares, limit=MAX_ANNOTATED)
     step = max(1, experts // MAX_ANNOTATED)
     columns = [str(n) if n % step == 0 else "" for n in range(experts)]
     rows = [str(number) for number in range(1, 1 + len(shares))]
-    labels = HeatmapLabels("Share of the choices, %", rows, columns, "Expert", "MoE layer")
+    labels = charts.HeatmapLabels("Share of the choices, %", rows, columns, "Expert", "MoE layer")
     size = (min(10.0, 2.0 + 0.4 * experts), 1.2 + 0.25 * len(shares))
-    return draw_heatmap(shares / np.nanmax(shares), texts, labels, size)
+    return charts.draw_heatmap(shares / np.nanmax(shares), texts, labels, size)
 
 
-def read_words_with_experts(trace: Trace) -> list[WordWithExperts]:
+def read_words_with_experts(trace: traces.Trace) -> list[WordWithExperts]:
     """Read the trace's first words, each with its experts per layer; [] without words."""
     first = np.arange(min(trace.items, ceil(MAX_WORDS / trace.card.layers[0].tokens)))
     tokens = trace.beside("tokens", first)
@@ -236,7 +232,7 @@ CAPTION = (
 )
 
 
-def draw_trace_pictures(trace: Trace) -> Iterator[tuple[str, Figure]]:
+def draw_trace_pictures(trace: traces.Trace) -> Iterator[tuple[str, Figure]]:
     """Draw patches of each expert; yield (name, figure) for all layers, then for each layer."""
     items = evenly_spaced_indices(trace.items, EXAMINED)
     pictures = trace.beside("pictures", evenly_spaced_indices(trace.items, IMAGES))
@@ -247,7 +243,7 @@ def draw_trace_pictures(trace: Trace) -> Iterator[tuple[str, Figure]]:
         for number, shape in enumerate(trace.card.layers, 1)
     }
     title = "Experts of patches"
-    yield title, draw_experts_of_patches(pictures.numpy(), grids, title)
+    yield title, model_figures.draw_experts_of_patches(pictures.numpy(), grids, title)
     for number, shape in enumerate(trace.card.layers):
         layout = shape.layout(pictures.shape[2:])
         record = analyses.record_of_layer(trace.layer(number, items))
@@ -269,7 +265,7 @@ def draw_trace_pictures(trace: Trace) -> Iterator[tuple[str, Figure]]:
         yield name, drawing.draw_picture_sheet(list(rows.values()), labels, CROP_SIZE, CROP_SIZE)
 
 
-def main_experts(trace: Trace, number: int) -> np.ndarray:
+def main_experts(trace: traces.Trace, number: int) -> np.ndarray:
     """Return the main expert of each patch of ``IMAGES`` items, (items, *grid); −1: none."""
     shape = trace.card.layers[number]
     items = evenly_spaced_indices(trace.items, IMAGES)

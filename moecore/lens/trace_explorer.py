@@ -20,8 +20,7 @@ from moecore.lens import analyses
 from moecore.lens.traces import LayerShape, Trace
 from moecore.measure.base import SEED
 from moecore.measure.explorer import ExplorerData, ShownVariant
-from moecore.measure.routing_metrics import expert_gallery
-from moecore.measure.routing_metrics.epoch_routing import spread_indices
+from moecore.measure.routing_metrics import epoch_routing, expert_gallery
 from moecore.measure.routing_metrics.expert_gallery import CROP, encode_thumbnails
 from moecore.nn import encoded_routing
 from moecore.nn.encoded_routing import coarse_patch_indices, finest_layout
@@ -70,7 +69,7 @@ class TraceExplorer:
     def result(self, items: int = ITEMS, examples: int = analyses.EXAMPLES) -> ExplorerData:
         """Return the page's data: up to ``items`` items, ``examples`` of each kind per expert."""
         trace, fine = self.trace, self.fine
-        places = np.sort(spread_indices(trace.items, items))
+        places = np.sort(epoch_routing.spread_indices(trace.items, items))
         if self.is_text:
             fine = fine._replace(grid=(min(fine.grid[0], MAX_TOKENS),))
         shown_tokens = slice(fine.special + prod(fine.grid))

@@ -31,10 +31,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moecore.core.config import Config
+from moecore.core import config, safetensors_files
 from moecore.core.files import UserError, atomic_folder, file_checksum, write_json
 from moecore.core.routing_records import RoutingRecord, TokenLayout
-from moecore.core.safetensors_files import check_header_size, write_tensors
 from moecore.nn.router_hooks import check_record
 
 FORMAT = 2
@@ -45,7 +44,7 @@ SUM_TOLERANCE = 0.02  # of probabilities in bfloat16
 Layouts = Sequence[Sequence[Any]]  # of MoE layers: see ``write_trace``
 
 
-class LayerShape(Config):
+class LayerShape(config.Config):
     """Sizes of one MoE layer, as stored in ``trace.json``."""
 
     experts: int = Field(ge=1)
@@ -70,7 +69,7 @@ def check_layout(tokens: int, special: int, grid: Sequence[int]) -> None:
         raise ValueError(f"found {wrong}; allowed: together the {tokens} tokens of the layer")
 
 
-class ChunkFile(Config):
+class ChunkFile(config.Config):
     """One safetensors file of a trace, with some of the items."""
 
     file: str = Field(pattern=r"^[\w.-]+$")
@@ -78,7 +77,7 @@ class ChunkFile(Config):
     sha256: str | None = None  # None: not verified
 
 
-class TraceCard(Config):
+class TraceCard(config.Config):
     """Content of ``trace.json``."""
 
     format: Literal[1, 2]
@@ -279,7 +278,7 @@ class Trace:
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
     try:
-        check_header_size(path)
+        safetensors_files.check_header_size(path)
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
@@ -410,7 +409,7 @@ class TraceWriter:
                 parts = [pad(part, (0, widest - part.shape[-1]), value=filler) for part in parts]
             tensors[name] = torch.cat(parts)
         path = self.folder / f"{len(self.chunks):05d}.safetensors"
-        write_tensors(path, tensors)
+        safetensors_files.write_tensors(path, tensors)
         items = len(tensors["0.probs"])
         self.chunks.append(ChunkFile(file=path.name, items=items, sha256=file_checksum(path)))
         self._batches = []

@@ -25,8 +25,7 @@ from moecore.measure.values import Metric, OnPage, Values
 from moecore.nn import predict
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.statistics.intervals import Interval, bootstrap_statistic
-from moecore.tasks import class_task
-from moecore.tasks.base import Task
+from moecore.tasks import base, class_task
 
 FITTED = 2**14  # tokens of the validation text that the temperature is fitted to
 
@@ -165,7 +164,7 @@ class PredictionQuality(NamedTuple):
     bins: class_task.ReliabilityBins
 
 
-def check_calibrator_fits_task(settings: Calibrate, task: Task, phase: str) -> None:
+def check_calibrator_fits_task(settings: Calibrate, task: base.Task, phase: str) -> None:
     if task.kind in settings.calibrator.tasks:
         return
     kinds = [
@@ -249,7 +248,7 @@ def put_quality(quality: PredictionQuality, when: str, out: Values) -> None:
             out.put(f"{name}_{when}", value)
 
 
-def prediction_quality(task: Task, logits: Tensor, labels: Tensor) -> PredictionQuality:
+def prediction_quality(task: base.Task, logits: Tensor, labels: Tensor) -> PredictionQuality:
     """Return score, NLL, Brier score and ECE with intervals over images, and reliability bins."""
     # logits: (N, K) with labels (N,), or (N, C·K) with labels of C cells, (N, C).
     rows = logits_per_label(logits, labels)
@@ -266,7 +265,7 @@ def logits_per_label(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def quality_from_losses(
-    task: Task, scores: Tensor, answers: TokenLossAndConfidence
+    task: base.Task, scores: Tensor, answers: TokenLossAndConfidence
 ) -> PredictionQuality:
     """Return the quality of N items from their scores (N,) and their predictions' losses."""
     losses, squares = answers.nats.numpy(), answers.squares.numpy()

@@ -13,8 +13,7 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.data.corruptions import CORRUPTIONS, corrupt_images
-from moecore.data.prepared import evenly_spaced_indices
+from moecore.data import corruptions, prepared
 from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.values import Chart, Found, Metric, OnPage, Place, Values
 from moecore.nn.predict import predict_in_batches
@@ -122,7 +121,7 @@ class Corruptions(Measurement):
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         test = subject.data.test
-        indices = evenly_spaced_indices(len(test.labels), self.images)
+        indices = prepared.evenly_spaced_indices(len(test.labels), self.images)
         images = test.images[indices]
         labels = subject.model.targets(torch.from_numpy(test.labels[indices]))
 
@@ -161,11 +160,11 @@ def put_corruption_errors(
     """Put ``error`` per corruption and severity; return each image's share of errors, (N,)."""
 
     def compute_hits(name: str, severity: int) -> str | list[float]:
-        pixels = corrupt_images(images, name, severity, SEED, indices)
+        pixels = corruptions.corrupt_images(images, name, severity, SEED, indices)
         return out.task.encode_scores(hits_on(pixels))
 
     wrong = []
-    for name in settings.names or CORRUPTIONS:
+    for name in settings.names or corruptions.CORRUPTIONS:
         for severity in sorted(settings.severities):
             packed = out.parts(f"{name} {severity}", partial(compute_hits, name, severity))
             hits = out.task.decode_scores(packed, len(images))

@@ -25,9 +25,8 @@ from moecore.nn.kernels.grouped import register_flop_formulas
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import eval_mode, image_batches, model_device
 from moecore.statistics.intervals import Interval
-from moecore.training.meter import measure_peak_memory
+from moecore.training import meter, runtime
 from moecore.training.method import Guide
-from moecore.training.runtime import device_name
 
 WARM_UP = 3  # passes that are not timed, before the others
 
@@ -139,7 +138,7 @@ def peak_memory_and_counting_method(model: nn.Module, images: Tensor) -> tuple[i
     """Return peak bytes of a pass without gradients, with weights, and how they were counted."""
     tensors = (*model.parameters(), *model.buffers(), images)
     device = model_device(model)
-    with eval_mode(model), torch.no_grad(), measure_peak_memory(tensors, device) as peak:
+    with eval_mode(model), torch.no_grad(), meter.measure_peak_memory(tensors, device) as peak:
         model(images)
     return peak.size, "CUDA allocator" if device.type == "cuda" else "live tensors"
 
@@ -257,7 +256,7 @@ class Cost(Measurement):
                 out.put("batch_ms", times, k=model.experts_and_router.experts.scale_k(k))
         out.facts |= parameter_counts(subject.model)
         out.facts["memory_counted_as"] = method
-        out.facts["device"] = device_name(subject.device)
+        out.facts["device"] = runtime.device_name(subject.device)
         out.facts["threads"] = torch.get_num_threads()
 
 

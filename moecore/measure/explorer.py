@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from moecore.attacks import base, pgd
 from moecore.attacks.attack_setup import Target
-from moecore.attacks.base import Attack
-from moecore.attacks.pgd import Pgd
 from moecore.core.arrays_as_text import encode_concatenated_arrays
 from moecore.core.config import Config, Misfits, Surroundings
 from moecore.core.routing_records import TokenLayout
@@ -18,9 +17,7 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary
 from moecore.measure import perturbations
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
-from moecore.measure.routing_metrics import expert_gallery, two_view_agreement
-from moecore.measure.routing_metrics.epoch_routing import IMAGES, VOLUMES, explorer_image_indices
-from moecore.measure.routing_metrics.expert_gallery import EncodedImages, encode_thumbnails
+from moecore.measure.routing_metrics import epoch_routing, expert_gallery, two_view_agreement
 from moecore.measure.values import OnPage, Values
 from moecore.nn.backbones.base_model import Model, majority_token_kinds
 from moecore.nn.encoded_routing import EncodedRouting, encode_routing, finest_layout
@@ -42,15 +39,15 @@ class Explorer(Measurement):
     images: int = Field(
         24,
         ge=1,
-        le=IMAGES,
+        le=epoch_routing.IMAGES,
         description="Test images, evenly spread over the split, the same for every method; at most "
-        f"{VOLUMES} volumes.",
+        f"{epoch_routing.VOLUMES} volumes.",
     )
     gallery: int | None = Field(400, ge=1, description="Images of favourite patches; null: all.")
     epsilons: tuple[Positive, ...] = Field(
         (1 / 255, 2 / 255, 4 / 255, 8 / 255), description="Radii of the L∞ ball, pixels in [0, 1]."
     )
-    attack: Attack = Field(Pgd(steps=5), description="The attack at these radii.")
+    attack: base.Attack = Field(pgd.Pgd(steps=5), description="The attack at these radii.")
     augmentations: tuple[
         two_view_agreement.Preset | two_view_agreement.TwoViewAugmentation, ...
     ] = Field(
@@ -71,7 +68,7 @@ class Explorer(Measurement):
             return explore_text(subject, self)
         data = subject.data
         layout = finest_layout(model.layouts)
-        places = explorer_image_indices(data, self.images)
+        places = epoch_routing.explorer_image_indices(data, self.images)
         images = np.array(data.test.images[places])
         labels = model.targets(torch.from_numpy(np.array(data.test.labels[places])))
         target = Target(model, data.task.with_gallery(labels), images, labels, BATCH, SEED)
@@ -121,7 +118,7 @@ class ShownVariant(Config):
 
     kind: perturbations.Kind
     label: str
-    picture: EncodedImages | None  # None for changed volumes
+    picture: expert_gallery.EncodedImages | None  # None for changed volumes
     origins: str | None  # packed uint16 (N, P): patch of the clean image, 65535 for none
     trace: EncodedRouting
 
@@ -151,7 +148,7 @@ class ExplorerPart(Config):
 def explore_text(subject: MeasuredModel, settings: Explorer) -> ExplorerData:
     model, data = subject.model, subject.data
     layout = finest_layout(model.layouts)
-    places = explorer_image_indices(data, settings.images)
+    places = epoch_routing.explorer_image_indices(data, settings.images)
     chosen = evenly_spaced_indices(len(data.test.images), settings.gallery)
     blocks = np.array(data.test.images[places])
     gallery = np.array(data.test.images[chosen])
@@ -178,7 +175,7 @@ def trace_variant(model: Model, task: Task, variant: perturbations.PerturbedImag
     if variant.origins is not None:
         places = encode_concatenated_arrays(variant.origins.numpy().astype(np.uint16))
     if variant.pixels.ndim == 4 or variant.kind == "clean":
-        picture = encode_thumbnails(variant.pixels[:, : model.image.channels])
+        picture = expert_gallery.encode_thumbnails(variant.pixels[:, : model.image.channels])
     return ShownVariant(
         kind=variant.kind,
         label=variant.label,

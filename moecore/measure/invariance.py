@@ -16,8 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.routing_records import RoutingRecord
-from moecore.core.streams import BatchDraws, generator_for
+from moecore.core import routing_records, streams
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views import warping
 from moecore.measure.base import SEED, MeasuredModel, Measurement
@@ -133,7 +132,7 @@ def transform_images(images: np.ndarray, affines: Tensor, batch: int) -> Tensor:
     return torch.cat(moved)
 
 
-def probs_by_layer(records: tuple[RoutingRecord, ...]) -> tuple[Tensor, ...]:
+def probs_by_layer(records: tuple[routing_records.RoutingRecord, ...]) -> tuple[Tensor, ...]:
     return tuple(layer.probs for layer in records)
 
 
@@ -165,10 +164,10 @@ TRANSFORMS = {  # names as in the table; translations are (horizontal, vertical)
 def draw_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Tensor:
     """Return affines (count, 3, 3) of TRANSFORMS[name] drawn by the seed; size: (height, width)."""
     settings = TRANSFORMS[name]
-    generator = generator_for(seed, *name.encode())
+    generator = streams.generator_for(seed, *name.encode())
 
     def within(limit: float) -> Tensor:
-        return warping.uniform_draws(BatchDraws(generator, count), -limit, limit)
+        return warping.uniform_draws(streams.BatchDraws(generator, count), -limit, limit)
 
     turn = within(settings.degrees).deg2rad()
     shear = within(settings.shear).deg2rad().tan()

@@ -13,9 +13,8 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.values import Metric, OnPage, Values
 from moecore.nn.backbones.base_model import BackboneModel, EncodeOptions, Model
-from moecore.nn.layers import lipschitz_lemma
+from moecore.nn.layers import lipschitz_lemma, moe
 from moecore.nn.layers.lipschitz_lemma import LemmaTerms
-from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import ImageSequence, eval_mode, image_batches, model_device
 from moecore.statistics.intervals import bootstrap_mean, wilson
 
@@ -87,7 +86,7 @@ def why_lemma_undefined(model: Model) -> str | None:
 def lemma_terms_by_layer(
     model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str
 ) -> list[LemmaTerms]:
-    layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
+    layers = [module for module in model.modules() if isinstance(module, moe.MoEFeedForward)]
     inputs = layer_inputs(model, images, tokens, batch, seed, device)
     return [
         LemmaTerms(*(term.cpu() for term in lipschitz_lemma.lemma_1_terms(layer, tokens)))

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.attacks.attack_setup import Target
-from moecore.attacks.base import Attack
+from moecore.attacks import attack_setup, base
 from moecore.core.routing_records import TokenLayout
 from moecore.data.corruptions import standard_normal_noise
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views
@@ -42,7 +41,7 @@ def iterate_noisy_images(
 
 
 def iterate_attacked_images(
-    target: Target, attack: Attack, epsilons: Sequence[float]
+    target: attack_setup.Target, attack: base.Attack, epsilons: Sequence[float]
 ) -> Iterator[PerturbedImages]:
     """Yield the attacked images at each epsilon, every attack started from the clean images."""
     for epsilon in attack.radii(epsilons):

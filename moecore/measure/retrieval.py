@@ -12,8 +12,7 @@ from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import Tokenizer, load_tokenizer
 from moecore.measure.base import MeasuredModel, Measurement
-from moecore.measure.routing_metrics import expert_gallery
-from moecore.measure.routing_metrics.layer_metrics import mean_token_entropy
+from moecore.measure.routing_metrics import expert_gallery, layer_metrics
 from moecore.measure.values import Metric, OnPage, Place, Values
 from moecore.nn.backbones.two_towers import TEXTS
 from moecore.nn.predict import concat_records, eval_mode, predict_in_batches
@@ -184,7 +183,7 @@ def summarize_caption_routing(
     shown = counts.argsort(descending=True, stable=True)[:WORDS].tolist()
     numbers = {
         "text_load_cv2": float(squared_cv(record.chosen.double().sum(dim=(0, 1)))),
-        "text_entropy": mean_token_entropy(record.probs),
+        "text_entropy": layer_metrics.mean_token_entropy(record.probs),
         "word_same_expert": occurrence_pair_agreement(table),
         "word_same_expert_chance": occurrence_pair_agreement(overall[None]),
     }

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.routing_metrics import alternative_choices
-from moecore.measure.routing_metrics.epoch_routing import explorer_image_indices
+from moecore.measure.routing_metrics import alternative_choices, epoch_routing
 from moecore.measure.values import Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.backbones.language_model import LanguageTransformer
@@ -106,7 +105,7 @@ class RouterRegret(Measurement):
         # lower bound); best, per layer the ``BestChoice``s on images of the explorer.
         test = subject.data.test
         indices = evenly_spaced_indices(len(test.images), self.images)
-        shown = np.array(explorer_image_indices(subject.data, self.explored), int)
+        shown = np.array(epoch_routing.explorer_image_indices(subject.data, self.explored), int)
         experts = subject.model.experts_and_router.experts.choices
         k = experts - alternative_choices.removable_expert_count(subject.model)
         subsets = alternative_choices.expert_subsets(experts, k, SEED)

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from moecore.measure.base import Estimate, MeasuredPart
-from moecore.measure.calibration import ClassCalibration
+from moecore.measure import base, calibration
 from moecore.measure.values import SCORE, Found, Metric, OnPage, Value
 from moecore.training.outcome import Outcome
 
@@ -53,7 +52,7 @@ def hits_reader(fact: str) -> Callable[[Mapping[type, Any]], np.ndarray | None]:
     # fact: "scores" or "top5"
 
     def read(results: Mapping[type, Any]) -> np.ndarray | None:
-        trained, calibrated = results.get(Trained), results.get(ClassCalibration)
+        trained, calibrated = results.get(Trained), results.get(calibration.ClassCalibration)
         if trained is None or calibrated is None or (scores := calibrated.facts[fact]) is None:
             return None
         task = outcome_of(trained).task
@@ -163,7 +162,7 @@ METRICS = {
 }
 
 
-class Trained(MeasuredPart):
+class Trained(base.MeasuredPart):
     """Declares the metrics of trainings, which every stage that writes a model stores."""
 
     metrics = METRICS
@@ -175,7 +174,7 @@ def collect_outcome_values(outcome: Outcome) -> Found:
     consecutive = outcome.agreement_consecutive or (None,)
     share = own_expert_share(outcome)
     control = own_expert_share(outcome, CONTROL)
-    numbers: dict[str, float | Estimate | None] = {
+    numbers: dict[str, float | base.Estimate | None] = {
         "test_score": outcome.test_score,
         "test_loss": outcome.test_loss if outcome.task.kind in LOSSES else None,
         "agreement_with_final": value_halfway(outcome.agreement_with_final),
@@ -194,7 +193,7 @@ def collect_outcome_values(outcome: Outcome) -> Found:
     for metric, number in numbers.items():
         key = ITEMS.get(metric, "")
         items = outcome.test_items if metric == "test_score" else outcome.agreement_items.get(key)
-        if isinstance(number, Estimate):
+        if isinstance(number, base.Estimate):
             values.append(Value(metric=metric, items=items, **number.model_dump()))
         elif number is not None:
             values.append(Value(metric=metric, items=items, value=number))

@@ -11,9 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks.attack_setup import Precision, Target, draw_image_indices
-from moecore.attacks.base import Attack
-from moecore.attacks.pgd import Pgd
+from moecore.attacks import attack_setup, base, pgd
 from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
@@ -38,10 +36,10 @@ class Transfer(MeasuredPart):
 
     metrics = METRICS
 
-    attack: Attack = Pgd(steps=20)
+    attack: base.Attack = pgd.Pgd(steps=20)
     epsilon: float = Field(4 / 255, ge=0, le=1, description="Radius of the L∞ ball, pixels [0, 1].")
     images: int = Field(100, ge=1, description="Test images, drawn once; the same for all methods.")
-    precision: Precision = Field(
+    precision: attack_setup.Precision = Field(
         "float32", description="Of an attack's passes; its images are scored in float32 either way."
     )
 
@@ -103,9 +101,9 @@ def measure(
 
 def build_transfer_targets(
     models: Mapping[str, Model], data: Prepared, settings: Transfer
-) -> dict[str, Target]:
+) -> dict[str, attack_setup.Target]:
     test = data.test
-    places = draw_image_indices(len(test.labels), settings.images, SEED)
+    places = attack_setup.draw_image_indices(len(test.labels), settings.images, SEED)
     images = test.images[places]
     labels = torch.from_numpy(test.labels[places])
     shared = {"precision": settings.precision, "people": test.people_at(places)}
@@ -113,7 +111,7 @@ def build_transfer_targets(
     for name, model in models.items():
         truth = model.targets(labels)
         task = data.task.with_gallery(truth)
-        targets[name] = Target(model, task, images, truth, BATCH, SEED, **shared)
+        targets[name] = attack_setup.Target(model, task, images, truth, BATCH, SEED, **shared)
     return targets
 
 

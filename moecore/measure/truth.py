@@ -13,12 +13,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks.attack_setup import Target
-from moecore.attacks.pgd import Pgd
+from moecore.attacks import attack_setup, pgd
 from moecore.core.config import Config
 from moecore.core.routing_records import first_choices
-from moecore.data.corruptions import SIGMAS
-from moecore.data.prepared import evenly_spaced_indices
+from moecore.data import corruptions, prepared
 from moecore.measure import perturbations
 from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
 from moecore.measure.routing_metrics import epoch_routing as epochs
@@ -32,7 +30,7 @@ PERMUTATIONS = 200
 RESAMPLES = 1000
 CHANGED_IMAGES = 500  # under noise and under attack
 EPSILONS = (2 / 255, 4 / 255, 8 / 255)  # of the attack
-ATTACK = Pgd(steps=10)
+ATTACK = pgd.Pgd(steps=10)
 BATCH = 128
 PIXEL = 255  # ε of the attack is printed in units of 1/255
 METRICS = {
@@ -106,14 +104,14 @@ class Truth(Measurement):
         return f"{kind}, {unit} = {strength.replace('_', '.')}"
 
     def places(self) -> dict[str, Iterable[Place]]:
-        noise = [change_key("noise", sigma) for sigma in SIGMAS]
+        noise = [change_key("noise", sigma) for sigma in corruptions.SIGMAS]
         attack = [change_key("attack", PIXEL * epsilon) for epsilon in EPSILONS]
         return {"change": [*noise, *attack]}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         # facts: counts, per layer (E, D), experts in the order of the matching.
         model = subject.model
-        indices = evenly_spaced_indices(len(subject.data.test.labels), self.images)
+        indices = prepared.evenly_spaced_indices(len(subject.data.test.labels), self.images)
         pixels = torch.from_numpy(np.array(subject.data.test.images[indices]))
         _, records = predict_in_batches(model, pixels, prediction=False)
         layers = []
@@ -198,14 +196,14 @@ def put_perturbed_purity(subject: MeasuredModel, out: Values) -> None:
     """Put the purity under noise and attack, mean over layers; strength 0 is clean."""
     model = subject.model
     test = subject.data.test
-    few = evenly_spaced_indices(len(test.labels), CHANGED_IMAGES)
+    few = prepared.evenly_spaced_indices(len(test.labels), CHANGED_IMAGES)
     images = np.array(test.images[few])
     labels = model.targets(torch.from_numpy(np.array(test.labels[few])))
-    target = Target(model, subject.data.task, images, labels, BATCH, SEED)
+    target = attack_setup.Target(model, subject.data.task, images, labels, BATCH, SEED)
     clean = target.clean_images()
     channels = model.image.channels
     noisy = perturbations.iterate_noisy_images(
-        clean, few.tolist(), SIGMAS, seed=SEED, channels=channels
+        clean, few.tolist(), corruptions.SIGMAS, seed=SEED, channels=channels
     )
     attacked = perturbations.iterate_attacked_images(target, ATTACK, EPSILONS)
     pixels = torch.from_numpy(images)
@@ -223,7 +221,7 @@ def put_perturbed_purity(subject: MeasuredModel, out: Values) -> None:
     unchanged = purity_of(perturbations.PerturbedImages("clean", "clean", clean))
     out.put("changed_purity", unchanged, noise=0.0)
     out.put("changed_purity", unchanged, attack=0.0)
-    strengths = (*SIGMAS, *(PIXEL * epsilon for epsilon in EPSILONS))
+    strengths = (*corruptions.SIGMAS, *(PIXEL * epsilon for epsilon in EPSILONS))
     for variant, strength in zip([*noisy, *attacked], strengths, strict=True):
         purity = purity_of(variant)
         out.put("changed_purity", purity, change=change_key(variant.kind, strength))

@@ -17,9 +17,8 @@ import torch
 from pydantic import SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor
 
+from moecore.core import config, files
 from moecore.core.arrays_as_text import decode_float_array, encode_exact, encode_rounded
-from moecore.core.config import Config
-from moecore.core.files import to_jsonable
 from moecore.statistics.comparisons import linearize_by_person
 from moecore.statistics.intervals import Interval, People, bootstrap_mean, mean_share
 from moecore.tasks.base import Task
@@ -104,7 +103,7 @@ class OnPage(NamedTuple):
     about: str = ""  # metric, or column (fog_0_75) of one with places; "": first with a direction
 
 
-class Value(Config):
+class Value(config.Config):
     """One number of one model, with its metric, its place and 95 % limits."""
 
     metric: str
@@ -129,7 +128,7 @@ class Value(Config):
         return decode_float_array(self.items)
 
 
-class Found(Config):
+class Found(config.Config):
     """Result of one measurement of one model, as its stage stores it: all values and facts."""
 
     values: tuple[Value, ...]
@@ -235,7 +234,7 @@ class Values:
         self.skipped += stored.skipped
 
     def found(self) -> Found:
-        return Found(values=self.values, facts=to_jsonable(self.facts), skipped=self.skipped)
+        return Found(values=self.values, facts=files.to_jsonable(self.facts), skipped=self.skipped)
 
 
 def place_slug(place: Place) -> str:

@@ -13,11 +13,9 @@ from torch.nn.functional import normalize
 from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError, describe_refusal
 from moecore.data.prepared import Prepared, evenly_spaced_indices
+from moecore.data.sources import fashion_mnist, image_folder, imagenet
 from moecore.data.sources.cifar import Cifar
 from moecore.data.sources.digits import Digits
-from moecore.data.sources.fashion_mnist import FashionMnist
-from moecore.data.sources.image_folder import ImageFolder
-from moecore.data.sources.imagenet import Imagenet
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.measure.base import MeasuredModel, Measurement
 from moecore.measure.values import Metric, OnPage, Values
@@ -27,7 +25,8 @@ from moecore.tasks.classification import BEST
 from moecore.tasks.image_text import ImageText, cosine_matrix
 
 Labelled = Annotated[
-    FashionMnist | Digits | ImageFolder | Cifar | Imagenet, Field(discriminator="kind")
+    fashion_mnist.FashionMnist | Digits | image_folder.ImageFolder | Cifar | imagenet.Imagenet,
+    Field(discriminator="kind"),
 ]
 METRICS = {
     "zero_shot_accuracy": Metric(

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.core.arrays_as_text import encode_concatenated_arrays
-from moecore.core.config import Config
+from moecore.core import arrays_as_text, config
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.tasks.base import Task
 
@@ -19,7 +18,7 @@ CHOSEN_BIT = 128  # the highest bit of a mark
 MAX_PROBABILITY = 127  # a probability of 1, in the other bits of a mark
 
 
-class EncodedRouting(Config):
+class EncodedRouting(config.Config):
     """A model's encoded predictions and routing of N images, on its finest grid of tokens."""
 
     # Indices into task.answers, best first per image; for a mosaic the best per cell
@@ -111,4 +110,4 @@ def encode_top_experts(record: RoutingRecord) -> str:
     best = np.where(combine.max(axis=-1) > 0, combine.argmax(axis=-1), np.iinfo(dtype).max)
     shares = np.rint(np.take_along_axis(probs, order, axis=-1).clip(0, 1) * MAX_PROBABILITY)
     marks = (shares + CHOSEN_BIT * np.take_along_axis(chosen, order, axis=-1)).astype(np.uint8)
-    return encode_concatenated_arrays(best.astype(dtype), order.astype(dtype), marks)
+    return arrays_as_text.encode_concatenated_arrays(best.astype(dtype), order.astype(dtype), marks)

@@ -11,9 +11,8 @@ import typer
 from typer import Argument, Option
 
 from moecore.core.files import UserError, write_json
-from moecore.pipeline.command_group import CommandGroup
+from moecore.pipeline import command_group, pull
 from moecore.pipeline.lens_commands import lens_engine, lens_read, lens_record
-from moecore.pipeline.pull import pull_command
 
 HERE = Path()
 PARAMS_FILE = Path("params.yaml")
@@ -36,7 +35,7 @@ OwnData = Annotated[Path | None, Option("--data", metavar="FOLDER", help=DATA)]
 GRID = "run a method per value of -S 'methods.vmoe.router.k=[1,2,4]'; several -S: their product"
 Sweep = Annotated[bool, Option("--sweep", help=GRID)]
 OPTIONS: dict[str, Any] = {
-    "cls": CommandGroup,
+    "cls": command_group.CommandGroup,
     "no_args_is_help": True,
     "add_completion": False,
     "pretty_exceptions_enable": False,  # a bug shows Python's own traceback
@@ -51,7 +50,7 @@ def _build_app() -> typer.Typer:
     program = typer.Typer(help="Sparse vision mixture-of-experts models.", **OPTIONS)
     for name, group in {"study": study_app, "claims": claims_app, "lens": lens_app}.items():
         program.add_typer(group, name=name)
-    program.command("pull")(pull_command)
+    program.command("pull")(pull.pull_command)
     for name, command in (("record", lens_record), ("read", lens_read), ("engine", lens_engine)):
         lens_app.command(name)(command)
     return program

@@ -7,8 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from moecore.core.files import UserError, explain_file_errors
-from moecore.core.source_layout import PROJECT_ANSWERS, refuse_other_checkout
+from moecore.core import files, source_layout
 
 PANELS = {  # of the help
     "Start": ("quick", "pull", "new", "check", "schema", "upgrade"),
@@ -32,13 +31,13 @@ class CommandGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         gc.set_threshold(50_000)  # with 700, a sixth of `moecore check` would look for garbage
         try:
-            refuse_other_checkout()
-            if Path(PROJECT_ANSWERS).is_file():
+            source_layout.refuse_other_checkout()
+            if Path(source_layout.PROJECT_ANSWERS).is_file():
                 from moecore.pipeline.project import read_answers
 
                 read_answers(Path())  # refuses a newer project
-            with explain_file_errors():
+            with files.explain_file_errors():
                 return super().invoke(ctx)
-        except UserError as error:
+        except files.UserError as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(1) from None

@@ -8,9 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from moecore.conformance import own_layers, reproductions
 from moecore.conformance.laws import LAWS, Law, check_law
-from moecore.conformance.own_layers import describe_own_layer
-from moecore.conformance.reproductions import read_setup, shorten_script
 from moecore.conformance.targets import NotPromised, Target
 from moecore.core.config import builtin_kinds, find_class
 from moecore.core.files import UserError, read_json, write_json, write_whole
@@ -23,8 +22,7 @@ from moecore.core.source_layout import (
 from moecore.lens.recording import run_python_file
 from moecore.nn.routers.base import Router
 from moecore.report.page.report_page import template_environment
-from moecore.study.study import read_study
-from moecore.study.yaml_document import load_yaml_document
+from moecore.study import study, yaml_document
 
 MARKS = {"holds": "holds", "fails": "FAILS", "not promised": "–", "not run": "not run"}
 
@@ -45,15 +43,15 @@ def find_targets(text: str) -> list[Target]:
                 raise UserError(f"{text}: {error}") from None
     if text in builtin_kinds(Router):
         router: Any = find_class(Router, text)
-        return [describe_own_layer(router())]
+        return [own_layers.describe_own_layer(router())]
     params = Path("params.yaml") if Path("params.yaml").is_file() else SHIPPED / "params.yaml"
-    methods = read_study(load_yaml_document(params)).methods
+    methods = study.read_study(yaml_document.load_yaml_document(params)).methods
     method = methods.get(text)
     if method is None or method.router is None:
         sparse = [name for name in methods if methods[name].router is not None]
         allowed = f"{', '.join([*builtin_kinds(Router), *sparse])}, PACKAGE.MODULE:NAME, FILE.py"
         raise UserError.at("TARGET", found=text, allowed=allowed)
-    return [describe_own_layer(method.router, method.experts, text)]
+    return [own_layers.describe_own_layer(method.router, method.experts, text)]
 
 
 def choose_targets(text: str, names: dict[str, Any], name: str) -> list[Target]:
@@ -106,7 +104,7 @@ def judge_target(target: Target, folder: Path) -> dict[str, Any]:
 
 def render_reproduction(target: Target, law: Law, note: str) -> tuple[str, str]:
     """Return name and text of a script that shows a failure without moecore; "" for ours."""
-    setup = read_setup(target)
+    setup = reproductions.read_setup(target)
     if "moecore" in setup:
         return "", ""
     build = target.build
@@ -116,7 +114,7 @@ def render_reproduction(target: Target, law: Law, note: str) -> tuple[str, str]:
     template = template_environment(is_html=False).get_template("reproduction.py.jinja")
     text = template.render(target=target, law=law, setup=setup.strip(), note=note, build=call)
     file = f"{target.name}-{target.version}-{law.name}.py".replace(" ", "-")
-    return file, shorten_script(text)
+    return file, reproductions.shorten_script(text)
 
 
 def print_conformance(results: list[dict[str, Any]]) -> None:

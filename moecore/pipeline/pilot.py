@@ -31,10 +31,7 @@ from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.told import Told
 from moecore.report.tables.metrics_by_method import unanswerable_claims
 from moecore.run.run_record import report_progress
-from moecore.study.check import check_study
-from moecore.study.model_rules import PREPARED_DATA, chdir_to_study, read_matching_data_card
-from moecore.study.params_reader import ParamsKeyTemplate, extract_settings
-from moecore.study.yaml_document import YamlDocument, load_yaml_document
+from moecore.study import check, model_rules, params_reader, yaml_document
 from moecore.tasks.base import Score, Task
 from moecore.training.artifacts import save_no_guide
 from moecore.training.job import TrainingJob, training_batch
@@ -56,7 +53,7 @@ Choices = tuple[Tensor, Tensor]  # tokens (n, d), and the expert of each (n,)
 
 
 class PilotParams(Config):
-    source: Annotated[Source, ParamsKeyTemplate("data.pretrain")]
+    source: Annotated[Source, params_reader.ParamsKeyTemplate("data.pretrain")]
     model: Backbone
     methods: dict[str, Method]
     pretrain: Training
@@ -107,14 +104,14 @@ class PilotVerdict(NamedTuple):
 def run_pilot(path: Path, seeds: int) -> PilotResult:
     """Train the pilot's methods of a params.yaml with seeds 0, 1, …, on one CPU thread."""
     # Nothing is written to its folder.
-    check_study(path, also=unanswerable_claims)
-    document = load_yaml_document(path)
-    params = extract_settings(PilotParams, document)
+    check.check_study(path, also=unanswerable_claims)
+    document = yaml_document.load_yaml_document(path)
+    params = params_reader.extract_settings(PilotParams, document)
     methods = choose_pilot_methods(params, document)
     with TemporaryDirectory() as scratch:
-        with chdir_to_study(path.parent):
-            folder = PREPARED_DATA.absolute() / "pretrain"
-            if read_matching_data_card(folder / "card.json", params.source) is None:
+        with model_rules.chdir_to_study(path.parent):
+            folder = model_rules.PREPARED_DATA.absolute() / "pretrain"
+            if model_rules.read_matching_data_card(folder / "card.json", params.source) is None:
                 folder = Path(scratch, "data")
                 params.source.write(folder)
             data = Prepared.open(folder)
@@ -124,7 +121,7 @@ def run_pilot(path: Path, seeds: int) -> PilotResult:
 
 
 def choose_pilot_methods(
-    params: PilotParams, document: YamlDocument
+    params: PilotParams, document: yaml_document.YamlDocument
 ) -> dict[str, tuple[str, Method]]:
     """Return role → (name, method): the first method of each role in params.yaml."""
     # ``learned`` and ``begun`` are the oracle with the file's first noisy top-k, or a plain one

@@ -14,9 +14,7 @@ from moecore.core.files import UserError, explain_file_errors, read_json
 from moecore.core.source_layout import CODE, ROOT
 from moecore.data.raw_data_changes import describe_folder_change
 from moecore.pipeline.code_hashes import digest_code, hash_code_files, is_code_hashed
-from moecore.run.history_file import HISTORY_FILE, read_dvc_locks, read_lines
-from moecore.run.run_record import format_duration
-from moecore.run.stage_entry import SECONDS
+from moecore.run import history_file, run_record, stage_entry
 from moecore.study.stages import CODE_STAGE
 from moecore.study.yaml_document import as_mapping, load_yaml_document
 
@@ -61,7 +59,7 @@ def query_pipeline_status(is_locked: bool = True) -> DvcStatus:
                 for after, before in repo.index.graph.edges
             ]
     except DvcException as error:
-        read_dvc_locks()
+        history_file.read_dvc_locks()
         raise UserError(f"dvc: {error}") from None
     return DvcStatus(status, edges)
 
@@ -140,7 +138,7 @@ def stages_changed_by_code(pipeline: DvcStatus, root: Path = ROOT) -> dict[str, 
         edits[file] = [f"{path} edited" for path in sorted(differing)]
     present = {stage for edge in pipeline.edges for stage in edge}
     edited_by_stage = {}
-    for stage, ran in read_dvc_locks().items():
+    for stage, ran in history_file.read_dvc_locks().items():
         if stage not in present:
             continue  # of a method or a seed that the study no longer names
         paths = {Path(dep["path"]) for dep in ran.get("deps", ())}
@@ -175,10 +173,10 @@ def _describe_changes(entries: Iterable[Any]) -> Iterator[str]:
 def read_past_durations() -> dict[str, float]:
     """Return stage → seconds of its last finished run."""
     seconds = {COPYING: 0.0}
-    for file in SECONDS.glob("*"):
+    for file in stage_entry.SECONDS.glob("*"):
         seconds[file.name] = float(file.read_text(encoding="utf-8"))
-    for file in sorted(Path("artifacts/history").rglob(HISTORY_FILE)):
-        lines = read_lines(file.parent) or [{}]
+    for file in sorted(Path("artifacts/history").rglob(history_file.HISTORY_FILE)):
+        lines = history_file.read_lines(file.parent) or [{}]
         stage = lines[0].get("dvc_stage")
         if stage and lines[-1].get("status") == "FINISHED":
             # unlike the last process, the history of a resumed run has all seconds
@@ -204,7 +202,7 @@ def print_plan() -> None:
         if items:
             print(f"{title}:")
         for item in items:
-            last = "?" if item.seconds is None else format_duration(item.seconds)
+            last = "?" if item.seconds is None else run_record.format_duration(item.seconds)
             more = f" (+{len(item.reasons) - SHOWN})" if len(item.reasons) > SHOWN else ""
             print(f"  {item.stage:<{width}}  {last:>8}  {'; '.join(item.reasons[:SHOWN])}{more}")
     rest = f"; up to {format_total_duration(heavy)} if outputs change" if possible else ""

@@ -12,17 +12,15 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import distribution, version
 from pathlib import Path
 
-from moecore.core.config import Config, read_json_settings
+from moecore.core import config, source_layout
 from moecore.core.files import UserError, write_json
-from moecore.core.source_layout import PROJECT_ANSWERS
-from moecore.run.run_record import hold_lock
-from moecore.run.stage_entry import end_with_parent
+from moecore.run import run_record, stage_entry
 
 LOCK = Path(".state/driver.lock")  # held by the process that runs the stages
 HOLDER = "driver.json"  # in the same folder: the process, and its start
 
 
-class ProjectAnswers(Config):
+class ProjectAnswers(config.Config):
     """The content of .moecore.json: version, name, question, and hashes of written files."""
 
     moecore: str  # the version that wrote them
@@ -34,16 +32,16 @@ class ProjectAnswers(Config):
 def write_answers(folder: Path, name: str, study: str, texts: Mapping[str, str]) -> None:
     files = {path: hash_text(text) for path, text in texts.items()}
     answers = ProjectAnswers(moecore=version("moecore"), name=name, study=study, files=files)
-    write_json(folder / PROJECT_ANSWERS, answers.model_dump())
+    write_json(folder / source_layout.PROJECT_ANSWERS, answers.model_dump())
 
 
 def read_answers(folder: Path) -> ProjectAnswers:
     """Return a project's .moecore.json; UserError if it is missing or newer than moecore."""
-    path = folder / PROJECT_ANSWERS
+    path = folder / source_layout.PROJECT_ANSWERS
     if not path.is_file():
         raise UserError(f"{path}: found no such file; start from a folder of `moecore new`")
     try:
-        answers = read_json_settings(path, ProjectAnswers, "answers")
+        answers = config.read_json_settings(path, ProjectAnswers, "answers")
     except UserError as error:
         problem = str(error).removeprefix(f"{path}: ").partition(";")[0]
         raise UserError(f"{path}: {problem}; restore it: git checkout {path}") from error
@@ -101,7 +99,7 @@ def hold_project(path: Path = LOCK) -> Iterator[None]:
             mend += f" (`kill {driver['pid']}`)"
         return f"{path.parent}: {who}; {mend}"
 
-    with hold_lock(path, describe_driver):
+    with run_record.hold_lock(path, describe_driver):
         write_json(holder, {"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
         yield
 
@@ -112,5 +110,5 @@ def dvc_command(*arguments: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    end_with_parent()
+    stage_entry.end_with_parent()
     runpy.run_module("dvc", run_name="__main__", alter_sys=True)

@@ -23,11 +23,9 @@ from PIL import Image
 from moecore.core import files
 from moecore.core.files import UserError, find_raw_folder, read_json, write_whole
 from moecore.core.source_layout import ROOT, RUNS, SHIPPED, run_git
-from moecore.data.files import decode
-from moecore.data.files.image_files import list_class_folders, list_labelled_images
+from moecore.data.files import decode, image_files
 from moecore.data.sources.image_folder import ImageFolder
-from moecore.pipeline import dvc_yaml
-from moecore.pipeline.project import LOCK, hold_project
+from moecore.pipeline import dvc_yaml, project
 from moecore.report.claims.evaluation import SECTIONS
 from moecore.report.claims.result_evidence import (
     ASKED,
@@ -38,13 +36,9 @@ from moecore.report.claims.result_evidence import (
 )
 from moecore.report.tables.metrics_by_method import unanswerable_claims
 from moecore.run.history_file import read_dvc_locks
-from moecore.study import params_layers, params_writer
-from moecore.study.check import MissingData, check_document, check_study_document, format_misfits
-from moecore.study.papers import PAPER_FILE
-from moecore.study.params_layers import list_dvc_stages
+from moecore.study import check, papers, params_layers, params_writer, trial_rules
 from moecore.study.questions import PIPELINES, QuestionFile, QuestionRound
 from moecore.study.study import read_study
-from moecore.study.trial_rules import trial_step_misfits
 from moecore.study.yaml_document import as_mapping, load_yaml_document, parse_yaml_document
 
 HERE = Path()
@@ -82,7 +76,7 @@ def write_run_folder(question_round: QuestionRound, presets: Sequence[str] = ())
     origin = params_writer.ParamsOrigin(edited, "params.yaml", schema, root / PIPELINES)
     text = params_writer.params_text(composed, origin, presets)
     is_new = not (folder / "params.yaml").is_file()
-    with hold_project(folder / LOCK):
+    with project.hold_project(folder / project.LOCK):
         changes = params_writer.write_params(folder / "params.yaml", text)
         write_dvc_yaml_files(folder, composed.stages)
         if shutil.which("git"):
@@ -182,7 +176,7 @@ def begin_question(name: str, root: Path = HERE) -> Path:
     path = root / PIPELINES / OUR_QUESTIONS / f"{name}.yaml"
     if path.exists():
         raise UserError(f"{path}: is there already; take another name")
-    if path.name == PAPER_FILE:
+    if path.name == papers.PAPER_FILE:
         raise UserError(f"{path}: is the name of a paper's file; take another name")
     study = read_study(load_yaml_document(root / "params.yaml"))
     if not study.methods:
@@ -194,7 +188,7 @@ def begin_question(name: str, root: Path = HERE) -> Path:
     files.write_whole(path, NEW_QUESTION.format(**names))
     try:
         composed = QuestionFile(root, f"{OUR_QUESTIONS}/{name}").rounds[0].compose()
-        check_document(composed.document, composed.all_stages)
+        check.check_document(composed.document, composed.all_stages)
     except BaseException:
         path.unlink()
         raise
@@ -236,14 +230,14 @@ def _check_round(question_round: QuestionRound) -> str:
     if not home.is_dir():
         home = question_round.question.path.parent  # equally deep, so data paths are the same
     try:
-        study = check_study_document(document, stages, home, unanswerable_claims).study
+        study = check.check_study_document(document, stages, home, unanswerable_claims).study
         data = ""
-    except MissingData:
+    except check.MissingData:
         study = read_study(document)
         data = ", but its data are not here"
     unrun = tuple(name for name in study.methods if name not in study.run.methods)
     untried = study.model_copy(update={"run": study.run.model_copy(update={"methods": unrun})})
-    if faults := format_misfits(document, trial_step_misfits(untried)):
+    if faults := check.format_misfits(document, trial_rules.trial_step_misfits(untried)):
         raise UserError("\n".join(faults))
     return f"in order{data}"
 
@@ -271,8 +265,8 @@ def derive_params_from_pictures(folder: Path) -> str:
     train = root / "train"
     if not train.is_dir():
         train = root
-    classes = list_class_folders(train)
-    files = list_labelled_images(root, train, classes)
+    classes = image_files.list_class_folders(train)
+    files = image_files.list_labelled_images(root, train, classes)
     sizes = np.bincount(files.labels)
     if sizes.min() < MIN_PER_CLASS:
         problem = f"{sizes.min()} pictures"
@@ -348,7 +342,7 @@ def write_data_or_sweep_run(data: Path | None, sets: Sequence[str], is_sweep: bo
     else:
         load_yaml_document(path)  # says where there is no project
         text = path.read_text(encoding="utf-8")
-        stages = list_dvc_stages(HERE)
+        stages = params_layers.list_dvc_stages(HERE)
     grid: dict[str, list[str]] = {}
     if is_sweep:
         text, grid, suffix = _add_sweep(text, str(path), sets)
@@ -356,7 +350,7 @@ def write_data_or_sweep_run(data: Path | None, sets: Sequence[str], is_sweep: bo
     elif sets:
         text = params_writer.apply_assignments(text, sets)
     folder = HERE / RUNS / name
-    with hold_project(folder / LOCK):
+    with project.hold_project(folder / project.LOCK):
         write_whole(folder / "params.yaml", text)
         write_dvc_yaml_files(folder, stages)
         # A project and its runs share a cache

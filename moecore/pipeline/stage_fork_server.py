@@ -26,17 +26,15 @@ from typing import Any
 import torch
 from threadpoolctl import threadpool_limits
 
-from moecore.core.files import UserError, available_cores
-from moecore.core.source_layout import STAGE_MODULES
-from moecore.run.stage_entry import end_with_parent, run_stage
-from moecore.run.stage_inputs import remember_imported_sources
+from moecore.core import files, source_layout
+from moecore.run import stage_entry, stage_inputs
 
 CLIENT = Path(__file__).with_name("stage_client.py")
 
 Stages = Mapping[str, Callable[..., None]]
 
 
-def start_stage_server(module: str = f"{STAGE_MODULES}fork_server") -> Path:
+def start_stage_server(module: str = f"{source_layout.STAGE_MODULES}fork_server") -> Path:
     """Start the server as a process that ends with this one; return its folder."""
     # Returns its folder, with ``socket``, and ``bin/python``, the command that connects to it.
     folder = Path(tempfile.mkdtemp(prefix="moecore-"))
@@ -56,7 +54,7 @@ def start_stage_server(module: str = f"{STAGE_MODULES}fork_server") -> Path:
             end = f"exit code {code}" if code >= 0 else f"signal {-code}"
             ended = f"`{sys.executable} -m {module}` ended with {end} before it listened"
             mend = "its error is printed above; mend that and start again"
-            raise UserError(f"server of stages: {ended}; {mend}")
+            raise files.UserError(f"server of stages: {ended}; {mend}")
         time.sleep(0.02)
     return folder
 
@@ -64,7 +62,7 @@ def start_stage_server(module: str = f"{STAGE_MODULES}fork_server") -> Path:
 def serve_stages(path: str, stages: Stages) -> None:
     # A request is one line of JSON, [folder, ["moecore.stages.x", word, …], environment], with the
     # descriptors of stdout and stderr. The answers are the process id, and later the exit code.
-    end_with_parent()
+    stage_entry.end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of _answer
     with socket.socket(socket.AF_UNIX) as listening:
@@ -72,7 +70,7 @@ def serve_stages(path: str, stages: Stages) -> None:
         listening.bind(f"{path}.new")
         listening.listen(16)
         os.rename(f"{path}.new", path)
-        remember_imported_sources()  # takes a second, in which DVC starts
+        stage_inputs.remember_imported_sources()  # takes a second, in which DVC starts
         while True:
             line, _ = listening.accept()
             if os.fork() == 0:
@@ -118,14 +116,14 @@ def _run_forked(
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    threads = int(environment.get("OMP_NUM_THREADS") or available_cores())
+    threads = int(environment.get("OMP_NUM_THREADS") or files.available_cores())
     torch.set_num_threads(threads)
     name, *rest = arguments
     sys.argv = [name, *rest]
     code: Any = 0
     with threadpool_limits(threads, user_api="blas"):
         try:
-            run_stage(stages[name.removeprefix(STAGE_MODULES)], rest)
+            stage_entry.run_stage(stages[name.removeprefix(source_layout.STAGE_MODULES)], rest)
         except SystemExit as end:
             code = end.code
             if isinstance(code, str):  # as in Python: a message, and exit code 1

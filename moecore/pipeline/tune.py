@@ -22,34 +22,21 @@ from moecore.core.source_layout import RUNS
 from moecore.data.prepared import Prepared
 from moecore.measure.routing_metrics.alternative_choices import routing_means_over_layers
 from moecore.nn.predict import predict_in_batches
-from moecore.pipeline import dvc_yaml
-from moecore.pipeline.project import LOCK, hold_project
-from moecore.pipeline.run_folders import write_dvc_yaml_files
+from moecore.pipeline import dvc_yaml, project, run_folders
 from moecore.report.results_and_displays import read_results
-from moecore.study.params_layers import SettingsLayer, compose_layers, merge_settings
-from moecore.study.params_writer import dump_inline_yaml
-from moecore.study.questions import (
-    RATE,
-    THRESHOLD,
-    TUNED,
-    TUNED_PHASE,
-    QuestionFile,
-    ThresholdTuning,
-    TuningGrids,
-)
+from moecore.study import params_layers, params_writer, questions, yaml_document
 from moecore.study.study import read_study
-from moecore.study.yaml_document import parse_yaml_document
 from moecore.training.artifacts import load_model
 
 BATCH = 500  # validation images per forward pass
-STAGES = ("prepare", "teacher", "teacher_router", TUNED_PHASE, "compare")
+STAGES = ("prepare", "teacher", "teacher_router", questions.TUNED_PHASE, "compare")
 
 
 class TuningRun(NamedTuple):
     """The trainings that tune a question: each method with each learning rate and seed."""
 
-    question: QuestionFile
-    tuning: TuningGrids
+    question: questions.QuestionFile
+    tuning: questions.TuningGrids
     methods: tuple[str, ...]
     stages: tuple[str, ...]
     text: str  # of params.yaml
@@ -65,15 +52,15 @@ class TuningRun(NamedTuple):
         return sha256(f"{self.text}{self.tuning.threshold or ''}".encode()).hexdigest()
 
     def train(self, run_stages: Callable[[], object]) -> None:
-        with hold_project(self.folder / LOCK):
+        with project.hold_project(self.folder / project.LOCK):
             write_whole(self.folder / "params.yaml", self.text)
-            write_dvc_yaml_files(self.folder, self.stages)
+            run_folders.write_dvc_yaml_files(self.folder, self.stages)
             write_whole(self.folder / ".dvc/config", dvc_yaml.RUN_CONFIG + dvc_yaml.WITHOUT_GIT)
         with chdir(self.folder):
             run_stages()
 
 
-def plan_tuning(question: QuestionFile, threshold: float | None = None) -> TuningRun:
+def plan_tuning(question: questions.QuestionFile, threshold: float | None = None) -> TuningRun:
     """Return the trainings that tune a question; UserError if it has no section ``tune``."""
     # threshold: the chosen one; without it, of a question with ``tune.threshold``, its trainings.
     tuning = question.tuning
@@ -88,40 +75,44 @@ def plan_tuning(question: QuestionFile, threshold: float | None = None) -> Tunin
     methods = tuple(dict.fromkeys(name for run in runs for name in run["methods"]))
     known = {stage for part in composed for stage in part.all_stages}
     stages = tuple(stage for stage in STAGES if stage in known)
-    top = SettingsLayer(question.document, {}, stages, names=methods)
-    values = compose_layers([*question.rounds[0].layers, top], question.root).document.data
-    place, grid, tried = (TUNED_PHASE, RATE), tuning.learning_rates, methods
+    top = params_layers.SettingsLayer(question.document, {}, stages, names=methods)
+    values = params_layers.compose_layers(
+        [*question.rounds[0].layers, top], question.root
+    ).document.data
+    place, grid, tried = (questions.TUNED_PHASE, questions.RATE), tuning.learning_rates, methods
     also: dict[str, Any] = {}
     if (tuned := tuning.threshold) is not None:
         routers = {name: (values["methods"][name] or {}).get("router") or {} for name in methods}
-        having = [name for name in methods if THRESHOLD in routers[name]]
+        having = [name for name in methods if questions.THRESHOLD in routers[name]]
         if tuned.method not in having:
             text = f"found {tuned.method}; allowed: {', '.join(having) or 'none has a threshold'}"
-            raise question.document.error(("tune", THRESHOLD, "method"), text)
+            raise question.document.error(("tune", questions.THRESHOLD, "method"), text)
         if threshold is None:
-            place, grid, tried = ("router", THRESHOLD), tuned.values, (tuned.method,)
+            place, grid, tried = ("router", questions.THRESHOLD), tuned.values, (tuned.method,)
         else:
             kind = routers[tuned.method]["kind"]
             same = [name for name in having if routers[name]["kind"] == kind]
-            also = dict.fromkeys(same, {"router": {THRESHOLD: threshold}})
+            also = dict.fromkeys(same, {"router": {questions.THRESHOLD: threshold}})
     entries = {
-        name_variant(name, value): merge_settings(
+        name_variant(name, value): params_layers.merge_settings(
             values["methods"][name] or {}, {place[0]: {place[1]: value}} | also.get(name, {})
         )
         for name in tried
         for value in grid
     }
-    run = {"methods": list(entries), "seeds": list(tuning.seeds), "phases": [TUNED_PHASE]}
+    run = {"methods": list(entries), "seeds": list(tuning.seeds), "phases": [questions.TUNED_PHASE]}
     values |= {"run": run, "methods": entries, "claims": [], "questions": []}
-    return TuningRun(question, tuning, tried, stages, dump_inline_yaml(values), also)
+    return TuningRun(question, tuning, tried, stages, params_writer.dump_inline_yaml(values), also)
 
 
-def choose_threshold(run: TuningRun, tuned: ThresholdTuning) -> dict[str, Any]:
+def choose_threshold(run: TuningRun, tuned: questions.ThresholdTuning) -> dict[str, Any]:
     """Return the router threshold whose models have the wanted share of fallbacks."""
-    images = Prepared.open(run.folder / "artifacts/data" / TUNED_PHASE).validation.images
+    images = Prepared.open(run.folder / "artifacts/data" / questions.TUNED_PHASE).validation.images
     shares = {}
     for value in tuned.values:
-        folder = run.folder / "artifacts" / TUNED_PHASE / name_variant(tuned.method, value)
+        folder = (
+            run.folder / "artifacts" / questions.TUNED_PHASE / name_variant(tuned.method, value)
+        )
         models = [load_model(folder / str(seed)) for seed in run.tuning.seeds]
         routings = [predict_in_batches(model, images, BATCH)[1] for model in models]
         means = [routing_means_over_layers(records, 1, value) for records in routings]
@@ -130,7 +121,7 @@ def choose_threshold(run: TuningRun, tuned: ThresholdTuning) -> dict[str, Any]:
     if chosen in (tuned.values[0], tuned.values[-1]):
         best = f"found {chosen:g} as the best, an end of the grid, fallback {shares[chosen]:.2%}"
         text = f"{best}; allowed: a grid with the fallback {tuned.fallback:.2%} within"
-        raise run.question.document.error(("tune", THRESHOLD, "values"), text)
+        raise run.question.document.error(("tune", questions.THRESHOLD, "values"), text)
     return {"method": tuned.method, "chosen": chosen, "shares": [*shares.items()]}
 
 
@@ -140,7 +131,9 @@ def name_variant(method: str, value: float) -> str:
     return f"{method}_at_{decimal.replace('-', 'minus_').replace('.', '_')}"
 
 
-def tune_question(question: QuestionFile, run_stages: Callable[[], object]) -> dict[str, Any]:
+def tune_question(
+    question: questions.QuestionFile, run_stages: Callable[[], object]
+) -> dict[str, Any]:
     run = plan_tuning(question)
     run.train(run_stages)
     if (tuned := run.tuning.threshold) is None:
@@ -152,8 +145,8 @@ def tune_question(question: QuestionFile, run_stages: Callable[[], object]) -> d
 
 
 def store_tuned_rates(run: TuningRun, threshold: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    study = read_study(parse_yaml_document(run.text))
-    phase = read_results(study.run, run.text, run.folder, run.stages).phases[TUNED_PHASE]
+    study = read_study(yaml_document.parse_yaml_document(run.text))
+    phase = read_results(study.run, run.text, run.folder, run.stages).phases[questions.TUNED_PHASE]
     task = phase.task
     grid = run.tuning.learning_rates
     methods = {}
@@ -167,11 +160,11 @@ def store_tuned_rates(run: TuningRun, threshold: Mapping[str, Any] | None = None
         ]
         chosen = grid[index_of_best_rate(scores, task.score.better)]
         also = run.also.get(method, {})
-        methods[method] = {RATE: chosen, "also": also, "scores": scores, "curves": curves}
+        methods[method] = {questions.RATE: chosen, "also": also, "scores": scores, "curves": curves}
     stored = {"settings": run.digest, "score": f"validation {task.score.label}"}
     stored |= {"learning_rates": list(grid), "seeds": list(run.tuning.seeds), "methods": methods}
-    stored |= {THRESHOLD: threshold}
-    run.question.store_part(TUNED, stored)
+    stored |= {questions.THRESHOLD: threshold}
+    run.question.store_part(questions.TUNED, stored)
     return stored
 
 
@@ -192,33 +185,35 @@ def print_tuned(kept: Mapping[str, Any]) -> None:
     table = Table(first, *heads, "chosen", box=None, header_style="bold", padding=(0, 1))
     for name, choice in kept["methods"].items():
         means = [f"{fmean(scores):.4f}" for scores in choice["scores"]]
-        table.add_row(name, *means, f"{choice[RATE]:g}")
+        table.add_row(name, *means, f"{choice[questions.RATE]:g}")
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
-def list_tuning_problems(question: QuestionFile) -> Iterator[str]:
+def list_tuning_problems(question: questions.QuestionFile) -> Iterator[str]:
     """Yield why a question must be tuned (again); nothing if its rates are valid."""
     if question.tuning is None:
         return
     file = question.results.relative_to(question.root)
     tune = f"run `moecore tune {question.name}`"
-    stored = question.read_results().get(TUNED)
+    stored = question.read_results().get(questions.TUNED)
     if stored is None:
         yield f"{file}: rates were not chosen; {tune}"
         return
-    threshold = (stored.get(THRESHOLD) or {}).get("chosen")
+    threshold = (stored.get(questions.THRESHOLD) or {}).get("chosen")
     if stored["settings"] != plan_tuning(question, threshold).digest:
         yield f"{file}: rates were chosen for other settings, methods, seeds or rates; {tune}"
         return
     yield from list_edge_choices(question, stored)
 
 
-def list_edge_choices(question: QuestionFile, kept: Mapping[str, Any]) -> Iterator[str]:
+def list_edge_choices(question: questions.QuestionFile, kept: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line per method whose best rate is the grid's lowest or highest."""
     rates = kept["learning_rates"]
     for name, choice in kept["methods"].items():
-        if choice[RATE] in (rates[0], rates[-1]):
-            end = "lower" if choice[RATE] == rates[0] else "higher"
-            best = f"found {choice[RATE]:g} as the best rate of {name}, an end of the grid"
+        if choice[questions.RATE] in (rates[0], rates[-1]):
+            end = "lower" if choice[questions.RATE] == rates[0] else "higher"
+            best = (
+                f"found {choice[questions.RATE]:g} as the best rate of {name}, an end of the grid"
+            )
             text = f"{best}; allowed: a grid that goes on to {end} rates"
             yield str(question.document.error(("tune", "learning_rates"), text))

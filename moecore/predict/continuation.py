@@ -9,10 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.core.config import Config, read_json_settings
+from moecore.core import config, routing_records, streams
 from moecore.core.files import UserError, write_whole
-from moecore.core.routing_records import RoutingRecord
-from moecore.core.streams import generator_for
 from moecore.data.layouts.text import UNKNOWN
 from moecore.data.text.words import WordSplitting, read_vocabulary, split_prompt_words
 from moecore.measure.routing_metrics.expert_gallery import experts_by_weight
@@ -20,8 +18,7 @@ from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.predict.model_quality import describe_model_quality
 from moecore.report.figures.drawing import expert_colours
 from moecore.report.page.report_page import template_environment
-from moecore.training.artifacts import load_model
-from moecore.training.runtime import tune_runtime
+from moecore.training import artifacts, runtime
 
 MAX_EXPERTS = 2  # shown per word
 
@@ -33,7 +30,7 @@ class Sampling(NamedTuple):
     seed: int = 0
 
 
-class WordSplittingSettings(Config):
+class WordSplittingSettings(config.Config):
     """The file ``text.json`` of a model: how a text is split into words."""
 
     reading: WordSplitting
@@ -59,7 +56,7 @@ def continue_and_print(folder: Path, prompt: Path, out: Path, sampling: Sampling
 
 def continue_prompt(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> Continuation:
     """Continue the text file ``prompt`` with the model in ``folder``; write the page ``out``."""
-    model = load_model(folder)
+    model = artifacts.load_model(folder)
     if not isinstance(model, LanguageTransformer):
         takes = "--prompt takes one of text, and others take FOLDER"
         raise UserError(f"{folder}: found a model of images; {takes}")
@@ -74,9 +71,9 @@ def continue_prompt(folder: Path, prompt: Path, out: Path, sampling: Sampling) -
     if not text.strip():
         raise UserError(f"{prompt}: found no word; --prompt is a file with the beginning of a text")
     path = folder / "text.json"
-    settings = read_json_settings(path, WordSplittingSettings, "the reading of a text")
+    settings = config.read_json_settings(path, WordSplittingSettings, "the reading of a text")
     prompt_words = split_prompt_words(text, settings.reading)
-    model = model.to(tune_runtime().device)
+    model = model.to(runtime.tune_runtime().device)
     continuation = continue_words(model, vocabulary, prompt_words, sampling)
     continuation.remarks.insert(0, describe_model_quality(folder))
     experts = 0 if model.moe is None else model.moe.experts.choices
@@ -100,7 +97,7 @@ def continue_words(
     numbers = {word: number for number, word in enumerate(vocabulary)}
     unknown = list(dict.fromkeys(word for word in prompt if word not in numbers))
     device = model.positions.device
-    drawing = generator_for(sampling.seed)
+    drawing = streams.generator_for(sampling.seed)
     tokens = torch.tensor([numbers.get(word, numbers[UNKNOWN]) for word in prompt], device=device)
     states = model.initial_states(1, device)
     shown: list[WordWithExperts] = []
@@ -125,14 +122,14 @@ def continue_words(
 
 def _read_tokens(
     model: LanguageTransformer, tokens: Tensor, states: Tensor
-) -> tuple[Tensor, tuple[RoutingRecord, ...], Tensor]:
+) -> tuple[Tensor, tuple[routing_records.RoutingRecord, ...], Tensor]:
     """Return the logits (V,) after ``tokens`` (M,), their routing records, and the new states."""
     (final, records, _), states = model.read(tokens[None], states)
     return model.predict(final[:, -1:])[0, 0].float().cpu(), records, states
 
 
 def _words_with_experts(
-    names: Sequence[str], records: Sequence[RoutingRecord], is_prompt: bool
+    names: Sequence[str], records: Sequence[routing_records.RoutingRecord], is_prompt: bool
 ) -> list[WordWithExperts]:
     layers = [experts_by_weight(record.combine[0].cpu(), MAX_EXPERTS) for record in records]
     return [

@@ -15,8 +15,7 @@ from moecore.core.torch_internals import METADATA_ASSERTION, compile_error_class
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.kernels.grouped import plain_operations_context
 from moecore.nn.predict import coupled_image_count
-from moecore.training.artifacts import load_model
-from moecore.training.method import GuidedModel
+from moecore.training import artifacts, method
 
 Run = Callable[[Tensor], Iterable[Tensor]]
 Format = Literal["onnx", "torch"]
@@ -80,7 +79,7 @@ def export_model(
     # records: add outputs with each MoE layer's routing record.
     if missing := [name for name in NEEDED[to] if find_spec(name) is None]:
         raise UserError(f"--to {to}: needs {', '.join(missing)}; pip install 'moecore[export]'")
-    model = load_model(folder, packages)
+    model = artifacts.load_model(folder, packages)
     refuse_unexportable(folder, model)
     wrapped = TensorsOnly(model, records).eval()
     wrapped(draw_inputs(model, TRACED))  # a hash router draws its table at the first call
@@ -109,7 +108,7 @@ def refuse_unexportable(folder: Path, model: Model, purpose: str = "exported") -
     """Raise UserError if a prediction of ``model`` depends on more than its own input."""
     why = None
     wants = frozenset() if model.moe is None else model.moe.router.wants
-    if isinstance(model, GuidedModel):
+    if isinstance(model, method.GuidedModel):
         why = "needs a teacher's routing of every input"
     elif "truth" in wants:
         why = "needs the truth, which new data do not have"

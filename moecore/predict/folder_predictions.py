@@ -21,8 +21,7 @@ from moecore.core.config import read_json_settings
 from moecore.core.files import UserError, file_checksum, join_below_root, write_csv, write_whole
 from moecore.core.routing_records import RoutingRecord
 from moecore.data.files.decode import BACKGROUND
-from moecore.data.volumes.cohorts import SEX, read_text_table
-from moecore.data.volumes.volume_preparation import VoxelGrid, read_volume
+from moecore.data.volumes import cohorts, volume_preparation
 from moecore.measure.calibrators.base import FittedCalibrator, read_calibrator
 from moecore.measure.routing_metrics.expert_gallery import find_two_towers
 from moecore.nn.predict import predict_in_batches
@@ -70,12 +69,12 @@ def prepare_volumes(
     if other_edges:
         wrong = "found different voxel_mm per axis"
         raise UserError(f"reference.json: {wrong}; allowed: one edge for all axes")
-    grid = VoxelGrid(voxel_mm=edge, size=reference.data.size)
+    grid = volume_preparation.VoxelGrid(voxel_mm=edge, size=reference.data.size)
     for volume in new_volumes:
         try:
             for path in filter(None, (volume.path, volume.mask)):
                 join_below_root(volume.root, path)
-            yield read_volume(volume.path, grid, volume.mask)
+            yield volume_preparation.read_volume(volume.path, grid, volume.mask)
         except UserError as error:
             yield str(error)
 
@@ -107,7 +106,7 @@ def _participants(path: Path) -> Participants:
     """Return (participant, session) → age, sex and site; {} if participants.tsv is missing."""
     if not join_below_root(path.parent, path).exists():
         return {}
-    columns, rows = read_text_table(path)
+    columns, rows = cohorts.read_text_table(path)
     if rows and "participant_id" not in columns:
         raise UserError(f"{path}: lacks the column participant_id")
     problems, table = [], {}
@@ -117,11 +116,11 @@ def _participants(path: Path) -> Participants:
         sex = row.get("sex", "").strip().lower()
         if age and not re.fullmatch(r"[0-9]{1,3}(\.[0-9]*)?", age):
             problems.append(f"{who}: age is {age!r}; allowed: a number of years, or n/a")
-        if sex not in SEX:
+        if sex not in cohorts.SEX:
             problems.append(f"{who}: sex is {row['sex']!r}; allowed: F, M, n/a")
         key = (row["participant_id"], row.get("session_id", ""))
         site = row.get("site", "").replace("n/a", "")
-        table[key] = {"age": age, "sex": SEX.get(sex, ""), "site": site}
+        table[key] = {"age": age, "sex": cohorts.SEX.get(sex, ""), "site": site}
     if problems:
         raise UserError("\n".join(problems))
     return table

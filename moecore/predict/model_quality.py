@@ -3,11 +3,9 @@
 from pathlib import Path
 
 from moecore.core.config import read_json_settings
-from moecore.measure.base import read_result
-from moecore.measure.values import Found
+from moecore.measure import base, values
 from moecore.report.tables.cells import NumberFormat
-from moecore.training.artifacts import load_model_card
-from moecore.training.outcome import SCORE_FILE, ModelScore
+from moecore.training import artifacts, outcome
 
 
 def sibling_artifact(model_folder: Path, stage: str) -> Path:
@@ -23,11 +21,11 @@ def calibrator_folder(model_folder: Path) -> Path:
 
 def describe_model_quality(model_folder: Path) -> str:
     """Return a sentence with the model's test score, interval and, for classes, calibration."""
-    path = model_folder / SCORE_FILE
+    path = model_folder / outcome.SCORE_FILE
     if not path.is_file():
         return f"how good this model is was not measured: there is no {path}"
-    stored = read_json_settings(path, ModelScore, "the score of a model")
-    score = load_model_card(model_folder).image.task.score
+    stored = read_json_settings(path, outcome.ModelScore, "the score of a model")
+    score = artifacts.load_model_card(model_folder).image.task.score
     interval = stored.test_score.interval
     number_format = NumberFormat.of(score.form, [interval])
     value = f"{number_format.value_with_limits(interval, '()')} {score.unit}"
@@ -39,8 +37,8 @@ def describe_model_quality(model_folder: Path) -> str:
     measured = folder.with_name(f"{folder.name}.json")
     error = None
     if measured.is_file():
-        result = read_result(measured, Found, "calibrate")
-        error = result.find("ece_after") if isinstance(result, Found) else None
+        result = base.read_result(measured, values.Found, "calibrate")
+        error = result.find("ece_after") if isinstance(result, values.Found) else None
     if error is None:
         return f"{text}; its calibration was not measured"
     value = NumberFormat.of("number", [error.interval]).value_with_limits(error.interval, "()")

@@ -20,11 +20,9 @@ from torch import Tensor
 from moecore.core.files import UserError, join_below_root
 from moecore.data.files.decode import MODES, UnreadableImage, decode_image
 from moecore.data.text.tokenizers import EncodedCaption, Tokenizer, load_tokenizer
-from moecore.measure.calibrators.base import FittedCalibrator, read_calibrator
-from moecore.measure.calibrators.temperature import FittedTemperature
+from moecore.measure.calibrators import base, temperature
 from moecore.measure.routing_metrics.expert_gallery import experts_by_word
-from moecore.nn.backbones.base_model import Model
-from moecore.nn.backbones.two_towers import TwoTowerModel
+from moecore.nn.backbones import base_model, two_towers
 from moecore.nn.predict import predict_in_batches
 from moecore.predict.model_quality import calibrator_folder
 from moecore.report.figures.drawing import expert_colours
@@ -132,14 +130,14 @@ def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputRe
         read = lambda output: FileRow(prediction=f"{output[0]:.4f}", numbers=(float(output[0]),))
         return OutputReader(task.answers, read, remark)
     path = (calibrator or calibrator_folder(model_folder)) / "calibrator.json"
-    fitted: FittedCalibrator = FittedTemperature(temperature=1.0)
+    fitted: base.FittedCalibrator = temperature.FittedTemperature(temperature=1.0)
     remark = f"probabilities are not calibrated: there is no {path}"
     cells = [""]
     if task.cells > 1:
         cells = [f" of cell {cell}" for cell in range(1, task.cells + 1)]
         remark = "probabilities are not calibrated: each cell has its own"
     elif path.is_file():
-        fitted = read_calibrator(path, "classes")
+        fitted = base.read_calibrator(path, "classes")
         remark = f"probabilities are calibrated: {fitted.summary} of {path}"
     elif calibrator is not None:
         raise UserError(f"{path}: no such file; --calibrator is a folder that `calibrate` wrote")
@@ -157,7 +155,7 @@ def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputRe
 
 
 def predict_picture_files(
-    folder: Path, files: Sequence[Path], model: Model, reader: OutputReader, batch: int
+    folder: Path, files: Sequence[Path], model: base_model.Model, reader: OutputReader, batch: int
 ) -> tuple[list[FileRow], list[ShownFile]]:
     """Predict picture files; return a row per file, and page entries of the first SHOWN files."""
     spec = model.image
@@ -200,7 +198,7 @@ def predict_picture_files(
 
 
 def _outputs_with_experts(
-    model: Model, pictures: Sequence[np.ndarray], batch: int
+    model: base_model.Model, pictures: Sequence[np.ndarray], batch: int
 ) -> Iterator[tuple[Tensor, list[np.ndarray]]]:
     """Yield each picture's output (K,) and, per layer, its ``top_experts``."""
     if not pictures:
@@ -241,7 +239,7 @@ class EmbeddedTexts(NamedTuple):
     sides: Tensor  # (T, d + 3), the text tower's outputs
 
 
-def embed_text_file(path: Path, model: TwoTowerModel, folder: Path) -> EmbeddedTexts:
+def embed_text_file(path: Path, model: two_towers.TwoTowerModel, folder: Path) -> EmbeddedTexts:
     """Read a file with one text per line, and return its distinct texts with embeddings."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -282,7 +280,7 @@ def build_nearest_text_reader(texts: EmbeddedTexts, pairs: str) -> OutputReader:
 
 
 def rank_pictures(
-    model: TwoTowerModel, texts: EmbeddedTexts, rows: Sequence[FileRow]
+    model: two_towers.TwoTowerModel, texts: EmbeddedTexts, rows: Sequence[FileRow]
 ) -> tuple[list[Sequence[str]], list[RoutedText]]:
     """Rank pictures per text; return table lines (text, place, file, cosine) and page entries."""
     readable = [row for row in rows if not row.error]

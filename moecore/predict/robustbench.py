@@ -14,8 +14,7 @@ from moecore.data.prepared import Prepared
 from moecore.nn.backbones.base_model import Model
 from moecore.predict.export import refuse_unexportable
 from moecore.report.tables.cells import NumberFormat
-from moecore.training.artifacts import ModelCard, load_model, load_model_card
-from moecore.training.runtime import tune_runtime
+from moecore.training import artifacts, runtime
 
 NORMS = {"Linf": "linf", "L2": "l2"}  # RobustBench's name → ours
 AUTHORS_FIELDS = ("link", "name", "authors", "venue")  # that only the authors know
@@ -46,7 +45,7 @@ def write_robustbench_entry(
     """Attack the first test images by AutoAttack, write RobustBench's JSON, return a summary."""
     # eps: as the leaderboard writes it, such as 8/255. The first images, as RobustBench takes them.
     radius = parse_radius(eps)
-    model = load_model(folder).to(tune_runtime().device)
+    model = artifacts.load_model(folder).to(runtime.tune_runtime().device)
     refuse_unexportable(folder, model, "entered in RobustBench, which passes images alone")
     attack = Autoattack.model_validate({"norm": NORMS[norm], "eps": radius})
     largest = attack.largest_radius((model.image.channels, *model.image.shape))
@@ -71,14 +70,14 @@ def write_robustbench_entry(
         percents[key] = f"{100 * interval.value:.2f}"
         shown = NumberFormat.of("share", [interval]).value_with_limits(interval, "[]")
         phrases.append(f"{title} {shown}")
-    card = load_model_card(folder)
+    card = artifacts.load_model_card(folder)
     dataset = "".join(filter(str.isalnum, prepared.card["name"].lower()))  # cifar10
     write_json(out, describe_entry(card, dataset, eps) | percents)
     to_fill = ", ".join(AUTHORS_FIELDS)
     return f"{out}: {'; '.join(phrases)}; {len(labels):,} images; fill in {to_fill}"
 
 
-def describe_entry(card: ModelCard, dataset: str, eps: str) -> dict[str, Any]:
+def describe_entry(card: artifacts.ModelCard, dataset: str, eps: str) -> dict[str, Any]:
     """Return the entry's fields without accuracies; those that only the authors know are empty."""
     return dict.fromkeys(AUTHORS_FIELDS, "") | {
         "additional_data": False,
@@ -92,7 +91,7 @@ def describe_entry(card: ModelCard, dataset: str, eps: str) -> dict[str, Any]:
     }
 
 
-def describe_architecture(card: ModelCard) -> str:
+def describe_architecture(card: artifacts.ModelCard) -> str:
     if card.moe is None:
         return card.backbone.kind
     experts, router = card.moe.experts, card.moe.router

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moecore.measure.base import MeasuredPart
-from moecore.measure.routing import Routing
+from moecore.measure import base, routing
 from moecore.measure.values import SCORE, Found, Metric, Place, Value, place_slug
 from moecore.report.study_results import ModelResults, Models, PhaseResults, list_without_none
 from moecore.statistics.intervals import Interval, jackknife_pseudo_values
@@ -75,7 +74,7 @@ class Column(NamedTuple):
     form: str = "number"  # or "share", "count", "seconds", "bytes"
     note: str = ""
     paper: str = ""  # a key of paper_numbers.PAPERS, or "" for what every paper reports
-    kind: type[MeasuredPart] = MeasuredPart  # of the results that it reads
+    kind: type[base.MeasuredPart] = base.MeasuredPart  # of the results that it reads
     # Which images (N,) bool a share counted, or None.
     read_hits: Callable[[ModelResults], np.ndarray | None] | None = None
     # One value per item (N,), an image or a person; the value is their mean.
@@ -153,7 +152,7 @@ def has_experts(model: ModelResults) -> bool:
     """Return whether the model has experts: routing was measured, or tokens use part of it."""
     outcome = model.outcome
     is_sparse = outcome is not None and outcome.active_parameters != outcome.parameters
-    return is_sparse or model.of(Routing) is not None
+    return is_sparse or model.of(routing.Routing) is not None
 
 
 def build_column_context(phase: PhaseResults, kind: type) -> ColumnContext:
@@ -224,7 +223,7 @@ class MetricColumns(NamedTuple):
     """Builds the columns of all metrics of one measurement, or of one part of it."""
 
     stage: str  # the measurement's name
-    kind: type[MeasuredPart]
+    kind: type[base.MeasuredPart]
     within: str = ""  # the setting of the measurement, for a part of one
     fill_in: FillIn | None = None  # for words that depend on several places, or the kind of score
 

@@ -11,33 +11,21 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from moecore.brain.age_calibration import AgeCalibration
-from moecore.brain.age_correction import PREDICTIONS
+from moecore.brain import age_calibration, age_correction
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
-from moecore.measure.base import Skipped, read_result
-from moecore.measure.robustness import Robustness
+from moecore.measure import base, robustness
 from moecore.measure.values import Found
-from moecore.report import headline_quantities
-from moecore.report.claims.claims_table import claims_markdown
-from moecore.report.claims.evaluation import EvaluatedClaim
+from moecore.report import headline_quantities, results_and_displays
+from moecore.report.claims import claims_table, evaluation
 from moecore.report.column import score_slug
 from moecore.report.figures.model_figures import draw_training_curves
 from moecore.report.figures.overview import draw_dataset_samples
-from moecore.report.headline_quantities import choose_headline_attack
 from moecore.report.page.explorer_page import FILE, has_explorer_images, render_study_explorer
 from moecore.report.page.page_objects import Picture
 from moecore.report.page.report_page import render_report, render_svg
 from moecore.report.pictures.robustness import draw_attack_curve, draw_transfer
-from moecore.report.results_and_displays import (
-    Draw,
-    MeasurementDisplay,
-    list_calculations,
-    list_displays,
-    read_card_and_task,
-    read_model,
-)
 from moecore.report.study_results import ModelResults, PhaseResults, StudyResults
 from moecore.report.tables.metrics_by_method import phase_result_columns
 from moecore.statistics.intervals import Interval
@@ -47,7 +35,7 @@ INK = "#333"
 
 
 def render_report_files(
-    results: StudyResults, evaluated: Sequence[EvaluatedClaim]
+    results: StudyResults, evaluated: Sequence[evaluation.EvaluatedClaim]
 ) -> dict[str, str]:
     """Return path below reports/ → content, for all files except compare.json and its items."""
     phases = list(results.phases.values())
@@ -55,10 +43,10 @@ def render_report_files(
     files = {
         "index.html": render_report(results, evaluated, explorer_file),
         FILE: render_study_explorer(results),
-        "claims.md": claims_markdown(evaluated),
+        "claims.md": claims_table.claims_markdown(evaluated),
         "curves/training.csv": training_csv(results),
     }
-    if any(phase.results(Robustness) for phase in phases):
+    if any(phase.results(robustness.Robustness) for phase in phases):
         files["curves/robustness.csv"] = robustness_csv(results)
     if any(phase.task.kind == "regression" for phase in phases):
         files["curves/table_s1.csv"] = age_errors_csv(results)
@@ -72,9 +60,9 @@ def render_plot_svgs(results: StudyResults) -> dict[str, str]:
         if any(outcome.curve for seeds in trained.values() for outcome in seeds):
             picture = Picture(draw_training_curves(trained), f"{phase.name}: training")
             pictures[f"{phase.name}_training"] = picture
-        if attack := choose_headline_attack(phase):
+        if attack := headline_quantities.choose_headline_attack(phase):
             pictures[f"{phase.name}_attacks"] = draw_attack_curve(phase, attack)
-    for display, phase in list_calculations(results):
+    for display, phase in results_and_displays.list_calculations(results):
         for name, figure in chain(*map(display.pictures.figures, phase.results(display.kind))):
             pictures[f"{display.stage}_{name}"] = Picture(figure, name.replace("_", " "))
     texts = {name: render_svg(picture.figure, picture.label) for name, picture in pictures.items()}
@@ -104,7 +92,7 @@ def robustness_csv(results: StudyResults) -> str:
     scores = dict.fromkeys(phase.task.history_name for phase in results.phases.values())
 
     def rows(model: ModelResults, phase: PhaseResults) -> Iterator[Row]:
-        if attacked := model.of(Robustness):
+        if attacked := model.of(robustness.Robustness):
             for value in attacked.all("attacked"):
                 score = {phase.task.history_name: value.value}
                 yield value.at | score | {"low": value.low, "high": value.high}
@@ -117,10 +105,10 @@ def age_errors_csv(results: StudyResults) -> str:
     columns = {f"{name}{end}": (name, part) for name in NUMBERS for end, part in ENDS.items()}
 
     def rows(model: ModelResults, phase: PhaseResults) -> Iterator[Row]:
-        measured = model.of(AgeCalibration)
+        measured = model.of(age_calibration.AgeCalibration)
         if measured is None:
             return
-        for prediction in PREDICTIONS:
+        for prediction in age_correction.PREDICTIONS:
             values = {
                 column: getattr(number, part)
                 for column, (name, part) in columns.items()
@@ -150,7 +138,9 @@ MLFLOW_DIGITS = 4
 MLFLOW_LETTERS = 14  # that a column of MLflow's table shows
 SHORT_PHASES = {"pretrain": "pre", "finetune": "fine", "adversarial": "adv"}
 Items = Mapping[str, Collection[str]]  # method → the items whose results are of its model
-RUN_FIGURES: Mapping[str, Draw] = {"transfer": draw_transfer}  # by stage, of no single model
+RUN_FIGURES: Mapping[str, results_and_displays.Draw] = {
+    "transfer": draw_transfer
+}  # by stage, of no single model
 
 
 def render_metrics_files(results: StudyResults) -> dict[str, str]:
@@ -195,10 +185,10 @@ def read_headline_numbers(
     counts: dict[str, int] = {}
     for name in (*reversed(TRAINING_PHASES), *REDUCING_PHASES):
         try:
-            card, task = read_card_and_task(study, name)
+            card, task = results_and_displays.read_card_and_task(study, name)
         except UserError:
             continue  # not there, or of other code: the run of `prepare` says so
-        displays = [shown for shown in list_displays() if shown.applies(task)]
+        displays = [shown for shown in results_and_displays.list_displays() if shown.applies(task)]
         models = {
             model: {seed: read_current_results(study, name, f"{model}/{seed}", displays, current)}
             for model, current in items.items()
@@ -233,7 +223,7 @@ def read_current_results(
     study: Path,
     phase: str,
     model: str,
-    displays: Iterable[MeasurementDisplay],
+    displays: Iterable[results_and_displays.MeasurementDisplay],
     items: Collection[str],
 ) -> ModelResults:
     """Return a model's results that are up to date: those whose paths are in ``items``."""
@@ -241,7 +231,7 @@ def read_current_results(
     for shown in displays:
         if Path(shown.stage, phase, model).as_posix() in items:
             with suppress(UserError):  # of other code, or missing: the stage's own run says so
-                results |= read_model(study, phase, model, [shown]).results
+                results |= results_and_displays.read_model(study, phase, model, [shown]).results
     return ModelResults(results)
 
 
@@ -253,13 +243,15 @@ def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, 
         return
     path = study / "artifacts/measured" / f"{item}.json"
     if stage in RUN_FIGURES:
-        yield from RUN_FIGURES[stage](read_result(path, Found, stage))
+        yield from RUN_FIGURES[stage](base.read_result(path, Found, stage))
         return
     folder = "" if stage in MODEL_STAGES else stage
-    displays = [display for display in list_displays() if display.stage == folder]
+    displays = [
+        display for display in results_and_displays.list_displays() if display.stage == folder
+    ]
     for shown in sorted(displays, key=lambda display: bool(display.within)):  # parts come last
         result = shown.read(path, stage)
-        if result is None or isinstance(result, Skipped):
+        if result is None or isinstance(result, base.Skipped):
             continue
         names = {value.metric for value in getattr(result, "values", ())}
         # ``calibrate`` writes ages or classes.

@@ -13,13 +13,11 @@ from moecore.core.files import UserError, read_json
 from moecore.core.source_layout import list_allowed_modules
 from moecore.data.card import parse_card_task
 from moecore.measure import base
-from moecore.measure.base import NO_TASK, MeasuredPart
 from moecore.measure.pixel_baselines import Baselines
 from moecore.measure.transfer_attacks import Transfer
 from moecore.measure.values import Chart, Found
 from moecore.report.column import FillIn, MetricColumns, build_column_context, fill_placeholders
-from moecore.report.figures import charts
-from moecore.report.figures.drawing import Figure
+from moecore.report.figures import charts, drawing
 from moecore.report.page.page_objects import PageBlock, Picture
 from moecore.report.study_results import (
     ModelResults,
@@ -32,9 +30,9 @@ from moecore.study.run_and_claims import RunSelection, defines_measurement
 from moecore.study.stages import CALCULATE, MEASURE, MEASURED_STAGES
 from moecore.tasks.base import Task
 
-Figures = Iterator[tuple[str, Figure]]
+Figures = Iterator[tuple[str, drawing.Figure]]
 Draw = Callable[[Any], Figures]
-Kind = type[MeasuredPart]  # of results
+Kind = type[base.MeasuredPart]  # of results
 PICTURES = "moecore.report.pictures"  # folder of the modules with a constant PICTURES
 
 
@@ -148,7 +146,7 @@ def list_calculations(results: StudyResults) -> list[tuple[MeasurementDisplay, P
     for name, result in results.calculations.items():
         display = displays[name]
         models = {name: {0: ModelResults({display.kind: result})}}
-        pairs.append((display, PhaseResults("calculation", {}, NO_TASK, models)))
+        pairs.append((display, PhaseResults("calculation", {}, base.NO_TASK, models)))
     return pairs
 
 

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from moecore.attacks.base import Attack
 from moecore.core.config import Config
-from moecore.measure.base import MeasuredPart
-from moecore.measure.pixel_baselines import Baselines
+from moecore.measure import base, pixel_baselines
 from moecore.measure.training import Trained, outcome_of
 from moecore.measure.values import Found, Value
 from moecore.study.run_and_claims import RunSelection
@@ -28,7 +27,7 @@ class ModelResults(NamedTuple):
     results: Kinds = NOTHING
     skipped: tuple[str, ...] = ()  # measurements that do not apply, and why
 
-    def of(self, kind: type[MeasuredPart]) -> Found | None:
+    def of(self, kind: type[base.MeasuredPart]) -> Found | None:
         return self.results.get(kind)
 
     @property
@@ -65,13 +64,13 @@ class PhaseResults(NamedTuple):
     @property
     def baselines(self) -> dict[str, Value]:
         """Test score of each classifier on pixels, by its name; {} if none was fitted."""
-        fitted = self.together.get(Baselines, Found(values=()))
+        fitted = self.together.get(pixel_baselines.Baselines, Found(values=()))
         return {str(value.at["classifier"]): value for value in fitted.all("baseline")}
 
-    def results(self, kind: type[MeasuredPart]) -> list[Found]:
+    def results(self, kind: type[base.MeasuredPart]) -> list[Found]:
         return list_without_none(model.of(kind) for model in self.every)
 
-    def of(self, kind: type[MeasuredPart]) -> dict[str, list[Found]]:
+    def of(self, kind: type[base.MeasuredPart]) -> dict[str, list[Found]]:
         """Return method → one result per seed; [] if any seed lacks it."""
         results = {}
         for method, seeds in self.models.items():
@@ -79,7 +78,7 @@ class PhaseResults(NamedTuple):
             results[method] = of_seeds if len(of_seeds) == len(seeds) else []
         return results
 
-    def first(self, kind: type[MeasuredPart]) -> dict[str, Found]:
+    def first(self, kind: type[base.MeasuredPart]) -> dict[str, Found]:
         """Return method → the result of its first seed; methods without one are left out."""
         results = {name: next(iter(seeds.values())).of(kind) for name, seeds in self.models.items()}
         return {method: result for method, result in results.items() if result is not None}

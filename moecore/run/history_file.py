@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 import psutil
 import yaml
 
-from moecore.core import source_layout
-from moecore.core.config import Config
+from moecore.core import config, source_layout
 from moecore.core.files import UserError, intact_lines, to_jsonable
 from moecore.study.yaml_document import load_yaml_document
 from moecore.training.monitor import RoutingPoint
@@ -37,7 +36,7 @@ SOURCE_PATTERNS = ("*.py", "*params.yaml", "*dvc.yaml")  # a change of these mak
 PLACES = ("artifacts/history", ".state")  # published histories, and histories of current runs
 
 
-def build_header(stage: str, params: Config | None, **item: Any) -> dict[str, Any]:
+def build_header(stage: str, params: config.Config | None, **item: Any) -> dict[str, Any]:
     settings = {} if params is None else to_jsonable(params)
     canonical = json.dumps([stage, item, settings], sort_keys=True)
     return {

@@ -13,10 +13,8 @@ from moecore.data.prepared import Prepared
 from moecore.measure.base import Calculation, MeasuredModel, Measurement, Skipped, find_measurement
 from moecore.measure.robustness import TRANSFERS
 from moecore.measure.values import Found
-from moecore.run.run_record import record_resumable, record_run, report_progress
-from moecore.run.stage_inputs import read_stage_inputs
-from moecore.study.params_reader import ParamsKeyTemplate, read_params
-from moecore.study.run_and_claims import PhaseName
+from moecore.run import run_record, stage_inputs
+from moecore.study import params_reader, run_and_claims
 from moecore.training.artifacts import guide_folder, load_guide, load_model, save_model, save_vocab
 from moecore.training.method import Method
 from moecore.training.outcome import evaluate_model, save_model_score
@@ -27,21 +25,21 @@ from moecore.training.surgery.expert_reduction import ExpertReduction
 class MethodParams(Config):
     """The settings of a method in params.yaml, read for measurements of region experts."""
 
-    method: Annotated[Method, ParamsKeyTemplate("methods.{method}")]
+    method: Annotated[Method, params_reader.ParamsKeyTemplate("methods.{method}")]
 
 
-def measure_model(what: str, phase: PhaseName, method: str, seed: int) -> Any:
+def measure_model(what: str, phase: run_and_claims.PhaseName, method: str, seed: int) -> Any:
     """Measure a trained model by ``what``; write and return the result, or why it was skipped."""
     measurement = find_measurement(what)
     section: dict[str, Any] = {what: (measurement, ...)}
-    params = read_params(create_model("Params", __base__=Config, **section))
+    params = params_reader.read_params(create_model("Params", __base__=Config, **section))
     inputs = [Path("artifacts/data", phase), Path("artifacts", phase, method, str(seed))]
     transferred = {}
     if what == "robustness":
         transferred = find_transferred_images(Path("artifacts/transferred", phase), method, seed)
         inputs += transferred.values()
     item = {"phase": phase, "method": method, "seed": seed}
-    with record_resumable(what, params, inputs, **item) as (run, work):
+    with run_record.record_resumable(what, params, inputs, **item) as (run, work):
         parts = ResumableParts(work, run.inputs)  # survive a kill
         device = tune_runtime(work=work).device
         data = Prepared.open(inputs[0])
@@ -51,14 +49,14 @@ def measure_model(what: str, phase: PhaseName, method: str, seed: int) -> Any:
         guide = load_guide(guide_folder(method, seed)) if is_guided else None
         subject = MeasuredModel(model, data, guide, device, transferred=transferred)
         if measurement.regions and phase == "pretrain":  # fine-tuning has no region experts
-            named = read_params(MethodParams, method=method).method.regions
+            named = params_reader.read_params(MethodParams, method=method).method.regions
             subject = subject._replace(regions=named.experts if named else ())
         settings: Measurement = getattr(params, what)
         reason = measurement.applies(subject)
         if reason is None:
             title = f"{what} {phase} {method} seed {seed}"
             pieces = settings.pieces
-            with report_progress(title, pieces) if pieces else nullcontext() as bar:
+            with run_record.report_progress(title, pieces) if pieces else nullcontext() as bar:
                 if bar is not None:
                     parts.attach_progress_bar(bar)
                 result = settings.collect_result(subject, parts.part)
@@ -78,8 +76,8 @@ def find_transferred_images(root: Path, method: str, seed: int) -> dict[str, Pat
 
 def run_calculation(what: str) -> Found:
     section: dict[str, Any] = {what: (find_measurement(what), ...)}
-    params = read_params(create_model("Params", __base__=Config, **section))
-    with record_resumable(what, params, ()) as (run, work):
+    params = params_reader.read_params(create_model("Params", __base__=Config, **section))
+    with run_record.record_resumable(what, params, ()) as (run, work):
         calculation: Calculation = getattr(params, what)
         result = calculation.collect_values(ResumableParts(work, run.inputs).part)
         run.result(result)
@@ -94,8 +92,8 @@ def reduce_experts_and_record(
     start = Path("artifacts/pretrain", method, str(seed))
     target = Path("artifacts", stage, method, str(seed))
     data = Prepared.open(Path("artifacts/data", stage))
-    inputs = read_stage_inputs(stage, params, [data.folder, start], method=method)
-    with record_run(stage, params, method=method, seed=seed, inputs=inputs) as run:
+    inputs = stage_inputs.read_stage_inputs(stage, params, [data.folder, start], method=method)
+    with run_record.record_run(stage, params, method=method, seed=seed, inputs=inputs) as run:
         begun = time.monotonic()
         model = reduction.reduce_model(load_model(start).to(tune_runtime().device), data.train)
         seconds = time.monotonic() - begun

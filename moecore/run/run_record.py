@@ -17,9 +17,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from moecore.core import files
-from moecore.core.config import Config
-from moecore.core.files import UnusableFile, UserError, append_line, to_jsonable
+from moecore.core import config, files
 from moecore.run import history_file
 from moecore.run.history_file import HISTORY_FILE, build_header, execution_subpath, read_lines
 from moecore.run.stage_inputs import StageInputs, read_stage_inputs
@@ -68,12 +66,12 @@ class Run:
         self.last_routing = point
         self._write(step=point.step, routing=point.model_dump(mode="json", exclude={"step"}))
 
-    def result(self, result: Config) -> None:
+    def result(self, result: config.Config) -> None:
         """Write the result to artifacts/measured, and its numbers to the history."""
         # Non-finite numbers become null. MLflow shows the numbers outside of lists.
         from moecore.measure.values import Found  # imports torch
 
-        values = to_jsonable(result)
+        values = files.to_jsonable(result)
         files.write_checksummed(self.measured, values)
         numbers = (
             result.numbers() if isinstance(result, Found) else history_file.keep_numbers(values)
@@ -82,14 +80,14 @@ class Run:
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         file = f"tables/{name}.json"
-        files.write_json(self.folder / file, to_jsonable(rows))
+        files.write_json(self.folder / file, files.to_jsonable(rows))
         self._write(file=file)
 
     def tag(self, name: str, value: Any) -> None:
-        self._write(tags={name: to_jsonable(value)})
+        self._write(tags={name: files.to_jsonable(value)})
 
     def dataset(self, card: Mapping[str, Any]) -> None:
-        self._write(dataset=to_jsonable(card))
+        self._write(dataset=files.to_jsonable(card))
 
     def model(self, folder: str | Path) -> None:
         """Append the folder of the trained model, which MLflow copies."""
@@ -104,7 +102,7 @@ class Run:
     def _write(self, **line: Any) -> None:
         line = {**history_file.read_clocks(), **line}
         self._lines.append(line)
-        append_line(self.folder / HISTORY_FILE, history_file.encode_line(line))
+        files.append_line(self.folder / HISTORY_FILE, history_file.encode_line(line))
 
     def _rewrite(self, lines: list[dict]) -> None:
         points = history_file.logged_points(lines)
@@ -117,7 +115,7 @@ class Run:
 @contextmanager
 def record_run(
     stage: str,
-    params: Config | None = None,
+    params: config.Config | None = None,
     *,
     method: str | None = None,
     seed: int | None = None,
@@ -148,8 +146,8 @@ def record_run(
         try:
             run.end("KILLED" if interrupted else "FAILED", f"{type(error).__name__}: {error}")
             _publish_history(folder, published)
-        except UnusableFile as disk:
-            if not isinstance(error, UnusableFile):  # a full disk is reported once
+        except files.UnusableFile as disk:
+            if not isinstance(error, files.UnusableFile):  # a full disk is reported once
                 print(disk, file=sys.stderr)
         raise
     run.end("FINISHED")
@@ -200,7 +198,7 @@ def hold_work_folder(item: str, key: str) -> Iterator[Path]:
 @contextmanager
 def record_resumable(
     stage: str,
-    params: Config,
+    params: config.Config,
     inputs: Sequence[str | Path],
     *,
     phase: str | None = None,
@@ -225,10 +223,10 @@ def hold_lock(path: Path, describe_holder: Callable[[], str]) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        raise UserError(describe_holder()) from None
+        raise files.UserError(describe_holder()) from None
     except OSError as error:
         why = (error.strerror or str(error)).lower()
-        raise UserError(f"{path}: cannot be written, {why}; mend that") from error
+        raise files.UserError(f"{path}: cannot be written, {why}; mend that") from error
     try:
         yield
     finally:

@@ -10,26 +10,22 @@ from pathlib import Path
 
 import torch
 
-from moecore.core import ranks
-from moecore.core.config import Config
-from moecore.core.source_layout import package_source_hash
+from moecore.core import config, ranks, source_layout
 from moecore.data.prepared import Prepared
 from moecore.run.history_file import logged_points, read_lines, routing_points, spent_seconds
 from moecore.run.run_record import CARD_MEMORY, Run, record_resumable, report_progress
 from moecore.study.params_reader import read_params
+from moecore.training import loop, outcome, runtime
 from moecore.training.artifacts import Checkpoint
 from moecore.training.job import TrainingJob
-from moecore.training.loop import iterate_training, total_steps
 from moecore.training.monitor import Monitor, build_routing_point, format_routing_point
-from moecore.training.outcome import TrainingLog
-from moecore.training.runtime import CUDA_CONTEXT_GB, trace_file, tune_runtime
 from moecore.training.settings import Training
 
 SHOWN_VALUES = ("loss", "train_", "validation_")  # next to a progress bar
 EachEpoch = Callable[[int], float | None] | None  # see ``TrainingRun.train``
 
 
-class MonitorSection(Config):
+class MonitorSection(config.Config):
     """The section ``monitor`` of params.yaml, which changes no result."""
 
     monitor: Monitor | None = None
@@ -44,7 +40,7 @@ class TrainingRun:
         self.work = work
         self.title = title
         self.monitor = monitor
-        self.runtime = tune_runtime(work=work)
+        self.runtime = runtime.tune_runtime(work=work)
 
     def train(
         self, job: TrainingJob, settings: Training, seed: int, each_epoch: EachEpoch = None
@@ -53,15 +49,15 @@ class TrainingRun:
         # ``each_epoch`` is called after each epoch, from 1, before its checkpoint. It may return
         # the agreement of the routing with the previous epoch's.
         inputs = self.recorded.inputs if self.recorded else None
-        files = (Checkpoint(self.work, inputs), trace_file(self.title))
-        training = iterate_training(job, settings, seed, self.runtime, *files, self.monitor)
+        files = (Checkpoint(self.work, inputs), runtime.trace_file(self.title))
+        training = loop.iterate_training(job, settings, seed, self.runtime, *files, self.monitor)
         if self.recorded is None:
             deque(training, maxlen=0)
             ranks.exit_other_ranks()
         for name, value in self.runtime._asdict().items():
             self.run.tag(f"runtime.{name}", value)
         self.run.tag("runtime.ranks", ranks.current_ranks().size)
-        with report_progress(self.title, total_steps(job, settings)) as bar:
+        with report_progress(self.title, loop.total_steps(job, settings)) as bar:
             for metrics in training:
                 self.run.log(metrics.step, metrics.values | {"epoch": metrics.epoch})
                 agreement = None
@@ -81,7 +77,7 @@ class TrainingRun:
                 }
                 bar.update(metrics.step, **shown)
         if self.runtime.device.startswith("cuda"):
-            size = torch.cuda.max_memory_reserved() / 1e9 + CUDA_CONTEXT_GB
+            size = torch.cuda.max_memory_reserved() / 1e9 + runtime.CUDA_CONTEXT_GB
             self.run.tag(CARD_MEMORY, round(size, 2))
         ranks.exit_other_ranks()
 
@@ -90,18 +86,18 @@ class TrainingRun:
         assert self.recorded is not None, "only the first rank writes"
         return self.recorded
 
-    def log(self) -> TrainingLog:
+    def log(self) -> outcome.TrainingLog:
         """Return all logged points, the seconds and the warnings, including those before a kill."""
         lines = read_lines(self.run.folder)
         points = [(step, values) for step, _, values in logged_points(lines)]
         warnings = [line for _, point in routing_points(lines) for line in point.warnings]
-        return TrainingLog(points, spent_seconds(lines), warnings)
+        return outcome.TrainingLog(points, spent_seconds(lines), warnings)
 
 
 @contextmanager
 def training_run(
     stage: str,
-    params: Config,
+    params: config.Config,
     data: Prepared,
     inputs: Sequence[Path],
     method: str | None = None,
@@ -117,7 +113,7 @@ def training_run(
     settings = [title, *(part.model_dump(mode="json") for part in (params, monitor) if part)]
     ranks.check_equal_across_ranks("params", json.dumps(settings, sort_keys=True))
     ranks.check_equal_across_ranks("data", (data.folder / "card.json").read_text(encoding="utf-8"))
-    source = package_source_hash() if ranks.has_process_group() else ""
+    source = source_layout.package_source_hash() if ranks.has_process_group() else ""
     ranks.check_equal_across_ranks("sources", source)
     if not ranks.current_ranks().first:
         yield TrainingRun(None, Path(ranks.broadcast_text("")), title, monitor)

@@ -21,10 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moecore.core.files import UserError
-from moecore.core.source_layout import list_project_dvc_files
-from moecore.study import yaml_document
-from moecore.study.params_reader import Keys
+from moecore.core import files, source_layout
+from moecore.study import params_reader, yaml_document
 from moecore.study.stages import CODE_STAGE, MEASURE, PHASES, SECTIONS
 from moecore.study.study import StageSections, Study, stage_by_section
 
@@ -45,13 +43,13 @@ class SettingsLayer(NamedTuple):
     stages: tuple[str, ...] | None = None
     replaced: tuple[str, ...] = ()
     names: tuple[str, ...] | None = None
-    moved: Mapping[Keys, tuple[yaml_document.YamlDocument, Keys]] = {}
+    moved: Mapping[params_reader.Keys, tuple[yaml_document.YamlDocument, params_reader.Keys]] = {}
 
     @property
     def methods(self) -> Mapping[str, Any]:
         return yaml_document.as_mapping(self.sections.get("methods"))
 
-    def place(self, keys: Keys) -> str:
+    def place(self, keys: params_reader.Keys) -> str:
         """Return ``path:line:column`` of a key, or of its deepest existing parent."""
         for start, (document, rest) in self.moved.items():
             if keys[: len(start)] == start:
@@ -116,7 +114,7 @@ def read_layer(
     data = {} if document.data is None else document.data
     if not isinstance(data, dict):
         listed = f"allowed: sections of params.yaml ({', '.join(names)})"
-        raise UserError(f"{document.place([])}: found no mapping; {listed}")
+        raise files.UserError(f"{document.place([])}: found no mapping; {listed}")
     for key in data:
         if key not in allowed:
             hint = yaml_document.did_you_mean(key, allowed, is_section=True)
@@ -199,7 +197,7 @@ def _compose_methods(layers: Sequence[SettingsLayer]) -> dict[str, Chain]:
             candidates = _known_methods(layers)
             text = f"found {name!r}{yaml_document.did_you_mean(name, candidates)}; allowed: "
             text = f"{names[name]}: methods: {text}{', '.join(candidates)}"
-            raise UserError(yaml_document.shorten_to_one_line(text))
+            raise files.UserError(yaml_document.shorten_to_one_line(text))
     return chains
 
 
@@ -261,7 +259,7 @@ def _read_list(
 def list_dvc_stages(folder: Path) -> tuple[str, ...]:
     """Return the names of all stages in a project's dvc.yaml files, except ``code``."""
     names: list[str] = []
-    for path in list_project_dvc_files(folder):
+    for path in source_layout.list_project_dvc_files(folder):
         document = yaml_document.load_yaml_document(path)
         stages = document.get(["stages"])
         if not isinstance(stages, dict):

@@ -22,19 +22,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from moecore.core import config
+from moecore.core import config, files, source_layout
 from moecore.core.config import KIND as TAG
-from moecore.core.files import UserError
-from moecore.core.source_layout import allow_packages
-from moecore.study.yaml_document import (
-    SHOWN_LETTERS,
-    YamlDocument,
-    as_mapping,
-    did_you_mean,
-    load_yaml_document,
-    shorten_to_one_line,
-    show_value,
-)
+from moecore.study import yaml_document
 
 AnySettings = TypeVar("AnySettings", bound=config.Config)
 Keys = tuple[str | int, ...]
@@ -64,11 +54,11 @@ def read_params(model: type[AnySettings], path: str | None = None, **item: objec
     # path: the file; default: $MOECORE_PARAMS, else ./params.yaml. item: values for the templates
     # of the keys, such as ``method="vmoe"``.
     path = path or os.environ.get("MOECORE_PARAMS") or "params.yaml"
-    return extract_settings(model, load_yaml_document(path), **item)
+    return extract_settings(model, yaml_document.load_yaml_document(path), **item)
 
 
 def extract_settings(
-    model: type[AnySettings], document: YamlDocument, **item: object
+    model: type[AnySettings], document: yaml_document.YamlDocument, **item: object
 ) -> AnySettings:
     """Read the settings ``model`` from their keys in a document; UserError: a line per problem."""
     places: dict[str, Keys] = {
@@ -80,16 +70,18 @@ def extract_settings(
     for name, place in places.items():
         try:
             values[name] = document.get([str(key) for key in place])
-        except UserError as error:
+        except files.UserError as error:
             if model.model_fields[name].is_required():
                 missing.append(str(error))
     return _validate(model, values, places, document, missing)
 
 
-def validate_document(model: type[AnySettings], document: YamlDocument) -> AnySettings:
+def validate_document(
+    model: type[AnySettings], document: yaml_document.YamlDocument
+) -> AnySettings:
     """Return a whole document as settings ``model``; UserError with one line per problem."""
     if not isinstance(document.data, dict):
-        raise UserError.at(
+        raise files.UserError.at(
             f"{document.path}:1:1",
             found=type(document.data).__name__,
             allowed=f"keys {', '.join(model.model_fields)}",
@@ -101,10 +93,10 @@ def _validate(
     model: type[AnySettings],
     values: dict[str, Any],
     places: dict[str, Keys],
-    document: YamlDocument,
+    document: yaml_document.YamlDocument,
     problems: list[str],
 ) -> AnySettings:
-    allow_packages(document.packages, document.folders)
+    source_layout.allow_packages(document.packages, document.folders)
     try:
         # Strict JSON: a list may fill a tuple, but "3" is no integer and 1 is no bool.
         settings = model.model_validate_json(json.dumps(values), strict=True)
@@ -114,13 +106,13 @@ def _validate(
     else:
         if not problems:
             return settings
-    raise UserError("\n".join(problems)) from None
+    raise files.UserError("\n".join(problems)) from None
 
 
 def _list_error_lines(
     error: ValidationError,
     model: type[BaseModel],
-    document: YamlDocument,
+    document: yaml_document.YamlDocument,
     places: Mapping[str, Keys],
     absent: Collection[str],
 ) -> list[str]:
@@ -159,7 +151,7 @@ def _keys_at(item: Any, places: Mapping[str, Keys], data: Any) -> Keys:
     first, *rest = item["loc"]
     keys = list(places.get(str(first), (first,)))
     for key in keys:
-        data = as_mapping(data).get(key)
+        data = yaml_document.as_mapping(data).get(key)
     tag_is_next = True
     for place, part in enumerate(rest):
         last = place == len(rest) - 1
@@ -185,7 +177,7 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
     if kind == "extra_forbidden":
         owners = _models_at(model, item["loc"][:-1])
         names = [name for owner in owners for name in owner.model_fields]
-        hint = did_you_mean(keys[-1], names, is_section=len(keys) == 1)
+        hint = yaml_document.did_you_mean(keys[-1], names, is_section=len(keys) == 1)
         return f"unknown key{hint}", ", ".join(names) or "(none)"
     if kind == "missing":
         return "missing", describe_allowed_values(model, item["loc"])
@@ -195,18 +187,19 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
         tag = item["ctx"]["tag"]
         is_part = kind == config.UNKNOWN_KIND
         listed = item["ctx"]["kinds" if is_part else "expected_tags"].replace("'", "")
-        hint = did_you_mean(tag, listed.split(", "))
+        hint = yaml_document.did_you_mean(tag, listed.split(", "))
         outside = ", or package.module where `packages` lists that package" if is_part else ""
-        return f"found {TAG}: {shorten_to_one_line(tag, SHOWN_LETTERS)}{hint}", listed + outside
+        shown = yaml_document.shorten_to_one_line(tag, yaml_document.SHOWN_LETTERS)
+        return f"found {TAG}: {shown}{hint}", listed + outside
     if kind in ("model_type", "dict_type") and (models := _models_at(model, item["loc"])):
-        return f"found {show_value(value)}", _describe_models(models)
+        return f"found {yaml_document.show_value(value)}", _describe_models(models)
     allowed = item["msg"].removeprefix("Input should be ")
     allowed = PLAIN_WORDS.get(allowed, allowed[:1].lower() + allowed[1:])
     hint = ""
     if kind == "literal_error":
-        hint = did_you_mean(value, re.findall(r"'([^']*)'", allowed))
+        hint = yaml_document.did_you_mean(value, re.findall(r"'([^']*)'", allowed))
     key = "the key " if item["loc"][-1:] == ("[key]",) else ""
-    return f"found {key}{show_value(value)}{hint}", allowed
+    return f"found {key}{yaml_document.show_value(value)}{hint}", allowed
 
 
 def describe_allowed_values(model: type[BaseModel], loc: Sequence[str | int]) -> str:

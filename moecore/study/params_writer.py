@@ -11,8 +11,7 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.representer import RoundTripRepresenter, SafeRepresenter
 
 from moecore.core.files import UserError, write_whole
-from moecore.study import yaml_document
-from moecore.study.check import check_document, check_study
+from moecore.study import check, yaml_document
 from moecore.study.params_layers import ComposedParams, layers_after_replacement
 
 HEAD = """\
@@ -56,7 +55,7 @@ class ParamsOrigin(NamedTuple):
 
 def params_text(composed: ComposedParams, origin: ParamsOrigin, presets: Sequence[str] = ()) -> str:
     """Return a composed params.yaml as text; UserError if it is invalid."""
-    check_document(composed.document, composed.all_stages)
+    check.check_document(composed.document, composed.all_stages)
     head = HEAD.format(edited=origin.edited, base=origin.base, schema=origin.schema)
     if presets:
         head += f"# With the presets {', '.join(presets)}.\n"
@@ -145,7 +144,7 @@ def write_assignments(path: Path, assignments: Sequence[str]) -> list[str]:
     old = path.read_text(encoding="utf-8")
     write_whole(path, apply_assignments(old, assignments))
     try:
-        check_study(path)
+        check.check_study(path)
     except UserError as error:
         write_whole(path, old)
         arguments = yaml_document.shorten_to_one_line(

@@ -15,9 +15,8 @@ from moecore.data.card import Card
 from moecore.data.views.views import ViewSettings
 from moecore.measure.base import builtin_measurements
 from moecore.measure.calibrators.base import Calibrator
-from moecore.study.stages import ROWS, SECTIONS, TRAINING_PHASES
+from moecore.study import stages, yaml_document
 from moecore.study.study import Misfits, Study
-from moecore.study.yaml_document import spell_keys
 from moecore.training.method import Method
 from moecore.training.settings import Training
 from moecore.training.teachers.base import Teacher
@@ -29,9 +28,9 @@ Placed = Iterator[tuple[tuple, Any, Surroundings]]  # keys, settings, what surro
 HOLDERS = (Config, dict, list, tuple)  # of settings objects
 MEASURING_SECTIONS = tuple(  # of stages that look at the models of run.phases
     key
-    for row in ROWS
+    for row in stages.ROWS
     if "phase" in row.item
-    for key in SECTIONS[row.name]
+    for key in stages.SECTIONS[row.name]
     if key not in ("run", "methods")
 )
 
@@ -89,7 +88,7 @@ def sections_to_check(study: Study, previews: Previews) -> Placed:
         yield ("teacher",), teacher.model_copy(update={"training": None}), pretraining
         learned = data_surroundings(study, previews, "teacher") if teacher.data else pretraining
         yield ("teacher", "training"), teacher.training, learned
-    for phase in TRAINING_PHASES:
+    for phase in stages.TRAINING_PHASES:
         yield (phase,), getattr(study, phase), data_surroundings(study, previews, phase)
     chosen = [study.methods[name] for name in study.run.methods if name in study.methods]
     if any(method.guided_routing and not method.joint for method in chosen):
@@ -113,7 +112,7 @@ def find_section_settings(study: Study, name: str) -> Any:
 
 def _images_by_phase(study: Study, method: Method) -> dict[str, int]:
     images = {}
-    for phase in TRAINING_PHASES:
+    for phase in stages.TRAINING_PHASES:
         training = getattr(study, phase)
         with suppress(UserError):  # ``section_misfits`` reports it
             if phase == "pretrain" and training is not None:
@@ -242,11 +241,11 @@ def list_remarks(study: Study, previews: Previews) -> Iterator[str]:
         )
     for keys, settings, _ in walk_settings((), study, Surroundings()):
         for inner, text in settings.remarks():
-            yield f"{spell_keys((*keys, *inner))}: {text}"
+            yield f"{yaml_document.spell_keys((*keys, *inner))}: {text}"
     for keys, settings, around in sections_to_check(study, previews):
         steps = _planned_steps(settings, around.preview)
         if steps is not None and steps < MIN_STEPS:
-            place = spell_keys(keys)
+            place = yaml_document.spell_keys(keys)
             text = f"{steps} training steps, and fewer than {MIN_STEPS} rarely teach a model"
             yield f"{place}: {text}; {place}.updates sets their number per epoch"
 

@@ -32,18 +32,10 @@ from typing import Annotated, Any, NamedTuple, Self
 from filelock import FileLock
 from pydantic import AfterValidator, Field, model_validator
 
-from moecore.core.config import Config
+from moecore.core import config, source_layout
 from moecore.core.files import UserError, describe_refusal, read_json, write_whole
-from moecore.core.source_layout import RUNS
 from moecore.study import papers, params_layers
 from moecore.study.papers import ASKS, PIPELINES
-from moecore.study.params_layers import (
-    ComposedParams,
-    SettingsLayer,
-    compose_layers,
-    load_root_layer,
-    read_layer,
-)
 from moecore.study.params_reader import extract_settings
 from moecore.study.run_and_claims import PhaseName
 from moecore.study.yaml_document import YamlDocument, did_you_mean, load_yaml_document, show_value
@@ -72,7 +64,7 @@ def _check_grid(values: tuple[float, ...]) -> tuple[float, ...]:
 Grid = Annotated[tuple[float, ...], AfterValidator(_check_grid)]
 
 
-class ThresholdTuning(Config):
+class ThresholdTuning(config.Config):
     """Grid from which a router's threshold is chosen, by the wanted share of fallbacks (ERMoE)."""
 
     method: str
@@ -80,7 +72,7 @@ class ThresholdTuning(Config):
     fallback: float = Field(0.002, gt=0, lt=1, description="wanted share of validation tokens")
 
 
-class TuningGrids(Config):
+class TuningGrids(config.Config):
     """The grids and the seeds of ``moecore tune``, which are the same for every method."""
 
     learning_rates: Grid
@@ -88,7 +80,7 @@ class TuningGrids(Config):
     threshold: ThresholdTuning | None = None
 
 
-class TuneSection(Config):
+class TuneSection(config.Config):
     """The key ``tune`` of a question's file."""
 
     tune: TuningGrids | None = None
@@ -98,7 +90,7 @@ MIN_LEAD = 3  # of a dense model over logistic regression, percentage points
 Percent = Annotated[float, Field(ge=0, le=100)]
 
 
-class WorldBaseline(Config):
+class WorldBaseline(config.Config):
     """Accuracies (%) of simple classifiers and a dense model on a world's validation images."""
 
     phase: PhaseName = "pretrain"
@@ -118,7 +110,7 @@ class WorldBaseline(Config):
         return self
 
 
-class WorldSettings(Config):
+class WorldSettings(config.Config):
     """The keys of a world's file in addition to sections of params.yaml."""
 
     baseline: WorldBaseline
@@ -215,13 +207,15 @@ class QuestionFile:
         files = [papers.find_paper_file(self.root, folder) for folder in dict.fromkeys(folders)]
         return [self.path, *(file for file in files if self.root in file.parents)]
 
-    def read_part(self, document: YamlDocument, directives: Sequence[str]) -> SettingsLayer:
+    def read_part(
+        self, document: YamlDocument, directives: Sequence[str]
+    ) -> params_layers.SettingsLayer:
         """Return a round or preset as a layer, in which claims asked by name are complete."""
         # directives: keys of ``document`` that are not sections.
         packages = tuple(name for layer in self.layers for name in layer.document.packages)
-        return self._expand(read_layer(document, packages, directives))
+        return self._expand(params_layers.read_layer(document, packages, directives))
 
-    def _expand(self, layer: SettingsLayer) -> SettingsLayer:
+    def _expand(self, layer: params_layers.SettingsLayer) -> params_layers.SettingsLayer:
         """Return the layer with complete claims instead of their names under ``asks``."""
         if ASKS not in (layer.document.data or {}):
             return layer
@@ -232,9 +226,9 @@ class QuestionFile:
         sections = {**layer.sections, "claims": claims}
         return layer._replace(sections=sections, moved={**layer.moved, **moved})
 
-    def _read_layers(self) -> list[SettingsLayer]:
-        layers = [load_root_layer(self.root)]
-        question = read_layer(self.document, layers[0].document.packages, DIRECTIVES)
+    def _read_layers(self) -> list[params_layers.SettingsLayer]:
+        layers = [params_layers.load_root_layer(self.root)]
+        question = params_layers.read_layer(self.document, layers[0].document.packages, DIRECTIVES)
         if not isinstance(self.document.data, dict):
             raise UserError(f"{self.path}:1:1: is empty; allowed: a question and its sections")
         for key in TEXTS:
@@ -248,10 +242,10 @@ class QuestionFile:
                 text = f"found {name!r}{did_you_mean(name, worlds)}; allowed: {', '.join(worlds)}"
                 raise self.document.error(("world",), text)
             self.world = load_yaml_document(folder / f"{name}.yaml")
-            layers.append(read_layer(self.world, (), ("baseline",)))
+            layers.append(params_layers.read_layer(self.world, (), ("baseline",)))
         return [*layers, self._expand(question)]
 
-    def _read_rounds(self) -> Iterator[tuple[YamlDocument, list[SettingsLayer]]]:
+    def _read_rounds(self) -> Iterator[tuple[YamlDocument, list[params_layers.SettingsLayer]]]:
         """Yield (document, layers) of each round; one round if the file lists none."""
         below = self.layers[:-1]
         question = self.layers[-1]
@@ -281,7 +275,7 @@ class QuestionRound(NamedTuple):
     question: QuestionFile
     number: int
     document: YamlDocument
-    layers: list[SettingsLayer]
+    layers: list[params_layers.SettingsLayer]
 
     @property
     def name(self) -> str:
@@ -295,7 +289,7 @@ class QuestionRound(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        return self.question.root / RUNS / self.name.replace("/", ".")
+        return self.question.root / source_layout.RUNS / self.name.replace("/", ".")
 
     @property
     def part(self) -> str:
@@ -311,7 +305,7 @@ class QuestionRound(NamedTuple):
         chosen = f" --round {self.number}" if len(self.question.rounds) > 1 else ""
         return f"moecore study run {self.question.name}{chosen}"
 
-    def compose(self, presets: Sequence[str] = ()) -> ComposedParams:
+    def compose(self, presets: Sequence[str] = ()) -> params_layers.ComposedParams:
         """Return the round's params.yaml, with the settings of ``presets`` merged over it."""
         question = self.question
         layers = [*self.layers]
@@ -323,17 +317,19 @@ class QuestionRound(NamedTuple):
                 text = f"found no preset {name!r}{did_you_mean(name, [*question.presets])}"
                 raise UserError(f"{question.name}: {text}; allowed: {allowed}")
             layers.append(question.read_part(question.presets[name], (ASKS,)))
-        return compose_layers(layers, question.root)
+        return params_layers.compose_layers(layers, question.root)
 
-    def _layer_of_tuned_rates(self, choices: Mapping[str, Any]) -> SettingsLayer:
-        untuned = compose_layers(self.layers, self.question.root).document.data
+    def _layer_of_tuned_rates(self, choices: Mapping[str, Any]) -> params_layers.SettingsLayer:
+        untuned = params_layers.compose_layers(self.layers, self.question.root).document.data
         names = [name for name in untuned.get("methods", ()) if name in choices]
         rates = {
             name: {TUNED_PHASE: {RATE: choices[name][RATE]}} | choices[name].get("also", {})
             for name in names
         }
         sections = {"methods": rates}
-        return SettingsLayer(YamlDocument(str(self.question.results), sections), sections)
+        return params_layers.SettingsLayer(
+            YamlDocument(str(self.question.results), sections), sections
+        )
 
 
 def _is_part(key: str) -> bool:
@@ -390,7 +386,7 @@ def find_round_by_old_name(root: Path, name: str) -> QuestionRound | None:
     return next((candidate for candidate in load_rounds(root) if candidate.was == name), None)
 
 
-def _move_run_keys(layer: SettingsLayer) -> SettingsLayer:
+def _move_run_keys(layer: params_layers.SettingsLayer) -> params_layers.SettingsLayer:
     """Return the layer with its ``seeds`` and names of ``methods`` copied into ``run``."""
     sections = dict(layer.sections)
     run = sections.get("run", {})

@@ -9,11 +9,10 @@ from pydantic import AfterValidator, Field, create_model
 from moecore.core.config import Config, find_class
 from moecore.core.source_layout import allow_packages, check_package_name, package_folder
 from moecore.data.sources.base import Source
+from moecore.measure import calibration, transfer_attacks
 from moecore.measure.base import Measurement, builtin_measurements
-from moecore.measure.calibration import Calibrate
 from moecore.measure.robustness import Robustness
 from moecore.measure.routing import Routing
-from moecore.measure.transfer_attacks import Transfer
 from moecore.nn.backbones.base_model import Backbone
 from moecore.study.params_reader import validate_document
 from moecore.study.run_and_claims import Claim, PhaseName, Question, RunSelection
@@ -101,9 +100,9 @@ class Study(StageSections):
     pretrain: Training | None = None
     finetune: Finetuning | None = None
     monitor: Monitor | None = Field(None, description="How trainings watch routing; null: not.")
-    calibrate: Calibrate | None = None
+    calibrate: calibration.Calibrate | None = None
     robustness: Robustness | None = None
-    transfer: Transfer | None = None
+    transfer: transfer_attacks.Transfer | None = None
     routing: Routing | None = None
     claims: tuple[Claim, ...] = Field((), description="Papers' claims, tested on these runs.")
     questions: tuple[Question, ...] = Field(

@@ -8,13 +8,12 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from moecore.tasks.base import Reduction, label_shape_error
-from moecore.tasks.class_task import ClassTask, class_nll
+from moecore.tasks import base, class_task
 
 SEVERAL = "these mosaics have a label for each cell"
 
 
-class Cells(ClassTask):
+class Cells(class_task.ClassTask):
     """Classify every cell of a mosaic: softmax cross-entropy and share of right cells."""
 
     kind: Literal["cells"] = "cells"
@@ -29,7 +28,7 @@ class Cells(ClassTask):
         prediction: Tensor,
         labels: Tensor,
         label_smoothing: float = 0.0,
-        reduction: Reduction = "mean",
+        reduction: base.Reduction = "mean",
     ) -> Tensor:
         """Return the softmax cross-entropy in nats, mean over cells: a scalar, or (B,)."""
         logits = self._by_cell(prediction).float().transpose(1, 2)
@@ -43,7 +42,7 @@ class Cells(ClassTask):
         return cross_entropy(logits, labels.long(), reduction="none").mean(dim=1)
 
     def test_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        losses = class_nll(self._by_cell(prediction).flatten(0, 1), labels.flatten())
+        losses = class_task.class_nll(self._by_cell(prediction).flatten(0, 1), labels.flatten())
         return losses.view(labels.shape).mean(dim=1)
 
     def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
@@ -64,7 +63,7 @@ class Cells(ClassTask):
 
     def check(self, labels: np.ndarray, what: str) -> None:
         if labels.ndim != 2 or labels.shape[1] != self.cells:
-            raise label_shape_error(labels, what, f"(images, {self.cells})")
+            raise base.label_shape_error(labels, what, f"(images, {self.cells})")
         super().check(labels, what)
 
     @classmethod

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from moecore.conformance.targets import draw_weights, seeded_randn
-from moecore.core.files import UserError
+from moecore.core import files, source_layout
 from moecore.core.routing_records import Batch, Guidance, ObjectiveInputs
-from moecore.core.source_layout import last_traceback_line
 from moecore.data.prepared import Prepared, Split
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.patch_transformer_base import PatchTransformer
@@ -33,12 +32,12 @@ def name_part_in_errors(check: Callable[P, R]) -> Callable[P, R]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return check(*args, **kwargs)
-        except (AssertionError, UserError):
+        except (AssertionError, files.UserError):
             raise
         except Exception as error:
             part = [*args, *kwargs.values()][0]
             name = getattr(part, "__name__", type(part).__name__)
-            raise AssertionError(f"{name}: {last_traceback_line(error)}") from error
+            raise AssertionError(f"{name}: {source_layout.last_traceback_line(error)}") from error
 
     return checked
 
@@ -71,7 +70,7 @@ def check_build_on_meta(part: Any, build: Callable[[], Any]) -> None:
     except RuntimeError as error:
         promise = "it builds on the meta device, where tensors have shapes and no values"
         raise AssertionError(
-            f"{type(part).__name__}: {promise}: {last_traceback_line(error)}"
+            f"{type(part).__name__}: {promise}: {source_layout.last_traceback_line(error)}"
         ) from error
 
 
@@ -84,7 +83,7 @@ def assert_refused(part: Any, call: Callable[[], Any], promise: str, start: str 
     """Raise AssertionError unless ``call`` raises a one-line UserError beginning with ``start``."""
     try:
         call()
-    except UserError as error:
+    except files.UserError as error:
         assert_that(part, str(error).startswith(start) and "\n" not in str(error), promise)
     else:
         assert_that(part, False, promise)

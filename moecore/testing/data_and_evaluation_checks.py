@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.attacks.attack_setup import Target
-from moecore.attacks.base import Attack
+from moecore.attacks import attack_setup, base
 from moecore.conformance.targets import has_same_state, is_close, seeded_randn
 from moecore.core.files import UserError, read_json
 from moecore.core.source_layout import more_packages, outside_kinds_in_settings
@@ -364,7 +363,7 @@ YEARS = Regression(target="age", unit="years")
 
 
 @name_part_in_errors
-def check_attack(attack: Attack | type[Attack]) -> None:
+def check_attack(attack: base.Attack | type[base.Attack]) -> None:
     """Check that an attack keeps the promises of attacks.
 
     Attacked images stay in [0, 1] and within ε of the clean images, and ε = 0 changes no bit. The
@@ -408,7 +407,7 @@ def check_attack(attack: Attack | type[Attack]) -> None:
         assert_that(settings, losses[1] > losses[0], "it raises the mean loss of the task")
 
 
-def small_attack_target(task: Task) -> Target:
+def small_attack_target(task: Task) -> attack_setup.Target:
     """Return a small model with eight images to attack, one black and one white among them."""
     images = seeded_randn(8, 1, SIDE, SIDE).sigmoid()
     images[0] = 0.0
@@ -417,7 +416,7 @@ def small_attack_target(task: Task) -> Target:
     if task is YEARS:
         labels = labels.float()[:, None]
     model = small_vit(IMAGE.model_copy(update={"task": task}))
-    return Target(model, task, images, labels, batch=3)
+    return attack_setup.Target(model, task, images, labels, batch=3)
 
 
 def _check_images(attack: Any, clean: Tensor, attacked: Tensor) -> None:

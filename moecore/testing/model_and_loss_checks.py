@@ -13,8 +13,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from moecore.conformance import own_layers
-from moecore.conformance.laws import LAWS, check_law
+from moecore.conformance import laws, own_layers
 from moecore.conformance.targets import (
     NotPromised,
     draw_weights,
@@ -269,14 +268,14 @@ def check_router(router: Router | type[Router], experts: Experts = own_layers.EX
     )
     _check_record(settings, own_layers.build_drawn_layer(settings, experts))
     target = own_layers.describe_own_layer(settings, experts)
-    checks = [(law, target) for law in LAWS.values() if law.ranks == 1]
+    checks = [(law, target) for law in laws.LAWS.values() if law.ranks == 1]
     if hasattr(settings, "k"):
         full = own_layers.describe_own_layer(settings.with_k(experts.number), experts)
-        checks.append((LAWS["sum weighted experts"], full))
+        checks.append((laws.LAWS["sum weighted experts"], full))
     for law, target in checks:
         with suppress(NotPromised):
             try:
-                check_law(law, target)
+                laws.check_law(law, target)
             except AssertionError as error:
                 raise AssertionError(f"{type(settings).__name__}: {error}") from error
 

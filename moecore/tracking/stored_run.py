@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from moecore.core.config import KIND
+from moecore.core import config, source_layout
 from moecore.core.files import UserError, to_jsonable
-from moecore.core.source_layout import ROOT, allowed_packages, package_folder
 from moecore.run.history_file import flatten_keys, logged_points, routing_points
 from moecore.study.stages import MODEL_STAGES
 from moecore.tracking import mlflow_connection
@@ -132,7 +131,7 @@ def leave_out_defaults(value: Any) -> Any:
     changed = {}
     for name, field in type(value).model_fields.items():
         default = field.get_default(call_default_factory=True, validated_data=vars(value))
-        if name == KIND or getattr(value, name) != default:
+        if name == config.KIND or getattr(value, name) != default:
             changed[name] = leave_out_defaults(getattr(value, name))
     return changed
 
@@ -259,9 +258,9 @@ def log_model(client: Any, run_id: str, name: str, experiment_id: str, folder: P
             return str(model.model_id)
         client.delete_logged_model(model.model_id)  # incomplete: its import was killed
     card = load_model_card(folder)
-    outside = [name for name in allowed_packages() if name in card.versions]
+    outside = [name for name in source_layout.allowed_packages() if name in card.versions]
     try:
-        folders = [str(package_folder(name)) for name in outside]
+        folders = [str(source_layout.package_folder(name)) for name in outside]
     except ValueError as error:
         raise UserError(f"packages: {error}") from None
     mlflow.set_tracking_uri(mlflow_connection.store_address())
@@ -271,9 +270,9 @@ def log_model(client: Any, run_id: str, name: str, experiment_id: str, folder: P
         mlflow.pyfunc.log_model(
             name=name,
             model_id=model.model_id,
-            python_model=str(ROOT / "moecore" / "tracking" / "pyfunc.py"),
+            python_model=str(source_layout.ROOT / "moecore" / "tracking" / "pyfunc.py"),
             artifacts={"model": str(folder.resolve())},
-            code_paths=[str(ROOT / "moecore"), *folders],
+            code_paths=[str(source_layout.ROOT / "moecore"), *folders],
             model_config={"packages": outside},
             signature=model_signature(card.image),
             pip_requirements=[f"{package}=={version(package)}" for package in PACKAGES],

@@ -17,10 +17,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
-from moecore.core import files, source_layout
-from moecore.core.config import Config, read_json_settings
+from moecore.core import config, files, routing_records, source_layout
 from moecore.core.ranks import broadcast_text, check_equal_across_ranks, current_ranks
-from moecore.core.routing_records import Feature
 from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
 from moecore.data.text.tokenizers import load_tokenizer
@@ -35,7 +33,7 @@ GUIDE = "guide"
 VOCABULARY = "vocabulary.txt"
 
 
-class ModelCard(Config):
+class ModelCard(config.Config):
     """The settings that rebuild a model, and the versions that wrote it."""
 
     backbone: Backbone
@@ -48,13 +46,13 @@ class ModelCard(Config):
         return self.backbone.build(self.image, self.moe)
 
 
-class GuideSettings(Config):
+class GuideSettings(config.Config):
     """Whether a method needs a guide, and the settings to rebuild the guide from its teacher."""
 
     needed: bool
     blocks: tuple[int, ...] = ()
     experts: int = 0
-    features: Feature = "final"
+    features: routing_records.Feature = "final"
     learns: bool = False
 
 
@@ -96,7 +94,7 @@ def load_model_card(folder: str | Path) -> ModelCard:
         )
     path = Path(folder) / "model.json"
     _refuse_unknown_packages(path, files.read_json(path))
-    return read_json_settings(path, ModelCard, "the settings of a model")
+    return config.read_json_settings(path, ModelCard, "the settings of a model")
 
 
 def _refuse_unknown_packages(path: Path, settings: Any) -> None:
@@ -235,7 +233,7 @@ def load_guide(folder: str | Path, image: ImageSpec | None = None) -> Guide | No
     """Load the guide in ``folder``, adapted to ``image``; None if the method needs none."""
     folder = Path(folder)
     path = folder / "guide.json"
-    settings = read_json_settings(path, GuideSettings, "the settings of a guide")
+    settings = config.read_json_settings(path, GuideSettings, "the settings of a guide")
     if not settings.needed:
         return None
     teacher = load_teacher(folder / "teacher", image)

@@ -17,8 +17,7 @@ from moecore.core.files import UserError
 from moecore.core.ranks import current_ranks, has_process_group, mean_over_ranks
 from moecore.core.routing_records import Batch, ModelOutput, ObjectiveInputs, RoutingRecord
 from moecore.core.streams import PERMUTED, VIEWS, BatchDraws, generator_for
-from moecore.data import loader
-from moecore.data.prepared import Prepared, Split
+from moecore.data import loader, prepared
 from moecore.data.views.views import make_random_views, mix_images
 from moecore.nn.backbones.base_model import BackboneModel, Model
 from moecore.tasks.base import Task
@@ -193,7 +192,7 @@ class TrainingJob(NamedTuple):
 
 def build_training_job(
     model: BackboneModel,
-    data: Prepared,
+    data: prepared.Prepared,
     objective: Objective,
     device: str,
     guide: Guide | None = None,
@@ -204,10 +203,10 @@ def build_training_job(
 ) -> TrainingJob:
     split = data.train
     if subset is not None:
-        split = Split(split.images[subset], split.labels[subset])
+        split = prepared.Split(split.images[subset], split.labels[subset])
     if permuted is not None:
         generator = np.random.default_rng([permuted, PERMUTED])
-        split = Split(split.images, generator.permutation(split.labels))
+        split = prepared.Split(split.images, generator.permutation(split.labels))
     train: loader.Loaded | loader.TextStreams
     if "tokens" in data.card:  # a text is read as streams; its windows are not shifted
         tokens = torch.from_numpy(np.array(data.text_rows("train")))

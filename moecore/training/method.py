@@ -12,8 +12,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from moecore.core import config
-from moecore.core.files import UserError
+from moecore.core import config, files
 from moecore.core.routing_records import Feature, Guidance, ModelOutput, TokenLayout
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, EncodeOptions, Model
 from moecore.nn.backbones.two_towers import TextTowerSettings
@@ -240,7 +239,7 @@ class Method(TowerRouting):
             return sized
         tower = getattr(sized, "text", None)
         if not isinstance(tower, TextTowerSettings):
-            raise UserError("text: no text tower; allowed: null, or model.kind: two_towers")
+            raise files.UserError("text: no text tower; allowed: null, or model.kind: two_towers")
         changed = tower.model_copy(update={"moe": part.moe, "frozen": part.frozen or tower.frozen})
         return sized.model_copy(update={"text": changed})
 
@@ -388,7 +387,7 @@ def attach_required_guide(model: BackboneModel, guide: Guide | None) -> Model:
     if model.moe is None or "teacher" not in model.moe.router.wants:
         return model
     if guide is None:
-        raise UserError(
+        raise files.UserError(
             f"router.kind {model.moe.router.kind} needs a teacher, which is missing; set a "
             "teacher: section other than no_teacher"
         )

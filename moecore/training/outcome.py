@@ -10,12 +10,10 @@ import torch
 from moecore.core.config import Config
 from moecore.core.files import write_checksummed
 from moecore.data.prepared import Prepared, Split
+from moecore.nn import encoded_routing, predict
 from moecore.nn.backbones.base_model import Model, parameter_counts
 from moecore.nn.backbones.language_model import LanguageTransformer
-from moecore.nn.encoded_routing import EncodedRouting
-from moecore.nn.predict import predict_in_batches, text_block_scores, text_perplexity
-from moecore.statistics.comparisons import encode_item_values
-from moecore.statistics.intervals import Estimate
+from moecore.statistics import comparisons, intervals
 from moecore.tasks.base import ExtraTestMetrics, Task
 from moecore.training.meter import MEMORY, check_finite_predictions
 from moecore.training.settings import Training
@@ -45,7 +43,7 @@ class WatchedEpoch(Config):
 
     epoch: int
     images: tuple[int, ...]  # indices in the split
-    trace: EncodedRouting
+    trace: encoded_routing.EncodedRouting
 
 
 class RoutingOverTraining(Config):
@@ -70,9 +68,9 @@ class Outcome(ExtraTestMetrics, RoutingOverTraining):
     """Scores, losses, costs and routing of a model; after pruning or merging without a curve."""
 
     task: Task
-    test_score: Estimate
+    test_score: intervals.Estimate
     test_items: str | None = None  # one score per item, from ``encode_item_values``
-    validation_score: Estimate
+    validation_score: intervals.Estimate
     test_loss: float  # for a real target in deviations of the training labels, as in training
     test_count: int  # images
     epochs: int
@@ -101,7 +99,7 @@ class ModelScore(Config):
     """The score of a model on the test split of its data, stored with its weights."""
 
     data: str  # name of the data set
-    test_score: Estimate
+    test_score: intervals.Estimate
     test_count: int  # items
 
 
@@ -138,13 +136,13 @@ def evaluate_model(model: Model, data: Prepared, seconds: float, streams: int = 
     # seconds: spent on training. streams: parts of a text that are read side by side.
     task = model.image.task
     if isinstance(model, LanguageTransformer):  # scores per block, perplexity over whole streams
-        scores = text_block_scores(model, data.test.images, _label_tensor(data.test))
+        scores = predict.text_block_scores(model, data.test.images, _label_tensor(data.test))
         held_out = data.validation
-        validation = text_block_scores(model, held_out.images, _label_tensor(held_out))
+        validation = predict.text_block_scores(model, held_out.images, _label_tensor(held_out))
         loss = float(scores.mean())
         text = torch.from_numpy(np.array(data.text_rows("test")))
-        perplexity = text_perplexity(model, text, streams)
-        every_token = text_perplexity(model, text, 1, full_blocks=False)
+        perplexity = predict.text_perplexity(model, text, streams)
+        every_token = predict.text_perplexity(model, text, 1, full_blocks=False)
         details = ExtraTestMetrics(ppl=perplexity, ppl_all=every_token)
     else:
         prediction, labels = _predict_split(model, data.test)
@@ -160,9 +158,9 @@ def evaluate_model(model: Model, data: Prepared, seconds: float, streams: int = 
         parameters=parameters["parameters"],
         active_parameters=parameters["active_parameters"],
         task=task,
-        test_score=Estimate.of(task.interval(scores, data.test.people)),
-        test_items=encode_item_values(scores.double().numpy(), data.test.people),
-        validation_score=Estimate.of(task.interval(validation, data.validation.people)),
+        test_score=intervals.Estimate.of(task.interval(scores, data.test.people)),
+        test_items=comparisons.encode_item_values(scores.double().numpy(), data.test.people),
+        validation_score=intervals.Estimate.of(task.interval(validation, data.validation.people)),
         test_loss=loss,
         test_count=len(scores),
         epochs=0,
@@ -172,7 +170,7 @@ def evaluate_model(model: Model, data: Prepared, seconds: float, streams: int = 
 
 
 def _predict_split(model: Model, split: Split) -> tuple[torch.Tensor, torch.Tensor]:
-    prediction, _ = predict_in_batches(model, split.images, batch=500, routing=False)
+    prediction, _ = predict.predict_in_batches(model, split.images, batch=500, routing=False)
     return prediction, model.targets(_label_tensor(split))
 
 

@@ -8,20 +8,16 @@ from pathlib import Path
 
 import torch
 
-from moecore.core.files import UserError
-from moecore.core.streams import derived_seed
+from moecore.core import files, streams
 from moecore.data.loader import Loaded, batch_indices, draw_few_shot_subset
 from moecore.data.prepared import Prepared
 from moecore.data.views.views import evaluation_images
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec
-from moecore.training.artifacts import load_adapted_model, load_guide
+from moecore.training import artifacts, single_tissue_volumes, upcycle, upcycling_kinds
 from moecore.training.job import Objective, TrainingJob, build_training_job
 from moecore.training.method import Guide, Method, TeacherRouterSettings, build_guide
 from moecore.training.regularizers.teacher_router import balance_and_entropy_terms
 from moecore.training.settings import Finetuning, TeacherRouterFit, Training
-from moecore.training.single_tissue_volumes import build_tissue_isolation
-from moecore.training.upcycle import inherit_learned_windows, upcycle_model
-from moecore.training.upcycling_kinds import Drop
 
 FIT_LOG_EVERY = 20  # steps
 
@@ -30,7 +26,7 @@ def build_unfitted_guide(
     method: Method, backbone: Backbone, teacher: BackboneModel, seed: int, device: str
 ) -> Guide:
     """Combine ``teacher`` with random routers, drawn by ``seed``, for the layers of ``method``."""
-    torch.manual_seed(derived_seed("teacher_router", seed))
+    torch.manual_seed(streams.derived_seed("teacher_router", seed))
     return build_guide(teacher, method, method.merge_model_settings(backbone).stages).to(device)
 
 
@@ -39,7 +35,7 @@ def iterate_router_fit(
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """Train the guide's routers in place (TGR-MoE, eq. 8); yield (step, loss values by name)."""
     # Batches are drawn independently of the student's.
-    fit_seed = derived_seed("teacher_router", seed)
+    fit_seed = streams.derived_seed("teacher_router", seed)
     guide.routers.requires_grad_(True)
     parameters = guide.routers.parameters()
     optimizer = torch.optim.AdamW(parameters, lr=fit.learning_rate, weight_decay=0.0)
@@ -62,7 +58,7 @@ def text_stream_length(data: Prepared, batch: int) -> int | None:
     test_words = len(data.tokens("test"))
     block = data.card["size"][0]
     if test_words // batch <= block:
-        raise UserError(
+        raise files.UserError(
             f"batch is {batch}, and the text has {test_words:,} test tokens; allowed: 1 to "
             f"{test_words // (block + 1)} streams of a block of {block}"
         )
@@ -80,18 +76,18 @@ def build_pretraining(
 ) -> TrainingJob:
     image = ImageSpec.from_card(data.card)
     sized = method.merge_model_settings(backbone)
-    teacher = load_guide(guide, image)
+    teacher = artifacts.load_guide(guide, image)
     if method.upcycle:
         if teacher is None:
-            raise UserError(f"{guide}: holds no teacher; run `dvc repro teacher_router`")
-        sized = inherit_learned_windows(sized, image, teacher.teacher)
+            raise files.UserError(f"{guide}: holds no teacher; run `dvc repro teacher_router`")
+        sized = upcycle.inherit_learned_windows(sized, image, teacher.teacher)
     torch.manual_seed(seed)  # only now: loading a teacher draws numbers
     model = sized.build(image, method.moe)
     subset = draw_few_shot_subset(data, settings.shots, seed)
     model.remember(settings.batch, text_stream_length(data, settings.batch))
     if method.upcycle and teacher is not None:
-        upcycle_model(model, teacher.teacher, method.upcycle)
-    if isinstance(method.upcycle, Drop):
+        upcycle.upcycle_model(model, teacher.teacher, method.upcycle)
+    if isinstance(method.upcycle, upcycling_kinds.Drop):
         method.upcycle.redraw_experts(model, seed)
     return build_training_job(
         model,
@@ -101,7 +97,7 @@ def build_pretraining(
         guide=teacher if method.guided else None,
         subset=subset,
         views=method.views,
-        isolation=build_tissue_isolation(method, data, subset),
+        isolation=single_tissue_volumes.build_tissue_isolation(method, data, subset),
         permuted=seed if method.permuted else None,
     )
 
@@ -118,10 +114,10 @@ def build_finetuning(
     """Build the job that fine-tunes the model in ``start``; UserError if the data do not fit."""
     torch.manual_seed(seed)
     image = ImageSpec.from_card(data.card)
-    teacher = load_guide(guide, image)
+    teacher = artifacts.load_guide(guide, image)
     same_answers = teacher is not None and teacher.teacher.image.answers == image.answers
     learned = method.for_finetuning(settings.k, settings.guided, same_answers)
-    model = load_adapted_model(start, image, learned.moe).to(device)
+    model = artifacts.load_adapted_model(start, image, learned.moe).to(device)
     model.begin_finetuning()
     smoothing = settings.label_smoothing
     objective = Objective(learned.losses, smoothing, learned.distillation, learned.text_losses)

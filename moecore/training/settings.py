@@ -9,10 +9,9 @@ from pydantic import Field, ValidationInfo, field_validator
 from torch import Generator, nn
 
 from moecore.attacks.pgd import Pgd
-from moecore.core import config
+from moecore.core import config, streams
 from moecore.core.ranks import current_ranks
 from moecore.core.routing_records import Batch
-from moecore.core.streams import select_rank_rows
 from moecore.data.views.views import UNEVEN_REFUSAL, Mix, ViewSettings
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import eval_mode
@@ -238,7 +237,7 @@ def local_image_generators(generator: Generator, batch: Batch) -> Generator | li
         states.append(generator.get_state())
         torch.rand(batch.images.shape[1:], generator=generator)
     generators = []
-    for index in select_rank_rows(torch.arange(len(states)), batch.views).tolist():
+    for index in streams.select_rank_rows(torch.arange(len(states)), batch.views).tolist():
         image_generator = Generator()
         image_generator.set_state(states[index])
         generators.append(image_generator)

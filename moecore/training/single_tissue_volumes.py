@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_max_pool3d
 
-from moecore.core.files import UserError
-from moecore.core.ranks import has_process_group
+from moecore.core import files, ranks, streams
 from moecore.core.routing_records import Batch, TokenLayout
-from moecore.core.streams import BatchDraws
 from moecore.data.prepared import Prepared
 from moecore.data.views.warping import to_device_async
 from moecore.training.method import Method
@@ -27,7 +25,7 @@ class TissueIsolationSchedule(NamedTuple):
     share: float  # of the volumes that are reduced afterwards
 
     def isolated(
-        self, volumes: Tensor, indices: Tensor, step: int, epoch: int, draws: BatchDraws
+        self, volumes: Tensor, indices: Tensor, step: int, epoch: int, draws: streams.BatchDraws
     ) -> tuple[Tensor, Tensor]:
         """Reduce some volumes (B, C, D, H, W) to one tissue; return volumes and regions (B,)."""
         # indices: (B,), of the volumes in the split. The regions, (B,) int64, are tissues or WHOLE.
@@ -52,7 +50,7 @@ class TissueIsolationSchedule(NamedTuple):
     def marked(self, batch: Batch, region: Tensor, epoch: int, layout: TokenLayout) -> Batch:
         """Add each token's expert, and which volumes teach age, to ``batch``."""
         # All ranks must compute the same terms, also a rank without reduced volumes.
-        if not has_process_group() and bool((region == WHOLE).all()):
+        if not ranks.has_process_group() and bool((region == WHOLE).all()):
             return batch
         batch = batch._replace(belongs=self.belongs(batch.images, region, layout))
         if epoch in self.alone:  # all volumes teach age
@@ -88,7 +86,7 @@ def region_channels(names: tuple[str, ...], card: dict) -> tuple[int, ...]:
     mapped = tuple(card.get("regions", ()))
     if lacking := [name for name in names if name not in mapped]:
         maps = f"maps of {', '.join(mapped)}" if mapped else "no tissue maps"
-        raise UserError(
+        raise files.UserError(
             f"regions.experts: found {', '.join(lacking)}, but these data have {maps}; choose "
             "other data, or leave out regions"
         )

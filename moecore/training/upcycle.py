@@ -19,8 +19,7 @@ from moecore.nn.experts.base import Experts
 from moecore.nn.layers.block import FeedForward
 from moecore.nn.layers.moe import Blocks, MoEFeedForward, MoELayer, sparse_block_indices
 from moecore.nn.routers.base import Router
-from moecore.training import upcycling_kinds
-from moecore.training.artifacts import adapt_head
+from moecore.training import artifacts, upcycling_kinds
 
 Settings = TypeVar("Settings")
 
@@ -118,7 +117,7 @@ def _adapted_weights(model: BackboneModel, dense: BackboneModel) -> dict[str, to
     """Adapt the teacher's weights to the model's images and task; drop the head if tasks differ."""
     ours, theirs = model.image, dense.image
     try:
-        weights = adapt_head(dict(dense.state_dict()), theirs, ours)
+        weights = artifacts.adapt_head(dict(dense.state_dict()), theirs, ours)
         weights = model.adapt_weights(weights, dense.config, theirs)
     except ValueError as error:
         raise UserError(f"upcycle: {error}") from error

@@ -8,8 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moecore.core import config
-from moecore.core.streams import derived_seed, generator_for
+from moecore.core import config, streams
 from moecore.nn.experts.base import Experts
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.routers.base import Router, exact_fraction
@@ -84,7 +83,7 @@ class Drop(config.Config):
     def redraw_experts(self, model: nn.Module, seed: int) -> None:
         """Draw a share of each expert's hidden units again, independently, in all MoE layers."""
         layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
-        redraw_seed = derived_seed("upcycling", seed)
+        redraw_seed = streams.derived_seed("upcycling", seed)
         for index, layer in enumerate(layers):
             experts = layer.experts
             assert isinstance(experts.up, Tensor) and isinstance(experts.up_bias, Tensor)
@@ -94,7 +93,7 @@ class Drop(config.Config):
             hidden = maps[0].shape[1]
             number = math.floor(exact_fraction(self.ratio) * hidden)
             for expert in range(len(maps[0])):
-                generator = generator_for(redraw_seed, index, expert)
+                generator = streams.generator_for(redraw_seed, index, expert)
                 units = torch.randperm(hidden, generator=generator)[:number]
                 for values in maps:
                     shape = (number, *values.shape[2:])

@@ -12,7 +12,7 @@ from moecore.attacks import Fgsm, Pgd, Surrogate
 from moecore.attacks import gradient as module
 from moecore.attacks.apgd import Apgd, apgd_ascent, random_start, step_checkpoints
 from moecore.attacks.attack_setup import BFloat16Model, Target, draw_image_indices
-from moecore.attacks.base import image_generators, uniform_noise_like
+from moecore.attacks.base import Ball, image_generators, uniform_noise_like
 from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.nn.predict import coupled_image_count, predict_in_batches, round_batch_to_groups
 from tests.attacks.models import CLASSES, SETS, YEARS, Curved, Linear, Smooth, vit
@@ -232,14 +232,14 @@ class Convolution(Smooth):
 @pytest.mark.parametrize("steps", [7, 100])
 def test_agrees_with_the_reference_from_the_same_start(model, loss, steps):
     images, labels = case(12, seed=4)
-    start = random_start(module.Ball(images, 0.1), image_generators(0, range(12)))
+    start = random_start(Ball(images, 0.1), image_generators(0, range(12)))
     options = {"device": torch.device("cpu"), "logger": logging.getLogger("quiet")}
     theirs = APGDAttack(lambda x: model(x).prediction, n_iter=steps, eps=0.1, loss=loss, **options)
     theirs.init_hyperparam(images)
     best, _, values, _ = theirs.attack_single_run(images, labels, x_init=start)
     objective = {"ce": "cross_entropy"}.get(loss, loss)
     goal = module.make_objective(objective, 0, model, CLASSES, images, labels)
-    ours = apgd_ascent(module.ModelGradient(model, goal), module.Ball(images, 0.1), start, steps)
+    ours = apgd_ascent(module.ModelGradient(model, goal), Ball(images, 0.1), start, steps)
     assert torch.allclose(ours.values, values, atol=1e-5)
     assert torch.allclose(ours.images, best, atol=1e-5)
 
@@ -262,7 +262,7 @@ def test_a_halved_step_starts_from_the_best_image():
         asked.append(float(pixels))
         return -(pixels - 0.53).abs().sum(dim=(1, 2, 3)), -(pixels - 0.53).sign()
 
-    found = apgd_ascent(at, module.Ball(images, 0.1), images, 20)  # checkpoints after 4, 8, …
+    found = apgd_ascent(at, Ball(images, 0.1), images, 20)  # checkpoints after 4, 8, …
     first = next(step_checkpoints(20))
     best = max(asked[: first + 1], key=lambda x: -abs(x - 0.53))
     assert found.sizes[first - 1 : first + 1, 0].tolist() == pytest.approx([0.2, 0.1])
@@ -275,7 +275,7 @@ def test_a_halved_step_starts_from_the_best_image():
 
 def test_the_start_lies_on_the_edge_of_the_ball():
     images = torch.full((5, 1, 4, 4), 0.5)
-    start = random_start(module.Ball(images, 0.1), image_generators(0, range(5)))
+    start = random_start(Ball(images, 0.1), image_generators(0, range(5)))
     assert (start - images).abs().amax(dim=(1, 2, 3)).tolist() == pytest.approx([0.1] * 5, abs=1e-6)
 
 

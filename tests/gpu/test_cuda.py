@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from moecore.attacks import apgd, pgd
-from moecore.attacks.gradient import Ball, ModelGradient, frozen_parameters
+from moecore.attacks.base import Ball
+from moecore.attacks.gradient import ModelGradient, frozen_parameters
 from moecore.data.loader import Loaded
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import FusedKernels, grouped_linear

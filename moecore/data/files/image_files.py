@@ -13,12 +13,11 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from moecore.core.files import ResumableParts, UserError, find_raw_folder, join_below_root
+from moecore.data import stratified_splits, thread_map
 from moecore.data.card import Card, count_classes, new_memmap, open_array
 from moecore.data.files import decode
 from moecore.data.layouts.images import PackedJpegFile, SplitToWrite, write_images
 from moecore.data.sources.base import Source
-from moecore.data.stratified_splits import SplitSettings
-from moecore.data.thread_map import map_in_threads
 from moecore.tasks.classification import Classification
 
 CHUNK = 1024
@@ -62,7 +61,7 @@ class DecodeCache(NamedTuple):
             return None
 
         def decode_rows(rows: range) -> dict[int, str]:
-            reasons = list(map_in_threads(decode_row, rows))
+            reasons = list(thread_map.map_in_threads(decode_row, rows))
             out.flush()
             return {row: reason for row, reason in zip(rows, reasons, strict=True) if reason}
 
@@ -90,7 +89,7 @@ class DecodeCache(NamedTuple):
                 return str(error)
 
         def pack_rows(rows: range, start: int) -> dict[str, Any]:
-            packed = list(zip(rows, map_in_threads(pack_row, rows), strict=True))
+            packed = list(zip(rows, thread_map.map_in_threads(pack_row, rows), strict=True))
             images = [image for _, image in packed if not isinstance(image, str)]
             with open(file, "ab") as out:
                 out.truncate(start)  # a killed run may have written more than it recorded
@@ -177,7 +176,7 @@ def _stored_rows(array: Path, rows: np.ndarray) -> Iterator[np.ndarray]:
 MIN_SHORT_SIDE = 32  # pixels: JPEG works on blocks of 8 × 8, or 16 × 16
 
 
-class ImageFilesSource(SplitSettings, Source):
+class ImageFilesSource(stratified_splits.SplitSettings, Source):
     """Base class of data sources whose images are files of different shapes."""
 
     root: str

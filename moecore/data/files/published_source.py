@@ -27,8 +27,7 @@ from moecore.data.layouts.images import SplitToWrite, write_images
 from moecore.data.sources.base import Source
 from moecore.data.stratified_splits import SplitSettings, split_train, stratified_limit
 from moecore.data.text import tokenizers
-from moecore.tasks.classification import Classification
-from moecore.tasks.image_text import NONE, ImageText
+from moecore.tasks import classification, image_text
 
 LabelledImages = tuple[np.ndarray, np.ndarray]  # images uint8 (N, C, H, W) and labels int64 (N,)
 
@@ -95,7 +94,7 @@ class PublishedSource(SplitSettings, Source):
         name = facts.name
         if classes != facts.classes:
             name += f", {len(classes)} of {len(facts.classes)} classes"
-        task = Classification(classes=classes)
+        task = classification.Classification(classes=classes)
         card = Card(name, facts.channels, self.size, task, facts.licence, facts.source)
 
         def count() -> dict[str, Any]:
@@ -186,7 +185,7 @@ class ImageCaptions(NamedTuple):
 class CaptionedSource(Source):
     """Base class of sources of image files with captions: read, split and write them."""
 
-    task: ClassVar[type[ImageText]] = ImageText
+    task: ClassVar[type[image_text.ImageText]] = image_text.ImageText
     sided: ClassVar[bool] = True  # captions may say left and right
 
     root: str | tuple[str, ...] = Field(description="Folder, or folders in order, of the images")
@@ -344,9 +343,9 @@ def group_captions(
     return images
 
 
-def caption_task(settings: Any, tokenizer: tokenizers.Tokenizer) -> ImageText:
+def caption_task(settings: Any, tokenizer: tokenizers.Tokenizer) -> image_text.ImageText:
     """Return the image-text task for settings with ``context``, ``captions`` and ``sided``."""
-    return ImageText(
+    return image_text.ImageText(
         words=tokenizer.words,
         context=settings.context,
         captions=settings.captions,
@@ -360,7 +359,7 @@ def tokenize_captions(
     captions: Sequence[Sequence[str]], tokenizer: tokenizers.Tokenizer, task: Any
 ) -> tuple[np.ndarray, dict[str, int]]:
     """Return tokens int32 (N, C, M), and counts of captions, cut captions and unknown words."""
-    tokens = np.full((len(captions), task.captions, task.context), NONE, np.int32)
+    tokens = np.full((len(captions), task.captions, task.context), image_text.NONE, np.int32)
     counts = {"captions": 0, "cut": 0, "unknown": 0}
     encoded_texts: dict[str, tokenizers.EncodedCaption] = {}
     for image, texts in enumerate(captions):

@@ -14,8 +14,7 @@ import numpy as np
 from moecore.core.config import Config
 from moecore.core.files import UserError, write_whole
 from moecore.data.card import SPLITS, Card, open_array, save_array, write_card
-from moecore.tasks.base import Task
-from moecore.tasks.next_token import NextToken
+from moecore.tasks import base, next_token
 
 END = "<eos>"
 UNKNOWN = "<unk>"
@@ -51,7 +50,7 @@ def write_text(folder: Path, settings: Config, card: Card, text: TokenizedText) 
     return write_card(
         folder,
         settings,
-        card._replace(task=NextToken(words=len(vocabulary))),
+        card._replace(task=next_token.NextToken(words=len(vocabulary))),
         files,
         images={split: (len(tokens[split]) - 1) // block for split in SPLITS},
         tokens={split: len(tokens[split]) for split in SPLITS},
@@ -66,7 +65,7 @@ def write_text(folder: Path, settings: Config, card: Card, text: TokenizedText) 
 
 
 def open_text(
-    folder: Path, card: Mapping[str, Any], task: Task, split: str
+    folder: Path, card: Mapping[str, Any], task: base.Task, split: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Open a split's blocks (N, C, M), or (N, 2C, M) with token kinds, and next words (N, M)."""
     rows = open_tokens_with_kinds(folder, card, split)

@@ -19,9 +19,8 @@ from moecore.data.card import SPLITS, Card
 from moecore.data.layouts.images import SplitToWrite, write_images
 from moecore.data.prepared import Prepared, Split
 from moecore.data.sources import mosaic
+from moecore.tasks import class_task, classification
 from moecore.tasks.cells import Cells
-from moecore.tasks.class_task import ClassTask
-from moecore.tasks.classification import Classification
 
 Change = Literal["permutation", "texture", "colour", "shifted_colour", "rotation", "frequency"]
 STRENGTH = 0.35  # weight of a texture; the image has the rest
@@ -206,7 +205,7 @@ class Dialects(mosaic.CombinedImageSource):
     which models do not see, has the dialect of every pixel.
     """
 
-    task: ClassVar[type[Classification]] = Classification
+    task: ClassVar[type[classification.Classification]] = classification.Classification
     sided: ClassVar[bool] = True
 
     kind: Literal["dialects"] = "dialects"
@@ -239,8 +238,8 @@ class Dialects(mosaic.CombinedImageSource):
         return families
 
     @property
-    def labels_task(self) -> type[ClassTask]:
-        return Cells if self.form == "cells" else Classification
+    def labels_task(self) -> type[class_task.ClassTask]:
+        return Cells if self.form == "cells" else classification.Classification
 
     @property
     def side(self) -> int:
@@ -262,7 +261,7 @@ class Dialects(mosaic.CombinedImageSource):
     def describe(self) -> Card:
         source = self.source.describe()
         classes = source.classes or ()
-        task: ClassTask = Classification(classes=classes)
+        task: class_task.ClassTask = classification.Classification(classes=classes)
         if self.form == "cells":
             task = Cells(classes=classes, grid=self.grid)
         card = source._replace(

@@ -12,20 +12,18 @@ from moecore.core.files import UserError
 from moecore.data.card import SPLITS, Card
 from moecore.data.layouts.images import SplitToWrite, write_images
 from moecore.data.prepared import Prepared, Split
-from moecore.data.sources.base import Source
-from moecore.data.sources.digits import Digits
-from moecore.data.sources.fashion_mnist import FashionMnist
+from moecore.data.sources import base, digits, fashion_mnist
 from moecore.tasks.multi_label import MultiLabel
 
 CHUNK = 4096
 STREAM = 4  # first random stream; lower ones belong to splits and few_shot
 CellSource = Annotated[
-    FashionMnist | Digits,
+    fashion_mnist.FashionMnist | digits.Digits,
     Field(discriminator="kind", description="Source of the cells; its splits stay separate"),
 ]
 
 
-class CombinedImageSource(Source):
+class CombinedImageSource(base.Source):
     """Base class of sources that combine images of another source, within each of its splits."""
 
     source: CellSource

@@ -11,7 +11,6 @@ from moecore.core.config import Config
 from moecore.core.files import UserError, join_below_root
 from moecore.data.sources.file_cohort import FileCohort
 from moecore.data.volumes import cohorts
-from moecore.data.volumes.cohorts import VolumeSubject
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
@@ -112,7 +111,7 @@ class Spreadsheet(FileCohort):
             renamed.append(ours)
         return renamed
 
-    def complete_subject(self, subject: VolumeSubject, t1: Path) -> VolumeSubject:
+    def complete_subject(self, subject: cohorts.VolumeSubject, t1: Path) -> cohorts.VolumeSubject:
         if self.site_in_name is None:
             return subject
         match = re.search(self.site_in_name, t1.name)

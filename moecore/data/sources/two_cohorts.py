@@ -8,17 +8,14 @@ from pydantic import Field, model_validator
 
 from moecore.core.files import UserError
 from moecore.data.card import Card
-from moecore.data.sources.base import Source
-from moecore.data.sources.bids import Bids
-from moecore.data.sources.file_cohort import count_subjects, write_cohort
-from moecore.data.sources.spreadsheet import Spreadsheet
+from moecore.data.sources import base, bids, file_cohort, spreadsheet
 from moecore.data.volumes.cohorts import CohortSettings, CohortTable, VolumeSubject, split_cohort
 
-Cohort = Annotated[Bids | Spreadsheet, Field(discriminator="kind")]
+Cohort = Annotated[bids.Bids | spreadsheet.Spreadsheet, Field(discriminator="kind")]
 EQUAL_SETTINGS = ("voxel_mm", "size", "regions")  # of both cohorts
 
 
-class TwoCohorts(CohortSettings, Source):
+class TwoCohorts(CohortSettings, base.Source):
     """Training and validation on participants of ``first``, testing on all of ``second``.
 
     A site or a volume of one must not be in the other. This source's split settings count; the
@@ -60,7 +57,7 @@ class TwoCohorts(CohortSettings, Source):
             train_subjects, train_table = self.first.find_subjects()
             test_subjects, test_table = self.second.find_subjects()
             rows = self._split(train_subjects, train_table, test_subjects, test_table)
-            return count_subjects(rows, [*train_table.problems, *test_table.problems])
+            return file_cohort.count_subjects(rows, [*train_table.problems, *test_table.problems])
 
         return self._card.complete_with(count)
 
@@ -81,7 +78,7 @@ class TwoCohorts(CohortSettings, Source):
         volumes = [*train_volumes, *test_volumes]
         parts = {split: [volumes[row] for row in rows] for split, rows in rows_of_split.items()}
         problems = [*train_table.problems, *test_table.problems]
-        return write_cohort(folder, self, self._card, problems, parts)
+        return file_cohort.write_cohort(folder, self, self._card, problems, parts)
 
     def _split(
         self,

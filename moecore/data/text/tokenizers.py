@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from moecore.core.config import Config
+from moecore.core import config, source_layout
 from moecore.core.files import UserError, file_checksum, find_raw_file, write_whole
-from moecore.core.source_layout import import_optional_library
 from moecore.data.text.words import list_frequent_words, lower_words, read_words
 from moecore.tasks.image_text import ImageText
 
@@ -63,7 +62,7 @@ class BpeTokenizer:
 
     def __init__(self, path: Path, size: int) -> None:
         """Load tokenizer.json; UserError if missing, invalid, or without ``size`` words."""
-        tokenizers = import_optional_library("tokenizers", "text")  # slow to import
+        tokenizers = source_layout.import_optional_library("tokenizers", "text")  # slow to import
         self.path = path
         if not path.is_file():
             raise UserError(f"{path}: no such file; allowed: a tokenizer.json, such as CLIP's")
@@ -109,7 +108,7 @@ def pad_or_cut(numbers: list[int], context: int, start: int, end: int) -> tuple[
     return tokens + [0] * (context - len(tokens)), len(fitting) < len(numbers)
 
 
-class WordSettings(Config):
+class WordSettings(config.Config):
     """Settings of a tokenizer whose vocabulary is the training captions' words."""
 
     kind: Literal["words"] = "words"
@@ -120,7 +119,7 @@ class WordSettings(Config):
         return WordTokenizer([word for word in frequent if word not in SPECIAL])
 
 
-class BpeFileSettings(Config):
+class BpeFileSettings(config.Config):
     """Settings of a byte-pair tokenizer from a file."""
 
     kind: Literal["bpe"] = "bpe"

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Config
-from moecore.core.streams import BatchDraws
+from moecore.core import config, streams
 from moecore.data.views import warping
 
 Operation = Callable[[Tensor, Tensor], Tensor]  # of pixels and strengths
@@ -91,7 +90,7 @@ def _blend(other: Tensor, pixels: Tensor, factor: Tensor) -> Tensor:
     return (other + (pixels - other) * factor).clamp(0, 255)
 
 
-class ColourJitter(Config):
+class ColourJitter(config.Config):
     """ColorJitter of torchvision without hue: factors uniform in 1 ± value, in random order."""
 
     brightness: float = Field(0.0, ge=0, description="Blend with black; 0: off")
@@ -111,7 +110,7 @@ class DrawnJitter(NamedTuple):
     factors: Tensor  # (B, 3)
 
 
-def draw_jitter(settings: ColourJitter, draws: BatchDraws) -> DrawnJitter:
+def draw_jitter(settings: ColourJitter, draws: streams.BatchDraws) -> DrawnJitter:
     order = draws.rand(len(JITTERED)).argsort(dim=1)
     factors = [
         warping.uniform_draws(draws, max(0.0, 1 - value), 1 + value)
@@ -140,7 +139,7 @@ def _change_chosen(pixels: Tensor, chosen: Tensor, operation: Operation, strengt
         pixels.index_copy_(0, rows, changed)
 
 
-def erase_rectangles(pixels: Tensor, probability: float, draws: BatchDraws) -> Tensor:
+def erase_rectangles(pixels: Tensor, probability: float, draws: streams.BatchDraws) -> Tensor:
     """Set a random rectangle of each image to 0, with ``probability`` (Zhong et al. 2020)."""
     height, width = pixels.shape[-2:]
     windows = warping.draw_crop_windows(draws, (height, width), (0.02, 1 / 3), (0.3, 3.3))
@@ -172,7 +171,7 @@ STRENGTHLESS = frozenset({"autocontrast", "equalize", "invert"})  # independent 
 STANDARD = (*get_args(Geometric), *(name for name in get_args(Colour) if name != "invert"))
 
 
-class RandAugment(Config):
+class RandAugment(config.Config):
     """RandAugment's settings: number of random operations per image, and their strength.
 
     At magnitude 10: shear 0.3, translation 45 % of the side, rotation 30°, enhancement factors 1 ±
@@ -203,7 +202,7 @@ class DrawnOperations(NamedTuple):
     levels: Tensor  # (B, operations), signed strengths; 1: magnitude 10
 
 
-def draw_operations(settings: RandAugment, draws: BatchDraws) -> DrawnOperations:
+def draw_operations(settings: RandAugment, draws: streams.BatchDraws) -> DrawnOperations:
     choices = draws.integers(0, len(settings.names), settings.operations)
     signs = draws.integers(0, 2, settings.operations) * 2 - 1
     levels = signs.to(torch.float64) * (settings.magnitude / 10)

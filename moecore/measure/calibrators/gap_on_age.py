@@ -14,13 +14,11 @@ import numpy as np
 from numpy.polynomial import Polynomial
 from pydantic import Field
 
-from moecore.core.config import Config
-from moecore.core.files import UserError
+from moecore.core import config, files
 from moecore.measure.calibrators import base
-from moecore.measure.calibrators.base import FittedCalibrator
 
 
-class FittedGap(Config):
+class FittedGap(config.Config):
     """The expected gap, a polynomial of age, fitted to n pairs."""
 
     coefficients: tuple[float, ...] = Field(
@@ -50,7 +48,7 @@ class FittedGapOnAge(base.FittedByGroup):
     ) -> np.ndarray:
         """Return ŷ − g(y), (N,) fp64, by the group's curve, or the pooled one."""
         if ages is None:
-            raise UserError(
+            raise files.UserError(
                 "calibrate.calibrator: gap_on_age corrects by the known age, which is missing; "
                 "allowed: ages of all volumes, or kind: linear, which needs none"
             )
@@ -66,7 +64,7 @@ class FittedGapOnAge(base.FittedByGroup):
 class GapOnAge(base.NumberCalibrator):
     """Fits the gap ŷ − y on age by least squares, for all and for each sex; for real labels."""
 
-    fitted: ClassVar[type[FittedCalibrator]] = FittedGapOnAge
+    fitted: ClassVar[type[base.FittedCalibrator]] = FittedGapOnAge
 
     kind: Literal["gap_on_age"] = "gap_on_age"
     degree: Literal[1, 2] = Field(1, description="1: a line in age; 2: a parabola.")

@@ -15,7 +15,6 @@ from pydantic import Field, field_validator
 
 from moecore.core.config import Config
 from moecore.measure.calibrators import base
-from moecore.measure.calibrators.base import FittedCalibrator
 
 
 class FittedLine(Config):
@@ -57,7 +56,7 @@ class FittedLinear(base.FittedByGroup):
 class Linear(base.NumberCalibrator):
     """Fits ŷ = a + b·y by least squares, for all and for each sex; for real labels."""
 
-    fitted: ClassVar[type[FittedCalibrator]] = FittedLinear
+    fitted: ClassVar[type[base.FittedCalibrator]] = FittedLinear
 
     kind: Literal["linear"] = "linear"
     min_slope: float = Field(0.1, gt=0, lt=1, description="Smallest |b|: errors are divided by b.")

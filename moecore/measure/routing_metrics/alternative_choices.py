@@ -15,10 +15,9 @@ from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord, chosen_first_scores
 from moecore.measure.routing_metrics import layer_metrics
 from moecore.measure.values import Chart, Metric, Values
+from moecore.nn import dispatch, predict
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.dispatch import ProjectionDispatchPlan, SparsePlan
 from moecore.nn.layers.moe import MoEFeedForward
-from moecore.nn.predict import model_device, predict_in_batches
 from moecore.nn.routers.base import Router
 from moecore.tasks.base import Task
 from moecore.training.method import GuidedModel
@@ -83,7 +82,7 @@ def drop_choices(model: Model, rank: int, way: Way) -> Iterator[None]:
         is_dropped = find_ranked_choice(record, rank)
         if way != "reroute":
             combine = drop_weights(record.combine, is_dropped, way == "renormalised")
-            if isinstance(plan, ProjectionDispatchPlan):
+            if isinstance(plan, dispatch.ProjectionDispatchPlan):
                 plan = plan._replace(plan=reweigh_plan(plan.plan, combine))
             else:
                 plan = reweigh_plan(plan, combine)
@@ -119,7 +118,7 @@ def drop_weights(combine: Tensor, is_dropped: Tensor, is_renormalised: bool) -> 
     return torch.where(rest > 0, weights * total / rest, weights)
 
 
-def reweigh_plan(plan: SparsePlan, combine: Tensor) -> SparsePlan:
+def reweigh_plan(plan: dispatch.SparsePlan, combine: Tensor) -> dispatch.SparsePlan:
     """Return the plan with its pairs of token and expert weighted by ``combine`` (B, T, E)."""
     experts = torch.searchsorted(plan.offsets.long(), plan.rows, right=True)
     return plan._replace(weights=combine.gather(-1, experts.view_as(plan.weights)))
@@ -186,7 +185,7 @@ def copy_with_router(model: Model, router: Router) -> Model:
     with torch.random.fork_rng(devices=[]):  # build() draws weights, which are overwritten below
         copy = unguided.config.build(unguided.image, moe)
     copy.load_state_dict(unguided.state_dict())
-    copy.to(model_device(unguided)).train(unguided.training)
+    copy.to(predict.model_device(unguided)).train(unguided.training)
     if not isinstance(model, GuidedModel):
         return copy
     guided = GuidedModel(copy, model.guide)
@@ -233,7 +232,7 @@ def score_threshold(router: Any) -> float | None:
 
 def measure_setting(model: Model, k: int, sample: SweepImages, batch: int) -> Numbers:
     """Return "score" → the task's mean score, and the means of ``routing_means_over_layers``."""
-    prediction, records = predict_in_batches(model, sample.images, batch)
+    prediction, records = predict.predict_in_batches(model, sample.images, batch)
     threshold = score_threshold(model.experts_and_router.router)
     score = float(sample.task.scores(prediction, sample.labels).double().numpy().mean())
     return {"score": score, **routing_means_over_layers(records, k, threshold)}

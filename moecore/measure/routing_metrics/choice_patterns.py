@@ -16,8 +16,7 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord, choice_margin
 from moecore.measure.base import SEED
-from moecore.measure.routing_metrics import layer_metrics
-from moecore.measure.routing_metrics.alternative_choices import unguided_model
+from moecore.measure.routing_metrics import alternative_choices, layer_metrics
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.statistics.comparisons import linearize_ratio
@@ -186,7 +185,7 @@ def record_early_choices(model: Model) -> Iterator[dict[str, list[Tensor]]]:
             _, early_record = layer.router.forward(earlier, RoutingContext(basis=basis))
             choices.append(early_record.chosen.cpu())
 
-    with watching_layers(unguided_model(model), choose_early):
+    with watching_layers(alternative_choices.unguided_model(model), choose_early):
         yield early
 
 

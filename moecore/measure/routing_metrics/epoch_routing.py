@@ -22,9 +22,8 @@ from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.core.streams import derived_seed
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.measure.routing_metrics import layer_metrics
-from moecore.nn import encoded_routing
+from moecore.nn import encoded_routing, predict
 from moecore.nn.backbones.base_model import Model, majority_token_kinds
-from moecore.nn.predict import image_batches, predict_in_batches
 from moecore.statistics.comparisons import encode_item_values, linearize_ratio
 from moecore.training import outcome
 from moecore.training.single_tissue_volumes import keep_only_tissue
@@ -85,7 +84,7 @@ def expert_truth_tables(
 
 def true_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
     """Return each token's true kind, (N, T), 0 if unknown, from the images' last channel."""
-    (last,) = image_batches(images[:, -1:], len(images))
+    (last,) = predict.image_batches(images[:, -1:], len(images))
     return majority_token_kinds(last, layout)
 
 
@@ -141,7 +140,7 @@ class EpochRecorder(NamedTuple):
             return None
         images = self.data.validation.images[:VALIDATION_IMAGES]
         labels = torch.from_numpy(np.array(self.data.validation.labels[:VALIDATION_IMAGES]))
-        _, records = predict_in_batches(self.model, images, batch=250, prediction=False)
+        _, records = predict.predict_in_batches(self.model, images, batch=250, prediction=False)
         on_one_grid = encoded_routing.spread_to_one_grid(records, self.model.layouts)
         first = torch.stack([first_choices(record) for record in on_one_grid], dim=1)
         chosen = np.stack([record.chosen.numpy() for record in on_one_grid], axis=1)
@@ -225,7 +224,7 @@ class EpochRecorder(NamedTuple):
     def write_trace(self, epoch: int) -> None:
         """Write predictions and routing of the explorer's images after ``epoch``, as JSON."""
         images = np.array(self.data.test.images[explorer_image_indices(self.data, IMAGES)])
-        prediction, records = predict_in_batches(self.model, images, batch=IMAGES)
+        prediction, records = predict.predict_in_batches(self.model, images, batch=IMAGES)
         task, layouts = self.data.task, self.model.layouts
         traces = encoded_routing.encode_routing(prediction, records, task, layouts)
         write_json(self.folder / f"traces/{epoch:04d}.json", traces.model_dump(mode="json"))
@@ -379,7 +378,7 @@ def shuffle_tissue_in_brain(share: Tensor, brain: Tensor, seed: int) -> Tensor:
 def _region_row(
     name: str, model: Model, volumes: Tensor, experts: Sequence[str]
 ) -> outcome.TissueRoutingRow:
-    _, records = predict_in_batches(model, volumes, batch=32)
+    _, records = predict.predict_in_batches(model, volumes, batch=32)
     if not records:
         raise UserError("region routing: the model has no MoE layers")
     layout = model.layout

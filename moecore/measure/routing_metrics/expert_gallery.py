@@ -22,11 +22,9 @@ from moecore.measure.routing_metrics.alternative_choices import unguided_model
 from moecore.measure.routing_metrics.epoch_routing import true_kinds
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views
+from moecore.nn import correspondence, encoded_routing, predict
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.backbones.two_towers import TEXTS, TwoTowerModel
-from moecore.nn.correspondence import match_patches
-from moecore.nn.encoded_routing import coarse_patch_indices, finest_layout
-from moecore.nn.predict import eval_mode, image_batches, predict_in_batches
 from moecore.tasks.base import Task
 
 SIDE = 96  # pixels; larger images are shrunk
@@ -106,7 +104,7 @@ def overlapping_views(images: np.ndarray, layout: TokenLayout, seed: int) -> Mat
         return None
     number = len(images)
     views = draw_two_views(images, TWO_CROPS, seed)
-    pairs = match_patches(views.affines[:number], views.affines[number:], layout)
+    pairs = correspondence.match_patches(views.affines[:number], views.affines[number:], layout)
     chosen = int(pairs.mask.sum(dim=1).clamp(max=math.prod(layout.grid) // 2).numpy().argmax())
     index = torch.where(pairs.mask[chosen], pairs.index[chosen], -1)
     second = torch.full_like(index, -1)
@@ -254,11 +252,11 @@ def expert_galleries_by_layer(
     uses: list[list[ExpertUseByImage]] = [[] for _ in model.layouts]  # by layer and chunk
     for start in range(0, len(gallery.places), CHUNK):
         images = np.array(gallery.split.images[gallery.places[start : start + CHUNK]])
-        _, records = predict_in_batches(model, images, CHUNK, prediction=False)
+        _, records = predict.predict_in_batches(model, images, CHUNK, prediction=False)
         for chunks, record, layout in zip(uses, records, model.layouts, strict=True):
             kinds = one_hot_kinds(images, layout, model.image.truth)
             chunks.append(count_expert_use(record, layout.special, kinds))
-    fine = finest_layout(model.layouts)
+    fine = encoded_routing.finest_layout(model.layouts)
     layers = []
     for chunks, layout in zip(uses, model.layouts, strict=True):
         use = ExpertUseByImage(*map(torch.cat, zip(*chunks, strict=True)))
@@ -291,7 +289,7 @@ def _profile_experts(
     max_favourites: int,
 ) -> LayerGallery:
     labels = torch.from_numpy(np.array(gallery.split.labels[gallery.places]))
-    covering = coarse_patch_indices(layout, fine)
+    covering = encoded_routing.coarse_patch_indices(layout, fine)
     at_place = use.at_place.sum(dim=0)[covering]
     places = (at_place / len(labels)).T.unflatten(1, (1, *fine.grid))
     counts = use.chosen.sum(dim=0)
@@ -317,7 +315,7 @@ def _profile_experts(
                 break
             image = int(gallery.places[row])
             patch = int(use.patch[row, expert])
-            (pixels,) = image_batches(gallery.split.images[image][None], 1)
+            (pixels,) = predict.image_batches(gallery.split.images[image][None], 1)
             crops.append(crop_patch(pixels[0, : gallery.channels], patch, layout))
             first = int((covering == patch).nonzero()[0])
             probability = round(probability, 4)
@@ -358,7 +356,7 @@ def word_galleries_by_layer(
     model: Model, blocks: np.ndarray, vocabulary: Sequence[str]
 ) -> list[LayerGallery]:
     """Return the profiles of every MoE layer's experts on blocks (N, C, T) of text."""
-    _, records = predict_in_batches(model, blocks, CHUNK, prediction=False)
+    _, records = predict.predict_in_batches(model, blocks, CHUNK, prediction=False)
     word_ids = last_block_words(blocks, bool(model.image.truth))
     galleries = []
     for record, layout in zip(records, model.layouts, strict=True):
@@ -416,7 +414,7 @@ def experts_by_word(
 ) -> list[list[Read]]:
     """Return [caption][MoE layer]: words with at most ``max_experts`` experts; tokens: (n, M)."""
     captions_read: list[list[Read]] = []
-    with eval_mode(model):
+    with predict.eval_mode(model):
         for part in tokens.split(TEXTS):
             _, records = model.text(part.to(model.logit_scale.device))
             masks = model.text.caption_mask(part)

@@ -8,14 +8,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.arrays_as_text import encode_concatenated_arrays
-from moecore.core.config import Config
-from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
+from moecore.core import arrays_as_text, config, routing_records
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, MeasuredPart, Number
 from moecore.measure.routing_metrics import choice_patterns, expert_similarity, label_information
 from moecore.measure.routing_metrics.alternative_choices import unguided_model
-from moecore.measure.routing_metrics.expert_similarity import EncodedChoices
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.measure.values import Found, Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model
@@ -185,7 +182,7 @@ class ExpertRoles(MeasuredPart):
 def put_roles(
     subject: MeasuredModel,
     indices: np.ndarray,
-    records: Sequence[RoutingRecord],
+    records: Sequence[routing_records.RoutingRecord],
     tokens: Mapping[str, expert_similarity.LayerTokens],
     early: Mapping[str, list[Tensor]],
     settings: ExpertRoles,
@@ -221,7 +218,7 @@ def put_roles(
         )
         if index > 0:
             before = record_on_grid(records[index - 1], subject.model.layouts[index - 1], layout)
-            layer_labels["layer_before"] = first_choices(before)
+            layer_labels["layer_before"] = routing_records.first_choices(before)
             inputs = inputs._replace(before=before.chosen)
         layer, values = measure_layer_roles(record, layout, layer_labels, settings, inputs)
         layers.append(layer)
@@ -261,7 +258,7 @@ def put_mean_metrics(layers: Sequence["LayerRoles"], out: Values) -> None:
     out.put("coverage", sum(shares) / len(shares))
 
 
-class LayerRoles(Config):
+class LayerRoles(config.Config):
     """Roles of one MoE layer's experts."""
 
     share: tuple[float, ...]  # of tokens that chose the expert
@@ -276,16 +273,16 @@ class LayerRoles(Config):
     # similarity of the outputs of experts a and b; () for too few tokens
     cka: tuple[tuple[Number, ...], ...] = ()
     cosine: tuple[tuple[Number, ...], ...] = ()
-    kept: EncodedChoices
+    kept: expert_similarity.EncodedChoices
 
 
 def read_layer_roles(result: Found) -> list[LayerRoles]:
     return [LayerRoles.model_validate(layer) for layer in result.facts["roles"]["layers"]]
 
 
-def read_encoded_choices(result: Found) -> tuple[EncodedChoices, ...]:
+def read_encoded_choices(result: Found) -> tuple[expert_similarity.EncodedChoices, ...]:
     layers = result.facts["roles"]["layers"]
-    return tuple(EncodedChoices.model_validate(layer["kept"]) for layer in layers)
+    return tuple(expert_similarity.EncodedChoices.model_validate(layer["kept"]) for layer in layers)
 
 
 def compare_seeds(ours: Found, theirs: Found) -> expert_similarity.PairAgreement:
@@ -308,8 +305,8 @@ class RoleAnalysisInputs(NamedTuple):
 
 
 def measure_layer_roles(
-    record: RoutingRecord,
-    layout: TokenLayout,
+    record: routing_records.RoutingRecord,
+    layout: routing_records.TokenLayout,
     labels: dict[str, Tensor],
     settings: ExpertRoles,
     inputs: RoleAnalysisInputs,
@@ -364,21 +361,21 @@ def measure_layer_roles(
     return layer, by_image
 
 
-def encode_choice_sample(chosen: Tensor, people: People) -> EncodedChoices:
+def encode_choice_sample(chosen: Tensor, people: People) -> expert_similarity.EncodedChoices:
     """Return the choices (N, T, E) of some images, evenly spread, to compare seeds."""
     few = evenly_spaced_indices(len(chosen), max(2, STORED_TOKENS // chosen.shape[1]))
     numbers = None
     if people is not None and indices_by_person(people) is not None:
         numbers = np.unique(people, return_inverse=True)[1][few].tolist()
-    return EncodedChoices(
+    return expert_similarity.EncodedChoices(
         shape=(len(few), *chosen.shape[1:]),
-        bits=encode_concatenated_arrays(np.packbits(chosen[few].numpy())),
+        bits=arrays_as_text.encode_concatenated_arrays(np.packbits(chosen[few].numpy())),
         people=numbers,
     )
 
 
 def selection_scores(
-    model: Model, layers: Sequence[str], records: Sequence[RoutingRecord]
+    model: Model, layers: Sequence[str], records: Sequence[routing_records.RoutingRecord]
 ) -> list[Tensor]:
     """Return the scores that each layer's router chose by, (N, T, E) on the CPU."""
     device = model_device(model)

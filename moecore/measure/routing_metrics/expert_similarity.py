@@ -16,10 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from moecore.core.arrays_as_text import decode_compressed_text
-from moecore.core.config import Config
-from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingRecord
+from moecore.core import arrays_as_text, config, files, routing_records
 from moecore.measure.routing_metrics.alternative_choices import unguided_model
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward
@@ -80,7 +77,9 @@ def store_layer_tokens(model: Model, images: BatchTracker) -> Iterator[dict[str,
     # at 0 every BATCH images, whatever the batch size.
     stored: dict[str, LayerTokens] = {}
 
-    def keep(name: str, layer: MoEFeedForward, tokens: Tensor, record: RoutingRecord) -> None:
+    def keep(
+        name: str, layer: MoEFeedForward, tokens: Tensor, record: routing_records.RoutingRecord
+    ) -> None:
         batch, length, width = tokens.shape
         number = min(length, ceil(MIN_TOKENS_PER_DIMENSION * width / len(images)))
         rows = torch.arange(batch, device=tokens.device).unsqueeze(-1)
@@ -165,7 +164,7 @@ def cross_covariance(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     return product.square().sum(), torch.einsum("nci,ij,ncj->n", first, product, second)
 
 
-class EncodedChoices(Config):
+class EncodedChoices(config.Config):
     """Experts that some tokens chose, as packed bits, encoded by ``encode_concatenated_arrays``."""
 
     shape: tuple[int, int, int]  # images, tokens, experts
@@ -175,7 +174,7 @@ class EncodedChoices(Config):
 
 def decode_choices(encoded: EncodedChoices) -> np.ndarray:
     """Return which experts tokens chose, (images, tokens, experts) bool."""
-    bits = np.frombuffer(decode_compressed_text(encoded.bits), np.uint8)
+    bits = np.frombuffer(arrays_as_text.decode_compressed_text(encoded.bits), np.uint8)
     count = int(np.prod(encoded.shape))
     return np.unpackbits(bits, count=count).astype(bool).reshape(encoded.shape)
 
@@ -209,7 +208,7 @@ def seed_agreement(ours: np.ndarray, theirs: np.ndarray, is_fit: np.ndarray) -> 
     # ours, theirs: (B, T, E) bool, of the same images. is_fit: (B,) bool, images for the matching,
     # on which agreement is biased upwards, as the best of E! matchings.
     if ours.shape != theirs.shape:
-        raise UserError.at(
+        raise files.UserError.at(
             "seed_agreement",
             found=f"choices of {ours.shape} and {theirs.shape} (images, tokens, experts)",
             allowed="two of one shape",

@@ -14,8 +14,7 @@ from moecore.data.text.words import read_vocabulary, stop_word_labels
 from moecore.measure.base import SEED, MeasuredModel
 from moecore.measure.probes.simulated_people import tissue_sums_by_cube
 from moecore.measure.routing_metrics.epoch_routing import true_kinds
-from moecore.statistics.comparisons import linearize_ratio
-from moecore.statistics.intervals import People, draw_image_permutations
+from moecore.statistics import comparisons, intervals
 
 RARE = 10  # words that occur less often in the texts are ignored
 TEXT = 3  # axes of blocks of text, (N, C, M)
@@ -133,11 +132,11 @@ def measure_information(
 
 
 def permute_labels(
-    labels: np.ndarray, number: int, seed: int, people: People = None
+    labels: np.ndarray, number: int, seed: int, people: intervals.People = None
 ) -> Iterator[np.ndarray]:
     """Yield ``number`` permutations of labels (B, T) among images, or among people if given."""
     check_enough_images(len(labels))
-    for order in draw_image_permutations(len(labels), number, seed, people):
+    for order in intervals.draw_image_permutations(len(labels), number, seed, people):
         yield labels[order]
 
 
@@ -172,7 +171,7 @@ def _information_by_image(
     joint = table / table.sum()
     independent = joint.sum(axis=1)[expert] * joint.sum(axis=0)[label]
     pointwise = np.log(joint[expert, label] / independent)
-    return linearize_ratio(
+    return comparisons.linearize_ratio(
         np.bincount(image, pointwise, minlength=images), np.bincount(image, minlength=images)
     )
 
@@ -196,7 +195,7 @@ def _specialisation(
 
 
 def information_by_label(
-    chosen: Tensor, layout: TokenLayout, labels: dict[str, Tensor], people: People = None
+    chosen: Tensor, layout: TokenLayout, labels: dict[str, Tensor], people: intervals.People = None
 ) -> tuple[dict[str, LabelInformation], dict[str, np.ndarray]]:
     """Return, for kinds of labels that vary, kind → information and metric → per image (N,)."""
     rows, values = {}, {}

@@ -14,8 +14,7 @@ from moecore.core.routing_records import chosen_first_scores
 from moecore.core.streams import derived_seed, generator_for
 from moecore.data.views.views import ViewSettings, ViewsWithAffines, make_random_views
 from moecore.measure.base import SEED
-from moecore.measure.routing_metrics.epoch_routing import count_matching_pairs
-from moecore.measure.routing_metrics.layer_metrics import average_layers, kept_share
+from moecore.measure.routing_metrics import epoch_routing, layer_metrics
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.correspondence import token_pairs_by_layer, values_of_pairs
 from moecore.nn.predict import predict_in_batches
@@ -168,7 +167,7 @@ def match_two_views(
 ) -> dict[str, tuple[np.ndarray, Interval]]:
     """Return match or switch metric → (N,) by image, and mean over layers with its interval."""
     layers = count_matches_by_layer(model, views, batch)
-    means = average_layers([layer.shares() for layer in layers])
+    means = layer_metrics.average_layers([layer.shares() for layer in layers])
     images = mean_items_over_layers([layer.by_image() for layer in layers])
     limits = match_intervals(layers, people)
     return {key: (images[key], Interval(mean, *limits.get(key, ()))) for key, mean in means.items()}
@@ -183,10 +182,10 @@ def count_matches_by_layer(model: Model, views: ViewsWithAffines, batch: int) ->
         # Logits, as an eigenbasis router clamps probs, which gives ties.
         scores = chosen_first_scores(record.logits, record.chosen)
         both_scores = values_of_pairs(scores, pairs, layout)
-        switched = 1 - kept_share(*values_of_pairs(record.chosen, pairs, layout))
+        switched = 1 - layer_metrics.kept_share(*values_of_pairs(record.chosen, pairs, layout))
         layers.append(
             LayerMatches(
-                count_matching_pairs(*both_scores, pairs.mask),
+                epoch_routing.count_matching_pairs(*both_scores, pairs.mask),
                 switched * pairs.mask,
                 pairs.mask.sum(dim=1),
             )

@@ -13,8 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
-from moecore.core.files import UserError
-from moecore.core.ranks import all_gather_rows, current_ranks
+from moecore.core import files, ranks
 from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingRecord
 from moecore.nn.backbones.base_model import (
     Backbone,
@@ -170,14 +169,14 @@ class SegmentMemory(nn.Module):
 
     def local_states(self) -> Tensor:
         """Return the states of this rank's streams, (depth, b, L, d)."""
-        rows = current_ranks().rows(self.states.shape[1])
+        rows = ranks.current_ranks().rows(self.states.shape[1])
         if rows is None:
             return self.states
         return self.states[:, rows.to(self.states.device)]
 
     def store_states(self, local: Tensor) -> None:
         """Store this rank's new states (depth, b, L, d), and gather the states of other ranks."""
-        self.states = all_gather_rows(local.transpose(0, 1)).transpose(0, 1).contiguous()
+        self.states = ranks.all_gather_rows(local.transpose(0, 1)).transpose(0, 1).contiguous()
 
 
 KINDS = {"smoe": LanguageBlock, "momentum": MomentumBlock, "adam": MomentumBlock}
@@ -207,7 +206,7 @@ class LanguageModel(Backbone):
     def build(self, image: ImageSpec, moe: OptionalMoE = None) -> "LanguageTransformer":
         check_axes(self.kind, image, 1)
         if self.width % self.heads:
-            raise UserError.at(
+            raise files.UserError.at(
                 "model.heads", found=self.heads, allowed=f"a divisor of model.width = {self.width}"
             )
         if moe is not None:
@@ -243,7 +242,7 @@ class LanguageTransformer(BackboneModel):
         """Create a cache for ``streams`` streams, or remove it; UserError if ``length`` < span."""
         config = self.config
         if length is not None and config.span > length:
-            raise UserError.at(
+            raise files.UserError.at(
                 "model.span",
                 found=f"{config.span}, but each of {streams} streams has {length} words",
                 allowed=f"1 to {length}, or a smaller batch",

@@ -18,8 +18,7 @@ from moecore.core.routing_records import ModelOutput, RoutingContext
 from moecore.nn.backbones import base_model
 from moecore.nn.layers.block import Dropout
 from moecore.nn.layers.moe import MoESettings
-from moecore.tasks.base import Reduction
-from moecore.tasks.regression import Regression
+from moecore.tasks import base, regression
 
 
 class Sfcn(base_model.Backbone):
@@ -71,7 +70,7 @@ class Sfcn(base_model.Backbone):
                 f"{self.cube} voxels along each axis; the volumes have {list(image.shape)} (set "
                 "`size` of the data)"
             )
-        if self.head == "bins" and not isinstance(image.task, Regression):
+        if self.head == "bins" and not isinstance(image.task, regression.Regression):
             raise UserError.at("model.head", found=f"bins for {image.task.kind}", allowed="number")
         base_model.check_needs_no_attention(self.kind, moe)
         return ConvolutionalNetwork(self, image, moe)
@@ -137,7 +136,7 @@ class ConvolutionalNetwork(base_model.BackboneModel):
         output: ModelOutput,
         labels: Tensor,
         label_smoothing: float = 0.0,
-        reduction: Reduction = "mean",
+        reduction: base.Reduction = "mean",
     ) -> Tensor:
         """Return the task's loss or, if the head predicts bins, KL(soft label ‖ bins) in nats."""
         if self.config.head == "number":

@@ -12,21 +12,18 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
-from moecore.core import routing_records
+from moecore.core import files, routing_records
 from moecore.core.config import Config, Surroundings
-from moecore.core.files import UserError, describe_refusal
-from moecore.nn.backbones import base_model
+from moecore.nn.backbones import base_model, swin_v2, vit
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.swin_moe import SwinMoe
-from moecore.nn.backbones.swin_v2 import SwinV2
-from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.block import Attention, Block, DenseMlp, HiddenRatio
 from moecore.nn.layers.moe import OptionalMoE, build_feed_forwards, update_routers
 from moecore.nn.layers.patch_embed import Interpolation
 from moecore.tasks.image_text import NONE, ImageText
 
-ImageTower = Annotated[Vit | Swin | SwinMoe | SwinV2, Field(discriminator="kind")]
+ImageTower = Annotated[vit.Vit | Swin | SwinMoe | swin_v2.SwinV2, Field(discriminator="kind")]
 MAX_LOGIT_SCALE = math.log(100.0)  # as in CLIP
 VISUAL = "visual."  # the prefix of the image tower's weights
 TEXTS = 1024  # per forward pass without gradients
@@ -192,7 +189,7 @@ class TwoTowers(base_model.Backbone):
 
     def build(self, image: ImageSpec, moe: OptionalMoE = None) -> "TwoTowerModel":
         if not isinstance(image.task, ImageText):
-            raise UserError.at(
+            raise files.UserError.at(
                 "model.kind",
                 found="two_towers, but the data have no captions",
                 allowed="data with captions (captioned_mosaic), or another model",
@@ -267,7 +264,7 @@ class TwoTowerModel(base_model.BackboneModel):
         """Return weights in which the image tower's weights fit this model's images."""
         if image.answers != self.image.answers:
             raise ValueError(
-                describe_refusal(
+                files.describe_refusal(
                     found=f"other words: {image.answers[0]}",
                     allowed=f"{self.image.answers[0]}, the new data's",
                 )

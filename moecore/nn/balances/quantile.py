@@ -7,9 +7,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from moecore.core import files, ranks
 from moecore.core.config import Misfits, Surroundings
-from moecore.core.files import UserError
-from moecore.core.ranks import all_gather_rows
 from moecore.nn.balances.base import Balance, BalanceModule
 
 
@@ -29,7 +28,7 @@ class Quantile(Balance):
 
     def check_k(self, k: int, experts: int) -> None:
         if k >= experts:
-            raise UserError.at(
+            raise files.UserError.at(
                 "router.k",
                 found=f"{k}, but quantile reads scores of unchosen experts, of {experts} in all",
                 allowed=f"1 to {experts - 1}",
@@ -62,7 +61,7 @@ class QuantileBias(BalanceModule):
     @torch.no_grad()
     def after_step(self, scores: Tensor, chosen: Tensor, progress: float) -> None:
         self.config.check_k(self.k, len(self.bias))
-        needed = quantile_biases(all_gather_rows(scores).flatten(0, 1), self.bias, self.k)
+        needed = quantile_biases(ranks.all_gather_rows(scores).flatten(0, 1), self.bias, self.k)
         decay = self.config.decay
         self.bias.mul_(decay).add_((needed - needed.mean()) * (1 - decay))
 
@@ -72,7 +71,7 @@ def quantile_biases(scores: Tensor, bias: Tensor, k: int) -> Tensor:
     # scores: (N tokens, E). bias: (E,), of the choice.
     tokens, experts = scores.shape
     if tokens * k < experts:
-        raise UserError.at(
+        raise files.UserError.at(
             "router.balance",
             found=f"a step of {tokens} tokens of {k} choices, fewer than {experts} experts",
             allowed="a larger batch",

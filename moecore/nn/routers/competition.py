@@ -10,13 +10,12 @@ from torch.nn.functional import normalize, one_hot, softplus
 from moecore.core.routing_records import NO_CONTEXT, RoutingContext
 from moecore.nn.balances.base import Balance
 from moecore.nn.kernels.grouped import full_precision
-from moecore.nn.routers import token_choice
-from moecore.nn.routers.base import Router
+from moecore.nn.routers import base, token_choice
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.token_choice import PlanAndRecord, plan_and_record
 
 
-class Competition(Router):
+class Competition(base.Router):
     """Choose the top k of a softmax, renormalised; in a few training steps experts compete.
 
     In such a step a layer computes all experts, which takes E / k times the experts' time, and the

@@ -7,12 +7,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from moecore.nn.routers.base import NoiseStd
-from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
+from moecore.nn.routers import base, noisy_top_k
 from moecore.nn.routers.token_choice import MAX_LOG_FACTOR, cosines_to_embeddings, router_logits
 
 
-class Cosine(NoisyTopK):
+class Cosine(noisy_top_k.NoisyTopK):
     """Use cosines in a narrow space, divided by a learned temperature, as noisy_top_k's logits.
 
     Gates are not renormalised unless ``renormalise`` says so, and there is no noise by default.
@@ -21,7 +20,7 @@ class Cosine(NoisyTopK):
     has_equal_rows: ClassVar[bool] = False
 
     kind: Literal["cosine"] = "cosine"  # pyrefly: ignore[bad-override]
-    noise_std: NoiseStd = 0.0
+    noise_std: base.NoiseStd = 0.0
     embedding: int | None = Field(None, ge=2, description="width; null: half the number of experts")
     temperature: float = Field(0.3, ge=0.01, description="initial divisor of the cosines")
 
@@ -43,7 +42,7 @@ class Cosine(NoisyTopK):
 
 
 # ``weight`` (E, d_e): embeddings; ``projection`` (d_e, d); ``log_factor`` (1,): −ln temperature.
-class CosineRouter(NoisyTopKRouter):
+class CosineRouter(noisy_top_k.NoisyTopKRouter):
     """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord)."""
 
     def __init__(self, config: Cosine, width: int, experts: int) -> None:

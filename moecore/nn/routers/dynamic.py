@@ -7,12 +7,11 @@ from torch import Tensor, nn
 
 from moecore.core.routing_records import NO_CONTEXT, RoutingContext
 from moecore.nn.kernels.grouped import full_precision
-from moecore.nn.routers import token_choice
-from moecore.nn.routers.base import Router
+from moecore.nn.routers import base, token_choice
 from moecore.nn.routers.token_choice import PlanAndRecord
 
 
-class Dynamic(Router):
+class Dynamic(base.Router):
     """Choose the experts whose σ(cosine with the token) is above their threshold, equally weighted.
 
     A token below all thresholds uses no expert in training, and the nearest in evaluation. The loss

@@ -12,15 +12,14 @@ from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingReco
 from moecore.nn.dispatch import ProjectionDispatchPlan, SparsePlan
 from moecore.nn.experts.base import default_rank, draw_bases, positive_qr
 from moecore.nn.kernels.grouped import full_precision
-from moecore.nn.routers.base import Router
-from moecore.nn.routers.token_choice import plan_and_record, top_k_and_open_slots
+from moecore.nn.routers import base, token_choice
 
 _MIN_WEIGHT = 1e-6  # of a chosen expert before normalising; scores can be negative
 # the field of RoutingContext that each context reads
 _FIELDS: dict[str, str] = {"tokens": "attention", "attention_output": "attended"}
 
 
-class Eigenbasis(Router):
+class Eigenbasis(base.Router):
     """Choose the best k experts by cos(Bᵀx, Bᵀc) of token x and context c, above a threshold.
 
     B (d, r) is the basis of each expert. With a learned context, as in the brain model, c is a
@@ -114,7 +113,7 @@ class EigenbasisRouter(nn.Module):
 
     def decide(self, scores: Tensor) -> tuple[Tensor, SparsePlan, RoutingRecord]:
         """Return experts (B, T, k), best first, plan and record for scores (B, T, E)."""
-        chosen, valid = top_k_and_open_slots(scores, self.config.k, self.barred)
+        chosen, valid = token_choice.top_k_and_open_slots(scores, self.config.k, self.barred)
         positive = scores.clamp_min(_MIN_WEIGHT)
         weights = positive.gather(-1, chosen)
         probs = positive / positive.sum(dim=-1, keepdim=True)
@@ -128,7 +127,7 @@ class EigenbasisRouter(nn.Module):
             valid = eligible if valid is None else eligible & valid
             weights = weights.where(valid, 0)
         weights = weights / weights.sum(dim=-1, keepdim=True)
-        return chosen, *plan_and_record(
+        return chosen, *token_choice.plan_and_record(
             logits=scores, probs=probs, chosen=chosen, weights=weights, valid=valid
         )
 

@@ -15,11 +15,10 @@ from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingReco
 from moecore.core.streams import normal_like
 from moecore.nn.dispatch import Rows, cast_function_output, weighted_sum_gradients
 from moecore.nn.kernels.grouped import full_precision, to_autocast
-from moecore.nn.routers.base import NoiseStd, Router, ceil_capacity, exact_fraction, group_images
-from moecore.nn.routers.token_choice import router_logits
+from moecore.nn.routers import base, token_choice
 
 
-class ExpertChoice(Router):
+class ExpertChoice(base.Router):
     """Let each expert take the tokens with its largest gates, a softmax over a linear map."""
 
     chooses_per_token: ClassVar[bool] = False
@@ -28,7 +27,7 @@ class ExpertChoice(Router):
     kind: Literal["expert_choice"] = "expert_choice"
     k: int = Field(2, ge=1, description="mean number of experts per token, at capacity_factor 1")
     capacity_factor: float = Field(1.0, gt=0, description="tokens per expert / (tokens·k/experts)")
-    noise_std: NoiseStd = 1.0
+    noise_std: base.NoiseStd = 1.0
     group_size: int = Field(1, ge=1, description="images per choice of an expert, in training")
 
     def active(self, experts: int) -> float:
@@ -48,7 +47,7 @@ class ExpertChoiceRouter(nn.Module):
     def __init__(self, config: ExpertChoice, width: int, experts: int) -> None:
         super().__init__()
         self.config = config
-        self.share = config.k * exact_fraction(config.capacity_factor)
+        self.share = config.k * base.exact_fraction(config.capacity_factor)
         # like the other linear maps of the ViT
         self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(experts, width), std=0.02))
 
@@ -60,7 +59,7 @@ class ExpertChoiceRouter(nn.Module):
         self, tokens: Tensor, context: RoutingContext = NO_CONTEXT
     ) -> "tuple[ExpertChoicePlan, RoutingRecord]":
         with full_precision(tokens):
-            return self.decide(router_logits(tokens, self.weight))
+            return self.decide(token_choice.router_logits(tokens, self.weight))
 
     def decide(self, logits: Tensor) -> "tuple[ExpertChoicePlan, RoutingRecord]":
         """Return plan and record for logits (B, T, E)."""
@@ -86,9 +85,9 @@ def top_tokens_per_expert(gates: Tensor, share: Fraction, group_size: int) -> Te
     # images form a smaller group. Returns indices (E, G·C) of the B·T tokens, ascending.
     chosen = []
     first = 0
-    for groups in group_images(gates, group_size):
+    for groups in base.group_images(gates, group_size):
         number, size, experts = groups.shape
-        capacity = min(size, ceil_capacity(size, share, experts))
+        capacity = min(size, base.ceil_capacity(size, share, experts))
         by_expert = groups.transpose(1, 2).contiguous()
         ranked = by_expert.sort(dim=-1, descending=True, stable=True).indices
         best = ranked[..., :capacity].sort(dim=-1).values

@@ -11,11 +11,10 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows
 from moecore.nn.kernels.grouped import full_precision, to_autocast
-from moecore.nn.routers.base import Router
-from moecore.nn.routers.token_choice import router_logits
+from moecore.nn.routers import base, token_choice
 
 
-class Merged(Router):
+class Merged(base.Router):
     """Merge experts per image: the mean token decides the shares of their weights and biases.
 
     All tokens of an image use the merged expert. A token costs as much as with one expert; merging
@@ -77,7 +76,7 @@ class MergedRouter(nn.Module):
             if self.gain is not None:
                 mean = layer_norm(mean, mean.shape[-1:])
                 weight = layer_norm(weight, weight.shape[-1:]) * self.gain
-            logits = router_logits(mean, weight, self.bias)
+            logits = token_choice.router_logits(mean, weight, self.bias)
             shares = torch.softmax(logits, dim=-1)
             logits, probs = (row[:, None].repeat(1, tokens.shape[1], 1) for row in (logits, shares))
             ones = torch.ones_like(probs)

@@ -10,11 +10,10 @@ from torch import Tensor
 from moecore.core.config import Misfits, Surroundings
 from moecore.core.ranks import total_over_ranks
 from moecore.core.routing_records import RoutingRecord
-from moecore.nn.routers.base import Router
-from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
+from moecore.nn.routers import base, noisy_top_k
 
 
-class Relu(Router):
+class Relu(base.Router):
     """Weight experts by the ReLU of their logits, without normalising; a token uses 0 to E experts.
 
     The loss ``adaptive_l1`` moves their mean number to ``k``. Every slot is computed, so fewer
@@ -48,13 +47,13 @@ class Relu(Router):
 
 # ``l1_weight`` () is λ, equal in all layers of a model. probs are the weights over their sum, or
 # 1/E each if all are 0.
-class ReluRouter(NoisyTopKRouter):
+class ReluRouter(noisy_top_k.NoisyTopKRouter):
     """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord)."""
 
     l1_weight: Tensor
 
     def __init__(self, config: Relu, width: int, experts: int) -> None:
-        shape = NoisyTopK(k=experts, noise_std=0.0).model_copy(update={"score": "relu"})
+        shape = noisy_top_k.NoisyTopK(k=experts, noise_std=0.0).model_copy(update={"score": "relu"})
         super().__init__(shape, width, experts)
         self.k = config.k
         self.experts = experts

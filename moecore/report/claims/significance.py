@@ -8,9 +8,8 @@ import numpy as np
 from moecore.core.files import UserError
 from moecore.report.column import Column
 from moecore.report.study_results import ModelResults, Models
-from moecore.statistics import comparisons
+from moecore.statistics import comparisons, intervals
 from moecore.statistics.comparisons import BOTH, SEEDS
-from moecore.statistics.intervals import Interval
 
 LEVEL = 0.05
 Seeds = Mapping[int, ModelResults]
@@ -26,7 +25,7 @@ WORDS = {
 class TestedDifference(NamedTuple):
     """The difference between two methods, with its interval and the p-value of a paired test."""
 
-    difference: Interval
+    difference: intervals.Interval
     p: float
     holm: float  # p with Holm's correction over its family of tests
     test: str  # "mcnemar", BOTH, SEEDS, or "" if several seeds give no interval

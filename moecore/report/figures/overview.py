@@ -14,7 +14,6 @@ from moecore.data.prepared import Prepared
 from moecore.report.column import CEILING, DENSE
 from moecore.report.figures import drawing
 from moecore.report.figures.charts import Limits, label_points
-from moecore.report.figures.drawing import displayable_image
 from moecore.report.headline_quantities import PANELS, PhaseQuantities, QuantityByMethod
 from moecore.report.page.page_objects import Picture
 from moecore.report.study_results import PhaseResults
@@ -222,7 +221,7 @@ def draw_dataset_samples(prepared: Prepared, shots: int = 10) -> Figure:
     for line, (name, places) in zip(_bare(figure, len(rows), shots), rows.items(), strict=True):
         line[0].set_ylabel(name, rotation=0, ha="right", va="center")
         for axis, index in zip(line, places[:shots], strict=False):
-            axis.imshow(displayable_image(images[index]), cmap="gray", vmin=0, vmax=255)
+            axis.imshow(drawing.displayable_image(images[index]), cmap="gray", vmin=0, vmax=255)
     return figure
 
 

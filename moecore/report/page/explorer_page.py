@@ -6,16 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moecore.measure.base import MeasuredPart
-from moecore.measure.expert_worth import ExpertWorth
+from moecore.measure import base, expert_worth, router_regret
 from moecore.measure.explorer import Explorer, ExplorerData
-from moecore.measure.router_regret import RouterRegret
 from moecore.measure.routing_metrics import expert_roles, expert_similarity
 from moecore.measure.routing_metrics.expert_roles import LABELS, ExpertRoles, LayerRoles
 from moecore.measure.routing_metrics.expert_similarity import decode_choices
 from moecore.measure.values import Found
-from moecore.report.page.report_page import template_environment
-from moecore.report.page.sections import phase_title
+from moecore.report.page import report_page, sections
 from moecore.report.results_and_displays import MeasurementDisplay, list_displays
 from moecore.report.study_results import ModelResults, PhaseResults, StudyResults
 from moecore.report.tables.cells import NumberFormat
@@ -28,16 +25,16 @@ SHARE = NumberFormat("share", 0)
 P = NumberFormat("number", 3)
 QUESTIONS = {
     ExpertRoles: "which experts go together, follow each other and match another model's",
-    ExpertWorth: "what is lost without an expert",
-    RouterRegret: "what the best experts would save",
+    expert_worth.ExpertWorth: "what is lost without an expert",
+    router_regret.RouterRegret: "what the best experts would save",
 }
 
 
-def find_display(kind: type[MeasuredPart]) -> MeasurementDisplay:
+def find_display(kind: type[base.MeasuredPart]) -> MeasurementDisplay:
     return next(display for display in list_displays() if display.kind is kind)
 
 
-def skip_reason(measured: ModelResults, kind: type[MeasuredPart]) -> str:
+def skip_reason(measured: ModelResults, kind: type[base.MeasuredPart]) -> str:
     """Return why a measurement was skipped for a model; "" if it was not."""
     start = f"{find_display(kind).title}: "
     return next((text[len(start) :] for text in measured.skipped if text.startswith(start)), "")
@@ -50,12 +47,12 @@ def collect_expert_facts(
     facts: list[dict[str, Any]] = [{} for _ in range(layers)]
     if roles := measured.of(ExpertRoles):
         facts = describe_expert_roles(expert_roles.read_layer_roles(roles))
-    if worth := measured.of(ExpertWorth):
+    if worth := measured.of(expert_worth.ExpertWorth):
         values = [value for value in worth.all("expert_worth") if "expert" in value.at]
         for layer, answers in enumerate(facts, 1):
             experts = [value.interval for value in values if value.at["layer"] == layer]
             answers["without"] = worth_of_experts(experts, score)
-    if regret := measured.of(RouterRegret):
+    if regret := measured.of(router_regret.RouterRegret):
         losses, shares = (regret.curve(name, "layer") for name in ("router_regret", "better_sets"))
         for layer, best in enumerate(better_experts(regret, images), 1):
             facts[layer - 1] |= {
@@ -97,8 +94,10 @@ def describe_unmeasured(measured: ModelResults) -> list[str]:
         if reason:
             sentences.append(f"{name} (for {question}) does not apply: {reason}.")
         elif measured.of(kind) is None:
-            missing = unset if display.within else unnamed
-            missing.append(f"{name} for {question}")
+            if display.within:
+                unset.append(f"{name} for {question}")
+            else:
+                unnamed.append(f"{name} for {question}")
     ways = [f"set {setting}" for setting in unset]
     if unnamed:
         ways.append(f"name in run.measurements: {', '.join(unnamed)}")
@@ -177,7 +176,7 @@ def render_explorer(
     head: ExplorerHead,
     has_models: bool = True,  # else the page says what is missing
 ) -> str:
-    template = template_environment().get_template("explorer.html.jinja")
+    template = report_page.template_environment().get_template("explorer.html.jinja")
     data = {"phases": phases, "pool": list(pool)}
     return template.render(data=data, head=head, has_models=has_models)
 
@@ -208,7 +207,7 @@ def explorer_phase_data(phase: PhaseResults, pool: dict[str, int]) -> dict[str, 
     models = list_explored_models(phase)
     return {
         "name": phase.name,
-        "title": phase_title(phase),
+        "title": sections.phase_title(phase),
         "answers": phase.task.answers,
         "unit": phase.task.score.unit,
         "classes": phase.task.needs_classes("classes") is None,

@@ -18,18 +18,14 @@ from matplotlib.figure import Figure
 from moecore.report.claims.claims_table import claims_section
 from moecore.report.claims.evaluation import EvaluatedClaim
 from moecore.report.column import CEILING, find_moe_baseline
-from moecore.report.figures import overview
-from moecore.report.figures.drawing import INK, STYLE, finish_layout
+from moecore.report.figures import drawing, overview
 from moecore.report.headline_quantities import PhaseQuantities, choose_main_quantities
 from moecore.report.page import page_objects, sections
 from moecore.report.page.page_objects import PageCell, TableRow
-from moecore.report.pictures.experts import describe_routing_gain
-from moecore.report.pictures.robustness import describe_attacks
+from moecore.report.pictures import experts, robustness
 from moecore.report.results_and_displays import list_calculations
 from moecore.report.study_results import PhaseResults, StudyResults
-from moecore.report.tables.cells import join_names, keep_percent_on_line
-from moecore.report.tables.metrics_by_method import build_table
-from moecore.report.tables.terminal_summary import main_result_sentence
+from moecore.report.tables import cells, metrics_by_method, terminal_summary
 from moecore.study.run_and_claims import Claim
 
 NAMED = 20  # classes, at most, whose names are listed
@@ -48,7 +44,7 @@ def build_page(results: StudyResults, evaluated: Sequence[EvaluatedClaim]) -> pa
     papers = {answer.claim.paper for answer in evaluated if isinstance(answer.claim, Claim)}
     overviews, facts, quantities = [], [], {}
     for name, phase in results.phases.items():
-        table = build_table(results, phase)
+        table = metrics_by_method.build_table(results, phase)
         quantities[name] = choose_main_quantities(phase, table, results.controls)
         notes = []
         if not phase.task.long and quantities[name].attacked is None:  # texts are not attacked
@@ -58,7 +54,7 @@ def build_page(results: StudyResults, evaluated: Sequence[EvaluatedClaim]) -> pa
             notes.append("Not measured: how steady the routing is (the stage robustness would).")
         controls = results.controls - {CEILING}
         if left_out := [method for method in phase.models if method in controls]:
-            notes.append(f"Not shown: {join_names(left_out)} (control).")
+            notes.append(f"Not shown: {cells.join_names(left_out)} (control).")
         charts = list(overview.draw_overview(phase, quantities[name]))
         title = sections.phase_title(phase)
         block = page_objects.PageBlock(title, pictures=charts, below=notes, id=f"overview-{name}")
@@ -66,13 +62,13 @@ def build_page(results: StudyResults, evaluated: Sequence[EvaluatedClaim]) -> pa
         parts.append(sections.phase_section(results, phase, table, papers))
         facts.append(page_objects.PageTable((), list_data_facts(phase), title=title))
     calculated = [
-        sections.calculation_section(display, phase, build_table(results, phase))
+        sections.calculation_section(display, phase, metrics_by_method.build_table(results, phase))
         for display, phase in list_calculations(results)
     ]
     cards = [phase.card for phase in results.phases.values()]
     return page_objects.Page(
         simulated=", ".join(card["name"] for card in cards if card.get("simulated")),
-        title=keep_percent_on_line(main_result_sentence(results)),
+        title=cells.keep_percent_on_line(terminal_summary.main_result_sentence(results)),
         answer=main_finding(results, quantities, evaluated, calculated),
         overviews=overviews,
         sections=[*parts, *calculated],
@@ -93,16 +89,16 @@ def main_finding(
         if evaluated:
             return sections.describe_verdict_counts(evaluated)
         stated = (block.finding for section in calculated for block in section.blocks)
-        return keep_percent_on_line(next(filter(None, stated), "Nothing was trained."))
-    sentences = [describe_routing_gain(phase, find_moe_baseline(phase.models))]
+        return cells.keep_percent_on_line(next(filter(None, stated), "Nothing was trained."))
+    sentences = [experts.describe_routing_gain(phase, find_moe_baseline(phase.models))]
     if evaluated:
         sentences.append(sections.describe_verdict_counts(evaluated))
     else:
         measured = quantities[phase.name]
         title = sections.phase_title(phase)
         sentences.append(sections.describe_phase_findings(phase, title, measured, results.controls))
-    sentences.append(describe_attacks(phase, results.attacks))
-    return keep_percent_on_line(" ".join(filter(None, sentences)))
+    sentences.append(robustness.describe_attacks(phase, results.attacks))
+    return cells.keep_percent_on_line(" ".join(filter(None, sentences)))
 
 
 def list_data_facts(phase: PhaseResults) -> list[TableRow]:
@@ -160,8 +156,8 @@ def render_svg(figure: Figure, label: str) -> str:
     """Return the figure as an <svg> element; label: for screen readers, unique in the page."""
     buffer = io.StringIO()
     # The label, for screen readers, also salts the ids: it is unique within a page.
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": label}):
-        FigureCanvasSVG(finish_layout(figure)).print_svg(buffer, metadata={"Date": None})
+    with matplotlib.rc_context({**drawing.STYLE, "svg.hashsalt": label}):
+        FigureCanvasSVG(drawing.finish_layout(figure)).print_svg(buffer, metadata={"Date": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -169,12 +165,12 @@ def render_svg(figure: Figure, label: str) -> str:
     for size in ("width", "height"):
         text = re.sub(rf'(<svg[^>]*?) {size}="[^"]*"', r"\1", text, count=1)
     start = f'<svg role="img" aria-label="{escape(label, quote=True)}"'
-    return text.replace("<svg", start, 1).replace(INK, "currentColor")
+    return text.replace("<svg", start, 1).replace(drawing.INK, "currentColor")
 
 
 def render_png(figure: Figure) -> str:
     buffer = io.BytesIO()
-    with matplotlib.rc_context(STYLE):
-        finish_layout(figure).set_dpi(110)
+    with matplotlib.rc_context(drawing.STYLE):
+        drawing.finish_layout(figure).set_dpi(110)
         FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 
 from moecore.measure.pixel_baselines import Baselines
 from moecore.measure.values import place_slug
-from moecore.report import headline_quantities
+from moecore.report import headline_quantities, results_and_displays
 from moecore.report.claims.claims_table import ANSWERS
 from moecore.report.claims.evaluation import EvaluatedClaim, split_questions
 from moecore.report.claims.significance import WORDS
@@ -25,7 +25,6 @@ from moecore.report.page.page_objects import (
     metric_rows_table,
 )
 from moecore.report.pictures.robustness import transfer_blocks
-from moecore.report.results_and_displays import MeasurementDisplay, list_displays
 from moecore.report.study_results import PhaseResults, StudyResults
 from moecore.report.tables.cells import (
     NOTES,
@@ -161,7 +160,7 @@ def phase_section(
     ]
     folded = [
         block
-        for display in list_displays()
+        for display in results_and_displays.list_displays()
         if display.applies(phase.task) and phase.results(display.kind)
         for block in display.blocks(phase)
     ]
@@ -187,7 +186,7 @@ def phase_section(
 
 
 def calculation_section(
-    display: MeasurementDisplay, phase: PhaseResults, compared: ComparisonTable
+    display: results_and_displays.MeasurementDisplay, phase: PhaseResults, compared: ComparisonTable
 ) -> PageSection:
     shown = [column for column in compared.metrics if not column.detail]
     values = PageBlock("", grids=[metric_rows_table(shown, compared.cells)] if shown else [])

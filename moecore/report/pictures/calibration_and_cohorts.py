@@ -8,10 +8,9 @@ import numpy as np
 
 from moecore.brain.age_calibration import AgeCalibration
 from moecore.brain.age_correction import PREDICTIONS
-from moecore.measure.calibration import ClassCalibration
+from moecore.measure import calibration, training
 from moecore.measure.cohort_checks import CohortChecks
 from moecore.measure.probes.simulated_people import rising_step_share
-from moecore.measure.training import TISSUES
 from moecore.measure.values import Found
 from moecore.report.column import Column
 from moecore.report.figures import drawing
@@ -212,9 +211,9 @@ PROBE = (
 )
 ERRORS = {  # label → metric
     "Whole volume": "whole_mae",
-    **{f"{label} alone": f"isolated_{name}" for name, label in TISSUES.items()},
+    **{f"{label} alone": f"isolated_{name}" for name, label in training.TISSUES.items()},
     "Whole volume, probe": "whole_probe_mae",
-    **{f"{label} alone, probe": f"probe_{name}" for name, label in TISSUES.items()},
+    **{f"{label} alone, probe": f"probe_{name}" for name, label in training.TISSUES.items()},
     "GM − CSF, probe": "gm_over_csf",
     "WM − GM, probe": "wm_over_gm",
     "Rescan, years apart": "rescan",
@@ -350,7 +349,7 @@ def draw_reliability(result: Found) -> Figures:
 
 
 def calibration_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
-    first = phase.first(ClassCalibration)
+    first = phase.first(calibration.ClassCalibration)
     temperatures = [
         f"{method} {value.value:.2f}" + (" (at its limit)" if result.facts["at_limit"] else "")
         for method, result in first.items()
@@ -399,7 +398,7 @@ HAS_NO_CLASSES = lambda task: not HAS_CLASSES(task)
 CLASSES = Pictures("calibrate", draw_reliability, is_on_page=False, more=calibration_blocks)
 AGES = Pictures("calibrate", draw_age_predictions, is_on_page=False, more=age_blocks)
 PICTURES = [
-    CLASSES._replace(kind=ClassCalibration, applies=HAS_CLASSES),
+    CLASSES._replace(kind=calibration.ClassCalibration, applies=HAS_CLASSES),
     AGES._replace(kind=AgeCalibration, applies=HAS_NO_CLASSES),
     Pictures("cohort_checks", draw_cohort_checks, is_on_page=False, more=cohort_blocks),
 ]

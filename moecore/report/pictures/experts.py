@@ -5,14 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from moecore.measure.cost import Cost
-from moecore.measure.expert_worth import ORDERS, WAYS
-from moecore.measure.routing import Routing
+from moecore.measure import cost, expert_worth, routing, stability, training, truth
 from moecore.measure.routing_metrics import expert_roles
 from moecore.measure.routing_metrics.expert_gallery import MatchedCrops, Overlays, parse_expert_grid
-from moecore.measure.stability import Stability
-from moecore.measure.training import Trained, outcome_of
-from moecore.measure.truth import PIXEL, Truth
 from moecore.measure.values import Chart, Found
 from moecore.report.column import CEILING, DENSE, MetricColumns, build_column_context
 from moecore.report.figures import charts, drawing, model_figures
@@ -49,9 +44,9 @@ def draw_load_and_patch_experts(result: Found) -> Figures:
 
 def routing_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     """Yield four blocks: load, experts of patches, matched crops, agreement with the teacher."""
-    by_name = pictures_by_name(phase, Routing, draw_load_and_patch_experts)
+    by_name = pictures_by_name(phase, routing.Routing, draw_load_and_patch_experts)
     yield PageBlock("Load of the experts", pictures=by_name["expert_load"], about="load_cv2")
-    measured = phase.first(Routing)
+    measured = phase.first(routing.Routing)
     finding = describe_adjacent_patches(measured)
     patches = by_name["expert_overlays"]
     yield PageBlock("Which expert sees which patch", pictures=patches, finding=finding)
@@ -63,7 +58,7 @@ def routing_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
         label = f"{phase.name}: corresponding patches"
         crops.append(Picture(figure, label, getattr(figure, "caption", "")))
     yield PageBlock("Corresponding patches", pictures=crops, about="match_top1")
-    pictures = draw_metric_chart(phase, Routing, TEACHER)
+    pictures = draw_metric_chart(phase, routing.Routing, TEACHER)
     yield PageBlock(
         "Agreement with the teacher by layer", pictures=pictures, about="teacher_agreement"
     )
@@ -97,7 +92,7 @@ def step_time_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
             return {k: time / times[1] for k, time in times.items()}
         return {}
 
-    pictures = draw_method_curves(phase, Cost, relative_to_top_1, spec, caption)
+    pictures = draw_method_curves(phase, cost.Cost, relative_to_top_1, spec, caption)
     yield PageBlock("Step time over k", pictures=pictures)
 
 
@@ -182,9 +177,9 @@ def draw_expert_worth(result: Found) -> Figures:
     """Yield two charts: loss over the number of removed experts, and over the dropped choice."""
     label = "Loss, 95 % intervals over images"
     spec = charts.ChartSpec("Removing experts", "Experts removed from every layer", label)
-    curves = collect_loss_curves(result, ORDERS, "lost_without", "removed")
+    curves = collect_loss_curves(result, expert_worth.ORDERS, "lost_without", "removed")
     yield "expert_removal", charts.curves_chart(curves, spec)
-    curves = collect_loss_curves(result, WAYS, "lost_without_choice", "rank")
+    curves = collect_loss_curves(result, expert_worth.WAYS, "lost_without_choice", "rank")
     if len(next(iter(curves.values()))) > 1:
         spec = charts.ChartSpec("Without one choice", "Rank", label)
         yield "dropped_choices", charts.curves_chart(curves, spec)
@@ -223,7 +218,7 @@ def draw_noise_effects(result: Found) -> Figures:
 
 
 def noise_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
-    pictures = first_seed_pictures(phase, Stability, draw_noise_effects)
+    pictures = first_seed_pictures(phase, stability.Stability, draw_noise_effects)
     title = "Predictions along a ramp, and patches under noise"
     yield PageBlock(title, pictures=pictures, about="jumps")
 
@@ -266,7 +261,7 @@ def draw_experts_under_noise(rows: Mapping[float, Overlays]) -> drawing.Figure:
     )
 
 
-UNITS = {"noise": "σ", "attack": f"ε in 1/{PIXEL}"}
+UNITS = {"noise": "σ", "attack": f"ε in 1/{truth.PIXEL}"}
 LIMITS = (0.0, 1.0)
 
 
@@ -286,7 +281,7 @@ def draw_kinds_of_experts(result: Found) -> Figures:
 
 def routing_gain_share(phase: PhaseResults, method: str) -> Difference | None:
     """Return how much of the gain from dense (0) to true routing (1) a method reaches; or None."""
-    trained = phase.of(Trained)
+    trained = phase.of(training.Trained)
     sign = -1 if phase.task.score.better == "lower" else 1
     sides = []
     for name in (method, DENSE, CEILING):
@@ -313,22 +308,22 @@ def describe_routing_gain(phase: PhaseResults, method: str) -> str | None:
 def draw_purity_curves(phase: PhaseResults) -> list[Picture]:
     caption = "Mean over MoE layers."
     spec = charts.ChartSpec("Purity of validation images", "Epoch", "Purity", share=True)
-    read: Any = lambda result: dict(enumerate(outcome_of(result).purity, 1))
-    pictures = draw_method_curves(phase, Trained, read, spec, caption, limits=LIMITS)
+    read: Any = lambda result: dict(enumerate(training.outcome_of(result).purity, 1))
+    pictures = draw_method_curves(phase, training.Trained, read, spec, caption, limits=LIMITS)
     for kind, unit in UNITS.items():
         spec = charts.ChartSpec(f"Purity under {kind}", unit, "Purity", share=True)
         changed = lambda result, kind=kind: result.curve("changed_purity", kind)
-        pictures += draw_method_curves(phase, Truth, changed, spec, caption, limits=LIMITS)
+        pictures += draw_method_curves(phase, truth.Truth, changed, spec, caption, limits=LIMITS)
     return pictures
 
 
 def truth_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     """Yield a block on routing against the truth: gain, purity, and the kinds of each expert."""
-    first = phase.first(Truth)
+    first = phase.first(truth.Truth)
     sentences = list_without_none(describe_routing_gain(phase, method) for method in first)
     pictures = [
         *draw_purity_curves(phase),
-        *first_seed_pictures(phase, Truth, draw_kinds_of_experts),
+        *first_seed_pictures(phase, truth.Truth, draw_kinds_of_experts),
     ]
     yield PageBlock("Experts and truth", sentences, pictures=pictures, about="purity")
 

@@ -2,17 +2,16 @@
 
 from collections.abc import Iterator
 
+from moecore.measure import values, zero_shot
 from moecore.measure.retrieval import Retrieval
 from moecore.measure.routing_metrics.expert_gallery import Overlays
-from moecore.measure.values import Found
-from moecore.measure.zero_shot import ZeroShot
 from moecore.report.figures.model_figures import draw_caption_experts
 from moecore.report.page.page_objects import PageBlock, percent_grid
 from moecore.report.results_and_displays import Figures, Pictures, pictures_by_name
 from moecore.report.study_results import PhaseResults
 
 
-def draw_images_and_words(result: Found) -> Figures:
+def draw_images_and_words(result: values.Found) -> Figures:
     stored = result.facts.get("overlays")
     layers = result.facts["layers"]
     if stored is not None and (stored["grids"] or layers):
@@ -44,7 +43,7 @@ def image_text_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
 
 
 def class_accuracy_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
-    facts = {method: result.facts for method, result in phase.first(ZeroShot).items()}
+    facts = {method: result.facts for method, result in phase.first(zero_shot.ZeroShot).items()}
     first = next(iter(facts.values()))
     names = [row["name"] for row in first["classes"]]
     rows = {

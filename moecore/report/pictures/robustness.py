@@ -9,20 +9,11 @@ import numpy as np
 
 from moecore.attacks.base import Attack
 from moecore.data.card import parse_card_task
-from moecore.measure.attack_audit import AttackedGallery
-from moecore.measure.corruptions import Corruptions, errors_of
+from moecore.measure import attack_audit, corruptions, transfer_attacks
 from moecore.measure.robustness import Robustness
-from moecore.measure.transfer_attacks import Transfer
 from moecore.measure.values import Found, Metric, Place, Value, place_slug
 from moecore.report.column import reference_methods, score_slug, score_title
-from moecore.report.figures import charts
-from moecore.report.figures.drawing import (
-    Figure,
-    ImageTile,
-    SheetLabels,
-    displayable_image,
-    draw_picture_sheet,
-)
+from moecore.report.figures import charts, drawing
 from moecore.report.page import page_objects
 from moecore.report.page.page_objects import (
     EMPTY,
@@ -205,13 +196,18 @@ def attack_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     for method in reference_methods(phase.models):
         if method not in first or first[method].facts["attacked"] is None:
             continue
-        shown = AttackedGallery.model_validate(first[method].facts["attacked"])
+        shown = attack_audit.AttackedGallery.model_validate(first[method].facts["attacked"])
         tiles, names = [], []
         for row in shown.rows:
-            tiles.append([ImageTile(displayable_image(image)) for image in row.pictures.array()])
+            tiles.append(
+                [
+                    drawing.ImageTile(drawing.displayable_image(image))
+                    for image in row.pictures.array()
+                ]
+            )
             names.append(f"ε = {format_epsilon(row.epsilon)}" if row.epsilon else "clean")
         title = f"{attack_title(shown.attack)} on {method}"
-        figure = draw_picture_sheet(tiles, SheetLabels(title, names), 1.1, 1.1)
+        figure = drawing.draw_picture_sheet(tiles, drawing.SheetLabels(title, names), 1.1, 1.1)
         caption = f"{method}. Images as the strongest attack made them (figure 5)."
         label = f"{phase.name}: attacked pictures of {method}"
         pictures.append(Picture(figure, label, caption + phase.first_seed))
@@ -376,7 +372,7 @@ def draw_transfer(result: Found) -> Figures:
 
 def transfer_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     """Yield a block with scores of transferred attacks, as table and heatmap, and a verdict."""
-    result: Found | None = phase.together.get(Transfer)
+    result: Found | None = phase.together.get(transfer_attacks.Transfer)
     if result is None:
         return
     facts = result.facts
@@ -427,7 +423,7 @@ def transfer_cell(result: Found, source: str, target: str) -> PageCell:
     return PageCell(text, small, value=score.value)
 
 
-def draw_transfer_matrix(result: Found) -> Figure:
+def draw_transfer_matrix(result: Found) -> drawing.Figure:
     """Draw a heatmap of the scores, attacked × scoring model; dark: high score or large error."""
     lines = transfer_table(result).lines
     values = np.array([[item.value for item in line.items] for line in lines], dtype=float)
@@ -455,7 +451,7 @@ def draw_corruptions(result: Found) -> Figures:
 
 
 def corruption_by_severity_table(result: Found) -> PageTable:
-    errors = errors_of(result)
+    errors = corruptions.errors_of(result)
     severities = sorted({severity for row in errors.values() for severity in row})
     rows = {
         str(name).replace("_", " "): [row.get(severity) for severity in severities]
@@ -468,7 +464,7 @@ def corruption_by_severity_table(result: Found) -> PageTable:
 def corruption_tables(phase: PhaseResults) -> Iterator[PageBlock]:
     tiles = [
         corruption_by_severity_table(result)._replace(title=name)
-        for name, result in phase.first(Corruptions).items()
+        for name, result in phase.first(corruptions.Corruptions).items()
     ]
     yield PageBlock("Each corruption", tiles=tiles)
 

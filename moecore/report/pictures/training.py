@@ -9,8 +9,7 @@ from moecore.measure.base import Skipped, read_result
 from moecore.measure.training import CONTROL, TISSUES, Trained, collect_outcome_values, outcome_of
 from moecore.measure.values import Found
 from moecore.report.column import score_slug
-from moecore.report.figures import charts, model_figures
-from moecore.report.figures.drawing import Figure
+from moecore.report.figures import charts, drawing, model_figures
 from moecore.report.figures.model_figures import draw_expert_grids_by_class
 from moecore.report.page import page_objects
 from moecore.report.results_and_displays import Figures, Pictures, first_seed_pictures
@@ -174,7 +173,7 @@ def tissue_experts_cell(row: TissueRoutingRow | None) -> page_objects.PageCell:
     return page_objects.PageCell(experts, share, look="lines")
 
 
-def region_share_heatmap(rows: Sequence[TissueRoutingRow]) -> Figure:
+def region_share_heatmap(rows: Sequence[TissueRoutingRow]) -> drawing.Figure:
     experts = list(dict.fromkeys(name for row in rows for name in row.share))
     table = np.array([[row.share.get(name, 0.0) for name in experts] for row in rows])
     names = [row.region.replace(CONTROL, "random, as ") for row in rows]

@@ -30,8 +30,7 @@ from moecore.report.tables.cells import (
 )
 from moecore.report.tables.metrics_by_method import NO_METHODS, read_compare_json
 from moecore.statistics.intervals import Interval
-from moecore.tasks.multi_label import MultiLabel
-from moecore.tasks.next_token import NextToken
+from moecore.tasks import multi_label, next_token
 
 # Columns of scores under attack begin so; those of each epsilon and of their mean are for claims.
 MAX_LINES = 25  # of the end of a run
@@ -245,12 +244,12 @@ def find_guess(phase: PhaseResults) -> ConstantGuess | None:
     if task.classes and set(counts) == set(task.classes):
         frequent = max(counts, key=counts.__getitem__)
         total = sum(counts.values())
-        if isinstance(task, MultiLabel):
+        if isinstance(task, multi_label.MultiLabel):
             total = phase.card["images"]["test"]
         return ConstantGuess(
             counts[frequent] / total, f"always {frequent}, the most frequent class"
         )
-    if isinstance(task, NextToken):
+    if isinstance(task, next_token.NextToken):
         return ConstantGuess(math.log(task.words), "all words are equally likely")
     for model in phase.every:
         if model.outcome is not None and model.outcome.median_mae is not None:

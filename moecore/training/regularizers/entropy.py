@@ -6,8 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.ranks import mean_over_ranks
-from moecore.core.routing_records import ObjectiveInputs
+from moecore.core import ranks, routing_records
 from moecore.training.regularizers.base import Regularizer, sum_over_layers
 
 
@@ -17,7 +16,7 @@ class Entropy(Regularizer):
     kind: Literal["entropy"] = "entropy"
     weight: float = Field(0.01, allow_inf_nan=False, description="> 0 lowers entropy, < 0 raises")
 
-    def __call__(self, step: ObjectiveInputs) -> Tensor:
+    def __call__(self, step: routing_records.ObjectiveInputs) -> Tensor:
         return sum_over_layers(step, lambda record: entropy(probs=record.probs))
 
 
@@ -26,4 +25,4 @@ def entropy(*, probs: Tensor) -> Tensor:
     # probs: (B, T, E), clean, each token sums to 1. A scalar from 0 (confident) to ln E
     # (undecided). A probability of 0 counts as the smallest normal number, for finite gradients.
     log_probs = probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
-    return -mean_over_ranks((probs * log_probs).sum(dim=-1))
+    return -ranks.mean_over_ranks((probs * log_probs).sum(dim=-1))

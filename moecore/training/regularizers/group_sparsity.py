@@ -8,9 +8,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from moecore.core import ranks, routing_records
 from moecore.core.config import Misfits, Surroundings, list_idle_settings
-from moecore.core.ranks import mean_over_ranks, total_over_ranks
-from moecore.core.routing_records import ObjectiveInputs
 from moecore.nn.experts.base import map_shape
 from moecore.training.regularizers.base import Regularizer, sum_over_layers
 
@@ -65,7 +64,7 @@ class GroupSparsity(Regularizer):
         elif self.sigma_start == self.sigma_end:
             yield from list_idle_settings(self, ["exponent"], "σ is constant", "another sigma_end")
 
-    def __call__(self, step: ObjectiveInputs) -> Tensor:
+    def __call__(self, step: routing_records.ObjectiveInputs) -> Tensor:
         sigma = self.sigma(step.progress) if self.filter == "gaussian" else math.inf
         shape = {"size": self.size, "sigma": sigma, "padding": self.padding}
         loss = partial(group_sparsity, **shape, reduction=self.reduction)
@@ -99,8 +98,8 @@ def group_sparsity(
         energy = _convolve_axis(energy, 2, filter_weights(wide, sigma), padding)
         norms = (energy + EPSILON[reduction]).sqrt()
         if reduction == "authors":
-            return total_over_ranks(norms.mean(dim=(1, 2)).sum()) / (tall * wide)
-        return mean_over_ranks(norms.sum(dim=(1, 2)))
+            return ranks.total_over_ranks(norms.mean(dim=(1, 2)).sum()) / (tall * wide)
+        return ranks.mean_over_ranks(norms.sum(dim=(1, 2)))
 
 
 def filter_weights(size: int, sigma: float) -> list[float]:

@@ -5,8 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.ranks import total_over_ranks
-from moecore.core.routing_records import ObjectiveInputs
+from moecore.core import ranks, routing_records
 from moecore.statistics.intervals import squared_cv
 from moecore.training.regularizers.base import Regularizer, sum_over_layers
 
@@ -21,7 +20,7 @@ class Load(Regularizer):
     kind: Literal["load"] = "load"
     weight: float = Field(0.005, ge=0, description="factor in the objective")
 
-    def __call__(self, step: ObjectiveInputs) -> Tensor:
+    def __call__(self, step: routing_records.ObjectiveInputs) -> Tensor:
         return sum_over_layers(step, lambda record: load(chances=record.load))
 
 
@@ -29,4 +28,4 @@ def load(*, chances: Tensor) -> Tensor:
     """Return the squared coefficient of variation of the experts' mean chance of being chosen."""
     # chances: (B, T, E), P(chosen) if the noise were drawn again. A scalar ≥ 0, 0 at balance.
     # The total instead of the mean: the factor cancels.
-    return squared_cv(total_over_ranks(chances.sum(dim=(0, 1))))
+    return squared_cv(ranks.total_over_ranks(chances.sum(dim=(0, 1))))

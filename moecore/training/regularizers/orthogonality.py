@@ -6,9 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.files import UserError
-from moecore.core.ranks import total_over_shards
-from moecore.core.routing_records import ObjectiveInputs
+from moecore.core import files, ranks, routing_records
 from moecore.training.distributed_training import local_shard
 from moecore.training.regularizers.base import Regularizer
 
@@ -23,11 +21,11 @@ class Orthogonality(Regularizer):
     kind: Literal["orthogonality"] = "orthogonality"
     weight: float = Field(5e-5, ge=0, description="factor in the objective (the paper's λ)")
 
-    def __call__(self, step: ObjectiveInputs) -> Tensor:
+    def __call__(self, step: routing_records.ObjectiveInputs) -> Tensor:
         parameters = step.model.named_parameters()
         bases = [values for name, values in parameters if name.split(".")[-1] == "basis"]
         if not bases:
-            raise UserError(
+            raise files.UserError(
                 "orthogonality: the model has no basis; use experts of kind eigen or a router of "
                 "kind eigenbasis, or remove it"
             )
@@ -41,4 +39,4 @@ def orthogonality_penalty(*, basis: Tensor) -> Tensor:
         local = local_shard(basis)
         local = local.to(torch.promote_types(local.dtype, torch.float32))
         identity = torch.eye(local.shape[-1], dtype=local.dtype, device=local.device)
-        return total_over_shards((local.mT @ local - identity).square().sum(), basis)
+        return ranks.total_over_shards((local.mT @ local - identity).square().sum(), basis)

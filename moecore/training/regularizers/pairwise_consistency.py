@@ -6,8 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.ranks import total_over_ranks
-from moecore.core.routing_records import ObjectiveInputs
+from moecore.core import ranks, routing_records
 from moecore.training.regularizers.base import Regularizer, probs_of_paired_tokens
 
 
@@ -21,7 +20,7 @@ class PairwiseConsistency(Regularizer):
     off_diagonal: float = Field(5e-2, ge=0, description="of the mean S_ij², i ≠ j: unequal choices")
     special: bool = Field(False, description="pair the class token with itself (on for ImageNet)")
 
-    def __call__(self, step: ObjectiveInputs) -> Tensor:
+    def __call__(self, step: routing_records.ObjectiveInputs) -> Tensor:
         factors = {"diagonal": self.diagonal, "off_diagonal": self.off_diagonal}
         layers = probs_of_paired_tokens(self.kind, step, self.special)
         return cast(Tensor, sum(pairwise_consistency(*pairs, **factors) for pairs in layers))
@@ -52,6 +51,6 @@ def _view_correlation(first: Tensor, second: Tensor, present: Tensor) -> tuple[T
     with torch.autocast(first.device.type, enabled=False):
         products = (first * mask).flatten(0, -2).T @ second.flatten(0, -2)
     # One collective for both.
-    total = total_over_ranks(torch.cat([products.flatten(), mask.sum()[None]]))
+    total = ranks.total_over_ranks(torch.cat([products.flatten(), mask.sum()[None]]))
     count = total[-1]
     return total[:-1].view(experts, experts) * (experts / count.clamp(min=1)), count

@@ -7,8 +7,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from moecore.core.files import UserError
-from moecore.core.routing_records import ObjectiveInputs
+from moecore.core import files, routing_records
 from moecore.nn.correspondence import align_teacher_probs
 from moecore.training.regularizers.base import Regularizer
 
@@ -22,16 +21,16 @@ class RouterKl(Regularizer):
     weight: float = Field(5.0, ge=0, description="factor in the objective")
     until: float = Field(1.0, gt=0, le=1, description="share of the training during which it acts")
 
-    def __call__(self, step: ObjectiveInputs) -> Tensor:
+    def __call__(self, step: routing_records.ObjectiveInputs) -> Tensor:
         students = [record.probs for record in step.output.routing]
         if step.guidance is None:
-            raise UserError(
+            raise files.UserError(
                 "router_kl: there is no teacher guidance in this step; run the teacher_router "
                 "stage first, or remove router_kl"
             )
         teachers = step.guidance.probs
         if not students or len(teachers) != len(students):
-            raise UserError(
+            raise files.UserError(
                 f"router_kl: the teacher guides {len(teachers)} MoE layers and the student has "
                 f"{len(students)}; the numbers must be equal"
             )

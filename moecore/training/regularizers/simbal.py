@@ -6,8 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.files import UserError
-from moecore.core.routing_records import ObjectiveInputs
+from moecore.core import files, routing_records
 from moecore.training.distributed_training import to_full_tensor
 from moecore.training.regularizers.base import Regularizer
 
@@ -22,11 +21,11 @@ class Simbal(Regularizer):
     kind: Literal["simbal"] = "simbal"
     weight: float = Field(ge=0, description="factor in the objective; the paper's text has none")
 
-    def __call__(self, step: ObjectiveInputs) -> Tensor:
+    def __call__(self, step: routing_records.ObjectiveInputs) -> Tensor:
         modules = step.model.modules()
         rows = [row for module in modules for row in getattr(module, "orthonormal_rows", ())]
         if not rows:
-            raise UserError(
+            raise files.UserError(
                 "simbal: no router's rows start orthonormal; give the router `start: orthonormal`, "
                 "or remove it"
             )

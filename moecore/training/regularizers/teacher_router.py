@@ -5,8 +5,7 @@ from typing import ClassVar, Literal, cast
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.files import UserError
-from moecore.core.routing_records import ObjectiveInputs
+from moecore.core import files, routing_records
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.entropy import entropy
 from moecore.training.regularizers.importance import importance
@@ -22,9 +21,9 @@ class TeacherRouter(Regularizer):
     balance: float = Field(0.005, ge=0, description="factor of CV² of experts' mean probability")
     entropy: float = Field(0.005, ge=0, description="factor of the mean token entropy")
 
-    def __call__(self, step: ObjectiveInputs) -> Tensor:
+    def __call__(self, step: routing_records.ObjectiveInputs) -> Tensor:
         if step.guidance is None or not step.guidance.probs:
-            raise UserError(
+            raise files.UserError(
                 "teacher_router: there is no teacher guidance in this step; give the method a "
                 "teacher, or remove teacher_router"
             )

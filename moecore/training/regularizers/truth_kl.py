@@ -6,8 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.files import UserError
-from moecore.core.routing_records import ObjectiveInputs, RoutingContext, RoutingRecord
+from moecore.core import files, routing_records
 from moecore.nn.backbones.base_model import majority_token_kinds
 from moecore.nn.routers.told import ToldRouter
 from moecore.training.regularizers.base import Regularizer, check_has_experts
@@ -25,10 +24,10 @@ class TruthKl(Regularizer):
     kind: Literal["truth_kl"] = "truth_kl"
     weight: float = Field(5.0, ge=0, description="factor in the objective")
 
-    def __call__(self, step: ObjectiveInputs) -> Tensor:
+    def __call__(self, step: routing_records.ObjectiveInputs) -> Tensor:
         check_has_experts(step)
         if not step.model.image.truth:
-            raise UserError("truth_kl: unknown truth; allowed: data whose card says truth")
+            raise files.UserError("truth_kl: unknown truth; allowed: data whose card says truth")
         divergences = [
             truth_kl(truth=majority_token_kinds(step.batch.images, layout), record=record)
             for record, layout in zip(step.output.routing, step.model.layouts, strict=True)
@@ -36,9 +35,9 @@ class TruthKl(Regularizer):
         return torch.stack(divergences).mean()
 
 
-def truth_kl(*, truth: Tensor, record: RoutingRecord) -> Tensor:
+def truth_kl(*, truth: Tensor, record: routing_records.RoutingRecord) -> Tensor:
     """Return KL in nats from the routing of ``told`` to the record's, mean over tokens; ≥ 0."""
     # truth: int64 (B, T), true kinds, from 1; 0: unknown, which ``told`` sends to expert 0.
     told = ToldRouter(experts=record.probs.shape[-1])
-    _, teacher = told(record.probs, RoutingContext(truth=truth))
+    _, teacher = told(record.probs, routing_records.RoutingContext(truth=truth))
     return router_kl(teacher=teacher.probs, student=record.probs)

@@ -5,8 +5,7 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor, logsumexp
 
-from moecore.core.ranks import mean_over_ranks
-from moecore.core.routing_records import ObjectiveInputs
+from moecore.core import ranks, routing_records
 from moecore.training.regularizers.base import Regularizer, sum_over_layers
 
 
@@ -16,10 +15,10 @@ class ZLoss(Regularizer):
     kind: Literal["z_loss"] = "z_loss"
     weight: float = Field(1e-3, ge=0, description="factor in the objective")
 
-    def __call__(self, step: ObjectiveInputs) -> Tensor:
+    def __call__(self, step: routing_records.ObjectiveInputs) -> Tensor:
         return sum_over_layers(step, lambda record: z_loss(logits=record.logits))
 
 
 def z_loss(*, logits: Tensor) -> Tensor:
     """Return the mean of logsumexp(logits)² over all ranks' tokens (B, T, E), before noise."""
-    return mean_over_ranks(logsumexp(logits, dim=-1).square())
+    return ranks.mean_over_ranks(logsumexp(logits, dim=-1).square())

@@ -14,10 +14,9 @@ from moecore.core.config import Config, validate_again
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import Split, evenly_spaced_indices
+from moecore.nn import dispatch, predict
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.dispatch import Rows
 from moecore.nn.layers.moe import MoEFeedForward, MoESettings
-from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.base import exact_fraction
 
 BATCH = 64  # images of a forward pass, in which every expert computes every token
@@ -65,7 +64,7 @@ def measure_expert_use(model: Model, split: Split, images: int) -> dict[str, Exp
             layer_sums.add_outputs(expert, outputs, weights[:, expert], chosen[:, expert])
 
     with watching_layers(model, add_batch):
-        predict_in_batches(model, pixels, BATCH, routing=False, prediction=False)
+        predict.predict_in_batches(model, pixels, BATCH, routing=False, prediction=False)
     return {name: layer_sums.average() for name, layer_sums in sums.items()}
 
 
@@ -90,7 +89,7 @@ def compute_all_outputs(layer: MoEFeedForward, tokens: Tensor) -> Iterator[Tenso
     for expert in range(layer.number):
         ends = torch.zeros(layer.number, dtype=torch.int32, device=tokens.device)
         ends[expert:] = len(tokens)
-        yield layer.experts(Rows(tokens, ends))
+        yield layer.experts(dispatch.Rows(tokens, ends))
 
 
 class ExpertReduction(Config, ABC):

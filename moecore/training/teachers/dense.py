@@ -5,8 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from moecore.core.files import atomic_folder
-from moecore.core.ranks import broadcast_text, current_ranks
+from moecore.core import files, ranks
 from moecore.data.prepared import Prepared
 from moecore.data.sources.base import Source
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec
@@ -30,8 +29,8 @@ class Dense(Teacher):
         if self.data is None:
             return pretraining
         path = work / "data"
-        if current_ranks().first and not path.is_dir():
-            with atomic_folder(path) as folder:
+        if ranks.current_ranks().first and not path.is_dir():
+            with files.atomic_folder(path) as folder:
                 self.data.write(folder)
-        broadcast_text("prepared")  # the other ranks wait here
+        ranks.broadcast_text("prepared")  # the other ranks wait here
         return Prepared.open(path)

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError, find_teacher_checkpoint
 from moecore.core.safetensors_files import read_tensors
-from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
-from moecore.nn.backbones.two_towers import TextTowerSettings, TwoTowers
-from moecore.nn.backbones.vit import Vit
+from moecore.nn.backbones import base_model, two_towers, vit
 from moecore.tasks.image_text import ImageText
 from moecore.training.teachers.base import Teacher
 
@@ -55,7 +53,7 @@ class OpenClip(Teacher):
     )
     training: None = None
 
-    def build(self, image: ImageSpec) -> BackboneModel:
+    def build(self, image: base_model.ImageSpec) -> base_model.BackboneModel:
         """Return the pretrained towers at the size of ``image``, with CLIP's normalisation."""
         # Raises UserError for a missing or foreign file, and for data without fitting captions.
         if not isinstance(image.task, ImageText):
@@ -72,7 +70,7 @@ class OpenClip(Teacher):
                 "the file"
             )
         side = round((weights["visual.pos_embed"].shape[1] - 1) ** 0.5) * settings.image.patch
-        spec = ImageSpec(
+        spec = base_model.ImageSpec(
             channels=weights["visual.patch_embed.proj.weight"].shape[1],
             size=side,
             mean=MEAN,
@@ -124,15 +122,15 @@ def rename_clip_weights(weights: Mapping[str, Tensor], file: str) -> dict[str, T
 
 def two_tower_settings(
     weights: Mapping[str, Tensor], activation: Literal["gelu", "quick_gelu"]
-) -> TwoTowers:
+) -> two_towers.TwoTowers:
     """Derive the settings of a two-tower model from the shapes of renamed weights."""
     kernel = weights["visual.patch_embed.proj.weight"]
     width = kernel.shape[0]
     text = weights["text.positions"].shape[1]
     hidden = weights["visual.blocks.0.mlp.fc1.weight"].shape[0]
     inner = weights["text.blocks.0.mlp.fc1.weight"].shape[0]
-    return TwoTowers(
-        image=Vit(
+    return two_towers.TwoTowers(
+        image=vit.Vit(
             patch=kernel.shape[-1],
             width=width,
             depth=_count_blocks(weights, "visual"),
@@ -142,7 +140,7 @@ def two_tower_settings(
             activation=activation,
             norm_eps=1e-5,
         ),
-        text=TextTowerSettings(
+        text=two_towers.TextTowerSettings(
             width=text,
             depth=_count_blocks(weights, "text"),
             heads=text // HEAD_WIDTH,

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from moecore.core.files import UserError, find_teacher_checkpoint
 from moecore.core.safetensors_files import check_header_size
+from moecore.nn.backbones import swin, swin_v2, vit
 from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
-from moecore.nn.backbones.swin import Swin, SwinSettings
-from moecore.nn.backbones.swin_v2 import SwinV2
-from moecore.nn.backbones.vit import Vit
 from moecore.tasks.classification import Classification
 from moecore.training.teachers.base import Teacher
 
@@ -188,10 +186,10 @@ def unsupported_features(source: Any) -> list[str]:
     return unsupported
 
 
-def vit_settings(source: Any) -> Vit:
+def vit_settings(source: Any) -> vit.Vit:
     """Return moecore's settings of a timm VisionTransformer or VisionTransformerDistilled."""
     block = source.blocks[0]
-    return Vit(
+    return vit.Vit(
         patch=source.patch_embed.patch_size[0],
         width=source.embed_dim,
         depth=len(source.blocks),
@@ -205,14 +203,14 @@ def vit_settings(source: Any) -> Vit:
     )
 
 
-def swin_settings(source: Any) -> SwinSettings:
+def swin_settings(source: Any) -> swin.SwinSettings:
     """Return moecore's settings of a timm SwinTransformer or SwinTransformerV2."""
     first = [stage.blocks[0] for stage in source.layers]
     second = hasattr(first[0].attn, "logit_scale")
     learned = None
     if second and any(block.attn.pretrained_window_size[0] for block in first):
         learned = tuple(block.attn.pretrained_window_size[0] for block in first)
-    kind = SwinV2 if second else Swin
+    kind = swin_v2.SwinV2 if second else swin.Swin
     return kind(
         patch=source.patch_embed.patch_size[0],
         width=source.embed_dim,
