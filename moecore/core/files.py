@@ -28,6 +28,7 @@ MENDABLE = {
     *(errno.ELOOP, errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
 }
 SEAL = "content_sha256"  # the last key that ``write_checksummed`` writes
+PR_SET_PDEATHSIG = 1
 
 
 def describe_refusal(*, found: object, allowed: object) -> str:
@@ -345,9 +346,6 @@ def find_teacher_checkpoint(name: str) -> Path:
         allowed = "an existing .safetensors file (pickled checkpoints are not loaded)"
         raise UserError.at("teacher.checkpoint", found=repr(name), allowed=allowed)
     return path
-
-
-PR_SET_PDEATHSIG = 1
 
 
 def available_cores() -> int:

@@ -13,6 +13,7 @@ from moecore.core.files import UserError, file_checksum, write_checksummed
 from moecore.tasks.base import Task
 
 SPLITS = ("train", "validation", "test")
+PREPARE_AGAIN = "run the stage `prepare` again"
 
 
 class Card(NamedTuple):
@@ -137,9 +138,6 @@ def write_card(
     }
     write_checksummed(folder / "card.json", content)
     return content
-
-
-PREPARE_AGAIN = "run the stage `prepare` again"
 
 
 def open_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -33,6 +33,8 @@ from moecore.data.views.augmentations import LUMA
 SMALL = 32
 LARGE = 224
 PerSeverity = tuple[float, float, float, float, float]  # one positive value per severity, 1 to 5
+ZOOMS = 11  # enlargements averaged by zoom_blur
+SIGMAS = (0.05, 0.1, 0.2)  # default levels of Gaussian noise on pixels in [0, 1]
 
 
 class Severity(NamedTuple):
@@ -95,9 +97,6 @@ def impulse_noise(image: np.ndarray, severity: Severity, random: Generator) -> n
     amount = severity.parameter((0.01, 0.02, 0.03, 0.05, 0.07), (0.03, 0.06, 0.09, 0.17, 0.27))
     uniform = random.random(image.shape)
     return np.where(uniform < amount / 2, 0.0, np.where(uniform < amount, 1.0, image))
-
-
-ZOOMS = 11  # enlargements averaged by zoom_blur
 
 
 def defocus_blur(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
@@ -320,9 +319,6 @@ def corrupt_images(
         random = corruption_rng(seed, name, severity, int(index))
         corrupted[row] = to_uint8(CORRUPTIONS[name](np.asarray(image) / 255, strength, random))
     return corrupted
-
-
-SIGMAS = (0.05, 0.1, 0.2)  # default levels of Gaussian noise on pixels in [0, 1]
 
 
 def corruption_rng(seed: int, name: str, severity: int, index: int) -> Generator:

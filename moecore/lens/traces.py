@@ -42,6 +42,8 @@ ITEM_TENSORS = ("tokens", "positions", "labels", "pictures")
 MAX_SIDE = 256  # pixels of a picture
 SUM_TOLERANCE = 0.02  # of probabilities in bfloat16
 Layouts = Sequence[Sequence[Any]]  # of MoE layers: see ``write_trace``
+REMEDY = "record the trace again"
+PROBABILITIES = 2**24  # in memory after which a file is written, 64 MiB
 
 
 class LayerShape(config.Config):
@@ -141,9 +143,6 @@ def check_pictures(values: Tensor, items: int, layers: Sequence[LayerShape], pla
             shape = f"pictures of {tuple(size)} pixels and a grid {layer.grid} of patches"
             allowed = "grids of two axes that divide the sides"
             raise UserError.at(place, found=shape, allowed=allowed)
-
-
-REMEDY = "record the trace again"
 
 
 class LayerRouting(NamedTuple):
@@ -310,9 +309,6 @@ def decode_layer_routing(experts: Tensor, weights: Tensor, probs: Tensor) -> Lay
     chosen = torch.zeros(shape, dtype=torch.bool).scatter(-1, columns, True)
     combine = torch.zeros(shape).scatter(-1, columns, weights)
     return LayerRouting(chosen[..., :number], probs, combine[..., :number])
-
-
-PROBABILITIES = 2**24  # in memory after which a file is written, 64 MiB
 
 
 @contextmanager

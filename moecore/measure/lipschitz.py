@@ -52,6 +52,7 @@ METRICS = {  # slopes in ℓ2, logits over pixels in [0, 1]: see ``LipschitzSlop
     "lemma1_violations": Metric("Lemma 1, violated", form="count", note="expected: 0", detail=True),
 }
 METRICS = {name: metric._replace(paper="adversarial") for name, metric in METRICS.items()}
+MIN_DISTANCE = 1e-3  # of a pair, relative to the radius; closer pairs do not count
 
 
 def put_lemma(
@@ -115,9 +116,6 @@ def layer_inputs(
         places = np.sort(generator.permutation(len(layer_inputs))[:tokens])
         samples.append(layer_inputs[torch.from_numpy(places).to(layer_inputs.device)])
     return samples
-
-
-MIN_DISTANCE = 1e-3  # of a pair, relative to the radius; closer pairs do not count
 
 
 class LipschitzSlopes(NamedTuple):

@@ -35,6 +35,8 @@ ENDINGS = (".nii.gz", ".nii", ".mgz")
 # Ends of a brain mask's name, instead of _T1w or after the volume's full name.
 MASKS = ("_desc-brain_mask", "_mask")
 Participants = dict[tuple[str, str], dict[str, str]]  # (participant, session or "") → facts
+NEEDED = ("model.json", "model.safetensors")
+TRAINED = "artifacts/{pretrain,finetune,adversarial,prune,merge}/<method>/<seed>"
 
 
 class NewVolumeFile(NamedTuple):
@@ -193,10 +195,6 @@ def load_age_calibration(folder: Path, model_folder: Path) -> AgeCalibrator:
         raise UserError(f"{folder}: {wrong}; allowed: the calibrator of this very model")
     path = folder / "calibrator.json"
     return AgeCalibrator(reference, read_calibrator(path, "numbers") if path.exists() else None)
-
-
-NEEDED = ("model.json", "model.safetensors")
-TRAINED = "artifacts/{pretrain,finetune,adversarial,prune,merge}/<method>/<seed>"
 
 
 class PredictionRequest(NamedTuple):

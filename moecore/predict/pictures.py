@@ -33,6 +33,9 @@ from moecore.training.artifacts import load_model_card
 
 SHOWN = 500  # files of the page, at most: more would make it tens of megabytes
 MAX_PNG_SIDE = 96  # pixels; larger pictures become JPEG
+MAX_TEXTS = 10_000  # each is a column of the table
+MAX_LETTERS = 80  # of a text below a picture
+NEAREST = 5  # shown matches per picture, and per text
 
 
 class Tile(NamedTuple):
@@ -224,11 +227,6 @@ def top_experts(combine: Tensor, special: int, grid: tuple[int, ...]) -> np.ndar
     weights, experts = combine[:, special:].topk(min(2, combine.shape[-1]))
     chosen = torch.where(weights > 0, experts, -1)
     return chosen.view(len(combine), *grid, -1).numpy().astype(np.int16)
-
-
-MAX_TEXTS = 10_000  # each is a column of the table
-MAX_LETTERS = 80  # of a text below a picture
-NEAREST = 5  # shown matches per picture, and per text
 
 
 class EmbeddedTexts(NamedTuple):

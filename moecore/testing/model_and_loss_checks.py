@@ -51,6 +51,7 @@ from moecore.training.regularizers.base import Regularizer
 from moecore.training.teachers.base import Teacher
 
 MOE = MoESettings(router=NoisyTopK(), experts=Mlp(number=EXPERTS, hidden_ratio=1.0), blocks="all")
+ROWS = 5  # per expert, except the last one, which has none
 
 
 @name_part_in_errors
@@ -323,9 +324,6 @@ def _check_record(router: Any, layer: MoEFeedForward) -> None:
         assert_that(router, inside.all(), "load lies between 0 and 1")
         unchosen = record.combine[~record.chosen].any()
         assert_that(router, not unchosen, "combine is 0 where an expert is not chosen")
-
-
-ROWS = 5  # per expert, except the last one, which has none
 
 
 @name_part_in_errors

@@ -28,6 +28,10 @@ OptionalRun = StoredRun | None
 FAMILY = "moecore.family"  # of a parent: "vmoe/0", or SHARED
 SHARED = "shared"
 DENSE = "dense"  # the method to which headline numbers are relative
+COMPLETE = "moecore.imported.3"  # the run and its parent have the complete history
+MODEL = "moecore.model"  # the folder of the logged model, or why it was not logged
+PIXELS = {"dpi": 110}
+NOTE = "Headline numbers, as in the report. The stages, with all their values, are child runs."
 
 
 class ModelHistories(NamedTuple):
@@ -130,12 +134,6 @@ def save_comparison_view(client: Any, experiment: Any, parents: Iterable[StoredR
 def view_address(server: str, experiment: Any, mode: str = "TABLE") -> str:
     query = {"workflowType": "machine_learning", "viewStateShareKey": KEY, "compareRunsMode": mode}
     return f"{server}/#/experiments/{experiment.experiment_id}/runs?{urlencode(query)}"
-
-
-COMPLETE = "moecore.imported.3"  # the run and its parent have the complete history
-MODEL = "moecore.model"  # the folder of the logged model, or why it was not logged
-PIXELS = {"dpi": 110}
-NOTE = "Headline numbers, as in the report. The stages, with all their values, are child runs."
 
 
 def sync_runs() -> str:

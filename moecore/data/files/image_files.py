@@ -21,6 +21,7 @@ from moecore.data.sources.base import Source
 from moecore.tasks.classification import Classification
 
 CHUNK = 1024
+MIN_SHORT_SIDE = 32  # pixels: JPEG works on blocks of 8 × 8, or 16 × 16
 
 
 class LabelledFiles(NamedTuple):
@@ -171,9 +172,6 @@ def _stored_rows(array: Path, rows: np.ndarray) -> Iterator[np.ndarray]:
     images = np.load(array, mmap_mode="r", allow_pickle=False)
     for part in _chunks(len(rows)):
         yield images[rows[part]]
-
-
-MIN_SHORT_SIDE = 32  # pixels: JPEG works on blocks of 8 × 8, or 16 × 16
 
 
 class ImageFilesSource(stratified_splits.SplitSettings, Source):

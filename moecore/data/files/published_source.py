@@ -30,6 +30,9 @@ from moecore.data.text import tokenizers
 from moecore.tasks import classification, image_text
 
 LabelledImages = tuple[np.ndarray, np.ndarray]  # images uint8 (N, C, H, W) and labels int64 (N,)
+SPLIT_STREAM = 6  # random stream of the splits; the next one draws limits
+# of Karpathy & Fei-Fei's files
+SPLIT_NAMES = {"train": "train", "restval": "train", "val": "validation", "test": "test"}
 
 
 class PublishedSetFacts(NamedTuple):
@@ -170,11 +173,6 @@ def download_file(url: str, path: Path, check: Callable[[Path], object]) -> None
                 f"{url}: download failed ({error}); check the network, or put the file at {path}"
             ) from error
         check(temporary)
-
-
-SPLIT_STREAM = 6  # random stream of the splits; the next one draws limits
-# of Karpathy & Fei-Fei's files
-SPLIT_NAMES = {"train": "train", "restval": "train", "val": "validation", "test": "test"}
 
 
 class ImageCaptions(NamedTuple):

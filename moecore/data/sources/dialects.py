@@ -26,6 +26,10 @@ Change = Literal["permutation", "texture", "colour", "shifted_colour", "rotation
 STRENGTH = 0.35  # weight of a texture; the image has the rest
 WAVES = (0.9, 1.6)  # of textures, radians per pixel
 DIRECTIONS = 8
+CHUNK = 4096
+STREAM = 8  # first random stream of the splits; lower ones belong to other sources
+NAMES = 11  # random stream of the permutations of names
+MIN_ITEMS = 50  # expected training images, or paragraphs, of every dialect
 
 
 class Permutation(NamedTuple):
@@ -189,12 +193,6 @@ def draw_change(
 
 def is_colour_change(change: Change) -> bool:
     return issubclass(CHANGES[change], Colour)
-
-
-CHUNK = 4096
-STREAM = 8  # first random stream of the splits; lower ones belong to other sources
-NAMES = 11  # random stream of the permutations of names
-MIN_ITEMS = 50  # expected training images, or paragraphs, of every dialect
 
 
 class Dialects(mosaic.CombinedImageSource):

@@ -26,6 +26,8 @@ SHA256 = {  # of the decompressed content
     "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
     "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
 }
+GZIP = b"\x1f\x8b"
+MAX_BYTES = 2**26  # decompressed; the largest published file has 47 million
 
 
 class FashionMnist(PublishedSource):
@@ -84,10 +86,6 @@ def _existing_files(root: Path, name: str) -> list[Path]:
 
 def _missing_files(root: Path) -> list[str]:
     return [name for name in SHA256 if not _existing_files(root, name)]
-
-
-GZIP = b"\x1f\x8b"
-MAX_BYTES = 2**26  # decompressed; the largest published file has 47 million
 
 
 def read_idx(path: Path, dimensions: int, sha256: str) -> np.ndarray:

@@ -22,6 +22,8 @@ from moecore.data.volumes.cohorts import CohortTable, SubjectProblem, VolumeSubj
 from moecore.data.volumes.volume_preparation import REGIONS, UnusableVolume, VolumeWithTissueShares
 
 VERSION = 2  # of the cache; raise it when reading a subject gives different values
+PATTERN_WORDS = """a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for \
+sub-01 or sub-01_ses-1, * for anything"""
 
 
 # Entries of other settings stay; the folder may be deleted at any time.
@@ -50,10 +52,6 @@ def save_cached_volume(path: Path, volume: VolumeWithTissueShares) -> None:
     arrays = {name: values for name, values in volume._asdict().items() if values is not None}
     with atomic_file(path) as temporary, open(temporary, "wb") as file:
         np.savez(file, **arrays)
-
-
-PATTERN_WORDS = """a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for \
-sub-01 or sub-01_ses-1, * for anything"""
 
 
 class TissueMapPatterns(Config):

@@ -18,6 +18,11 @@ from moecore.data.stratified_splits import class_quotas
 from moecore.tasks.regression import Regression
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # becomes part of a path and of a pattern
+NEEDED_COLUMNS = ("participant_id", "age", "sex")
+AGES = (0, 120)  # years; other ages are problems
+SEX = {"f": "F", "female": "F", "m": "M", "male": "M", "": ""}
+MISSING = "n/a"
+PURPOSE = {"test": 5, "validation": 6}  # random streams; lower ones are in use
 
 
 class VolumeSubject(NamedTuple):
@@ -64,12 +69,6 @@ def find_only_file(root: Path, pattern: str, subject: VolumeSubject) -> Path:
     if not files[0].is_file():  # reading a pipe would never end
         raise UserError(f"{files[0]}: no file, or a link to nothing")
     return files[0]
-
-
-NEEDED_COLUMNS = ("participant_id", "age", "sex")
-AGES = (0, 120)  # years; other ages are problems
-SEX = {"f": "F", "female": "F", "m": "M", "male": "M", "": ""}
-MISSING = "n/a"
 
 
 class SubjectProblem(NamedTuple):
@@ -222,9 +221,6 @@ def parse_subject_with_problems(row: dict[str, str]) -> tuple[VolumeSubject, lis
     site = row.get("site", "")
     diagnosis = row.get("diagnosis", "")
     return VolumeSubject(who, session, age, SEX.get(sex, ""), site, diagnosis=diagnosis), reasons
-
-
-PURPOSE = {"test": 5, "validation": 6}  # random streams; lower ones are in use
 
 
 class CohortSettings(Config):

@@ -20,6 +20,9 @@ AFFINE_TOLERANCE_MM = 0.1  # largest distance of a corner of the volume between 
 MAX_VOXELS = 512**3  # a head at 0.5 mm, half a gigabyte of values
 MAX_HEADER = 2**26  # bytes before the values; extensions of scanners take a few thousand
 NUMBERS = "biuf"  # numpy's kinds of real numbers; without complex numbers and colours
+MIN_BRIGHTNESS = 0.01  # of a voxel inside the mask, so that value > 0 gives the mask
+PERCENTILES = (1.0, 99.0)
+REGIONS = ("wm", "gm", "csf")
 
 
 class UnusableVolume(UserError):
@@ -230,11 +233,6 @@ def describe_visible_skull(volume: np.ndarray, mask: np.ndarray, from_maps: bool
     if outside <= MAX_OUTSIDE:
         return None
     return f"not skull-stripped: bright voxels outside tissue: {outside:.0%} of the brain; {remedy}"
-
-
-MIN_BRIGHTNESS = 0.01  # of a voxel inside the mask, so that value > 0 gives the mask
-PERCENTILES = (1.0, 99.0)
-REGIONS = ("wm", "gm", "csf")
 
 
 class VolumeWithTissueShares(NamedTuple):

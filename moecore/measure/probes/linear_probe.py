@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline
 
 PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # per image; features have standard deviation 1
+ORDER = ("csf", "gm", "wm")  # by how much the tissue's shape tells about age, most first
 
 
 def predict_with_features(
@@ -63,9 +64,6 @@ def fit_ridge_probe(
     }
     best = min(sorted(errors, reverse=True), key=errors.__getitem__)
     return fitted[best], best
-
-
-ORDER = ("csf", "gm", "wm")  # by how much the tissue's shape tells about age, most first
 
 
 class ModelAndProbeErrors(NamedTuple):

@@ -33,6 +33,7 @@ from moecore.training.single_tissue_volumes import keep_only_tissue, region_chan
 
 RESCAN_YEARS = 1.0  # two sessions of a participant within this time count as a rescan
 PEOPLE = 1000  # reserved for these checks; rescans use the second half
+NONE = -1  # the tissue of an empty cube
 
 
 class ScanRequest(NamedTuple):
@@ -135,9 +136,6 @@ def session_pairs(subjects: Sequence[Mapping[str, str]]) -> list[tuple[int, int]
         for (person, age, earlier), (other, later_age, later) in pairwise(visits)
         if person == other and later_age - age <= RESCAN_YEARS
     ]
-
-
-NONE = -1  # the tissue of an empty cube
 
 
 class TissueAgreement(NamedTuple):

@@ -30,6 +30,11 @@ from moecore.tasks.base import Task
 SIDE = 96  # pixels; larger images are shrunk
 CROP = 24  # the same for a patch with its surroundings
 MODES = {2: "area", 3: "trilinear"}  # by number of axes
+CHUNK = 50  # images whose records are in memory at once
+CLASSES = 5  # per expert
+CROPS = 800  # per layer, shared by its experts
+WORDS = 8  # per expert
+RARE = 10  # words that occur less often in the blocks are ignored
 
 
 class EncodedImages(Config):
@@ -194,11 +199,6 @@ def _grid_rows(grid: np.ndarray) -> list[str]:
     return [" ".join("-" if cell < 0 else str(cell) for cell in row) for row in grid]
 
 
-CHUNK = 50  # images whose records are in memory at once
-CLASSES = 5  # per expert
-CROPS = 800  # per layer, shared by its experts
-
-
 class FavouritePatch(Config):
     """A patch of a test image."""
 
@@ -340,10 +340,6 @@ def _profile_experts(
 def largest_shares(shares: Tensor, number: int = CLASSES) -> tuple[tuple[int, float], ...]:
     order = shares.sort(descending=True, stable=True).indices[:number].tolist()
     return tuple((index, round(float(shares[index]), 4)) for index in order if shares[index] > 0)
-
-
-WORDS = 8  # per expert
-RARE = 10  # words that occur less often in the blocks are ignored
 
 
 def last_block_words(blocks: np.ndarray, has_truth: bool) -> np.ndarray:

@@ -18,6 +18,8 @@ from moecore.statistics import comparisons, intervals
 
 RARE = 10  # words that occur less often in the texts are ignored
 TEXT = 3  # axes of blocks of text, (N, C, M)
+PERMUTATIONS = 200
+MIN_IMAGES = 4  # to permute labels: with three images, p cannot be below 1 / 3! = 1 / 6
 
 
 def class_label_of_images(subject: MeasuredModel, labels: Tensor) -> dict[str, Tensor]:
@@ -62,10 +64,6 @@ def tissue_labels(maps: np.ndarray, indices: np.ndarray, layout: TokenLayout) ->
     sums = np.concatenate([tissue_sums_by_cube(maps[[index]], layout.grid) for index in indices])
     largest = np.where(sums.any(axis=-1), sums.argmax(axis=-1), -1)
     return torch.from_numpy(np.pad(largest, ((0, 0), (layout.special, 0)), constant_values=-1))
-
-
-PERMUTATIONS = 200
-MIN_IMAGES = 4  # to permute labels: with three images, p cannot be below 1 / 3! = 1 / 6
 
 
 class LabelSpecialisation(Config):

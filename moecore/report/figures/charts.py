@@ -22,6 +22,11 @@ EVERYWHERE = (-np.inf, np.inf)
 NUMBERED = 20  # columns; a square heatmap with more has colours only
 DIRECT = 8  # curves that have their names at their ends; more have a legend
 AROUND = 1.0  # inches of a figure that are not its axes: title, ticks and the axis' name
+FONT = 9.0
+LINE = 0.165  # inches from one name to the next
+# Places of a point's name: right and left of it, below and above, then further away.
+SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
+REACHES = (7, 14, 24, 38, 55, 75)  # pixels between a point and its name
 
 
 class CurveEnd(NamedTuple):
@@ -209,13 +214,6 @@ def interval_over_seeds(values: Sequence[Value]) -> Interval:
     if len(values) == 1:
         return values[0].interval
     return mean_over_seeds([value.value for value in values])
-
-
-FONT = 9.0
-LINE = 0.165  # inches from one name to the next
-# Places of a point's name: right and left of it, below and above, then further away.
-SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
-REACHES = (7, 14, 24, 38, 55, 75)  # pixels between a point and its name
 
 
 def label_curve_ends(axes: Axes, ends: Sequence[CurveEnd], height: float) -> None:

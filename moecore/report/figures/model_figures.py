@@ -21,6 +21,7 @@ AGREEMENTS = {
 }
 ITERATIONS = 45_000  # of MoGE's figure 3
 EXPONENTS = (0.0, 0.3, 0.5, 1.0, 2.0, 3.0)  # γ: its own, and what the paper's text tells apart
+LARGEST_LOAD = 3.0  # times an even share, from which on colours do not change
 
 
 @drawing.styled_drawing
@@ -285,9 +286,6 @@ def draw_word_experts(axes: Axes, read_words: Read, row: int, colours: Sequence[
         y = row + (0.12 + LINE * line) / SIDE
         axes.text(x, y, text, fontsize=8, family="monospace", va="center", bbox=box)
         start += width
-
-
-LARGEST_LOAD = 3.0  # times an even share, from which on colours do not change
 
 
 @drawing.styled_drawing

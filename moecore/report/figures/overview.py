@@ -28,6 +28,8 @@ FAR = 0.8  # of its largest value: a panel whose smallest is above does not begi
 ROOM = 0.12  # of what an axis holds, beyond it on both sides
 BEST = {"higher": "upper right", "lower": "lower left"}
 Looks = Mapping[str, Mapping[str, Any]]
+MOST_CLASSES = 20
+PLANES = ("sagittal", "coronal", "axial")  # across the axes right, anterior, superior
 
 
 def draw_overview(phase: PhaseResults, quantities: PhaseQuantities) -> Iterator[Picture]:
@@ -198,10 +200,6 @@ def _scaled(quantity: QuantityByMethod, method: str) -> Interval:
     interval = quantity.interval(method)
     scale = {"active_parameters": 1e-6, "gflops": 1e3}.get(quantity.column.name, 1.0)
     return Interval(interval.value * scale, *(limit * scale for limit in interval.limits or ()))
-
-
-MOST_CLASSES = 20
-PLANES = ("sagittal", "coronal", "axial")  # across the axes right, anterior, superior
 
 
 def draw_dataset_samples(prepared: Prepared, shots: int = 10) -> Figure:

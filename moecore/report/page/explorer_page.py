@@ -28,6 +28,8 @@ QUESTIONS = {
     expert_worth.ExpertWorth: "what is lost without an expert",
     router_regret.RouterRegret: "what the best experts would save",
 }
+FILE = "explorer.html"  # in the page's folder
+PACKED = ("pixels", "origins", "layers", "kinds")  # keys whose texts are packed arrays
 
 
 def find_display(kind: type[base.MeasuredPart]) -> MeasurementDisplay:
@@ -135,10 +137,6 @@ def better_experts(regret: Found, images: Sequence[int]) -> list[list[BetterExpe
                 rows[images.index(choice["image"])] |= dict.fromkeys(choice["tokens"], best)
         layers.append(rows)
     return layers
-
-
-FILE = "explorer.html"  # in the page's folder
-PACKED = ("pixels", "origins", "layers", "kinds")  # keys whose texts are packed arrays
 
 
 class ExplorerHead(NamedTuple):

@@ -17,6 +17,7 @@ BEGINNINGS = {
     "mce": "mCE",
 }
 ENDINGS = {"_worst_case": "worst case"}
+WIDE = 7.0  # inches; a wider figure takes the whole width of the page
 
 
 def find_glossary_term(column: str) -> str:
@@ -24,9 +25,6 @@ def find_glossary_term(column: str) -> str:
     terms = [term for beginning, term in BEGINNINGS.items() if column.startswith(beginning)]
     terms += [term for ending, term in ENDINGS.items() if column.endswith(ending)]
     return next(iter(terms), "")
-
-
-WIDE = 7.0  # inches; a wider figure takes the whole width of the page
 
 
 class PageCell(NamedTuple):
