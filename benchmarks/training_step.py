@@ -46,7 +46,7 @@ from moecore.training.regularizers.importance import Importance
 from moecore.training.regularizers.load import Load
 from moecore.training.runtime import KERNELS, Compile, CompiledBlocks, tune_runtime
 from moecore.training.settings import Training, build_optimizer
-from moecore.training.step_graph import WARM_UP, StepGraph, StepInputs, StepOutput
+from moecore.training.step_graph import WARM_UP, GraphedStepRunner, StepInputs, StepOutput
 
 
 class Size(NamedTuple):
@@ -107,7 +107,7 @@ CONTESTANTS = {
     "stock": torch.float32,
 }
 COMPILED = "ours bfloat16, compiled"  # on a GPU alone
-# A training's step by ``StepGraph``: eager, replayed, and with experts in Triton.
+# A training's step by ``GraphedStepRunner``: eager, replayed, and with experts in Triton.
 EAGER, REPLAYED, TRITON = "eager", "graph", "Triton"
 REPLAYS = (EAGER, REPLAYED, TRITON, f"{REPLAYED}, {TRITON}")
 MORE_EXPERTS = ", E "  # before their number, in the name of a contestant in bf16
@@ -237,7 +237,7 @@ def graph_step(size: Size, policy: Compile, device: str) -> Callable[[], None]:
         optimizer, dtype = made.optimizer, made.dtype
         return train_step(job, settings, optimizer, batch, rate, dtype, progress)
 
-    graph = StepGraph(job, made.optimizer, run_step, policy)
+    graph = GraphedStepRunner(job, made.optimizer, run_step, policy)
 
     def step() -> None:
         graph.take(StepInputs(made.batch, 1e-3, PROGRESS, 0))

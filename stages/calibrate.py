@@ -35,7 +35,7 @@ def calibrate(phase: run_and_claims.PhaseName, method: str, seed: int) -> None:
         out=Path("artifacts/calibrate") / item,
     )
     artifacts = [data.folder, files.model]
-    used = stage_inputs.read_stage_inputs("calibrate", params, artifacts, phase, method)
+    used = stage_inputs.hash_stage_inputs("calibrate", params, artifacts, phase, method)
     with record_run("calibrate", params, phase=phase, method=method, seed=seed, inputs=used) as run:
         model = load_model(files.model).to(tune_runtime().device)
         fit = CALIBRATED[settings.calibrator.predicts](settings=settings, files=files)

@@ -28,7 +28,7 @@ class Params(Config):
 
 def compare() -> None:
     params = params_reader.read_params(Params)
-    inputs = stage_inputs.read_stage_inputs("compare", params, [])
+    inputs = stage_inputs.hash_stage_inputs("compare", params, [])
     path = Path(stage_inputs.params_path())
     document = yaml_document.load_yaml_document(path)
     text = path.read_text(encoding="utf-8")

@@ -21,7 +21,7 @@ def prepare(name: str) -> None:
     """Prepare the data source ``data.<name>`` of params.yaml in artifacts/data/<name>."""
     params = read_params(Params, data=name)
     target = Path("artifacts/data") / name
-    inputs = stage_inputs.read_stage_inputs("prepare", params, [], phase=name)
+    inputs = stage_inputs.hash_stage_inputs("prepare", params, [], phase=name)
     with run_record.record_run("prepare", params, phase=name, inputs=inputs) as run:
         if folders := scan_raw_folders(params.data):  # before they are read
             run.table("raw", [folder._asdict() for folder in folders])

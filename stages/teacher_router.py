@@ -10,7 +10,7 @@ from moecore.measure.base import Skipped
 from moecore.nn.backbones.base_model import Backbone, ImageSpec
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
-from moecore.run.stage_inputs import read_stage_inputs
+from moecore.run.stage_inputs import hash_stage_inputs
 from moecore.run.training import log_points_with_progress
 from moecore.study.params_reader import ParamsKeyTemplate, read_params
 from moecore.training import runtime, settings
@@ -32,7 +32,7 @@ def teacher_router(method: str, seed: int) -> None:
     target = Path("artifacts/teacher_router", method, str(seed))
     paths = [Path("artifacts/data/pretrain"), Path("artifacts/teacher", str(seed))]
     needed = paths if params.method.guided or params.method.upcycle else []
-    inputs = read_stage_inputs("teacher_router", params, needed, method=method)
+    inputs = hash_stage_inputs("teacher_router", params, needed, method=method)
     with record_run("teacher_router", params, method=method, seed=seed, inputs=inputs) as run:
         guide = None
         result: config.Config = Skipped(skipped="the method needs no teacher")

@@ -24,7 +24,7 @@ def transferred(phase: run_and_claims.PhaseName, method: str, seed: int) -> None
         raise files.UserError.at("robustness.transfer", found="null", allowed="an attack")
     item = f"{phase}/{method}/{seed}"
     artifacts = [Path("artifacts/data", phase), Path("artifacts", item)]
-    inputs = stage_inputs.read_stage_inputs("transferred", params, artifacts, phase, method)
+    inputs = stage_inputs.hash_stage_inputs("transferred", params, artifacts, phase, method)
     named = {"phase": phase, "method": method, "seed": seed}
     with run_record.record_run("transferred", params, inputs=inputs, **named) as run:
         model = load_model(artifacts[1]).to(tune_runtime().device)

@@ -99,7 +99,7 @@ def check_params(path: Path) -> study.Study:
 
 def forget_files() -> None:
     """Make this process read files of code again, which a test has edited."""
-    caches = (code_hashes._read_source, code_hashes._imported_files, code_hashes._code_hash)
+    caches = (code_hashes._read_source, code_hashes._imported_files, code_hashes._file_code_hash)
     for cached in (*caches, code_hashes._module_file, code_hashes._data_files, read_wheel_hashes):
         cached.cache_clear()
 
@@ -124,7 +124,9 @@ def write_question(folder: Path, name: str, presets: Sequence[str] = ()) -> Path
     composed = compose_shipped(name, presets)
     check_document(composed.document, composed.all_stages)
     path = folder / "params.yaml"
-    params_writer.write_params(path, params_writer.dump_inline_yaml(composed.document.data))
+    params_writer.write_and_diff_params(
+        path, params_writer.dump_inline_yaml(composed.document.data)
+    )
     run_folders.write_dvc_yaml_files(folder, composed.stages)
     return path
 

@@ -238,7 +238,7 @@ def compare_designs(
         sum(source.variance for source in difference.sources) for difference in estimates.values()
     ]
     effects = random_effects([each.value for each in estimates.values()], variances)
-    verdicts = [evaluation.evaluate_difference(each, claim, good) for each in estimates.values()]
+    verdicts = [evaluation.verdict_on_difference(each, claim, good) for each in estimates.values()]
     return Designs(estimates, effects, verdicts.count("holds"))
 
 

@@ -172,7 +172,7 @@ def _place_of(answer: Answer) -> tuple[str, str]:
     return answer.claim.paper, answer.source
 
 
-def describe_unjudged_metrics(printed: papers.UntestedMetrics, studies: Studies) -> str:
+def describe_unjudged_metrics(printed: papers.PrintedUntestedMetrics, studies: Studies) -> str:
     """Return metrics that no claim judges as text: "`test_mae`: vmoe 5.1, prc 5.3; …", or ""."""
     compared = studies.get(printed.study, {})
     texts = []
@@ -191,7 +191,7 @@ def describe_unjudged_metrics(printed: papers.UntestedMetrics, studies: Studies)
 
 
 def describe_linearity(
-    printed: papers.UntestedMetrics, studies: Studies, rounds: Mapping[str, QuestionRound]
+    printed: papers.PrintedUntestedMetrics, studies: Studies, rounds: Mapping[str, QuestionRound]
 ) -> tuple[str, str]:
     """Return deviations from a line and the verdict, if the metrics have ``levels``, else ""."""
     if not printed.levels or not studies.get(printed.study):

@@ -104,7 +104,7 @@ def image_generators(seed: int, indices: Iterable[int]) -> list[torch.Generator]
     return [torch.Generator().manual_seed(int(state >> np.uint64(1))) for state in states]
 
 
-def one_generator_per_image(generator: Generators, images: int) -> ImageGenerators:
+def repeat_generator_per_image(generator: Generators, images: int) -> ImageGenerators:
     if generator is None:
         return None
     each = [generator] * images if isinstance(generator, torch.Generator) else list(generator)

@@ -107,7 +107,7 @@ class GradientAttack(base.BallAttack):
         if epsilon == 0 or not len(centre):
             return centre
         size = self.together or len(centre)
-        generators = base.one_generator_per_image(generator, len(centre))
+        generators = base.repeat_generator_per_image(generator, len(centre))
         attacked = []
         with frozen_parameters(model):
             for start in range(0, len(centre), size):

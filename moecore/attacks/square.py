@@ -150,16 +150,16 @@ def propose_pyramid(ball: base.Ball, best: Tensor, side: int, draws: Tensor) -> 
     in_windows[source] = 1
     length = base.spread(ball.lengths(change), change)
     unused = (ball.epsilon**2 - length.square()).clamp(min=0)
-    budget = unused / channels + window_length(change * in_windows).square()
-    old = change[target] / (base.TINY + window_length(change[target]))
+    budget = unused / channels + window_l2_norms(change * in_windows).square()
+    old = change[target] / (base.TINY + window_l2_norms(change[target]))
     new = pyramid_pairs(side, draws[:, 4:]) + old
-    new = new / (base.TINY + window_length(new)) * budget.sqrt()
+    new = new / (base.TINY + window_l2_norms(new)) * budget.sqrt()
     change[source] = 0
     change[target] = new
     return (ball.centre + ball.direction(change) * ball.epsilon).clamp(0, 1)
 
 
-def window_length(window: Tensor) -> Tensor:
+def window_l2_norms(window: Tensor) -> Tensor:
     """Return the L2 norm per channel of windows (B, C, h, w), (B, C, 1, 1)."""
     return window.square().sum(dim=(-2, -1), keepdim=True).sqrt()
 

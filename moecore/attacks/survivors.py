@@ -106,7 +106,7 @@ class SurvivorAttack(base.BallAttack):
             labels = labels.long()
             ball = base.Ball(clean, epsilon, self.norm, gradient.changeable_pixels(model, clean))
             rivals = gradient.other_classes(logits, labels)
-            generators = base.one_generator_per_image(generator, len(clean))
+            generators = base.repeat_generator_per_image(generator, len(clean))
             everything = Victims(model, ball, labels, rivals, generators)
             right = (logits.argmax(dim=1) == labels).nonzero()[:, 0]
             for trial in self.trials(classes):

@@ -23,7 +23,7 @@ from moecore.training.method import Method
 from moecore.training.runtime import Runtime
 
 
-class QuantityRange(Config):
+class TrainingRange(Config):
     low: float
     high: float
 
@@ -47,7 +47,7 @@ class ConformalInterval(Config):
 class TrainingCohortRanges(Config):
     """Content of reference.json: ranges of the training volumes, to which new ones are compared."""
 
-    ranges: dict[str, QuantityRange] = Field(description="per quantity, over the training volumes")
+    ranges: dict[str, TrainingRange] = Field(description="per quantity, over the training volumes")
     sites: tuple[str, ...]
     data: PreparationFacts
     interval: ConformalInterval
@@ -71,7 +71,7 @@ def collect_training_ranges(
     facts = PreparationFacts(**{name: data.card[name] for name in PreparationFacts.model_fields})
     rows = [summarize_volume(volume, facts.voxel_mm) for volume in data.train.images]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
-    ranges = {key: QuantityRange(low=min(row), high=max(row)) for key, row in columns.items()}
+    ranges = {key: TrainingRange(low=min(row), high=max(row)) for key, row in columns.items()}
     sites = sorted({row["site"] for row in data.subjects("train")} - {""})
     return TrainingCohortRanges(
         ranges=ranges, sites=sites, data=facts, interval=interval, predictor_sha256=sha256
@@ -273,7 +273,7 @@ class FoldRecipe(NamedTuple):
     seed: int
 
 
-class OutOfFoldResult(Config):
+class OutOfFoldMae(Config):
     """Error of the out-of-fold predictions of all training volumes."""
 
     mae: float  # years
@@ -287,8 +287,8 @@ def predict_out_of_fold(
     out: Path,  # the written folder
     follow: Follow,  # runs the training of a fold
     log: Log,  # receives the MAE of each fold
-    inputs: artifacts.TrainingInputs | None = None,
-) -> OutOfFoldResult:
+    inputs: artifacts.TrainingEditGuard | None = None,
+) -> OutOfFoldMae:
     """Train one model per fold on the other folds, predict its volumes, write predictions.csv."""
     if recipe.method.guided or recipe.method.upcycle:
         raise UserError(
@@ -316,7 +316,7 @@ def predict_out_of_fold(
     rows = prediction_rows(subjects, "train", correct_ages(predicted, [], None), None, flags)
     with atomic_folder(out) as folder:
         write_predictions(folder / "predictions.csv", rows)
-    return OutOfFoldResult(mae=float(np.abs(predicted - ages).mean()))
+    return OutOfFoldMae(mae=float(np.abs(predicted - ages).mean()))
 
 
 def build_fold_job(

@@ -343,7 +343,7 @@ def _outside_class(family: type[AnySettings], name: str) -> type[AnySettings]:
     return part
 
 
-def check_settings(key: str, value: Any, family: type[Part], example: str) -> None:
+def check_is_in_family(key: str, value: Any, family: type[Part], example: str) -> None:
     """Raise UserError unless ``value`` is an instance of ``family``; ``example`` shows one."""
     if not isinstance(value, family):
         text = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
@@ -355,7 +355,7 @@ def _validate_part(family: type[Part], value: Any, info: pydantic.ValidationInfo
     if isinstance(value, family):
         return value
     if isinstance(value, type | Config):  # written in Python, not read from a file
-        check_settings(
+        check_is_in_family(
             str(info.field_name), value, family, f"an object of a subclass of {family.__name__}"
         )
     if not isinstance(value, dict):

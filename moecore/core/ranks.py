@@ -79,11 +79,11 @@ def join_ranks() -> None:
     if torch.cuda.is_available() and os.environ.get("MOECORE_DEVICE", "cuda") != "cpu":
         torch.cuda.set_device(local % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
-    _MeetingPlace.store = _find_store(PATIENCE)
-    _MeetingPlace.watch = RankWatch(_MeetingPlace.store, rank, size)
-    _MeetingPlace.watch.start()
+    _RankStore.store = _find_store(PATIENCE)
+    _RankStore.watch = LateRankReporter(_RankStore.store, rank, size)
+    _RankStore.watch.start()
     distributed.init_process_group(
-        backend, timeout=PATIENCE, world_size=size, rank=rank, store=_MeetingPlace.store
+        backend, timeout=PATIENCE, world_size=size, rank=rank, store=_RankStore.store
     )
 
 
@@ -107,18 +107,18 @@ def _find_store(patience: timedelta) -> distributed.Store:
         timer.cancel()
 
 
-class _MeetingPlace:
+class _RankStore:
     """The store through which ranks share counters, and this rank's watch thread."""
 
     store: distributed.Store | None = None
-    watch: "RankWatch | None" = None
+    watch: "LateRankReporter | None" = None
 
 
 def print_failure_once(text: str) -> None:
     """Print an error to stderr once, on the first rank that fails, and let other ranks wait."""
     # Ranks that are not connected yet connect for this; if they cannot in ten seconds, each prints.
     try:
-        store = _MeetingPlace.store or _find_store(FAILURE_PATIENCE)
+        store = _RankStore.store or _find_store(FAILURE_PATIENCE)
         first = store.add("failed", 1) == 1
     except (RuntimeError, UserError):  # the other ranks cannot be reached
         store, first = None, True
@@ -132,7 +132,7 @@ def print_failure_once(text: str) -> None:
         else:
             _wait_for_count(store, "said", 1)
         # Rank 0 hosts the store that the other ranks read.
-        if _MeetingPlace.store is None and os.environ["RANK"] == "0":
+        if _RankStore.store is None and os.environ["RANK"] == "0":
             _wait_for_count(store, "failed", int(os.environ["WORLD_SIZE"]))
 
 
@@ -144,9 +144,9 @@ def check_equal_across_ranks(what: str, text: str) -> None:
     ends = torch.tensor([digest, -digest])
     distributed.all_reduce(ends, distributed.ReduceOp.MAX)
     if int(ends[0]) != -int(ends[1]):
-        if _MeetingPlace.store is not None:  # a rank that ends early aborts another's last sum
-            _MeetingPlace.store.add("know", 1)
-            _wait_for_count(_MeetingPlace.store, "know", current_ranks().size)
+        if _RankStore.store is not None:  # a rank that ends early aborts another's last sum
+            _RankStore.store.add("know", 1)
+            _wait_for_count(_RankStore.store, "know", current_ranks().size)
         mend = "start all of them in one folder, or in copies of the same state"
         raise UserError(f"ranks: found {what} that differ between ranks; {mend}")
 
@@ -159,9 +159,9 @@ def _wait_for_count(store: distributed.Store, what: str, number: int) -> None:
 
 
 def leave_ranks() -> None:
-    if _MeetingPlace.watch is not None:
-        _MeetingPlace.watch.stop()
-        _MeetingPlace.watch = None
+    if _RankStore.watch is not None:
+        _RankStore.watch.stop()
+        _RankStore.watch = None
     if has_process_group():
         distributed.destroy_process_group()
 
@@ -249,7 +249,7 @@ class _AllReduce(Function):
 
 # If the count does not change for a minute, it asks all ranks for theirs. A rank that has begun
 # fewer, or that does not answer, is late. The thread ends with ``stop`` or with its process.
-class RankWatch(Thread):
+class LateRankReporter(Thread):
     """A thread that counts this rank's collectives and names late ranks for which others wait."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:

@@ -48,13 +48,13 @@ _ALLOWED: ContextVar[tuple[str, ...]] = ContextVar("allowed packages", default=(
 SOURCE_TREE = "source tree"  # instead of a version, of a package that is not installed
 
 
-def list_project_dvc_files(folder: Path, name: str = "dvc.yaml") -> list[Path]:
+def list_top_and_step_files(folder: Path, name: str = "dvc.yaml") -> list[Path]:
     """Return the existing files ``name`` of a project: at its top and in ``steps/*/``."""
     files = [folder / name, *sorted(folder.glob(f"steps/*/{name}"))]
     return [file for file in files if file.is_file()]
 
 
-def find_project_folder(folder: Path) -> Path:
+def project_of_run_folder(folder: Path) -> Path:
     resolved = folder.resolve()
     if resolved.parent.name == RUNS:
         return resolved.parents[1]
@@ -70,7 +70,7 @@ def find_question_and_project(folder: Path) -> tuple[Path, ...]:
     return (project / "pipelines" / resolved.name.partition(".")[0], project)
 
 
-def package_source_hash(root: Path = ROOT) -> str:
+def moecore_source_hash(root: Path = ROOT) -> str:
     digest = hashlib.sha256()
     files = {file for name in SOURCES for file in (root / name).rglob("*.py")}
     for file in sorted(files):
@@ -91,17 +91,17 @@ def run_git(folder: Path, *arguments: str, timeout: float | None = None) -> str 
 
 def refuse_other_checkout(folder: Path = Path()) -> None:
     """Raise UserError if ``folder`` is in a clone of moecore whose code differs from this one."""
-    checkout = find_project_folder(folder)
+    checkout = project_of_run_folder(folder)
     if not (checkout / "moecore/core/source_layout.py").is_file() or checkout.samefile(ROOT):
         return
-    if package_source_hash(checkout) != package_source_hash():
+    if moecore_source_hash(checkout) != moecore_source_hash():
         other = f"{checkout}: has other code of moecore than {ROOT}, which would run here"
         raise UserError(f"{other}; activate this checkout's own environment (`make setup`)")
 
 
 def allow_packages(names: Iterable[str], folders: Iterable[Path]) -> None:
     """Allow imports from these packages only, and append ``folders`` and their src/ to sys.path."""
-    _ALLOWED.set(tuple(name for name in names if _is_outside_name(name)))
+    _ALLOWED.set(tuple(name for name in names if _is_outside_package_name(name)))
     for folder in folders if allowed_packages() else ():
         for path in (folder.resolve(), folder.resolve() / "src"):
             if path.is_dir() and str(path) not in sys.path:
@@ -140,7 +140,7 @@ def check_package_name(name: str) -> str:
     """Return ``name`` if it is a valid entry of ``packages``, installed or not; else ValueError."""
     if name == OUR_PACKAGE:
         raise ValueError(f"found {name}, whose parts have short kinds; allowed: other packages")
-    if not _is_outside_name(name):
+    if not _is_outside_package_name(name):
         allowed = "the name of an installed package, without dots, that is not Python's own"
         raise ValueError(f"found {name}; allowed: {allowed}")
     return name
@@ -154,7 +154,7 @@ def package_folder(name: str) -> Path:
     raise ValueError(f"found {name}, which is not installed; allowed: {allowed}")
 
 
-def _is_outside_name(name: str) -> bool:
+def _is_outside_package_name(name: str) -> bool:
     # To find a name with dots, Python would import its parent.
     return name.isidentifier() and name not in (OUR_PACKAGE, *sys.stdlib_module_names)
 

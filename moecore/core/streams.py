@@ -83,21 +83,21 @@ def select_rank_rows(batch: Tensor, views: int) -> Tensor:
 
 def normal_like(values: Tensor, views: int) -> Tensor:
     """Draw N(0, 1) for all ranks' batch; return this rank's part, shaped as ``values``."""
-    return select_rank_rows(torch.randn_like(_whole_batch_like(values)), views)
+    return select_rank_rows(torch.randn_like(_empty_whole_batch_like(values)), views)
 
 
 def uniform_like(values: Tensor, views: int) -> Tensor:
     """Draw from [0, 1) for all ranks' batch; return this rank's part, shaped as ``values``."""
-    return select_rank_rows(torch.rand_like(_whole_batch_like(values)), views)
+    return select_rank_rows(torch.rand_like(_empty_whole_batch_like(values)), views)
 
 
 def draw_bernoulli_mask(values: Tensor, probability: float, views: int) -> Tensor:
     """Draw 1 with ``probability``, else 0, as in ``normal_like``; shaped as ``values``."""
-    draws = torch.empty_like(_whole_batch_like(values)).bernoulli_(probability)
+    draws = torch.empty_like(_empty_whole_batch_like(values)).bernoulli_(probability)
     return select_rank_rows(draws, views)
 
 
-def _whole_batch_like(values: Tensor) -> Tensor:
+def _empty_whole_batch_like(values: Tensor) -> Tensor:
     """Return an uninitialised tensor (views · B, …) for this rank's ``values`` (views · b, …)."""
     size = current_ranks().size
     if size == 1:

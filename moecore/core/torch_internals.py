@@ -27,7 +27,7 @@ def is_in_backward_pass() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def active_transforms() -> list[str]:
+def active_transform_names() -> list[str]:
     """Return the names (Vmap, Jvp, Grad, …) of the torch.func transforms around this call."""
     if torch.compiler.is_compiling():
         return []

@@ -77,7 +77,7 @@ class Card(NamedTuple):
         return self
 
 
-def card_of_written_data(card: Mapping[str, Any]) -> Card:
+def parse_card_json(card: Mapping[str, Any]) -> Card:
     """Return the Card of a parsed card.json; KeyError or ValidationError for another version."""
     size = card["size"]
     task = parse_card_task(card["task"])

@@ -260,7 +260,7 @@ def pixelate(image: np.ndarray, severity: Severity, random: Generator) -> np.nda
     small = (max(1, int(width * share)), max(1, int(height * share)))
     channels = (
         channel.resize(small, Image.Resampling.BOX).resize((width, height), Image.Resampling.BOX)
-        for channel in split_channels(image)
+        for channel in channels_as_pil_images(image)
     )
     return np.stack([np.asarray(channel) for channel in channels]) / 255
 
@@ -271,7 +271,7 @@ def jpeg_compression(image: np.ndarray, severity: Severity, random: Generator) -
     if len(image) == 3:
         colour = Image.fromarray(to_uint8(image).transpose(1, 2, 0))
         return np.asarray(_compress_jpeg(colour, quality)).transpose(2, 0, 1) / 255
-    channels = [np.asarray(_compress_jpeg(part, quality)) for part in split_channels(image)]
+    channels = [np.asarray(_compress_jpeg(part, quality)) for part in channels_as_pil_images(image)]
     return np.stack(channels) / 255
 
 
@@ -279,7 +279,7 @@ def to_uint8(image: np.ndarray) -> np.ndarray:
     return np.rint(np.clip(image, 0, 1) * 255).astype(np.uint8)
 
 
-def split_channels(image: np.ndarray) -> list[Image.Image]:
+def channels_as_pil_images(image: np.ndarray) -> list[Image.Image]:
     """Return each channel of an image (C, H, W) in [0, 1] as an 8-bit greyscale picture."""
     return [Image.fromarray(channel) for channel in np.ascontiguousarray(to_uint8(image))]
 

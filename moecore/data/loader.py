@@ -129,7 +129,7 @@ class TextStreams(NamedTuple):
 
     def steps(self, batch: int) -> int:
         """Return the number of training steps per pass over the text."""
-        return _reading_pass(self.length(batch), self.block, 0, 0)[1]
+        return _pass_start_and_blocks(self.length(batch), self.block, 0, 0)[1]
 
     def take(
         self, batch: int, seed: int, step: int, rows: Tensor | None = None
@@ -137,7 +137,7 @@ class TextStreams(NamedTuple):
         """Return a step's tokens (b, R, M), next words (b, M), and whether a pass begins."""
         length = self.length(batch)
         for number in count():
-            first, blocks = _reading_pass(length, self.block, seed, number)
+            first, blocks = _pass_start_and_blocks(length, self.block, seed, number)
             if step < blocks:
                 break
             step -= blocks
@@ -150,7 +150,7 @@ class TextStreams(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _reading_pass(length: int, block: int, seed: int, number: int) -> tuple[int, int]:
+def _pass_start_and_blocks(length: int, block: int, seed: int, number: int) -> tuple[int, int]:
     """Return the first token and the number of blocks of pass ``number`` over a stream."""
     first = 0
     if number:

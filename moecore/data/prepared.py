@@ -22,7 +22,7 @@ from moecore.data.card import PREPARE_AGAIN, SPLITS, parse_card_task
 from moecore.data.layouts.images import JpegImages, open_images
 from moecore.data.layouts.text import open_text, open_tokens_with_kinds
 from moecore.data.layouts.volumes import open_volumes
-from moecore.data.volumes.cohorts import read_subject_rows
+from moecore.data.volumes.cohorts import read_prepared_csv_rows
 from moecore.tasks.base import Task
 
 # by the number of axes of an item
@@ -71,7 +71,7 @@ class Prepared(NamedTuple):
 
     def subjects(self, split: str) -> list[dict[str, str]]:
         """Return the rows (column → text) of a split's subjects.csv; UserError if it is missing."""
-        return read_subject_rows(self.folder / f"{split}_subjects.csv")
+        return read_prepared_csv_rows(self.folder / f"{split}_subjects.csv")
 
     def tokens(self, split: str) -> np.ndarray:
         """Return a text split's tokens, int32 (n,), memory-mapped."""

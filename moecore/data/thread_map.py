@@ -27,7 +27,7 @@ def thread_count() -> int:
     return requested_threads() or available_cores()
 
 
-class _BlasLimit:
+class _SharedBlasLimit:
     """The limit of BLAS to one thread, shared by nested and concurrent ``one_blas_thread``."""
 
     lock = Lock()
@@ -43,17 +43,17 @@ def one_blas_thread() -> Iterator[None]:
     # each other. Nested and overlapping uses are counted.
     from threadpoolctl import threadpool_limits
 
-    with _BlasLimit.lock:
-        _BlasLimit.users += 1
-        if _BlasLimit.users == 1:
-            _BlasLimit.limits = threadpool_limits(1, user_api="blas")
+    with _SharedBlasLimit.lock:
+        _SharedBlasLimit.users += 1
+        if _SharedBlasLimit.users == 1:
+            _SharedBlasLimit.limits = threadpool_limits(1, user_api="blas")
     try:
         yield
     finally:
-        with _BlasLimit.lock:
-            _BlasLimit.users -= 1
-            if _BlasLimit.users == 0:
-                _BlasLimit.limits.restore_original_limits()
+        with _SharedBlasLimit.lock:
+            _SharedBlasLimit.users -= 1
+            if _SharedBlasLimit.users == 0:
+                _SharedBlasLimit.limits.restore_original_limits()
 
 
 def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:

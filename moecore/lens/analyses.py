@@ -184,7 +184,7 @@ def record_of_layer(routing: LayerRouting) -> RoutingRecord:
     return RoutingRecord(probs, probs, chosen.float(), chosen, combine)
 
 
-def expert_use_by_item(record: RoutingRecord) -> dict[str, np.ndarray]:
+def expert_use_metrics_by_item(record: RoutingRecord) -> dict[str, np.ndarray]:
     """Return metric → value per item (N,), for all metrics of the use of experts in a layer."""
     k = int(record.chosen.sum(dim=-1).max())
     metrics = layer_metrics.measure_layer_use_by_image(record, None, k)
@@ -264,7 +264,7 @@ def analyse_layer(
     record = record_of_layer(routing)
     counts = layer_metrics.expert_counts(routing.chosen)
     dead = layer_metrics.dead_expert_share(counts)  # refuses a layer in which nothing was chosen
-    by_item = expert_use_by_item(record)
+    by_item = expert_use_metrics_by_item(record)
     for analyse in analyses:
         by_item |= {name: values.numpy() for name, values in analyse(*routing).items()}
     roles, values = expert_roles.measure_layer_roles(record, layout, labels, ROLES, context)
@@ -337,7 +337,7 @@ def measure_label_purity(first: Tensor, labels: Tensor, experts: int) -> tuple[n
     chosen = first.numpy()
     kinds = labels.expand(first.shape).numpy() + 1
     number = int(kinds.max())
-    tables = epoch_routing.expert_truth_tables(chosen, kinds, experts, number)
+    tables = epoch_routing.expert_kind_counts(chosen, kinds, experts, number)
     null = truth.permuted_truth_tables(chosen, kinds, experts, number)
     return epoch_routing.purity_by_image(tables), fmean(map(epoch_routing.expert_purity, null))
 

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.lens.analyses import mean_over_items
-from moecore.measure.routing_metrics.choice_patterns import chance_maxvio, pair_lift_by_image
-from moecore.measure.routing_metrics.layer_metrics import linearize_mean
+from moecore.measure.routing_metrics.choice_patterns import chance_maxvio, mean_pair_lift_by_image
+from moecore.measure.routing_metrics.layer_metrics import linearize_at_mean
 from moecore.statistics.comparisons import linearize_ratio
 
 DTYPES = ("int32", "uint16", "uint8")
@@ -218,7 +218,7 @@ Quantities = dict[str, tuple[np.ndarray, float]]
 
 def linearize_loads(function: Callable[[Tensor], Tensor], rows: np.ndarray) -> np.ndarray:
     """Linearise f(mean of rows (R, D)) to one value per request, for intervals."""
-    return linearize_mean(function, torch.from_numpy(rows + 1e-12)).numpy()
+    return linearize_at_mean(function, torch.from_numpy(rows + 1e-12)).numpy()
 
 
 def phase_distance(row: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ def measure_engine_layer(chosen: np.ndarray, sizes: Sequence[int]) -> Quantities
         by_chance = experts * (1 - (1 - k / experts) ** size)
         measured[f"experts_of_{size}_tokens"] = linearize_loads(count_distinct, rates), by_chance
     if k > 1:  # the lift of padded texts, times the share of tokens that are no padding
-        lift = pair_lift_by_image(torch.from_numpy(chosen)).numpy()
+        lift = mean_pair_lift_by_image(torch.from_numpy(chosen)).numpy()
         mean = tokens.mean()
         values = (lift * mean + lift.mean() * (tokens - mean)) / chosen.shape[1]
         measured["pair_lift"] = values, (k - 1) * experts / ((experts - 1) * k)

@@ -174,7 +174,7 @@ def build_explorer_data(
     """Return a trace's part of the page's data, with texts replaced by indices in ``pool``."""
     explorer = side.explorer
     roles = [layer.roles for layer in side.numbers.layers]
-    answers = explorer_page.describe_expert_roles(roles, min(examples, explorer_page.PARTNERS))
+    answers = explorer_page.collect_expert_role_facts(roles, min(examples, explorer_page.PARTNERS))
     for answer, layer in zip(answers, explorer.layers, strict=True):
         answer["surest"] = [len(probable[:examples]) for probable, _ in layer.examples]
         if not explorer.has_pictures:

@@ -97,7 +97,7 @@ def check_tokens_in_vocabulary(tokens: Tensor, size: int, place: str) -> None:
         raise UserError.at(f"{place}: tokens", found=int(wrong[0]), allowed=allowed)
 
 
-def check_layer_values(probs: Tensor, weights: Tensor, place: str) -> None:
+def check_probs_and_weights(probs: Tensor, weights: Tensor, place: str) -> None:
     for name, values, lowest in (("probs", probs, 0), ("weights", weights, -torch.inf)):
         if not values.is_floating_point():
             raise UserError.at(f"{place}.{name}", found=values.dtype, allowed="floating point")
@@ -221,7 +221,7 @@ class Trace:
             if (experts < -1).any() or weights[experts < 0].any():
                 text = "an expert below -1, or a weight of the expert -1"
                 raise UserError.at(place, found=text, allowed="-1 with weight 0")
-            check_layer_values(probs, weights, f"{path}: {number}")
+            check_probs_and_weights(probs, weights, f"{path}: {number}")
             routing = decode_layer_routing(experts, weights.float(), probs.float())
             if routing.chosen.sum() != (experts >= 0).sum():
                 text = "an expert twice for one token"
@@ -381,7 +381,7 @@ class TraceWriter:
         for number, record in enumerate(records):
             experts, weights = encode_experts_and_weights(record)
             probs = record.probs.detach()
-            check_layer_values(probs, weights, f"trace: {number}")
+            check_probs_and_weights(probs, weights, f"trace: {number}")
             parts = {"experts": experts, "weights": weights, "probs": probs}
             tensors |= {f"{number}.{name}": part.cpu() for name, part in parts.items()}
             k = max(experts.shape[-1], layers[number].k)

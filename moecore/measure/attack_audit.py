@@ -77,16 +77,16 @@ class AttackedPictures(Config):
     pictures: EncodedImages  # (N, C, h, w)
 
 
-class AttackedGallery(Config):
+class WorstAttackGallery(Config):
     """A few images under the strongest attack (adversarial-moe, figure 5)."""
 
     attack: str  # the attack with the worst score at the largest epsilon
     rows: tuple[AttackedPictures, ...]  # in ascending order of epsilon; the first is clean
 
 
-def attack_gallery(
+def worst_attack_gallery(
     target: Target, attacks: Sequence[Attack], number: int, curves: Curves
-) -> AttackedGallery | None:
+) -> WorstAttackGallery | None:
     """Return ``number`` images, evenly spread, at each epsilon under the strongest attack."""
     last = {attack.name: curves[attack.name][-1] for attack in attacks if attack.name in curves}
     if not number or not last or target.images.ndim != 4:
@@ -101,7 +101,7 @@ def attack_gallery(
     for row in curves[strongest]:
         pictures = encode_thumbnails(few.attacked(attack, row.epsilon))
         rows.append(AttackedPictures(epsilon=row.epsilon, pictures=pictures))
-    return AttackedGallery(attack=strongest, rows=rows)
+    return WorstAttackGallery(attack=strongest, rows=rows)
 
 
 class AuditLine(Config):
@@ -116,7 +116,7 @@ def unevaluated_audit_line(name: str, reason: str) -> AuditLine:
     return AuditLine(name=name, holds=None, text=f"not judged: {reason}")
 
 
-def is_share(task: Task) -> bool:
+def has_binary_scores(task: Task) -> bool:
     """Return whether each image is scored as right or wrong, so that the score is a share."""
     return task.needs_classes("share") is None
 
@@ -195,7 +195,7 @@ def run_audit(
         check_repeated_predictions(part),
         check_zero_gradients(part),
         check_pgd_beats_fgsm(task, curves, attacks),
-        check_apgd_beats_pgd(task, curves, attacks),
+        check_apgd_is_as_strong(task, curves, attacks),
         check_huge_radius(part, direct, LARGE_EPSILON),
         check_unchanged("more_steps", part, scores, {"twice the steps": longer_scores}),
         check_surrogate(part, direct, epsilon, scores),
@@ -203,7 +203,7 @@ def run_audit(
         check_unchanged("step_size", part, same, {"half the step": half, "twice the step": twice}),
         check_black_box(part, settings.steps, epsilon, reduce(task.worse_scores, white), black),
     ]
-    if is_share(task):
+    if has_binary_scores(task):
         return tuple(lines)
     return (*lines, check_larger_epsilon(task, curves, attacks))
 
@@ -309,7 +309,7 @@ def check_no_more_harm(
         f"{format_score(task, means[1])} under the direct one, worse for {number} of {len(other)} "
         "images"
     )
-    if is_share(task):
+    if has_binary_scores(task):
         holds = is_equal_or_worse(task, means[1], means[0])
         return AuditLine(name=name, holds=holds, text=text)
     # Paired over images: a difference within the interval may be chance.
@@ -362,7 +362,7 @@ def check_pgd_beats_fgsm(task: Task, curves: Curves, attacks: Sequence[Attack]) 
     return AuditLine(name="pgd_beats_fgsm", holds=holds, text=text)
 
 
-def check_apgd_beats_pgd(task: Task, curves: Curves, attacks: Sequence[Attack]) -> AuditLine:
+def check_apgd_is_as_strong(task: Task, curves: Curves, attacks: Sequence[Attack]) -> AuditLine:
     """Return an ``AuditLine`` on whether APGD reaches PGD's mean loss, or a score no better."""
     apgd = _last_row_of_kind(curves, attacks, "apgd")
     pgd = _last_row_of_kind(curves, attacks, "pgd")

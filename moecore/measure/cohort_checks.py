@@ -136,7 +136,7 @@ class CohortChecks(Measurement):
         # facts: ageing, its ages and predictions [subject][age]; not_checked, check → reason.
         out.people = subject.data.test.people
         out.facts["not_checked"] = {}
-        put_tissue_errors(subject, self, out)
+        put_single_tissue_errors(subject, self, out)
         source = subject.data.card["settings"]
         people: People = None
         if source["kind"] == "phantom":
@@ -146,7 +146,7 @@ class CohortChecks(Measurement):
         put_region_experts(subject, self, out)
 
 
-def put_tissue_errors(subject: MeasuredModel, settings: CohortChecks, out: Values) -> None:
+def put_single_tissue_errors(subject: MeasuredModel, settings: CohortChecks, out: Values) -> None:
     """Put MAE of model and probe on complete volumes and, with tissue maps, on single tissues."""
 
     def load_errors(name: str, region: int | None) -> linear_probe.ModelAndProbeErrors:
@@ -166,7 +166,7 @@ def put_tissue_errors(subject: MeasuredModel, settings: CohortChecks, out: Value
     for name, alone in errors.items():
         out.put(f"isolated_{name}", alone.raw)
         out.put(f"probe_{name}", alone.probe)
-    differences = linear_probe.tissue_error_differences(errors, out.people)
+    differences = linear_probe.tissue_probe_error_steps(errors, out.people)
     for (more, less), difference in differences.items():
         out.put(f"{more}_over_{less}", difference)
     if not errors:
@@ -197,7 +197,7 @@ def put_rescans(
     def put_changes(part: Values) -> None:
         if people is None:
             settled = (subject.model, subject.data, pairs, settings.batch)
-            part.put("rescan", simulated.compare_sessions(*settled))
+            part.put("rescan", simulated.mean_session_gap_change(*settled))
             return
         ages = np.linspace(settings.ages[0], settings.ages[-1], settings.rescans)
         same, other = simulated.measure_simulated_rescans(
@@ -228,13 +228,13 @@ def put_region_experts(subject: MeasuredModel, settings: CohortChecks, out: Valu
 
     def put_experts(part: Values) -> None:
         shared = {"ages": (settings.ages[0], settings.ages[-1]), "seed": SEED}
-        measure = partial(simulated.measure_region_experts, **shared)
+        measure = partial(simulated.measure_region_generalisation, **shared)
         put_agreements(measure(subject, settings.generalisation, batch=settings.batch), part)
 
     out.piece(f"generalisation of {', '.join(subject.regions)}", put_experts)
 
 
-def put_agreements(experts: simulated.RegionExperts, out: Values) -> None:
+def put_agreements(experts: simulated.RegionGeneralisation, out: Values) -> None:
     """Put ``{volumes}_{field}`` for all fields of each ``TissueAgreement``, and correlations."""
     # volumes: isolated (single tissues), whole, mixed, mixture, or another generator's.
     put_agreement("isolated", experts.test.isolated, out)

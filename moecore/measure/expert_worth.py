@@ -136,7 +136,7 @@ class ExpertWorth(Measurement):
         put_removal_losses(model, measure_loss, counts, self.draws, out)
         choices = experts - alternative_choices.removable_expert_count(model)
         for rank, way in product(range(1, min(MAX_POINTS, choices) + 1), WAYS):
-            change = alternative_choices.drop_choices(model, rank, way)
+            change = alternative_choices.drop_ranked_choice(model, rank, way)
             values = measure_loss(f"rank {rank} {way}", change)
             out.put(f"lost_without_choice_{way}", values, rank=rank)
             if rank <= len(ORDINALS):

@@ -112,7 +112,7 @@ class FewShot(Measurement):
             out.put("few_shot", items, mean_over_seeds(accuracies), shots=shots)
             scores = torch.stack([draw_scores for draw_scores, _, _ in fits])  # (draws, 30)
             means = scores.mean(dim=0).tolist()
-            # reversed: in a tie the largest penalty, as in choose_ridge_exponent
+            # reversed: in a tie the largest penalty, as in choose_exponent_by_loo
             leaky = max(reversed(range(len(EXPONENTS))), key=means.__getitem__)
             out.put("few_shot_leaky", mean_over_seeds(scores[:, leaky].tolist()), shots=shots)
 
@@ -153,7 +153,7 @@ def score_few_shot_draw(
     scale = few.std(dim=0, correction=0) + EPSILON
     inputs = append_bias((few - mean) / scale)
     targets = one_vs_rest_targets(torch.from_numpy(labels), task.outputs)
-    chosen = choose_ridge_exponent(inputs, targets)
+    chosen = choose_exponent_by_loo(inputs, targets)
     ridges = {
         exponent: Ridge(2.0**exponent, fit_intercept=False).fit(inputs, targets)
         for exponent in EXPONENTS
@@ -180,7 +180,7 @@ def one_vs_rest_targets(labels: Tensor, classes: int) -> Tensor:
     return 2 * torch.nn.functional.one_hot(labels.long(), classes).double() - 1
 
 
-def choose_ridge_exponent(features: Tensor, targets: Tensor) -> int:
+def choose_exponent_by_loo(features: Tensor, targets: Tensor) -> int:
     """Return i of the penalty 2^i with the smallest leave-one-out squared error; ties: largest."""
     from sklearn.linear_model import RidgeCV  # slow to import
 

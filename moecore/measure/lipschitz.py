@@ -88,14 +88,14 @@ def lemma_terms_by_layer(
     model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str
 ) -> list[LemmaTerms]:
     layers = [module for module in model.modules() if isinstance(module, moe.MoEFeedForward)]
-    inputs = layer_inputs(model, images, tokens, batch, seed, device)
+    inputs = sample_layer_inputs(model, images, tokens, batch, seed, device)
     return [
         LemmaTerms(*(term.cpu() for term in lipschitz_lemma.lemma_1_terms(layer, tokens)))
         for layer, tokens in zip(layers, inputs, strict=True)
     ]
 
 
-def layer_inputs(
+def sample_layer_inputs(
     model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str
 ) -> list[Tensor]:
     """Return inputs (n, d) of each MoE layer at random positions, the same for every method."""
@@ -110,11 +110,11 @@ def layer_inputs(
         ]
     samples = []
     for layer in zip(*encoded, strict=True):
-        layer_inputs = torch.cat(layer).flatten(0, 1)
+        sample_layer_inputs = torch.cat(layer).flatten(0, 1)
         # Layers with as many tokens get the same places.
         generator = np.random.default_rng(derived_seed("measured_tokens", seed))
-        places = np.sort(generator.permutation(len(layer_inputs))[:tokens])
-        samples.append(layer_inputs[torch.from_numpy(places).to(layer_inputs.device)])
+        places = np.sort(generator.permutation(len(sample_layer_inputs))[:tokens])
+        samples.append(sample_layer_inputs[torch.from_numpy(places).to(sample_layer_inputs.device)])
     return samples
 
 

@@ -112,7 +112,7 @@ def caption_overlays(subject: MeasuredModel, images: np.ndarray, labels: Tensor)
         _, records = predict_in_batches(subject.model, few, prediction=False)
     tokenizer = load_tokenizer(subject.data.folder, towers.text.task)
     tokens = labels[indices, 0]
-    read = expert_gallery.experts_by_word(towers, tokens, tokenizer, max_experts=1)
+    read = expert_gallery.words_with_experts(towers, tokens, tokenizer, max_experts=1)
     if towers.config.text.moe is None:
         masks = towers.text.caption_mask(tokens)
         read = [

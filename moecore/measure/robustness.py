@@ -169,7 +169,7 @@ class Robustness(Measurement):
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         # facts: images, their number; task, of the scores; audit, its ``AuditLine``s; attacked, an
-        # ``AttackedGallery`` (None for volumes and without attacks).
+        # ``WorstAttackGallery`` (None for volumes and without attacks).
         task = subject.data.task
         check_attack_settings(self, task)
         target = target_on_drawn_images(subject, self)
@@ -214,7 +214,7 @@ class Robustness(Measurement):
         put_router_attacks({name: curves[name] for name in parts if name in curves}, images, out)
         worst = attack_audit.worst_case(shared, task, images, target.people)
         put_scores("worst", worst, images, out)
-        shown = attack_audit.attack_gallery(target, compared, PICTURES, shared)
+        shown = attack_audit.worst_attack_gallery(target, compared, PICTURES, shared)
         out.facts |= {"images": images, "task": task, "attacked": shown}
 
 

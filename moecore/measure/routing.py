@@ -35,7 +35,7 @@ from moecore.measure.routing_metrics.two_view_agreement import (
 )
 from moecore.measure.values import SCORE, Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.correspondence import align_teacher_probs
+from moecore.nn.correspondence import teacher_probs_for_tokens
 from moecore.nn.encoded_routing import finest_layout
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import Interval
@@ -72,7 +72,7 @@ def layer_metric(label: str, better: str, form: str, note: str, paper: str) -> M
     return Metric(label, better, form, note, paper=paper, over="layer", detail=True)
 
 
-def border_metrics(place: str, description: str) -> dict[str, Metric]:
+def expert_map_part_metrics(place: str, description: str) -> dict[str, Metric]:
     """Return name → metric: load, mass and share of experts of a part of the map of experts."""
     metrics = {}
     for share, (name, quantity) in MAP_SHARES.items():
@@ -164,7 +164,7 @@ METRICS = {
     **{
         name: metric
         for place, description in BORDER.items()
-        for name, metric in border_metrics(place, description).items()
+        for name, metric in expert_map_part_metrics(place, description).items()
     },
     "fallback_threshold": alternative_choices.swept_metric(
         "Fallback", "lower", "share", "threshold", "thresholds", is_monotone=True
@@ -326,7 +326,7 @@ def routing_metrics_by_layer(
         layer = {**layer_metrics.measure_layer_use(record, threshold, k), **means}
         items = {**layer_metrics.measure_layer_use_by_image(record, threshold, k), **shares}
         if teacher:
-            theirs = align_teacher_probs(teacher[index], record.probs.shape).argmax(dim=-1)
+            theirs = teacher_probs_for_tokens(teacher[index], record.probs.shape).argmax(dim=-1)
             same = layer_metrics.agreement_by_image(first_choices(record), theirs)
             layer["teacher_agreement"] = float(same.mean())
             items["teacher_agreement"] = same

@@ -172,8 +172,8 @@ class Trained(base.MeasuredPart):
 def collect_outcome_values(outcome: Outcome) -> Found:
     """Return the values of an outcome; ``facts["outcome"]`` is the outcome itself."""
     consecutive = outcome.agreement_consecutive or (None,)
-    share = own_expert_share(outcome)
-    control = own_expert_share(outcome, CONTROL)
+    share = tissue_own_expert_share(outcome)
+    control = tissue_own_expert_share(outcome, CONTROL)
     numbers: dict[str, float | base.Estimate | None] = {
         "test_score": outcome.test_score,
         "test_loss": outcome.test_loss if outcome.task.kind in LOSSES else None,
@@ -211,7 +211,7 @@ def value_halfway(by_epoch: Sequence[float | None]) -> float | None:
     return agreements[(len(agreements) - 1) // 2]
 
 
-def own_expert_share(outcome: Outcome, prefix: str = "") -> float | None:
+def tissue_own_expert_share(outcome: Outcome, prefix: str = "") -> float | None:
     """Return the mean share of a tissue's tokens that choose its expert, at the last epoch."""
     # prefix: CONTROL for random masks of the tissues' sizes. None without experts named by tissues.
     if not outcome.region_routing:
@@ -221,7 +221,7 @@ def own_expert_share(outcome: Outcome, prefix: str = "") -> float | None:
     return mean_without_none([shares.get(prefix + tissue, {}).get(tissue) for tissue in TISSUES])
 
 
-def trailing_epoch_losses(result: Outcome) -> list[tuple[int, float]]:
+def epoch_running_mean_losses(result: Outcome) -> list[tuple[int, float]]:
     """Return (step, mean training loss of the preceding epoch); [] if a point lacks a value."""
     rows = [(row["step"], row["epoch"], row["train_loss"]) for row in result.curve]
     if not rows or any(None in row for row in rows):
@@ -242,8 +242,8 @@ def steps_until_baseline_loss(result: Outcome, baseline: Outcome) -> int | None:
     """Return the first logged step at which the training loss reaches the baseline's final one."""
     # Both are means over an epoch (TGR, figure S5). If it is never reached: the step one epoch
     # after the end. None without a log.
-    baseline_losses = trailing_epoch_losses(baseline)
-    losses = trailing_epoch_losses(result)
+    baseline_losses = epoch_running_mean_losses(baseline)
+    losses = epoch_running_mean_losses(result)
     if not baseline_losses or not losses:
         return None
     final = baseline_losses[-1][1]

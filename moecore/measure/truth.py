@@ -149,7 +149,7 @@ def measure_truth(experts: Tensor, kinds: Tensor, expert_count: int, kind_count:
     from sklearn.metrics import adjusted_mutual_info_score, normalized_mutual_info_score
 
     chosen, truth = experts.numpy(), kinds.numpy()
-    tables = epochs.expert_truth_tables(chosen, truth, expert_count, kind_count)
+    tables = epochs.expert_kind_counts(chosen, truth, expert_count, kind_count)
     total = tables.sum(axis=0)
     purity = bootstrap_purity([tables])
     nulls = permuted_truth_tables(chosen, truth, expert_count, kind_count)
@@ -189,7 +189,7 @@ def permuted_truth_tables(
     """Return counts of tokens by expert and kind, (E, D), per permutation of kinds among images."""
     permuted = label_information.permute_labels(kinds, PERMUTATIONS, SEED)
     sizes = (expert_count, kind_count)
-    return [epochs.expert_truth_tables(experts, each, *sizes).sum(axis=0) for each in permuted]
+    return [epochs.expert_kind_counts(experts, each, *sizes).sum(axis=0) for each in permuted]
 
 
 def put_perturbed_purity(subject: MeasuredModel, out: Values) -> None:
@@ -215,7 +215,7 @@ def put_perturbed_purity(subject: MeasuredModel, out: Values) -> None:
         tables = []
         for record, truth in zip(records, kinds, strict=True):
             sizes = (record.probs.shape[-1], kind_count)
-            tables.append(epochs.expert_truth_tables(first_choices(record).numpy(), truth, *sizes))
+            tables.append(epochs.expert_kind_counts(first_choices(record).numpy(), truth, *sizes))
         return bootstrap_purity(tables)
 
     unchanged = purity_of(perturbations.PerturbedImages("clean", "clean", clean))

@@ -34,7 +34,7 @@ class Metric(NamedTuple):
     """A number that a measurement gives, declared where it is computed.
 
     ``label`` and ``note`` may contain {} for the place, {baseline} for the baseline MoE, and
-    {score}, {unit}, {tested}, {meaning}, {items} of the task (``report.column.fill_placeholders``).
+    {score}, {unit}, {tested}, {meaning}, {items} of the task (``report.column.fill_score_words``).
     ``name`` may contain {} for the place and {score} for the score's name.
     """
 

@@ -40,14 +40,14 @@ def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> 
     _check_axes(first, second, layout)
     # Image 1 is the view with the larger |det|: views have equal sizes, so it is the smaller crop.
     # Ties keep the order.
-    areas = _expansion(first, 1), _expansion(second, 2)
+    areas = _view_magnification(first, 1), _view_magnification(second, 2)
     swapped = areas[1] > areas[0] * (1 + TOLERANCE)
     swap = swapped[:, None, None]
     fine = torch.where(swap, second, first)
     # inv_ex: plain inv would make the host wait for the device
     transform = torch.where(swap, first, second) @ torch.linalg.inv_ex(fine).inverse
     # A centre midway between patches goes to the higher one.
-    return PatchPartners(*_patches_at_centres(transform, layout), swapped)
+    return PatchPartners(*_patches_at_mapped_centres(transform, layout), swapped)
 
 
 def original_patches_of_views(affines: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
@@ -55,8 +55,8 @@ def original_patches_of_views(affines: Tensor, layout: TokenLayout) -> tuple[Ten
     # Both (B, P), int64 and bool. affines: (B, D+1, D+1), original to view.
     views = affines.double()
     _check_axes(views, views, layout)
-    _expansion(views, 1)
-    return _patches_at_centres(torch.linalg.inv_ex(views).inverse, layout)
+    _view_magnification(views, 1)
+    return _patches_at_mapped_centres(torch.linalg.inv_ex(views).inverse, layout)
 
 
 def pair_view_tokens(affines: Tensor, layout: TokenLayout, special: bool) -> TokenPairs:
@@ -104,7 +104,7 @@ def values_of_pairs(
     return flat[pairs.first], flat[pairs.second]
 
 
-def align_teacher_probs(teacher: Tensor, student: torch.Size) -> Tensor:
+def teacher_probs_for_tokens(teacher: Tensor, student: torch.Size) -> Tensor:
     """Rearrange a teacher's probs to the student's tokens, whose shape is ``student``."""
     batch, tokens, experts = student
     if teacher.shape == student:
@@ -130,7 +130,7 @@ def _check_axes(first: Tensor, second: Tensor, layout: TokenLayout) -> None:
         )
 
 
-def _expansion(affines: Tensor, view: int) -> Tensor:
+def _view_magnification(affines: Tensor, view: int) -> Tensor:
     """Return view pixels per original pixel, |det| of each affine (B,); UserError if 0."""
     linear = affines[:, :-1, :-1]
     expansion = torch.linalg.det(linear).abs()
@@ -149,7 +149,7 @@ def _expansion(affines: Tensor, view: int) -> Tensor:
     return expansion
 
 
-def _patches_at_centres(affines: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
+def _patches_at_mapped_centres(affines: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
     """Map patch centres by affines; return the patch (B, P) there, and whether it exists."""
     sides = [size / patches for size, patches in zip(layout.size, layout.grid, strict=True)]
     axes = [

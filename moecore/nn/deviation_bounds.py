@@ -289,7 +289,7 @@ def deciding_map(at: Deviation, router: nn.Module) -> tuple[Deviation, Tensor, T
     return narrow, normalize(router.get_parameter("weight"), dim=-1, eps=FLOOR) * factor, None
 
 
-def bound_after_layer(at: Deviation, layer: Any) -> Deviation:
+def bound_after_unrouted(at: Deviation, layer: Any) -> Deviation:
     """Bound a layer without routing; TypeError for a layer that has no bound here."""
     if isinstance(layer, nn.Identity):
         return at
@@ -329,7 +329,7 @@ def bound_embedding(model: PatchTransformer, at: Deviation) -> Deviation:
     stem: Any = model.patch_embed
     if isinstance(stem, ConvStem):
         for layer in stem.convolutions:
-            at = bound_after_layer(at, layer)
+            at = bound_after_unrouted(at, layer)
         stem = stem.embed
     at = bound_patches(at, stem)
     special = [token for token in (model.cls_token, model.dist_token) if token is not None]
@@ -337,7 +337,7 @@ def bound_embedding(model: PatchTransformer, at: Deviation) -> Deviation:
     fixed[:, fixed.shape[1] - model.pos_embed.shape[1] :] += model.pos_embed
     centre, tangent, radius, length = (pad(part, (0, 0, model.special, 0)) for part in at[:4])
     at = Deviation(centre + fixed, tangent, radius, length, at.balls, at.shared)
-    return bound_after_layer(at, model.norm_pre)
+    return bound_after_unrouted(at, model.norm_pre)
 
 
 def routing_shares(model: PatchTransformer, at: Deviation, chosen: Tensor, guard: float) -> Tensor:
@@ -347,16 +347,16 @@ def routing_shares(model: PatchTransformer, at: Deviation, chosen: Tensor, guard
     at = bound_embedding(model, at)
     blocks: Any = model.blocks
     for block in blocks:
-        attended = bound_attention(bound_after_layer(at, block.norm1), block.attn)
-        at = add(at, bound_after_layer(attended, block.ls1))
-        entering = bound_after_layer(at, block.norm2)
+        attended = bound_attention(bound_after_unrouted(at, block.norm1), block.attn)
+        at = add(at, bound_after_unrouted(attended, block.ls1))
+        entering = bound_after_unrouted(at, block.norm2)
         if isinstance(block.mlp, MoEFeedForward):
-            return margin_shares(entering, block.mlp.router, chosen, guard)
-        at = add(at, bound_after_layer(bound_after_layer(entering, block.mlp), block.ls2))
+            return margin_to_bound_ratio(entering, block.mlp.router, chosen, guard)
+        at = add(at, bound_after_unrouted(bound_after_unrouted(entering, block.mlp), block.ls2))
     raise ValueError("routing_shares: the model has no MoE layer")
 
 
-def margin_shares(at: Deviation, router: nn.Module, chosen: Tensor, guard: float) -> Tensor:
+def margin_to_bound_ratio(at: Deviation, router: nn.Module, chosen: Tensor, guard: float) -> Tensor:
     """Return the smallest margin / bound of its change, over pairs of chosen and other experts."""
     at, weight, bias = deciding_map(at, router)
     logits = linear(at.centre, weight, bias)

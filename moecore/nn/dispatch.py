@@ -217,7 +217,7 @@ def cast_function_output(sums: Tensor, dtype: torch.dtype) -> Tensor:
     return sums
 
 
-class ProjectionDispatchPlan(NamedTuple):
+class BasisProjectionPlan(NamedTuple):
     """A SparsePlan whose rows are projections, which experts with the same basis reuse."""
 
     is_per_token = True

@@ -124,7 +124,7 @@ def pilot_command(
     result = pilot.run_pilot(path, seeds)
     verdicts = pilot.pilot_verdicts(result)
     pilot.print_pilot(result, verdicts)
-    raise typer.Exit(0 if pilot.studies_worth_running(verdicts) else 1)
+    raise typer.Exit(0 if pilot.study_kinds_worth_running(verdicts) else 1)
 
 
 @app.command("run")
@@ -283,9 +283,9 @@ def conform_command(
     out: Annotated[Path, Option(help="of verdicts, failures, page")] = Path("conformance"),
 ) -> None:
     """Print which laws of mixtures a layer keeps, ours or not; exits with 1 if it breaks one."""
-    from moecore.pipeline.conform import conform_target
+    from moecore.pipeline.conform import check_and_store_target
 
-    raise typer.Exit(0 if conform_target(target, json_file, out) else 1)
+    raise typer.Exit(0 if check_and_store_target(target, json_file, out) else 1)
 
 
 @app.command("schema")
@@ -336,11 +336,11 @@ def study_write(name: QuestionName = None, number: RoundNumber = None) -> None:
     Without a name: params.yaml and dvc.yaml of a project that has an overlay.yaml; in a clone of
     moecore its dvc.yaml, from the table of stages.
     """
-    from moecore.pipeline.run_folders import write_overlay_project, write_run_folder
+    from moecore.pipeline.run_folders import write_project_from_overlay, write_run_folder
     from moecore.study.questions import find_question
 
     if name is None:
-        for line in write_overlay_project():
+        for line in write_project_from_overlay():
             typer.echo(f".: {line}")
         return
     question_round = find_question(HERE, name).round(number)
@@ -449,9 +449,9 @@ def claims_check() -> None:
         if number := result_evidence.verify_stored_items(question_round):
             typer.echo(f"{question_round.name}: {number} intervals follow from the stored items")
     is_whole = result_evidence.has_full_git_history(HERE)
-    earlier = result_evidence.read_earlier_answers(HERE)
+    earlier = result_evidence.read_replaced_answers_file(HERE)
     for question_round in rounds if is_whole else ():
-        dated = result_evidence.list_question_commits(question_round)
+        dated = result_evidence.asked_answered_commits(question_round)
         for question in dated:
             typer.echo(f"{question_round.name}: {question.line}")
         if late := "; ".join(question.line for question in dated if question.is_refused):

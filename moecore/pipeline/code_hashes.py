@@ -45,7 +45,7 @@ from moecore.core.source_layout import (
 )
 from moecore.run import stage_inputs as source_hashes
 from moecore.run.stage_inputs import locate_source
-from moecore.study.run_and_claims import defines_measurement
+from moecore.study.run_and_claims import file_defines_measurement
 from moecore.study.stages import ROWS
 from moecore.study.yaml_document import YamlDocument, load_yaml_document
 
@@ -73,7 +73,7 @@ def hash_code_files(document: YamlDocument, root: Path = ROOT) -> dict[str, dict
     try:
         return {
             name: hash_sources(files, root, shown=name == f"stages/{COMPARE}.json")
-            for name, files in _files_by_name(document, root)
+            for name, files in _sources_by_hash_file(document, root)
         }
     finally:
         gc.enable()
@@ -102,14 +102,14 @@ def digest_code(document: YamlDocument, root: Path | None = None) -> str:
     files = {file for file in files if "__pycache__" not in file.parts}
     files |= {Path(document.path), Path("dvc.yaml")}
     libraries = [f"{name} {version(name)}" for name in ("torch", "timm", "pydantic")]
-    return _digest([platform.python_version(), *libraries, *_checksums(files)])
+    return _digest([platform.python_version(), *libraries, *_checksum_lines(files)])
 
 
 def is_code_hashed(inputs: str, document: YamlDocument) -> bool:
     """Return whether artifacts/code is up to date for the digest ``inputs``."""
     # Importing torch and parsing all source would take longer than the rest of an idle ``dvc
     # repro``. Raw data, which the check also reads, do not matter once all data are prepared.
-    if not CODE_STATE.is_file() or CODE_STATE.read_bytes() != _code_state(inputs):
+    if not CODE_STATE.is_file() or CODE_STATE.read_bytes() != _code_stage_digest(inputs):
         return False
     phases = document.data.get("data") or ()
     return all(Path("artifacts/data", phase, "card.json").is_file() for phase in phases)
@@ -117,14 +117,14 @@ def is_code_hashed(inputs: str, document: YamlDocument) -> bool:
 
 def remember_code(inputs: str) -> None:
     """Store the digest for ``is_code_hashed``; inputs: ``digest_code`` before the check."""
-    write_whole(CODE_STATE, _code_state(inputs))
+    write_whole(CODE_STATE, _code_stage_digest(inputs))
 
 
-def _code_state(inputs: str) -> bytes:
-    return f"{inputs} {_digest(_checksums(CODE.rglob('*.json')))}\n".encode()
+def _code_stage_digest(inputs: str) -> bytes:
+    return f"{inputs} {_digest(_checksum_lines(CODE.rglob('*.json')))}\n".encode()
 
 
-def _checksums(files: Iterable[Path]) -> list[str]:
+def _checksum_lines(files: Iterable[Path]) -> list[str]:
     return [f"{file} {file_checksum(file)}" for file in sorted(files) if file.is_file()]
 
 
@@ -161,7 +161,7 @@ def _with_whole_numbers(value: Any) -> Any:
     return value
 
 
-def _files_by_name(document: YamlDocument, root: Path) -> Iterator[tuple[str, set[Path]]]:
+def _sources_by_hash_file(document: YamlDocument, root: Path) -> Iterator[tuple[str, set[Path]]]:
     params = document.data
     sources = list_part_files(params.get("data"), root, "data")
     # The tasks' files that sources import; for outside sources all imported files
@@ -198,16 +198,16 @@ def _files_by_name(document: YamlDocument, root: Path) -> Iterator[tuple[str, se
 def _report_files(root: Path) -> list[Path]:
     folders = ("report/pictures", "measure")
     files = [file for name in folders for file in (root / "moecore" / name).glob("[a-z]*.py")]
-    modules = source_layout.list_allowed_modules(_shows_results)
+    modules = source_layout.list_allowed_modules(_has_measurement_or_pictures)
     return [
         *(file.relative_to(root) for file in sorted(files)),
         *(file for name in modules for file in list_outside_module_files(name, root)),
     ]
 
 
-def _shows_results(file: Path) -> bool:
+def _has_measurement_or_pictures(file: Path) -> bool:
     text = file.read_text(encoding="utf-8")
-    return defines_measurement(file) or "\nPICTURES = " in text
+    return file_defines_measurement(file) or "\nPICTURES = " in text
 
 
 def import_closure(
@@ -298,13 +298,13 @@ def _imported_files(file: Path, root: Path, packages: tuple[str, ...]) -> tuple[
         return ()
     files: dict[Path, None] = {}
     for module, name in _read_source(file, root).imports:
-        for package, member in _homes(module, name, root):
+        for package, member in _defining_modules(module, name, root):
             if package.split("/")[0] in (OUR_PACKAGE, *packages):
                 files |= dict.fromkeys(_module_files(package, member, root))
     return tuple(files)
 
 
-def _homes(package: str, name: str, root: Path) -> Iterator[tuple[str, str]]:
+def _defining_modules(package: str, name: str, root: Path) -> Iterator[tuple[str, str]]:
     """Yield the (package, name) pairs where an imported public name is really defined."""
     if f"{package}/{name}" in PUBLIC_MODULES:
         package = f"{package}/{name}"
@@ -318,7 +318,7 @@ def _homes(package: str, name: str, root: Path) -> Iterator[tuple[str, str]]:
     imports = _read_source(file, root).imports if file else ()
     origins = [pair for pair in imports if name and pair[1] == name] or imports
     for pair in origins:  # those of moecore itself are families
-        yield from _homes(*pair, root)
+        yield from _defining_modules(*pair, root)
 
 
 def _module_files(package: str, name: str, root: Path) -> Iterator[Path]:

@@ -30,15 +30,15 @@ MARKS = {"holds": "holds", "fails": "FAILS", "not promised": "–", "not run": "
 def find_targets(text: str) -> list[Target]:
     """Return the targets that TARGET names: ours, of a module, or of a file with adapters."""
     if text.endswith(".py"):
-        return choose_targets(text, run_python_file(Path(text)), "TARGETS")
+        return resolve_named_targets(text, run_python_file(Path(text)), "TARGETS")
     if ".py:" in text:
         stem, _, name = text.partition(".py:")
-        return choose_targets(text, run_python_file(Path(f"{stem}.py")), name)
+        return resolve_named_targets(text, run_python_file(Path(f"{stem}.py")), name)
     if ":" in text:
         module, _, name = text.partition(":")
         with more_packages([module.partition(".")[0]]):
             try:
-                return choose_targets(text, vars(import_module_of_package(module)), name)
+                return resolve_named_targets(text, vars(import_module_of_package(module)), name)
             except ValueError as error:
                 raise UserError(f"{text}: {error}") from None
     if text in builtin_kinds(Router):
@@ -54,7 +54,7 @@ def find_targets(text: str) -> list[Target]:
     return [own_layers.describe_own_layer(method.router, method.experts, text)]
 
 
-def choose_targets(text: str, names: dict[str, Any], name: str) -> list[Target]:
+def resolve_named_targets(text: str, names: dict[str, Any], name: str) -> list[Target]:
     """Return the targets under a name: a Target, several, or a function that returns them."""
     chosen = names.get(name)
     if inspect.isfunction(chosen):
@@ -142,7 +142,7 @@ def print_conformance(results: list[dict[str, Any]]) -> None:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def conform_target(text: str, json_file: Path | None, out: Path) -> bool:
+def check_and_store_target(text: str, json_file: Path | None, out: Path) -> bool:
     """Check a target, print and store the verdicts; return whether no law fails."""
     results = [judge_target(target, out / "findings") for target in find_targets(text)]
     print_conformance(results)

@@ -78,14 +78,14 @@ def build_stage_entries(names: Sequence[str] | None = None) -> dict[str, Any]:
     outs = [out for entry in entries.values() for out in entry.get("do", entry)["outs"]]
     # An out may have options: {path: {cache: false}}
     paths = [CODE.as_posix(), *(out if isinstance(out, str) else next(iter(out)) for out in outs)]
-    written = {_artifact_folder(path) for path in paths}
+    written = {_top_two_folders(path) for path in paths}
     for entry in entries.values():
         entry = entry.get("do", entry)
         if "deps" in entry:  # without artifacts that no stage writes, such as a missing teacher
             entry["deps"] = [
                 path
                 for path in entry["deps"]
-                if (folder := _artifact_folder(path)) in written
+                if (folder := _top_two_folders(path)) in written
                 or "$" in folder
                 or not path.startswith("artifacts/")
             ]
@@ -121,7 +121,7 @@ def build_dvc_entry(stage: Stage) -> dict[str, Any]:
     return {"desc": stage.says, **matrix, **entry}
 
 
-def _artifact_folder(path: str) -> str:
+def _top_two_folders(path: str) -> str:
     return "/".join(path.split("/")[:2])
 
 

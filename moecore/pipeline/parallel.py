@@ -71,12 +71,12 @@ def next_job_stages(
         seed = _seed_in_stage_name(first[0])
         return tuple(stage for stage in first if _seed_in_stage_name(stage) == seed)
     chosen = shared[:1]
-    work = _model_work(chosen[0])
+    work = _method_seed_phase(chosen[0])
     if not work:
         return tuple(chosen)
     for stage in above:
         is_new = stage not in (*chosen, *begun) and set(above[stage]) <= {*done, *chosen}
-        if is_new and _model_work(stage) == work and not _is_exclusive(stage, above):
+        if is_new and _method_seed_phase(stage) == work and not _is_exclusive(stage, above):
             chosen.append(stage)
     return tuple(chosen)
 
@@ -101,7 +101,7 @@ def _seed_in_stage_name(stage: str) -> str:
     return stage.partition("@")[2].split("-")[-1]
 
 
-def _model_work(stage: str) -> tuple[str, str, str] | None:
+def _method_seed_phase(stage: str) -> tuple[str, str, str] | None:
     """Return method, seed and phase of a stage; None without a single method and seed."""
     # The phase of a training (``pretrain@vmoe-0``) is "". Measurements have the model's phase:
     # ``routing@pretrain-vmoe-0``, ``measure@cost-finetune-vmoe-0``.
@@ -264,7 +264,7 @@ def run_stages(
                     begun |= set(job)
                     for place in places:
                         free.remove(place)
-                    environment = merge_environments(places)
+                    environment = merge_gpus_of_environments(places)
                     if _is_exclusive(job[0], above):
                         for name in THREAD_VARIABLES:
                             environment.pop(name, None)
@@ -401,7 +401,7 @@ def choose_places(stages: Sequence[str], free: Sequence[Environment]) -> list[En
     return [by_gpu[gpu] for gpu in emptiest[:count]] if len(by_gpu) >= count else None
 
 
-def merge_environments(places: Sequence[Environment]) -> dict[str, str]:
+def merge_gpus_of_environments(places: Sequence[Environment]) -> dict[str, str]:
     """Return the first of the environments ``places``, with the GPUs of all of them."""
     environment = dict(places[0])
     if VISIBLE_GPUS in environment:

@@ -193,7 +193,7 @@ def _train_all(
                     bar.update(point.step)
             rows[role].scores.append(math.exp(score) if job.task.long else score)
             rows[role].seconds.append(time.process_time() - begun)
-    return PilotResult(pilot_score_for_task(data.task), rows, fmean(shares or [math.nan]))
+    return PilotResult(pilot_score_kind(data.task), rows, fmean(shares or [math.nan]))
 
 
 def fit_routers_to_oracle(
@@ -250,7 +250,7 @@ def fit_linear_router(tokens: Tensor, chosen: Tensor, experts: int) -> Tensor:
     return weight.detach()
 
 
-def pilot_score_for_task(task: Task) -> Score:
+def pilot_score_kind(task: Task) -> Score:
     if task.long:
         return Score("ppl", "perplexity", "", "number", "lower")
     return task.score
@@ -279,7 +279,7 @@ def pilot_verdicts(result: PilotResult) -> list[PilotVerdict]:
     return [*verdicts, PilotVerdict(text, slowest <= MAX_SECONDS, "")]
 
 
-def studies_worth_running(verdicts: Sequence[PilotVerdict]) -> list[str]:
+def study_kinds_worth_running(verdicts: Sequence[PilotVerdict]) -> list[str]:
     """Return the kinds of study, "truth" or "accuracy", whose conditions all hold."""
     failed = {verdict.study for verdict in verdicts if not verdict.holds}
     if "" in failed:
@@ -308,7 +308,7 @@ def print_pilot(result: PilotResult, verdicts: Sequence[PilotVerdict]) -> None:
         begins = f"A router that begins with {result.fitted:.1%} of tokens as {told}"
         side = "below" if ahead > 0 else "above"
         lines.append(f"{begins} ends {abs(ahead):.2f} {result.unit} {side} it.")
-    worth = studies_worth_running(verdicts)
+    worth = study_kinds_worth_running(verdicts)
     lines.append(f"Worth a study of {' and '.join(worth)}." if worth else "Not worth a study.")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

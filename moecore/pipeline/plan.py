@@ -16,7 +16,7 @@ from moecore.data.raw_data_changes import describe_folder_change
 from moecore.pipeline.code_hashes import digest_code, hash_code_files, is_code_hashed
 from moecore.run import history_file, run_record, stage_entry
 from moecore.study.stages import CODE_STAGE
-from moecore.study.yaml_document import as_mapping, load_yaml_document
+from moecore.study.yaml_document import dict_or_empty, load_yaml_document
 
 ALWAYS = "always changed"  # DVC's status of such a stage
 RUNS = "runs now"
@@ -225,7 +225,7 @@ def format_total_duration(items: Sequence[PlannedStage]) -> str:
 def describe_changed_raw_data(params: Path) -> Iterator[str]:
     sections = load_yaml_document(str(params)).data.get("data")
     with chdir(params.parent):
-        for name in as_mapping(sections):
+        for name in dict_or_empty(sections):
             record = HISTORY / name / RECORD
             for before in read_json(record) if record.is_file() else []:
                 if change := describe_folder_change(before):

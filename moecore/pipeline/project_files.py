@@ -18,7 +18,7 @@ from textwrap import indent
 from typing import Any
 
 from moecore.core.files import UserError, write_whole
-from moecore.core.source_layout import SHIPPED, list_project_dvc_files
+from moecore.core.source_layout import SHIPPED, list_top_and_step_files
 from moecore.pipeline import dvc_yaml, project, run_folders
 from moecore.pipeline.plan import print_plan
 from moecore.pipeline.run_folders import project_texts_from_overlay, refuse_study_name
@@ -62,7 +62,7 @@ def begin_project(name: str, folder: Path, study: str, is_overlay: bool, data: P
         raise UserError(f"{folder}: is not empty; take an empty folder, or a name that is new")
     part = folder / BEGUN
     try:
-        write_text_files(part, render_project_template(name, is_of_user=True))
+        write_or_delete_files(part, render_project_template(name, is_of_user=True))
         file = "params.yaml"
         text = shipped_params_text(study)
         stages: Sequence[str] = ()
@@ -73,12 +73,12 @@ def begin_project(name: str, folder: Path, study: str, is_overlay: bool, data: P
         if is_overlay:
             file = OVERLAY
             text = params_writer.overlay_text(compose_shipped_question(study))
-        write_whole(part / file, _add_example(text, values, name, is_run=data is None))
+        write_whole(part / file, _add_example_method(text, values, name, is_run=data is None))
         for package in values.get("packages", ()):
             home = find_shipped_question(study).path.parent / package
             shutil.copytree(home, part / "src" / package, ignore=NOT_SOURCE)
         texts = render_project_template(name, is_of_user=False) | _dvc_texts(part, study, stages)
-        write_text_files(part, texts)
+        write_or_delete_files(part, texts)
         project.write_answers(part, name, study, texts)
         if not any((above / ".git").exists() for above in folder.resolve().parents):
             if shutil.which("git"):
@@ -103,7 +103,7 @@ def write_quick_project(place: Path) -> Path:
     texts = {path: template[path] for path in (DVC_CONFIG, ".gitignore")}
     texts[DVC_CONFIG] += dvc_yaml.WITHOUT_GIT
     texts["params.yaml"] = shipped_params_text(QUICK_QUESTION)
-    write_text_files(folder, texts | _dvc_texts(folder, QUICK_QUESTION))
+    write_or_delete_files(folder, texts | _dvc_texts(folder, QUICK_QUESTION))
     return folder
 
 
@@ -134,7 +134,7 @@ def upgradable_project_texts(name: str, study: str, added: Sequence[str]) -> dic
     if unknown := [stage for stage in added if stage not in STAGES]:
         raise UserError.at("--stage", found=unknown[0], allowed=", ".join(STAGES))
     stages: list[str] = []
-    for file in list_project_dvc_files(HERE):
+    for file in list_top_and_step_files(HERE):
         data = load_yaml_document(file).data
         stages += (isinstance(data, dict) and data.get("stages")) or ()
     ours = [stage for stage in stages if stage in STAGES]
@@ -157,7 +157,7 @@ def _dvc_texts(folder: Path, study: str, stages: Sequence[str] = ()) -> dict[str
     return dvc_yaml.study_dvc_yaml_texts(definitions, composed.document.data["run"], DVC_HEAD)
 
 
-def write_text_files(folder: Path, texts: Mapping[str, str | None]) -> None:
+def write_or_delete_files(folder: Path, texts: Mapping[str, str | None]) -> None:
     for path, text in texts.items():
         if text is None:
             (folder / path).unlink(missing_ok=True)
@@ -181,7 +181,7 @@ def render_project_template(name: str, is_of_user: bool) -> dict[str, str]:
     return texts
 
 
-def _add_example(text: str, study: Mapping[str, Any], name: str, is_run: bool) -> str:
+def _add_example_method(text: str, study: Mapping[str, Any], name: str, is_run: bool) -> str:
     """Return a params.yaml with the project's package and its example method ``cosine``."""
     # If it lists methods with vmoe, ``cosine`` is added: vmoe with the project's router. study: the
     # values of the complete params.yaml. is_run: ``cosine`` is also added to run.methods.
@@ -205,7 +205,7 @@ def upgrade_project(answers: project.ProjectAnswers, is_written: bool, more: Seq
     """Print the changes that an upgrade makes, and what reruns; write them if ``is_written``."""
     # more: stages that its dvc.yaml gets.
     changes = _renamed_texts(answers)
-    with _files_as(changes):  # an overlay must be valid to be read
+    with _replaced_files(changes):  # an overlay must be valid to be read
         texts = upgradable_project_texts(answers.name, answers.study, more)
         written, edited = _changed_texts(answers, texts)
     pyproject = Path("pyproject.toml")
@@ -227,10 +227,10 @@ def upgrade_project(answers: project.ProjectAnswers, is_written: bool, more: Seq
     if not changes and answers.moecore == installed:
         print(f"moecore {installed} wrote this project, and nothing is to be written again")
         return
-    with _files_as(changes):
+    with _replaced_files(changes):
         print_plan()
     if is_written:
-        write_text_files(HERE, changes)
+        write_or_delete_files(HERE, changes)
         project.write_answers(HERE, answers.name, answers.study, texts)
         print("written")
     else:
@@ -274,14 +274,14 @@ def _changed_texts(
 
 
 @contextmanager
-def _files_as(texts: Mapping[str, str | None]) -> Iterator[None]:
+def _replaced_files(texts: Mapping[str, str | None]) -> Iterator[None]:
     """Replace files by ``texts`` within the block, and restore them afterwards."""
     before = {path: _read(Path(path)) for path in texts}
     try:
-        write_text_files(HERE, texts)
+        write_or_delete_files(HERE, texts)
         yield
     finally:
-        write_text_files(HERE, before)
+        write_or_delete_files(HERE, before)
 
 
 def _read(path: Path) -> str | None:

@@ -39,7 +39,7 @@ from moecore.run.history_file import read_dvc_locks
 from moecore.study import check, papers, params_layers, params_writer, trial_rules
 from moecore.study.questions import PIPELINES, QuestionFile, QuestionRound
 from moecore.study.study import read_study
-from moecore.study.yaml_document import as_mapping, load_yaml_document, parse_yaml_document
+from moecore.study.yaml_document import dict_or_empty, load_yaml_document, parse_yaml_document
 
 HERE = Path()
 OUR_QUESTIONS = "ours"
@@ -77,7 +77,7 @@ def write_run_folder(question_round: QuestionRound, presets: Sequence[str] = ())
     text = params_writer.params_text(composed, origin, presets)
     is_new = not (folder / "params.yaml").is_file()
     with project.hold_project(folder / project.LOCK):
-        changes = params_writer.write_params(folder / "params.yaml", text)
+        changes = params_writer.write_and_diff_params(folder / "params.yaml", text)
         write_dvc_yaml_files(folder, composed.stages)
         if shutil.which("git"):
             files.write_whole(folder / ".dvc/config", dvc_yaml.RUN_CONFIG)
@@ -96,13 +96,13 @@ def write_run_folder(question_round: QuestionRound, presets: Sequence[str] = ())
     return ["written"] if is_new else changes
 
 
-def write_overlay_project(folder: Path = HERE) -> list[str]:
+def write_project_from_overlay(folder: Path = HERE) -> list[str]:
     """Write params.yaml and dvc.yaml from overlay.yaml; return one line per change."""
     if folder.resolve() == ROOT and not (folder / params_layers.OVERLAY).is_file():
         files.write_whole(folder / "dvc.yaml", dvc_yaml.main_dvc_yaml_text())
         return ["dvc.yaml written"]
     composed, text = _compose_project(folder)
-    changes = params_writer.write_params(folder / "params.yaml", text)
+    changes = params_writer.write_and_diff_params(folder / "params.yaml", text)
     write_dvc_yaml_files(folder, composed.stages)
     return changes
 
@@ -415,7 +415,7 @@ def _split_assignments(
 
 def _value_at(data: Any, keys: Sequence[str]) -> Any:
     for key in keys:
-        data = as_mapping(data).get(key)
+        data = dict_or_empty(data).get(key)
     return data
 
 

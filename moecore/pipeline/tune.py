@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from moecore.core.files import UserError, write_whole
 from moecore.core.source_layout import RUNS
 from moecore.data.prepared import Prepared
-from moecore.measure.routing_metrics.alternative_choices import routing_means_over_layers
+from moecore.measure.routing_metrics.alternative_choices import mean_routing_metrics
 from moecore.nn.predict import predict_in_batches
 from moecore.pipeline import dvc_yaml, project, run_folders
 from moecore.report.results_and_displays import read_results
@@ -115,7 +115,7 @@ def choose_threshold(run: TuningRun, tuned: questions.ThresholdTuning) -> dict[s
         )
         models = [load_model(folder / str(seed)) for seed in run.tuning.seeds]
         routings = [predict_in_batches(model, images, BATCH)[1] for model in models]
-        means = [routing_means_over_layers(records, 1, value) for records in routings]
+        means = [mean_routing_metrics(records, 1, value) for records in routings]
         shares[value] = fmean(mean["fallback"] for mean in means)
     chosen = min(shares, key=lambda value: abs(shares[value] - tuned.fallback))
     if chosen in (tuned.values[0], tuned.values[-1]):

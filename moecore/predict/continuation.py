@@ -103,13 +103,13 @@ def continue_words(
     shown: list[WordWithExperts] = []
     ahead = torch.empty(0)
     for part in tokens.split(model.image.shape[0]):
-        ahead, records, states = _read_tokens(model, part, states)
+        ahead, records, states = _logits_after_tokens(model, part, states)
         names = [vocabulary[token] for token in part.tolist()]
         shown += _words_with_experts(names, records, is_prompt=True)
     for _ in range(sampling.new_words):
         token = sample_token(ahead, sampling, drawing)
         part = torch.tensor([token], device=device)
-        ahead, records, states = _read_tokens(model, part, states)
+        ahead, records, states = _logits_after_tokens(model, part, states)
         shown += _words_with_experts([vocabulary[token]], records, is_prompt=False)
     how = "the most probable word each time"
     if sampling.temperature:
@@ -120,7 +120,7 @@ def continue_words(
     return Continuation(shown, remarks)
 
 
-def _read_tokens(
+def _logits_after_tokens(
     model: LanguageTransformer, tokens: Tensor, states: Tensor
 ) -> tuple[Tensor, tuple[routing_records.RoutingRecord, ...], Tensor]:
     """Return the logits (V,) after ``tokens`` (M,), their routing records, and the new states."""

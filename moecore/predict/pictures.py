@@ -21,7 +21,7 @@ from moecore.core.files import UserError, join_below_root
 from moecore.data.files.decode import MODES, UnreadableImage, decode_image
 from moecore.data.text.tokenizers import EncodedCaption, Tokenizer, load_tokenizer
 from moecore.measure.calibrators import base, temperature
-from moecore.measure.routing_metrics.expert_gallery import experts_by_word
+from moecore.measure.routing_metrics.expert_gallery import words_with_experts
 from moecore.nn.backbones import base_model, two_towers
 from moecore.nn.predict import predict_in_batches
 from moecore.predict.model_quality import calibrator_folder
@@ -284,7 +284,7 @@ def rank_pictures(
     readable = [row for row in rows if not row.error]
     lines: list[Sequence[str]] = [("text", "place", "file", "cosine")]
     shown = []
-    routed = experts_by_word(model, texts.tokens, texts.tokenizer)
+    routed = words_with_experts(model, texts.tokens, texts.tokenizer)
     described = zip(texts.texts, routed, texts.encoded, strict=True)
     for number, (text, layers, encoded) in enumerate(described):
         cosines = np.array([row.numbers[number] for row in readable])

@@ -171,7 +171,7 @@ def build_column_context(phase: PhaseResults, kind: type) -> ColumnContext:
     return ColumnContext(phase.task, phase.results(kind), method, of_baseline, of_dense, pairs)
 
 
-def has_routers(phase: PlannedPhase) -> bool:
+def phase_has_moe(phase: PlannedPhase) -> bool:
     return any(method.moe for method in phase.methods)
 
 
@@ -197,7 +197,7 @@ At = Mapping[str, Place]  # place name → place
 FillIn = Callable[[str, Metric, str, At], Metric]
 NEEDED: dict[str, Callable[[PlannedPhase], bool]] = {  # Metric.needs → whether it is fulfilled
     "": lambda phase: True,
-    "routers": has_routers,
+    "routers": phase_has_moe,
     "thresholds": lambda phase: any(
         method.moe and method.router.has_score_threshold for method in phase.methods
     ),
@@ -206,8 +206,8 @@ NEEDED: dict[str, Callable[[PlannedPhase], bool]] = {  # Metric.needs → whethe
         phase.name == "pretrain" and any(method.guided_routing for method in phase.methods)
     ),
     # Routing is compared from epoch to epoch, and before and after fine-tuning.
-    "settling": lambda phase: phase.name == "pretrain" and has_routers(phase),
-    "finetuned": lambda phase: phase.name in ("finetune", "adversarial") and has_routers(phase),
+    "settling": lambda phase: phase.name == "pretrain" and phase_has_moe(phase),
+    "finetuned": lambda phase: phase.name in ("finetune", "adversarial") and phase_has_moe(phase),
     "text": lambda phase: phase.score == "nats",
     "views": lambda phase: phase.score != "nats",  # a text has none
 }
@@ -307,7 +307,7 @@ class MetricColumns(NamedTuple):
             return array.astype(bool)
 
         words = (named.label, named.note)
-        label, note = (fill_placeholders(text, score, context.baseline) for text in words)
+        label, note = (fill_score_words(text, score, context.baseline) for text in words)
         better = score.better if metric.better == SCORE else metric.better
         form = score.form if metric.form == SCORE else metric.form
         read = metric.of_pairs or read_value
@@ -375,7 +375,7 @@ def column_name(key: str, metric: Metric, score: str, *places: Place) -> str:
     return name.replace("{score}", score).replace("{}", "_".join(map(place_slug, places)))
 
 
-def fill_placeholders(text: str, score: Score, baseline: str = "") -> str:
+def fill_score_words(text: str, score: Score, baseline: str = "") -> str:
     """Return ``text`` with {score}, {unit}, {baseline} etc. filled in; other {words} stay."""
     tested = {"mae": "Test MAE", "precision_at_1": "Precision at 1"}
     texts = {

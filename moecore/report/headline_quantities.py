@@ -131,7 +131,7 @@ def choose_main_quantities(
                 return QuantityByMethod(phrase, column, having, unit, remains)
         return None
 
-    attacked, moved = find_attack_columns(phase)
+    attacked, moved = headline_attack_columns(phase)
     steady = {}
     if moved:
         steady[moved] = "under attack routing overlap is {}"
@@ -151,7 +151,7 @@ def cells_by_method(name: str, cells: Cells) -> dict[str, Cell]:
     return {method: cell for method, row in cells.items() if (cell := row[name]) is not None}
 
 
-def find_attack_columns(phase: PhaseResults) -> tuple[str, str]:
+def headline_attack_columns(phase: PhaseResults) -> tuple[str, str]:
     """Return the columns of the score under attack and of the routing change, or ""."""
     # The score is of the worst case, if measured, else of the last attack; the change of the last.
     attack = choose_headline_attack(phase)
@@ -174,7 +174,7 @@ def first_table_columns(phase: PhaseResults, columns: Collection[str]) -> dict[s
     """Return column → name in MLflow, for the columns of a phase's first table."""
     # For attacks: the worst case, if measured, else the last attack. For swapped words: the last
     # column of each kind, with the most words swapped.
-    score, moved = find_attack_columns(phase)
+    score, moved = headline_attack_columns(phase)
     attack = choose_headline_attack(phase)
     attacked = {"worst" if attack == robustness.WORST else attack.partition("-")[0][:4]: score}
     if phase.task.score.form == "share":

@@ -49,7 +49,7 @@ def render_report_files(
     if any(phase.results(robustness.Robustness) for phase in phases):
         files["curves/robustness.csv"] = robustness_csv(results)
     if any(phase.task.kind == "regression" for phase in phases):
-        files["curves/table_s1.csv"] = age_errors_csv(results)
+        files["curves/table_s1.csv"] = age_errors_by_model_csv(results)
     return files | render_metrics_files(results) | render_plot_svgs(results)
 
 
@@ -100,7 +100,7 @@ def robustness_csv(results: StudyResults) -> str:
     return _csv(results, ("attack", "epsilon", *scores, "low", "high"), rows)
 
 
-def age_errors_csv(results: StudyResults) -> str:
+def age_errors_by_model_csv(results: StudyResults) -> str:
     """Return a CSV with one row per model and kind of age prediction: errors and their limits."""
     columns = {f"{name}{end}": (name, part) for name in NUMBERS for end, part in ENDS.items()}
 
@@ -152,7 +152,7 @@ def render_metrics_files(results: StudyResults) -> dict[str, str]:
     for phase in results.phases.values():
         columns = {column.name: column for column in phase_result_columns(phase)}
         names = [headline.name for headline in headline_quantities.HEADLINES if headline.run]
-        names = [*names[:4], *headline_quantities.find_attack_columns(phase), *names]
+        names = [*names[:4], *headline_quantities.headline_attack_columns(phase), *names]
         # The score comes first, then the score under attack, routing, and cost.
         metrics = [columns[name] for name in dict.fromkeys(names) if name in columns][:MOST]
         for method, seeds in phase.models.items():
@@ -174,7 +174,7 @@ def round_significant(value: float, digits: int = DIGITS) -> float:
     return float(f"{value:.{digits}g}")
 
 
-def read_headline_numbers(
+def read_mlflow_headline_numbers(
     study: Path, method: str, seed: int, items: Items
 ) -> tuple[dict[str, float], dict[str, int]]:
     """Return a model's headline numbers by their names in MLflow, and its counts."""
@@ -185,7 +185,7 @@ def read_headline_numbers(
     counts: dict[str, int] = {}
     for name in (*reversed(TRAINING_PHASES), *REDUCING_PHASES):
         try:
-            card, task = results_and_displays.read_card_and_task(study, name)
+            card, task = results_and_displays.read_data_card_and_task(study, name)
         except UserError:
             continue  # not there, or of other code: the run of `prepare` says so
         displays = [shown for shown in results_and_displays.list_displays() if shown.applies(task)]
@@ -198,7 +198,7 @@ def read_headline_numbers(
             continue
         metrics = {metric.name: metric for metric in phase_result_columns(phase)}
         slugs = headline_quantities.first_table_columns(phase, metrics)
-        attacked, _ = headline_quantities.find_attack_columns(phase)
+        attacked, _ = headline_quantities.headline_attack_columns(phase)
         scores = [f"test_{score_slug(task.score)}", attacked]
         for key in sorted(slugs, key=lambda key: scores.index(key) if key in scores else 2):
             interval = metrics[key].read(models[method][seed])

@@ -16,17 +16,17 @@ from moecore.measure import base
 from moecore.measure.pixel_baselines import Baselines
 from moecore.measure.transfer_attacks import Transfer
 from moecore.measure.values import Chart, Found
-from moecore.report.column import FillIn, MetricColumns, build_column_context, fill_placeholders
+from moecore.report.column import FillIn, MetricColumns, build_column_context, fill_score_words
 from moecore.report.figures import charts, drawing
 from moecore.report.page.page_objects import PageBlock, Picture
 from moecore.report.study_results import (
     ModelResults,
     PhaseResults,
     StudyResults,
-    add_measurements_to_stages,
+    add_measurement_stage_names,
 )
 from moecore.study.run_and_claims import PhaseName as PhaseName
-from moecore.study.run_and_claims import RunSelection, defines_measurement
+from moecore.study.run_and_claims import RunSelection, file_defines_measurement
 from moecore.study.stages import CALCULATE, MEASURE, MEASURED_STAGES
 from moecore.tasks.base import Task
 
@@ -121,7 +121,7 @@ def list_displays() -> list[MeasurementDisplay]:
         displays = [
             MeasurementDisplay(page.stage, page.kind, page) for page in declared if page.kind
         ]
-        for name in list_measurements_with_values():
+        for name in measurements_putting_values():
             kind = find_class(base.Measurement, name)
             displays.append(MeasurementDisplay(name, kind, by_stage.get(name, Pictures(name))))
             for within, part in kind.parts.items():
@@ -132,8 +132,8 @@ def list_displays() -> list[MeasurementDisplay]:
     return sorted(displays, key=lambda shown: (shown.kind.page.place, shown.stage))
 
 
-def list_measurements_with_values() -> list[str]:
-    names = [*base.builtin_measurements(), *list_allowed_modules(defines_measurement)]
+def measurements_putting_values() -> list[str]:
+    names = [*base.builtin_measurements(), *list_allowed_modules(file_defines_measurement)]
     return [name for name in names if find_class(base.Measurement, name).puts_values()]
 
 
@@ -158,7 +158,7 @@ def phases_and_calculations(results: StudyResults) -> dict[str, PhaseResults]:
 def draw_metric_chart(phase: PhaseResults, kind: Kind, chart: Chart) -> list[Picture]:
     score = phase.task.score
     share = chart.share if chart.share is not None else score.form == "share"
-    title, x, y = (fill_placeholders(text, score) for text in (chart.title, chart.x, chart.y))
+    title, x, y = (fill_score_words(text, score) for text in (chart.title, chart.x, chart.y))
     spec = charts.ChartSpec(title, x, y, share, chart.top if share else None, chart.height)
     read = lambda result: result.curve(chart.metric, chart.over)
     return draw_method_curves(phase, kind, read, spec, chart.words, limits=chart.limits)
@@ -211,7 +211,7 @@ def read_results(
     stages: Collection[str] = MEASURED_STAGES,
 ) -> StudyResults:
     # settings: text of params.yaml; stages: of the study's dvc.yaml.
-    measured = add_measurements_to_stages(stages, run)
+    measured = add_measurement_stage_names(stages, run)
     calculations = {}
     for name in run.calculations:
         result = base.read_result(Path(root, MEASURED, f"{name}.json"), Found, CALCULATE)
@@ -224,7 +224,7 @@ def read_results(
 def _read_phase(
     root: Path, run: RunSelection, stages: Collection[str], name: PhaseName
 ) -> PhaseResults:
-    card, task = read_card_and_task(root, name)
+    card, task = read_data_card_and_task(root, name)
     displays = [
         shown
         for shown in list_displays()
@@ -249,7 +249,7 @@ def _read_phase(
     return PhaseResults(name, card, task, models, together)
 
 
-def read_card_and_task(root: Path, phase: str) -> tuple[dict[str, Any], Task]:
+def read_data_card_and_task(root: Path, phase: str) -> tuple[dict[str, Any], Task]:
     path = root / "artifacts/data" / phase / "card.json"
     card = read_json(path)
     try:

@@ -133,22 +133,22 @@ class StudyResults(NamedTuple):
 
     @property
     def attacks(self) -> dict[str, Attack]:
-        section = parse_params_text(self.settings).get("robustness") or {}
+        section = parse_params_as_mapping(self.settings).get("robustness") or {}
         attacks = map(Attack.model_validate, section.get("attacks") or ())
         return {attack.name: attack for attack in attacks}
 
     @property
     def _settings(self) -> dict[str, Mapping[str, Any]]:
-        methods = parse_params_text(self.settings).get("methods") or {}
+        methods = parse_params_as_mapping(self.settings).get("methods") or {}
         return {name: methods[name] or {} for name in self.methods if name in methods}
 
 
 @cache
-def parse_params_text(settings: str) -> Mapping[str, Any]:
+def parse_params_as_mapping(settings: str) -> Mapping[str, Any]:
     return parse_yaml_document(settings).data or {}
 
 
-def add_measurements_to_stages(stages: Collection[str], run: RunSelection) -> set[str]:
+def add_measurement_stage_names(stages: Collection[str], run: RunSelection) -> set[str]:
     if MEASURE in stages:
         return {*stages, *run.measurements}
     return set(stages)

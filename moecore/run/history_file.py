@@ -68,7 +68,7 @@ def execution_subpath(stage: str, phase: str | None, method: str | None, seed: i
 def _code_state() -> dict[str, Any]:
     """Return the git commit, and "dirty": whether sources differ from it; both None without git."""
     # A study's run folder is a git repository without code.
-    project = source_layout.find_project_folder(Path())
+    project = source_layout.project_of_run_folder(Path())
     question = ("status", "--porcelain", "--untracked-files=no", "--", *SOURCE_PATTERNS)
     commit = source_layout.run_git(project, "rev-parse", "HEAD", timeout=GIT_SECONDS)
     status = source_layout.run_git(project, *question, timeout=GIT_SECONDS)
@@ -223,7 +223,7 @@ def read_dvc_locks(folder: Path = Path()) -> dict[str, dict[str, Any]]:
     # The rules of YAML 1.1 do no harm here; libyaml is 3 times as fast as ruamel's loader.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     stages: dict[str, dict[str, Any]] = {}
-    for lock in source_layout.list_project_dvc_files(folder, "dvc.lock"):
+    for lock in source_layout.list_top_and_step_files(folder, "dvc.lock"):
         try:
             if (content := yaml.load(lock.read_text(encoding="utf-8"), Loader=loader)) is None:
                 raise ValueError("empty, as after a `dvc repro` that was killed while it wrote")
@@ -299,7 +299,7 @@ def read_histories(study: Path, readers: dict[Path, HistoryReader]) -> dict[str,
 
 
 def list_locked_outputs(study: Path) -> frozenset[str] | None:
-    locks = source_layout.list_project_dvc_files(study, "dvc.lock")
+    locks = source_layout.list_top_and_step_files(study, "dvc.lock")
     newest = max((lock.stat().st_mtime_ns for lock in locks), default=None)
     if newest is None:
         return None

@@ -17,7 +17,7 @@ from moecore.run import run_record, stage_inputs
 from moecore.study import params_reader, run_and_claims
 from moecore.training.artifacts import guide_folder, load_guide, load_model, save_model, save_vocab
 from moecore.training.method import Method
-from moecore.training.outcome import evaluate_model, save_model_score
+from moecore.training.outcome import evaluate_to_outcome, save_model_score
 from moecore.training.runtime import tune_runtime
 from moecore.training.surgery.expert_reduction import ExpertReduction
 
@@ -92,7 +92,7 @@ def reduce_experts_and_record(
     start = Path("artifacts/pretrain", method, str(seed))
     target = Path("artifacts", stage, method, str(seed))
     data = Prepared.open(Path("artifacts/data", stage))
-    inputs = stage_inputs.read_stage_inputs(stage, params, [data.folder, start], method=method)
+    inputs = stage_inputs.hash_stage_inputs(stage, params, [data.folder, start], method=method)
     with run_record.record_run(stage, params, method=method, seed=seed, inputs=inputs) as run:
         begun = time.monotonic()
         model = reduction.reduce_model(load_model(start).to(tune_runtime().device), data.train)
@@ -100,7 +100,7 @@ def reduce_experts_and_record(
         with atomic_folder(target) as folder:
             save_model(folder, model)
             save_vocab(folder, data)
-            outcome = evaluate_model(model, data, seconds)
+            outcome = evaluate_to_outcome(model, data, seconds)
             save_model_score(folder, outcome, data)
         run.dataset(data.card)
         run.result(outcome)

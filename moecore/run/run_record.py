@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from moecore.core import config, files
 from moecore.run import history_file
 from moecore.run.history_file import HISTORY_FILE, build_header, execution_subpath, read_lines
-from moecore.run.stage_inputs import StageInputs, read_stage_inputs
+from moecore.run.stage_inputs import StageInputs, hash_stage_inputs
 from moecore.training.monitor import RoutingPoint
 
 
@@ -207,7 +207,7 @@ def record_resumable(
 ) -> Iterator[tuple[Run, Path]]:
     """Yield the record and the work folder of a stage that resumes after a kill."""
     item = {"phase": phase, "method": method, "seed": seed}
-    read = read_stage_inputs(stage, params, inputs, phase, method)
+    read = hash_stage_inputs(stage, params, inputs, phase, method)
     with (
         hold_work_folder(execution_subpath(stage, **item), read.key()) as work,
         record_run(stage, params, work=work, inputs=read, **item) as run,

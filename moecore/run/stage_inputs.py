@@ -59,7 +59,7 @@ class StageInputs:
         self._verified: dict[Path, str] = {}  # checksum of the content that had the recorded hash
         for file, (content, hashes) in _imported_by_server.items():
             if file in self._recorded and self._recorded[file] not in hashes:
-                raise _edited_source(file)
+                raise _edited_source_error(file)
             self._verified[file] = content
         self.refuse_edited_code()
         self._artifacts = [*artifacts, *hash_files]
@@ -80,10 +80,10 @@ class StageInputs:
             try:
                 content = file_checksum(locate_source(file))
             except OSError:
-                raise _edited_source(file) from None
+                raise _edited_source_error(file) from None
             if self._verified.get(file) != content:
                 if digest not in _hashes_of(file):
-                    raise _edited_source(file)
+                    raise _edited_source_error(file)
                 self._verified[file] = content
 
     def refuse_edited_settings(self) -> None:
@@ -109,7 +109,7 @@ class StageInputs:
         self.refuse_edited_settings()
 
 
-def read_stage_inputs(
+def hash_stage_inputs(
     stage: str,
     params: Config,
     artifacts: Sequence[str | Path],
@@ -165,7 +165,7 @@ def hash_input_files(inputs: Iterable[str | Path]) -> dict[str, str]:
 def hash_syntax(tree: ast.AST, shown: bool = False) -> str:
     """Return the sha256 of a syntax tree; it is the same on Python 3.11 to 3.13."""
     # Ignored are statements that are only a string (docstrings), ``pass``, methods that only
-    # `moecore check` calls (``_only_refuses``), and unless ``shown`` the words of calls of
+    # `moecore check` calls (``_is_check_only_method``), and unless ``shown`` the words of calls of
     # ``Metric`` and all arguments of ``OnPage``.
     pieces: list[str] = []
     _add_node(tree, pieces.append, shown)
@@ -184,7 +184,7 @@ def _add_node(node: Any, add: Callable[[str], None], shown: bool) -> None:
         add("]")
     elif isinstance(node, ast.AST):
         if node.__class__ is ast.ClassDef:
-            body = [item for item in node.body if not _only_refuses(item)]
+            body = [item for item in node.body if not _is_check_only_method(item)]
             node = copy(node)
             node.body = body
         add(node.__class__.__name__)
@@ -218,7 +218,7 @@ def _without_shown_words(call: ast.Call) -> ast.Call:
     return ast.Call(call.func, call.args[1:], keywords)
 
 
-def _only_refuses(item: Any) -> bool:
+def _is_check_only_method(item: Any) -> bool:
     # Only `moecore check` calls them. The annotation tells them from other methods of these names.
     if item.__class__ is not ast.FunctionDef or item.decorator_list:
         return False
@@ -300,7 +300,7 @@ def _hashes_of(file: Path) -> tuple[str, str]:
     return hash_source_file(file), hash_source_file(file, shown=True)
 
 
-def _edited_source(file: Path) -> UserError:
+def _edited_source_error(file: Path) -> UserError:
     mixed = "was edited after the stage `code` hashed it, so this stage would mix two versions"
     mend = "undo the edit to resume this stage, or run again to use the new code"
     return UserError(f"{locate_source(file)}: {mixed}; {mend}")

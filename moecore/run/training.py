@@ -113,7 +113,7 @@ def training_run(
     settings = [title, *(part.model_dump(mode="json") for part in (params, monitor) if part)]
     ranks.check_equal_across_ranks("params", json.dumps(settings, sort_keys=True))
     ranks.check_equal_across_ranks("data", (data.folder / "card.json").read_text(encoding="utf-8"))
-    source = source_layout.package_source_hash() if ranks.has_process_group() else ""
+    source = source_layout.moecore_source_hash() if ranks.has_process_group() else ""
     ranks.check_equal_across_ranks("sources", source)
     if not ranks.current_ranks().first:
         yield TrainingRun(None, Path(ranks.broadcast_text("")), title, monitor)

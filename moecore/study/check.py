@@ -20,7 +20,7 @@ from moecore.data.card import Card
 from moecore.measure.base import Calculation, Measurement
 from moecore.study import model_rules, part_rules, trial_rules
 from moecore.study.params_layers import count_existing_keys, list_dvc_stages
-from moecore.study.params_reader import describe_allowed_values, line_position
+from moecore.study.params_reader import describe_allowed_values, error_line_position
 from moecore.study.stages import (
     CALCULATE,
     MEASURE,
@@ -41,10 +41,10 @@ from moecore.study.study import (
 )
 from moecore.study.yaml_document import (
     YamlDocument,
-    as_list,
-    as_mapping,
     cap_line_count,
+    dict_or_empty,
     did_you_mean,
+    list_or_empty,
     load_yaml_document,
 )
 
@@ -141,14 +141,14 @@ def read_study_and_problems(
     except UserError as error:
         problems = str(error).split("\n")
     if stages and isinstance(document.data, dict):
-        problems += format_misfits(document, _sections(document.data, stages))
+        problems += format_misfits(document, _section_problems(document.data, stages))
     if stages and study is not None:
         problems += format_misfits(document, _missing_out_of_fold(study, stages))
     problems += format_misfits(document, cross_section_misfits(document.data, study))
-    endless = format_misfits(document, _numbers_out_of_range(document.data))
-    places = {line_position(line) for line in endless}
-    problems = endless + [line for line in problems if line_position(line) not in places]
-    return study, sorted(dict.fromkeys(problems), key=line_position)
+    endless = format_misfits(document, _non_finite_or_huge_numbers(document.data))
+    places = {error_line_position(line) for line in endless}
+    problems = endless + [line for line in problems if error_line_position(line) not in places]
+    return study, sorted(dict.fromkeys(problems), key=error_line_position)
 
 
 def format_misfits(document: YamlDocument, misfits: Iterable[tuple[tuple, str]]) -> list[str]:
@@ -166,14 +166,14 @@ def cross_section_misfits(data: Any, study: Study | None) -> Misfits:
     """Yield (keys, message) for sections or parts that contradict each other."""
     yield from run_section_misfits(data)
     if study is not None:
-        of_sections = part_rules.section_misfits(study)
+        of_sections = part_rules.list_section_conflicts(study)
         yield from part_rules.first_misfit_per_key(of_sections, part_rules.part_misfits(study, {}))
-        yield from _unwritten_kinds(study, data)
+        yield from _parts_without_written_kind(study, data)
 
 
-def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
+def _section_problems(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
     """Yield (keys, message) for missing sections that a stage needs, and for unread ones."""
-    run = as_mapping(data.get("run"))
+    run = dict_or_empty(data.get("run"))
     readers = stage_by_section(stages, run)
     for key, stage in readers.items():
         if key in OPTIONAL_SECTIONS or data.get(key) is not None or key not in Study.model_fields:
@@ -205,7 +205,7 @@ def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
     if not isinstance(sources, dict):
         return
     for phase in PHASES:
-        if phase not in stages and phase in as_list(run.get("phases")):
+        if phase not in stages and phase in list_or_empty(run.get("phases")):
             text = f"found {phase}, but dvc.yaml has no stage {phase}"
             yield ("run", "phases"), f"{text}; allowed: with {describe_how_to_add(phase)}"
         if phase in stages and phase not in sources:
@@ -228,12 +228,12 @@ def _missing_out_of_fold(study: Study, stages: Sequence[str]) -> Misfits:
             yield ("run", "phases", index), f"{text}; allowed with fit_on: {split}: pretrain"
 
 
-def _numbers_out_of_range(value: Any, keys: tuple = ()) -> Misfits:
+def _non_finite_or_huge_numbers(value: Any, keys: tuple = ()) -> Misfits:
     if isinstance(value, list):
         value = dict(enumerate(value))
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _numbers_out_of_range(inner, (*keys, key))
+            yield from _non_finite_or_huge_numbers(inner, (*keys, key))
     elif isinstance(value, float) and not math.isfinite(value):
         yield keys, f"found {'.nan' if math.isnan(value) else value}; allowed: a finite number"
     elif type(value) in MAX_NUMBERS and abs(value) > MAX_NUMBERS[type(value)]:
@@ -242,7 +242,7 @@ def _numbers_out_of_range(value: Any, keys: tuple = ()) -> Misfits:
         yield keys, f"found {shown}; allowed: numbers up to {MAX_NUMBERS[type(value)]:.0e}"
 
 
-def _unwritten_kinds(study: Study, data: Any) -> Misfits:
+def _parts_without_written_kind(study: Study, data: Any) -> Misfits:
     for keys, settings, _ in part_rules.walk_settings((), study, Surroundings()):
         if isinstance(settings, Part) and count_existing_keys(data, (*keys, KIND)) <= len(keys):
             text = f"found none; allowed: `kind: {settings.kind}`, as a default is not tracked"
@@ -252,16 +252,16 @@ def _unwritten_kinds(study: Study, data: Any) -> Misfits:
 def run_section_misfits(data: Any) -> Misfits:
     """Yield (keys, message) for unknown or repeated names in run, claims and questions."""
     # Wrong: unknown, listed twice, or a name that no folder can have. data: the file's content.
-    sections = as_mapping(data)
-    run = as_mapping(sections.get("run"))
-    methods = list(as_mapping(sections.get("methods")))
+    sections = dict_or_empty(data)
+    run = dict_or_empty(sections.get("run"))
+    methods = list(dict_or_empty(sections.get("methods")))
     known_names = {"methods": methods, "measurements": MEASURED_SECTIONS, "calculations": []}
     for key, names in known_names.items():
         listed = list(map(str, names))
         if key != "methods":
             listed.append("package.module of a listed package")
         allowed = ", ".join(listed) or f"nothing, {key} is empty"
-        for index, name in enumerate(as_list(run.get(key))):
+        for index, name in enumerate(list_or_empty(run.get(key))):
             if key != "methods" and isinstance(name, str) and DOTTED_NAME.fullmatch(name):
                 for text in _outside_measurement_problems(sections, name, key):
                     yield ("run", key, index), text
@@ -272,7 +272,7 @@ def run_section_misfits(data: Any) -> Misfits:
                 yield ("run", key, index), f"found {name!r}{hint}; allowed: {allowed}"
     for key in ("methods", "seeds", "phases", "measurements", "calculations"):
         before: set[str] = set()
-        for index, value in enumerate(as_list(run.get(key))):
+        for index, value in enumerate(list_or_empty(run.get(key))):
             if repr(value) in before:
                 yield ("run", key, index), f"found {value!r} a second time; allowed: each once"
             if key == "seeds" and isinstance(value, int) and value < 0:
@@ -284,7 +284,7 @@ def run_section_misfits(data: Any) -> Misfits:
         if not PLAIN_NAME.fullmatch(name):
             allowed = "up to 100 small letters, digits and _, a letter first (it becomes a folder)"
             yield ("methods", name), f"found the name {name!r}; allowed: {allowed}"
-    yield from _phases(sections, run)
+    yield from _phases_without_data(sections, run)
 
 
 def _outside_measurement_problems(sections: dict, name: str, key: str) -> Iterator[str]:
@@ -292,7 +292,7 @@ def _outside_measurement_problems(sections: dict, name: str, key: str) -> Iterat
     package, _, module = name.partition(".")
     if "." in module:
         yield f"found {name!r}; allowed: package.module"
-    elif module not in (settings := as_mapping(sections.get(package))):
+    elif module not in (settings := dict_or_empty(sections.get(package))):
         hint = did_you_mean(module, list(settings))
         lines = f"{package}: {{{module}: {{}}}} (all as by default)"
         yield f"{name} has no settings{hint}; write {lines}"
@@ -309,11 +309,13 @@ def _outside_measurement_problems(sections: dict, name: str, key: str) -> Iterat
 
 def _claims(sections: dict, run: dict) -> Misfits:
     # Claims may name methods and phases that ``run`` leaves out.
-    methods = [*as_mapping(sections.get("methods")), *as_list(run.get("calculations"))]
+    methods = [*dict_or_empty(sections.get("methods")), *list_or_empty(run.get("calculations"))]
     phases = [phase for phase in PHASES if phase in sections]
     known_by_key = {"method": methods, "against": methods, "phase": phases}
     for section in ("claims", "questions"):
-        for index, comparison in enumerate(map(as_mapping, as_list(sections.get(section)))):
+        for index, comparison in enumerate(
+            map(dict_or_empty, list_or_empty(sections.get(section)))
+        ):
             for key, allowed in known_by_key.items():
                 value = comparison.get(key)
                 if isinstance(value, str) and value not in allowed:
@@ -322,7 +324,7 @@ def _claims(sections: dict, run: dict) -> Misfits:
                     yield (section, index, key), text
             method, against = comparison.get("method"), comparison.get("against")
             if method is not None and method == against and not comparison.get("against_metric"):
-                run_methods = ", ".join(map(str, as_list(run.get("methods"))))
+                run_methods = ", ".join(map(str, list_or_empty(run.get("methods"))))
                 allowed = f"another of {run_methods}, or the same with against_metric"
                 text = f"found {against!r}, the method itself; allowed: {allowed}"
                 yield (section, index, "against"), text
@@ -333,7 +335,7 @@ def _claims(sections: dict, run: dict) -> Misfits:
 
 def _repeated_claims(sections: dict) -> Misfits:
     first: dict[str, int] = {}
-    for index, claim in enumerate(map(as_mapping, as_list(sections.get("claims")))):
+    for index, claim in enumerate(map(dict_or_empty, list_or_empty(sections.get("claims")))):
         metric = claim.get("metric")
         phase = claim.get("phase", "pretrain")
         ours = [metric, claim.get("method")]
@@ -345,12 +347,12 @@ def _repeated_claims(sections: dict) -> Misfits:
             yield ("claims", index, "metric"), text
 
 
-def _phases(sections: dict, run: dict) -> Misfits:
+def _phases_without_data(sections: dict, run: dict) -> Misfits:
     """Yield (keys, message) for phases in ``run.phases`` without a section or without data."""
     if run.get("methods") == [] and "pretrain" in sections:
         yield ("run", "methods"), "found none, but there is pretrain; allowed: entries of methods"
-    data = as_mapping(sections.get("data"))
-    for index, phase in enumerate(as_list(run.get("phases"))):
+    data = dict_or_empty(sections.get("data"))
+    for index, phase in enumerate(list_or_empty(run.get("phases"))):
         if phase not in PHASES:
             continue
         needed = {phase: phase in sections, f"data.{phase}": phase in data}

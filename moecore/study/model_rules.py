@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from moecore.core.config import Surroundings
 from moecore.core.files import UserError, read_json
 from moecore.core.source_layout import last_traceback_line
-from moecore.data.card import Card, card_of_written_data
+from moecore.data.card import Card, parse_card_json
 from moecore.data.prepared import SPLITS
 from moecore.data.sources.base import Source
 from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
@@ -138,7 +138,7 @@ def read_matching_data_card(card: Path, source: Any) -> Card | None:
         content = read_json(card)
         # Settings that are newer than the card get their defaults.
         if type(source).model_validate(content["settings"]) == source:
-            return card_of_written_data(content)
+            return parse_card_json(content)
     except (UserError, KeyError, TypeError, ValidationError):
         return None  # damaged, or written by other code: `prepare` writes it again
     return None
@@ -162,7 +162,7 @@ def model_misfits(study: Study, previews: Mapping[str, Card]) -> list[tuple[tupl
         if phases and phases[0].name == "pretrain":
             image = phases[0].image
             teacher = study.teacher
-            misfits += _refusal_problems(_build_teacher(study, image)[1], "pretrain")
+            misfits += _teacher_refusal_problems(_build_teacher(study, image)[1], "pretrain")
             if teacher is not None and len(image.shape) == 2:
                 try:
                     teacher.check_name(image)
@@ -213,7 +213,7 @@ def _check_method(study: Study, name: str, method: Method, phases: list[Training
             yield _locate_refusal(error, name, method, phase)
             continue
         if learned.moe is not None:
-            yield from _layer_problems(name, method, learned, phase, model)
+            yield from _part_misfits_in_built_model(name, method, learned, phase, model)
         if phase.name == "pretrain":
             teacher = _build_teacher(study, model.image)[0] if method.upcycle else None
             if teacher is not None:
@@ -222,15 +222,15 @@ def _check_method(study: Study, name: str, method: Method, phases: list[Training
                 except UserError as error:
                     yield ("methods", name, "upcycle"), str(error).removeprefix("upcycle: ")
         else:
-            yield from _transfer_problems(("model",), phase.name, model)
+            yield from _fixed_image_size_problems(("model",), phase.name, model)
         if method.guided or method.upcycle:
             yield from _guiding_problems(study, name, learned, phase.name, model)
             if phase.image.size != phases[0].image.size:
                 teacher = _build_teacher(study, phase.image)[0]
-                yield from _transfer_problems(TEACHER_SECTIONS, phase.name, teacher)
+                yield from _fixed_image_size_problems(TEACHER_SECTIONS, phase.name, teacher)
 
 
-def _layer_problems(
+def _part_misfits_in_built_model(
     name: str, method: Method, learned: Method, phase: TrainingPhase, model: BackboneModel
 ) -> Misfits:
     # learned: the method as it is trained in this phase.
@@ -279,7 +279,7 @@ def split_key_and_message(error: Exception) -> tuple[tuple[str, ...], str]:
     return tuple(match[1].split(".")), f"found {rest}"
 
 
-def _transfer_problems(keys: tuple, phase: str, model: BackboneModel | None) -> Misfits:
+def _fixed_image_size_problems(keys: tuple, phase: str, model: BackboneModel | None) -> Misfits:
     """Yield (keys, message) if a model cannot be applied to another image size."""
     if model is not None and not model.moves:
         text = f"found {model.config.kind}, whose models work at one image size only"
@@ -298,7 +298,7 @@ def _build_teacher(study: Study, image: ImageSpec) -> tuple[BackboneModel | None
         return None, error
 
 
-def _refusal_problems(refused: Exception | None, phase: str) -> Misfits:
+def _teacher_refusal_problems(refused: Exception | None, phase: str) -> Misfits:
     if refused is not None:
         key, text = split_key_and_message(refused)
         yield (*TEACHER_SECTIONS, *key[1:]), f"{text} (data.{phase})"
@@ -308,7 +308,7 @@ def _guiding_problems(
     study: Study, name: str, method: Method, phase: str, model: BackboneModel
 ) -> Misfits:
     teacher, refused = _build_teacher(study, model.image)
-    yield from _refusal_problems(refused, phase)
+    yield from _teacher_refusal_problems(refused, phase)
     if teacher is None or not method.guided_routing or model.moe is None:
         return
     blocks = model.moe.indices(model.depth)

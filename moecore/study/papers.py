@@ -31,7 +31,7 @@ ASKS = "asks"  # of a question: the claims that it answers
 NAME = "claim"  # of an entry of asks: the claim's name
 
 
-class UntestedMetrics(Config):
+class PrintedUntestedMetrics(Config):
     """Metrics of a study that are printed next to a paper's numbers, but not tested."""
 
     study: str
@@ -66,7 +66,7 @@ class PaperTable(Config):
     paper: str = Field("", description="the paper's own numbers")
     claims: dict[str, dict[str, Any]] = Field({}, description="claims by name")
     withdrawn: tuple[WithdrawnClaim, ...] = Field((), description="claims of earlier versions")
-    columns: tuple[UntestedMetrics, ...] = Field((), description="metrics without a claim")
+    columns: tuple[PrintedUntestedMetrics, ...] = Field((), description="metrics without a claim")
     computed: tuple[ComputedRatio, ...] = Field((), description="numbers of calculations")
     drawn: tuple[str, ...] = Field((), description="studies whose page draws it")
     scheme: bool = Field(False, description="a sketch, an algorithm or settings: no result")
@@ -170,11 +170,11 @@ def resolve_asked_claims(
 
 
 def _load(path: Path) -> YamlDocument:
-    return _parse(path.read_text(encoding="utf-8"), str(path))
+    return _parse_paper_document(path.read_text(encoding="utf-8"), str(path))
 
 
 @lru_cache(maxsize=16)  # all questions name the same few
-def _parse(text: str, path: str) -> YamlDocument:
+def _parse_paper_document(text: str, path: str) -> YamlDocument:
     document = parse_yaml_document(text, path)
     validate_document(Paper, document)
     return document

@@ -47,7 +47,7 @@ class SettingsLayer(NamedTuple):
 
     @property
     def methods(self) -> Mapping[str, Any]:
-        return yaml_document.as_mapping(self.sections.get("methods"))
+        return yaml_document.dict_or_empty(self.sections.get("methods"))
 
     def place(self, keys: params_reader.Keys) -> str:
         """Return ``path:line:column`` of a key, or of its deepest existing parent."""
@@ -91,7 +91,7 @@ class ComposedParams(NamedTuple):
 
 def load_root_layer(root: Path) -> SettingsLayer:
     document = yaml_document.load_yaml_document(root / "params.yaml")
-    return SettingsLayer(document, yaml_document.as_mapping(document.data))
+    return SettingsLayer(document, yaml_document.dict_or_empty(document.data))
 
 
 def load_overlay_layer(folder: Path, root: SettingsLayer) -> SettingsLayer:
@@ -259,7 +259,7 @@ def _read_list(
 def list_dvc_stages(folder: Path) -> tuple[str, ...]:
     """Return the names of all stages in a project's dvc.yaml files, except ``code``."""
     names: list[str] = []
-    for path in source_layout.list_project_dvc_files(folder):
+    for path in source_layout.list_top_and_step_files(folder):
         document = yaml_document.load_yaml_document(path)
         stages = document.get(["stages"])
         if not isinstance(stages, dict):

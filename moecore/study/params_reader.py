@@ -123,7 +123,7 @@ def _list_error_lines(
         loc = item["loc"]
         if loc and loc[0] in absent or item["type"] == "default_factory_not_called":
             continue  # follows from another error
-        keys = _keys_at(item, places, document.data)
+        keys = _file_keys_of_error(item, places, document.data)
         texts.setdefault(keys, []).append(_found_and_allowed(item, keys, model))
     lines = []
     for keys, several in texts.items():
@@ -133,10 +133,10 @@ def _list_error_lines(
         allowed = " or ".join(dict.fromkeys(allowed for _, allowed in several if allowed))
         text = f"{several[0][0]}; allowed: {allowed}" if allowed else several[0][0]
         lines.append(str(document.error(keys, text)))
-    return sorted(lines, key=line_position)
+    return sorted(lines, key=error_line_position)
 
 
-def line_position(line: str) -> tuple[str, int, int]:
+def error_line_position(line: str) -> tuple[str, int, int]:
     """Return (file, line, column) at the start of an error's line; ("", 0, 0) if missing."""
     match = PLACE.match(line)
     if match:
@@ -144,14 +144,14 @@ def line_position(line: str) -> tuple[str, int, int]:
     return ("", 0, 0)
 
 
-def _keys_at(item: Any, places: Mapping[str, Keys], data: Any) -> Keys:
+def _file_keys_of_error(item: Any, places: Mapping[str, Keys], data: Any) -> Keys:
     """Return the keys in the file that correspond to the location of a pydantic error."""
     if not item["loc"]:
         return ()
     first, *rest = item["loc"]
     keys = list(places.get(str(first), (first,)))
     for key in keys:
-        data = yaml_document.as_mapping(data).get(key)
+        data = yaml_document.dict_or_empty(data).get(key)
     tag_is_next = True
     for place, part in enumerate(rest):
         last = place == len(rest) - 1

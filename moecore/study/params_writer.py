@@ -71,7 +71,7 @@ def params_text(composed: ComposedParams, origin: ParamsOrigin, presets: Sequenc
     return "\n".join(texts)
 
 
-def write_params(path: Path, text: str) -> list[str]:
+def write_and_diff_params(path: Path, text: str) -> list[str]:
     """Write a params.yaml; return one line ``key: old → new`` per changed value."""
     before = yaml_document.load_yaml_document(path).data if path.is_file() else {}
     write_whole(path, text)
@@ -220,7 +220,7 @@ def rename_keys_in_text(text: str, renamed: Sequence[RenamedKey], path: str) -> 
     is_changed = False
     for step in renamed:
         *above, old = step.key.split(".")
-        for mapping in _mappings_at(data, above):
+        for mapping in _mappings_matching(data, above):
             if old not in mapping:
                 continue
             if step.name in mapping:
@@ -240,14 +240,14 @@ def rename_keys_in_text(text: str, renamed: Sequence[RenamedKey], path: str) -> 
     return _dump(writer, data) if is_changed else text
 
 
-def _mappings_at(data: Any, segments: Sequence[str]) -> Iterator[CommentedMap]:
+def _mappings_matching(data: Any, segments: Sequence[str]) -> Iterator[CommentedMap]:
     if isinstance(data, CommentedSeq) and segments and segments[0] == "*":
         for entry in data:
-            yield from _mappings_at(entry, segments[1:])
+            yield from _mappings_matching(entry, segments[1:])
     if not isinstance(data, CommentedMap):
         return
     if not segments:
         yield data
         return
     for key in list(data) if segments[0] == "*" else [segments[0]]:
-        yield from _mappings_at(data.get(key), segments[1:])
+        yield from _mappings_matching(data.get(key), segments[1:])

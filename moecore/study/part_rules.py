@@ -38,7 +38,7 @@ MEASURING_SECTIONS = tuple(  # of stages that look at the models of run.phases
 def part_misfits(study: Study, previews: Previews) -> Misfits:
     """Yield (keys, message) from the ``misfits`` of every settings object of a study."""
     misfits = (list_settings_misfits(*root) for root in sections_to_check(study, previews))
-    yield from first_misfit_per_key(*misfits, _changed_trainings(study, previews))
+    yield from first_misfit_per_key(*misfits, _changed_training_misfits(study, previews))
 
 
 def first_misfit_per_key(*several: Iterable[tuple[tuple, str]]) -> list[tuple[tuple, str]]:
@@ -114,7 +114,7 @@ def _images_by_phase(study: Study, method: Method) -> dict[str, int]:
     images = {}
     for phase in stages.TRAINING_PHASES:
         training = getattr(study, phase)
-        with suppress(UserError):  # ``section_misfits`` reports it
+        with suppress(UserError):  # ``list_section_conflicts`` reports it
             if phase == "pretrain" and training is not None:
                 training = method.merge_pretrain_settings(training)
             if training is not None:
@@ -122,7 +122,7 @@ def _images_by_phase(study: Study, method: Method) -> dict[str, int]:
     return images
 
 
-def _changed_trainings(study: Study, previews: Previews) -> Misfits:
+def _changed_training_misfits(study: Study, previews: Previews) -> Misfits:
     """Yield (keys, message) for conflicts in ``pretrain`` that a method's changes cause."""
     if study.pretrain is None:
         return
@@ -132,13 +132,13 @@ def _changed_trainings(study: Study, previews: Previews) -> Misfits:
         try:
             changed = method.merge_pretrain_settings(study.pretrain)
         except UserError:
-            continue  # ``section_misfits`` reports it
+            continue  # ``list_section_conflicts`` reports it
         for keys, text in list_settings_misfits((), changed, around) if method.pretrain else ():
             if (keys, text) not in common:
                 yield ("methods", name, "pretrain", *keys), text
 
 
-def section_misfits(study: Study) -> Misfits:
+def list_section_conflicts(study: Study) -> Misfits:
     for name, method in study.methods.items():
         changes = {"model": method.merge_model_settings, "pretrain": method.merge_pretrain_settings}
         for key, change in changes.items():

@@ -90,7 +90,7 @@ MIN_LEAD = 3  # of a dense model over logistic regression, percentage points
 Percent = Annotated[float, Field(ge=0, le=100)]
 
 
-class WorldBaseline(config.Config):
+class WorldBaselineAccuracies(config.Config):
     """Accuracies (%) of simple classifiers and a dense model on a world's validation images."""
 
     phase: PhaseName = "pretrain"
@@ -110,10 +110,10 @@ class WorldBaseline(config.Config):
         return self
 
 
-class WorldSettings(config.Config):
+class WorldBaselineSection(config.Config):
     """The keys of a world's file in addition to sections of params.yaml."""
 
-    baseline: WorldBaseline
+    baseline: WorldBaselineAccuracies
 
 
 class QuestionFile:
@@ -194,7 +194,7 @@ class QuestionFile:
 
     def check_baseline(self) -> None:
         if self.world is not None:
-            extract_settings(WorldSettings, self.world)
+            extract_settings(WorldBaselineSection, self.world)
 
     @property
     def asking_files(self) -> list[Path]:
@@ -251,7 +251,7 @@ class QuestionFile:
         question = self.layers[-1]
         rounds = self.document.data.get("rounds")
         if rounds is None:
-            yield self.document, [*below, _move_run_keys(question)]
+            yield self.document, [*below, _copy_run_keys(question)]
             return
         if not isinstance(rounds, list) or not rounds:
             text = f"found {show_value(rounds)}; allowed: a list of at least one round"
@@ -266,7 +266,7 @@ class QuestionFile:
             if not isinstance(layer.sections.get("methods", []), list):
                 text = f"found {show_value(layer.sections['methods'])}; allowed: a list of names"
                 raise part.error(("methods",), text)
-            yield part, [*below, _move_run_keys(question), _move_run_keys(layer)]
+            yield part, [*below, _copy_run_keys(question), _copy_run_keys(layer)]
 
 
 class QuestionRound(NamedTuple):
@@ -386,7 +386,7 @@ def find_round_by_old_name(root: Path, name: str) -> QuestionRound | None:
     return next((candidate for candidate in load_rounds(root) if candidate.was == name), None)
 
 
-def _move_run_keys(layer: params_layers.SettingsLayer) -> params_layers.SettingsLayer:
+def _copy_run_keys(layer: params_layers.SettingsLayer) -> params_layers.SettingsLayer:
     """Return the layer with its ``seeds`` and names of ``methods`` copied into ``run``."""
     sections = dict(layer.sections)
     run = sections.get("run", {})

@@ -170,7 +170,7 @@ class Question(Comparison):
     paper: str = Field("", description="The paper whose method it is about, if any.")
 
 
-def defines_measurement(file: Path) -> bool:
+def file_defines_measurement(file: Path) -> bool:
     """Return whether a Python file defines a measurement or a calculation."""
     return MEASURING_CLASS.search(file.read_text(encoding="utf-8")) is not None
 

@@ -25,7 +25,7 @@ from moecore.study.stages import (
     SECTIONS,
     TRAINING_PHASES,
 )
-from moecore.study.yaml_document import YamlDocument, as_list, as_mapping
+from moecore.study.yaml_document import YamlDocument, dict_or_empty, list_or_empty
 from moecore.training.method import Method
 from moecore.training.monitor import Monitor
 from moecore.training.settings import Finetuning, TeacherRouterFit, Training
@@ -48,7 +48,7 @@ def stage_by_section(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str,
         for section in SECTIONS.get(stage, ()):
             readers.setdefault(section, stage)
         if stage in (MEASURE, CALCULATE):
-            named = as_list(run.get("measurements" if stage == MEASURE else "calculations"))
+            named = list_or_empty(run.get("measurements" if stage == MEASURE else "calculations"))
             readers |= {name: stage for name in named if name in MEASURED_SECTIONS}
             outside = [name for name in named if isinstance(name, str) and "." in name]
             readers |= {name.partition(".")[0]: stage for name in outside}
@@ -116,7 +116,7 @@ def read_study(document: YamlDocument) -> Study:
     allow_packages(document.packages, document.folders)
     measurements = {}
     for package in document.packages:
-        for name in as_mapping(document.data.get(package)):
+        for name in dict_or_empty(document.data.get(package)):
             try:
                 measurements[f"{package}.{name}"] = find_class(Measurement, f"{package}.{name}")
             except ValueError as error:

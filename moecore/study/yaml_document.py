@@ -63,7 +63,7 @@ class YamlDocument:
 
     @property
     def packages(self) -> tuple[str, ...]:
-        names = as_list(as_mapping(self.data).get("packages"))
+        names = list_or_empty(dict_or_empty(self.data).get("packages"))
         return tuple(name for name in names if isinstance(name, str))
 
     def place(self, keys: Sequence[str | int]) -> str:
@@ -89,7 +89,7 @@ class YamlDocument:
         """Return the value at nested ``keys``; UserError if a key is missing."""
         value = self.data
         for depth, key in enumerate(keys):
-            present = list(as_mapping(value))
+            present = list(dict_or_empty(value))
             if key not in present:
                 holder = ".".join(keys[:depth]) or "the file"
                 listed = ", ".join(present) or "no keys"
@@ -256,11 +256,11 @@ def _child(node: Any, key: Any, mark: Mark) -> tuple[Mark, Any]:
     return (node.lc.key(name) if is_direct else mark), node[name]
 
 
-def as_mapping(value: Any) -> dict:
+def dict_or_empty(value: Any) -> dict:
     return value if isinstance(value, dict) else {}
 
 
-def as_list(value: Any) -> list:
+def list_or_empty(value: Any) -> list:
     return value if isinstance(value, list) else []
 
 

@@ -17,7 +17,7 @@ from moecore.attacks import attack_setup, base
 from moecore.conformance.targets import has_same_state, is_close, seeded_randn
 from moecore.core.files import UserError, read_json
 from moecore.core.source_layout import more_packages, outside_kinds_in_settings
-from moecore.data.card import Card, card_of_written_data
+from moecore.data.card import Card, parse_card_json
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.base import Source
 from moecore.measure.base import Calculation, MeasuredModel, Measurement
@@ -75,7 +75,7 @@ def check_source(source: Source | type[Source], folder: Path) -> Prepared:
     volumes = data.test.images.ndim == 5
     assert_that(settings, volumes == settings.volumes, "volumes says whether images have 3 axes")
     problem = planned.problem
-    written = card_of_written_data(card)
+    written = parse_card_json(card)
     assert_that(settings, problem is None, f"describe sees no problem ({problem})")
     wrong = [
         name

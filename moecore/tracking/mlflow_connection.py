@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from filelock import FileLock
 
 from moecore.core.files import UserError, outermost_dvc_project
-from moecore.core.source_layout import find_project_folder
+from moecore.core.source_layout import project_of_run_folder
 
 SQLITE = "sqlite:///"
 BUSY_SECONDS = 10.0  # to wait for another program that writes to the sqlite file
@@ -35,7 +35,7 @@ def find_project_root() -> Path:
     current = Path().resolve()
     for folder in (current, *current.parents):
         is_project = (folder / ".dvc").is_dir() or (folder / ".git").exists()
-        if is_project and find_project_folder(folder) == folder:  # no study's run folder
+        if is_project and project_of_run_folder(folder) == folder:  # no study's run folder
             return folder
     return current
 
@@ -128,7 +128,7 @@ def connect_store() -> Any:
 def experiment_name(folder: Path) -> str:
     """Return a study's experiment in MLflow: name of its run folder or of the project."""
     folder = folder.resolve()
-    if find_project_folder(folder) != folder:
+    if project_of_run_folder(folder) != folder:
         return folder.name
     project = folder / "pyproject.toml"
     if not project.is_file():

@@ -62,7 +62,7 @@ def routing_curve_points(lines: list[dict]) -> list[Point]:
     ]
 
 
-def parent_run_points(lines: list[dict], phase: str) -> list[Point]:
+def parent_run_curve_points(lines: list[dict], phase: str) -> list[Point]:
     """Return the points that a training adds to its parent run, with the phase in their names."""
     pace = [f"train/{name}" for name in PACE]
     return [

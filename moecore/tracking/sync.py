@@ -309,7 +309,7 @@ class StudyImporter:
         phase = history.header["stage"]
         if parent is not None and phase in TRAINING_PHASES:
             parent.add_params(params)
-            parent.add_points(stored_run.parent_run_points(new, phase))
+            parent.add_points(stored_run.parent_run_curve_points(new, phase))
             parent.set_tags(source_tags(history.header))
             for card in [line["dataset"] for line in new if "dataset" in line]:
                 parent.add_dataset(card)
@@ -371,11 +371,11 @@ class StudyImporter:
         run.set_tags({"moecore.figures": ", ".join(names) or None})
 
     def _send_headline(self, generation: ModelHistories, parent: StoredRun) -> None:
-        from moecore.report.report_files import read_headline_numbers
+        from moecore.report.report_files import read_mlflow_headline_numbers
 
         method, seed = generation.method, generation.seed
         items = {name: self.items.get((name, seed), frozenset()) for name in (method, DENSE)}
-        numbers, counts = read_headline_numbers(self.study, method, seed, items)
+        numbers, counts = read_mlflow_headline_numbers(self.study, method, seed, items)
         parent.set_numbers(numbers, int(time.time() * 1000))
         parent.add_params(counts)
         names = dict.fromkeys([*numbers, *headline_names([parent])])

@@ -285,7 +285,7 @@ UNTOUCHED = "what was there before is untouched. Free some space and start again
 Tensors = dict[str, Tensor]
 
 
-class TrainingInputs(Protocol):
+class TrainingEditGuard(Protocol):
     """Raises UserError if the code or settings of a training were edited since it began."""
 
     def refuse_edited_code(self) -> None: ...
@@ -296,7 +296,7 @@ class TrainingInputs(Protocol):
 class Checkpoint:
     """Saves and restores the checkpoint of a training in a folder."""
 
-    def __init__(self, folder: Path, inputs: TrainingInputs | None = None) -> None:
+    def __init__(self, folder: Path, inputs: TrainingEditGuard | None = None) -> None:
         """Use ``folder``; each ``save`` raises UserError if ``inputs`` were edited."""
         self.folder = folder
         self.inputs = inputs
@@ -311,7 +311,7 @@ class Checkpoint:
         self.wait()
         if self.inputs is not None:  # first: the new code may have computed the state
             self.inputs.refuse_edited_code()
-        tensors = distributed_training.collect_rank_state(model, optimizer)
+        tensors = distributed_training.training_state_by_name(model, optimizer)
         if any(distributed_training.is_sharded_tensor(value) for value in tensors.values()):
             self._writing = self._thread.submit(self._shard_writer(step, tensors, note))
         elif current_ranks().first:

@@ -53,7 +53,7 @@ def shard_like(value: Tensor, target: Tensor) -> Tensor:
     return distribute_tensor(value.to(target.device), mesh, getattr(target, "placements", None))
 
 
-def collect_rank_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def training_state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return weights as ``model.<name>`` and optimizer state as ``optimizer.<number>.<field>``."""
     state = optimizer.state_dict()["state"]
     return {f"model.{name}": value for name, value in model.state_dict().items()} | {

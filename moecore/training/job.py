@@ -60,7 +60,7 @@ class Objective(NamedTuple):
             terms |= {f"text_{loss.kind}": loss(captions) for loss in self.text}
         records = (*output.routing, *output.text_routing)
         if any(record.penalty is not None for record in records):
-            terms["penalty"] = sum_router_penalties(records)
+            terms["penalty"] = sum_router_own_losses(records)
         return terms
 
     def score(self, step: ObjectiveInputs, terms: dict[str, Tensor]) -> Tensor:
@@ -81,7 +81,7 @@ class Objective(NamedTuple):
         return task + sum(loss.weight * terms[loss.kind] for loss in self.regularizers)
 
 
-def sum_router_penalties(records: Sequence[RoutingRecord]) -> Tensor:
+def sum_router_own_losses(records: Sequence[RoutingRecord]) -> Tensor:
     """Return the routers' own losses: mean over the tokens of all ranks, summed over layers."""
     penalties = [record.penalty for record in records if record.penalty is not None]
     return torch.stack([mean_over_ranks(penalty) for penalty in penalties]).sum()
@@ -125,7 +125,7 @@ def routing_loss(
     weighted = (regularizer.weight * regularizer(step) for regularizer in regularizers)
     loss = sum(weighted, start=blank)
     if any(record.penalty is not None for record in records):
-        loss = loss + sum_router_penalties(records)
+        loss = loss + sum_router_own_losses(records)
     return loss
 
 

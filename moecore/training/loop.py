@@ -29,7 +29,7 @@ from moecore.training.meter import (
 from moecore.training.monitor import LayerTotals, Monitor
 from moecore.training.runtime import CompiledBlocks, Runtime, iterate_traced_steps
 from moecore.training.settings import Training, build_optimizer, learning_rate
-from moecore.training.step_graph import StepGraph, StepInputs, StepOutput
+from moecore.training.step_graph import GraphedStepRunner, StepInputs, StepOutput
 
 if TYPE_CHECKING:
     from moecore.training.distributed_training import ShardedReplica
@@ -77,7 +77,7 @@ def iterate_training(
         with blocks.inside():
             return train_step(job, settings, optimizer, batch, rate, dtype, progress, replica)
 
-    graph = StepGraph(job, optimizer, run_step, runtime.graph)
+    graph = GraphedStepRunner(job, optimizer, run_step, runtime.graph)
     for step in iterate_traced_steps(range(saved, steps), trace, runtime.device):
         rate = learning_rate(step, steps, settings.warmup_epochs * per_epoch, settings)
         batch = batch_of(step)
@@ -93,7 +93,7 @@ def iterate_training(
             reorthonormalise_bases(full_model, replica)
         if after % settings.log_every and after % per_epoch:
             continue
-        last = _last_checkpoint(checkpoint, saved)
+        last = _describe_last_checkpoint(checkpoint, saved)
         values, routing = take_and_check_metrics(meter, job.model, after, rate, last)
         if after % per_epoch == 0 and current_ranks().first:
             model = job._replace(model=full_model).complete_model
@@ -229,7 +229,7 @@ def validation_metrics(model: Model, split: Loaded) -> dict[str, float]:
     }
 
 
-def _last_checkpoint(checkpoint: Checkpoint | None, step: int) -> str:
+def _describe_last_checkpoint(checkpoint: Checkpoint | None, step: int) -> str:
     if checkpoint and step:
         return f"last good checkpoint: step {step} in {checkpoint.path}"
     return "no checkpoint was written yet"

@@ -128,11 +128,11 @@ def evaluate_trained(model: Model, data: Prepared, settings: Training, log: Trai
         "curve": tuple({"step": at, "train_loss": row["task"], **row} for at, row in log.points),
         "routing_warnings": tuple(log.warnings),
     }
-    outcome = evaluate_model(model, data, log.seconds, settings.batch)
+    outcome = evaluate_to_outcome(model, data, log.seconds, settings.batch)
     return outcome.model_copy(update=training)
 
 
-def evaluate_model(model: Model, data: Prepared, seconds: float, streams: int = 1) -> Outcome:
+def evaluate_to_outcome(model: Model, data: Prepared, seconds: float, streams: int = 1) -> Outcome:
     # seconds: spent on training. streams: parts of a text that are read side by side.
     task = model.image.task
     if isinstance(model, LanguageTransformer):  # scores per block, perplexity over whole streams

@@ -51,7 +51,7 @@ def iterate_router_fit(
     guide.routers.requires_grad_(guide.learns)
 
 
-def text_stream_length(data: Prepared, batch: int) -> int | None:
+def count_words_per_test_stream(data: Prepared, batch: int) -> int | None:
     """Return the words per stream of a text in ``batch`` streams; None for other data."""
     if not data.task.long:
         return None
@@ -84,7 +84,7 @@ def build_pretraining(
     torch.manual_seed(seed)  # only now: loading a teacher draws numbers
     model = sized.build(image, method.moe)
     subset = draw_few_shot_subset(data, settings.shots, seed)
-    model.remember(settings.batch, text_stream_length(data, settings.batch))
+    model.remember(settings.batch, count_words_per_test_stream(data, settings.batch))
     if method.upcycle and teacher is not None:
         upcycle.upcycle_model(model, teacher.teacher, method.upcycle)
     if isinstance(method.upcycle, upcycling_kinds.Drop):

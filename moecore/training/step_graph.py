@@ -42,7 +42,7 @@ class StepInputs(NamedTuple):
     noise: int  # seed of the default generators
 
 
-class CudaGraphs:
+class CudaCapture:
     """What captures need of CUDA; tests replace it to run without a GPU."""
 
     rate_dtype = torch.float32  # as fused optimizers read it
@@ -102,7 +102,7 @@ class CudaGraphs:
         return replay
 
 
-class StepGraph:
+class GraphedStepRunner:
     """Takes the steps of a training: eagerly, or by replays of a captured one."""
 
     def __init__(
@@ -116,7 +116,7 @@ class StepGraph:
         self.optimizer = optimizer
         self.run_step = run_step
         self.is_required = policy == "required"
-        self.graphs = CudaGraphs() if policy != "off" else None
+        self.graphs = CudaCapture() if policy != "off" else None
         self.replay: Step | None = None
         self.course: list[bool] | None = None
         self.count = 0  # steps on this course
@@ -153,14 +153,14 @@ class StepGraph:
         print(f"{text}; training goes on without", file=sys.stderr)
         self.graphs = self.replay = None
 
-    def _watch(self, graphs: CudaGraphs, inputs: StepInputs) -> StepOutput:
+    def _watch(self, graphs: CudaCapture, inputs: StepInputs) -> StepOutput:
         with MAKING_BATCH:
             output, reason = graphs.watch(lambda: self.run_step(inputs))
         if reason:
             self._give_up(reason)
         return output
 
-    def _capture(self, graphs: CudaGraphs, inputs: StepInputs) -> None:
+    def _capture(self, graphs: CudaCapture, inputs: StepInputs) -> None:
         if reason := graphs.lacking_memory():
             self._give_up(reason)
             return
@@ -184,7 +184,7 @@ class StepGraph:
         self.rate.fill_(inputs.rate)
         return self.replay()
 
-    def _compare(self, graphs: CudaGraphs, inputs: StepInputs) -> StepOutput:
+    def _compare(self, graphs: CudaCapture, inputs: StepInputs) -> StepOutput:
         """Take a step by a replay, then again eagerly, which counts; they must agree."""
         learned = list(self.job.learners.state_dict().values())
         moments = [value for row in self.optimizer.state.values() for value in row.values()]

@@ -97,13 +97,13 @@ class Drop(config.Config):
                 units = torch.randperm(hidden, generator=generator)[:number]
                 for values in maps:
                     shape = (number, *values.shape[2:])
-                    redraw_units(values[expert], units, torch.randn(shape, generator=generator))
+                    redraw_rows(values[expert], units, torch.randn(shape, generator=generator))
 
 
 Upcycling = bool | Annotated[Granular | Drop, Field(discriminator="kind")]
 
 
-def redraw_units(values: Tensor, units: Tensor, normals: Tensor) -> None:
+def redraw_rows(values: Tensor, units: Tensor, normals: Tensor) -> None:
     """Replace rows ``units`` of ``values`` (h, …) by ``normals`` with their mean and deviation."""
     if len(units):
         replaced = values[units]

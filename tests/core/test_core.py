@@ -158,7 +158,7 @@ leave_ranks()
     ],
 )
 def test_ranks_that_began_fewer_collectives_are_late(tmp_path, capsys, rank, begun, answers, said):
-    watch = ranks.RankWatch(FileStore(str(tmp_path / "meeting"), 3), rank, 3)
+    watch = ranks.LateRankReporter(FileStore(str(tmp_path / "meeting"), 3), rank, 3)
     for number, answer in enumerate(answers):
         if answer is not None:
             watch.store.set(f"watch/0/{number}", f"{answer} {100 + number} here")

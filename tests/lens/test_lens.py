@@ -13,7 +13,7 @@ from moecore.lens import Trace, analyse_trace, build_record, traces, write_trace
 from moecore.lens.page import render_trace_page, write_lens_page
 from moecore.lens.recording import record_python_file, record_trained_model
 from moecore.measure.routing_metrics import layer_metrics
-from moecore.measure.routing_metrics.choice_patterns import choice_margin, pair_lift_by_image
+from moecore.measure.routing_metrics.choice_patterns import choice_margin, mean_pair_lift_by_image
 from moecore.measure.routing_metrics.layer_metrics import expert_counts, load_shares
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import concat_records, predict_in_batches
@@ -102,7 +102,7 @@ def test_the_lens_of_our_language_model_equals_its_records(subject, trained, tmp
             assert layer.quantities[name].value == pytest.approx(expected[name])
         margin = choice_margin(record.probs, record.chosen).mean()
         assert layer.quantities["margin"].value == pytest.approx(float(margin))
-        lift = pair_lift_by_image(record.chosen).mean()
+        lift = mean_pair_lift_by_image(record.chosen).mean()
         assert layer.quantities["pair_lift"].value == pytest.approx(float(lift))
         lowest = 2 * 2 / (4 + 2)  # θ = 0: 2k/(E+k)
         assert lowest <= layer.quantities["consistency_4"].value <= 1

@@ -107,20 +107,22 @@ def test_apgd_must_reach_pgds_loss_or_its_score():
     both = [Pgd(), Apgd()]
     plain = {"pgd": curve(0.5, loss=2.0)}
     strong = plain | {"apgd": curve(0.9, loss=2.0)}
-    assert module.check_apgd_beats_pgd(CLASSES, strong, both).holds is True
+    assert module.check_apgd_is_as_strong(CLASSES, strong, both).holds is True
     # PGD drives the images that it breaks farther, and breaks fewer: accuracy 0.5 against 0.1
     sound = plain | {"apgd": curve(0.1, loss=1.9)}
-    assert module.check_apgd_beats_pgd(CLASSES, sound, both).holds is True
+    assert module.check_apgd_is_as_strong(CLASSES, sound, both).holds is True
     weak = plain | {"apgd": curve(0.6, loss=1.9)}
-    line = module.check_apgd_beats_pgd(CLASSES, weak, both)
+    line = module.check_apgd_is_as_strong(CLASSES, weak, both)
     said = "mean loss 1.9 under apgd, 2 under pgd; accuracy 60.0% under apgd, 50.0% under pgd, at ε"
     assert line.holds is False and line.text == f"{said} = 0.1"
     years = {"pgd": curve(3, loss=20.0), "apgd": curve(2.9, loss=21.0)}
-    assert module.check_apgd_beats_pgd(YEARS, years, both).holds is True
-    assert module.check_apgd_beats_pgd(YEARS, years | {"apgd": curve(2.9)}, both).holds is False
-    assert module.check_apgd_beats_pgd(CLASSES, plain, [Pgd()]).holds is None
+    assert module.check_apgd_is_as_strong(YEARS, years, both).holds is True
+    assert module.check_apgd_is_as_strong(YEARS, years | {"apgd": curve(2.9)}, both).holds is False
+    assert module.check_apgd_is_as_strong(CLASSES, plain, [Pgd()]).holds is None
     other = plain | {"apgd-dlr": curve(0.1, loss=1.0)}
-    assert module.check_apgd_beats_pgd(CLASSES, other, [Pgd(), Apgd(objective="dlr")]).holds is None
+    assert (
+        module.check_apgd_is_as_strong(CLASSES, other, [Pgd(), Apgd(objective="dlr")]).holds is None
+    )
 
 
 def test_a_larger_ball_never_helps():

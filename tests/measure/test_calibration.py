@@ -14,7 +14,7 @@ from moecore.data.sources.dialects import Dialects
 from moecore.measure import base, cohort_checks, values
 from moecore.measure import calibration as module
 from moecore.measure.calibrators.base import read_calibrator
-from moecore.measure.calibrators.linear import FittedLine, FittedLinear, Linear
+from moecore.measure.calibrators.linear import FittedLine, FittedLinesByGroup, Linear
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
 from moecore.measure.probes import simulated_people as simulated
 from moecore.nn.backbones.base_model import ImageSpec
@@ -231,7 +231,7 @@ def slow(predictions, ages) -> tuple[float, float]:
     return (sy - b * sx) / n, b
 
 
-def fitted(predictions, ages, groups, **settings) -> FittedLinear:
+def fitted(predictions, ages, groups, **settings) -> FittedLinesByGroup:
     return Linear(**settings).fit(predictions, ages, groups)
 
 
@@ -251,7 +251,7 @@ def test_table_s1_second_row_follows_from_its_first():
     # (ŷ − a)/b = (9.026 − 5.08)/0.935 + 0.887/0.935 · y = 4.220 + 0.9487·y; the paper prints 0.949
     # and 4.221.
     pooled = FittedLine(intercept=5.08, slope=0.935, n=100)
-    line = FittedLinear(fit_on="train", pooled=pooled, groups={})
+    line = FittedLinesByGroup(fit_on="train", pooled=pooled, groups={})
     predictions, ages, _ = drawn(slope=0.887, intercept=9.026)
     a, b = slow(predictions, ages)
     # least squares of this sample become exactly the paper's

@@ -56,10 +56,10 @@ def test_pair_lift_is_the_mean_over_the_pairs():
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(2).indices, True)
     lift = patterns.coactivation_lift(patterns.count_coactivation(chosen).sum(dim=0), 45)
     pairs = [lift[tuple(token.nonzero()[:, 0])] for token in chosen.flatten(0, 1)]
-    values = patterns.pair_lift_by_image(chosen)
+    values = patterns.mean_pair_lift_by_image(chosen)
     assert len(values) == 9 and float(values.mean()) == pytest.approx(float(np.mean(pairs)))
     with pytest.raises(UserError, match="k ≥ 2"):
-        patterns.pair_lift_by_image(sets_of((0,), (1,), experts=2))
+        patterns.mean_pair_lift_by_image(sets_of((0,), (1,), experts=2))
 
 
 def test_information_of_classes():
@@ -176,11 +176,11 @@ def test_early_choices_are_the_routers_of_the_tokens_before(made):
 
 def test_local_consistency():
     """Windows (0, 0), (0, 1), (1, 2): of the six uses at θ = 1 all are served by five sets."""
-    uses = patterns.window_use_histogram(sets_of((0,), (0,), (1,), (2,), experts=3), 2)
-    assert patterns.consistency_by_threshold(uses[0].numpy()).tolist() == ([0.5, 0.75, 0.5])
+    uses = patterns.uses_per_window(sets_of((0,), (0,), (1,), (2,), experts=3), 2)
+    assert patterns.consistency_f1_scores(uses[0].numpy()).tolist() == ([0.5, 0.75, 0.5])
     assert patterns.consistency_by_image(uses.numpy()).tolist() == pytest.approx([0.75])
     with pytest.raises(UserError, match="a window of 5"):
-        patterns.window_use_histogram(sets_of((0,), (1,), experts=2), 5)
+        patterns.uses_per_window(sets_of((0,), (1,), experts=2), 5)
 
 
 @pytest.mark.parametrize("made", [subject, text_subject])

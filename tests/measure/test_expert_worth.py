@@ -95,7 +95,7 @@ def test_a_dropped_choice_of_a_model(router, experts, way):
     images = torch.from_numpy(small_data().test.images).float() / 255
     with torch.no_grad():
         whole = model(images)
-        with module.drop_choices(model, 1, way):
+        with module.drop_ranked_choice(model, 1, way):
             model(images)
         again = model(images)
         (tokens, *_), (_, _, output, (record,)), _ = seen

@@ -112,7 +112,7 @@ def test_the_result_does_not_depend_on_the_batch(data, models, images, results):
 
 def test_the_tokens_are_what_the_layers_get(models, images):
     model = models["vmoe"]
-    found = lipschitz.layer_inputs(model, images, 7, 4, 2, "cpu")
+    found = lipschitz.sample_layer_inputs(model, images, 7, 4, 2, "cpu")
     seen = []
     hooks = [
         block.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, 1)))
@@ -127,7 +127,7 @@ def test_the_tokens_are_what_the_layers_get(models, images):
     for tokens, whole in zip(found, seen, strict=True):
         assert tokens.shape == (7, 16)
         torch.testing.assert_close(tokens, whole[chosen], rtol=1e-4, atol=1e-5)
-    other = lipschitz.layer_inputs(model, images, 7, 4, 3, "cpu")
+    other = lipschitz.sample_layer_inputs(model, images, 7, 4, 3, "cpu")
     assert not torch.equal(found[0], other[0])
 
 

@@ -78,7 +78,7 @@ def test_tokens_move_by_at_most_their_bounds(models, images, monkeypatch, is_exa
     exact = lipschitz_lemma.frozen_double_copy(models[name])
     pixels = torch.from_numpy(images[:3]).double() / 255
     seen = []
-    monkeypatch.setattr(bounds, "margin_shares", lambda at, *_: seen.append(at))
+    monkeypatch.setattr(bounds, "margin_to_bound_ratio", lambda at, *_: seen.append(at))
     if not is_exact:
         monkeypatch.setattr(bounds, "MAX_PIXELS", 0)
     sizes, none = torch.tensor([1e-3, 1e-3 / 4]).double(), torch.zeros(0).double()
@@ -108,11 +108,11 @@ def test_tokens_move_by_at_most_their_bounds(models, images, monkeypatch, is_exa
 
 LAYERS = {
     "linear": (3, lambda at, layer: bounds.bound_after_linear(at, layer.weight, layer.bias)),
-    "gelu": (3, bounds.bound_after_layer),
-    "norm": (3, bounds.bound_after_layer),
+    "gelu": (3, bounds.bound_after_unrouted),
+    "norm": (3, bounds.bound_after_unrouted),
     "attention": (3, bounds.bound_attention),
-    "group norm": (4, bounds.bound_after_layer),
-    "convolution": (4, bounds.bound_after_layer),
+    "group norm": (4, bounds.bound_after_unrouted),
+    "convolution": (4, bounds.bound_after_unrouted),
 }
 
 

@@ -14,7 +14,7 @@ from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentati
 from moecore.measure.values import Found, Metric, OnPage, Values, place_slug
 from moecore.nn.predict import predict_in_batches
 from moecore.report.column import ColumnContext, MetricColumns, PlannedPhase
-from moecore.report.results_and_displays import list_displays, list_measurements_with_values
+from moecore.report.results_and_displays import list_displays, measurements_putting_values
 from moecore.statistics.comparisons import encode_item_values
 from moecore.statistics.intervals import bootstrap_mean, wilson
 from moecore.testing import check_measurement
@@ -30,7 +30,7 @@ ROUTING = Routing.model_validate(
     | {"augmentation_images": 6, "sweeps": {"k": [1, 2], "threshold": [], "images": 8}}
 )
 TIMED = "cost"  # is never the same twice
-NAMES = [name for name in list_measurements_with_values() if name != TIMED]
+NAMES = [name for name in measurements_putting_values() if name != TIMED]
 ATTACKED = {  # has no settings of its own accord
     "images": 4,
     "epsilons": [0.0, 0.1, 0.05],

@@ -16,8 +16,8 @@ from moecore.measure import pixel_baselines as baselines
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.routing_metrics.epoch_routing import (
     EpochRecorder,
+    expert_kind_counts,
     expert_purity,
-    expert_truth_tables,
     purity_by_epoch,
     purity_by_image,
 )
@@ -86,7 +86,7 @@ def test_by_hand():
     assert expert_purity(np.array([[3, 2], [3, 2]])) == 0.6
     layer = measure_truth(EXPERTS, KINDS, 3, 3)
     assert layer.counts == ((2, 1, 0), (0, 2, 0), (1, 0, 1))
-    by_image = purity_by_image(expert_truth_tables(EXPERTS.numpy(), KINDS.numpy(), 3, 3))
+    by_image = purity_by_image(expert_kind_counts(EXPERTS.numpy(), KINDS.numpy(), 3, 3))
     assert by_image.mean() == pytest.approx(5 / 7)
     assert layer.values["purity"].value == pytest.approx(5 / 7)
     assert layer.values["matched_to_truth"].value == pytest.approx(5 / 7)

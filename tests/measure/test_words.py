@@ -243,9 +243,9 @@ def test_the_penalty_is_that_of_the_least_error_on_images_left_out(width):
             keep = torch.arange(18) != place
             guesses.append(x[place] @ refitted(x[keep], y[keep], 2.0**exponent))
         errors[exponent] = float((torch.stack(guesses) - y).square().mean())
-    assert few_shot.choose_ridge_exponent(x, y) == min(errors, key=errors.__getitem__)
+    assert few_shot.choose_exponent_by_loo(x, y) == min(errors, key=errors.__getitem__)
     flat, ones = torch.zeros(4, 2).double(), torch.ones(4, 2).double()
-    assert few_shot.choose_ridge_exponent(flat, ones) == EXPONENTS[-1], "the largest of equal ones"
+    assert few_shot.choose_exponent_by_loo(flat, ones) == EXPONENTS[-1], "the largest of equal ones"
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +274,7 @@ def test_the_score_is_that_of_ridges_fitted_by_hand(run, results):
             return torch.cat([(part.double() - mean) / scale, ones], dim=1)
 
         y = 2 * torch.nn.functional.one_hot(labels[chosen], 10).double() - 1
-        weights = refitted(ready(few), y, 2.0 ** few_shot.choose_ridge_exponent(ready(few), y))
+        weights = refitted(ready(few), y, 2.0 ** few_shot.choose_exponent_by_loo(ready(few), y))
         right = (ready(test) @ weights).argmax(1) == torch.from_numpy(np.array(data.test.labels))
         hits.append(right.double().numpy())
     assert value.value == pytest.approx(np.mean(hits)) and value.low < value.value < value.high

@@ -13,7 +13,7 @@ from moecore.data.views.views import AffineRanges, CropRanges, ViewSettings, mak
 from moecore.measure.routing_metrics import alternative_choices, two_view_agreement
 from moecore.measure.routing_metrics.layer_metrics import load_shares, measure_layer_use
 from moecore.nn import correspondence
-from moecore.nn.correspondence import align_teacher_probs, match_patches, pair_view_tokens
+from moecore.nn.correspondence import match_patches, pair_view_tokens, teacher_probs_for_tokens
 from moecore.nn.dispatch import SparsePlan, round_row_counts
 from moecore.parts import Classification, TokenLayout
 from tests.methods import KINDS, METHODS, relabelled, tiny
@@ -356,6 +356,6 @@ def test_extreme_scales_are_not_singular_and_a_distillation_token_follows_the_cl
     for scale in (1e-4, 1e4):
         assert partners_of(affine(scale, scale), affine(scale, scale)) == [0, 1, 2, 3, 4, 5]
     teacher = torch.arange(6.0).view(1, 3, 2)  # CLS, two patches
-    matched = align_teacher_probs(teacher, torch.Size((1, 4, 2)))
+    matched = teacher_probs_for_tokens(teacher, torch.Size((1, 4, 2)))
     assert matched.tolist() == [[[0, 1], [0, 1], [2, 3], [4, 5]]]
-    assert align_teacher_probs(teacher, teacher.shape) is teacher
+    assert teacher_probs_for_tokens(teacher, teacher.shape) is teacher

@@ -213,12 +213,12 @@ def test_verdicts_by_hand_of_perplexity_in_percent_of_dense():
     result = result_of(ACCURACY, dense=[0.48, 0.50], learned=[0.545, 0.605], **told)
     assert result.advantage("told", "learned") == pytest.approx(2.5)
     assert holding(result) == [True, True, True]
-    assert pilot.studies_worth_running(pilot.pilot_verdicts(result)) == ["truth"]
+    assert pilot.study_kinds_worth_running(pilot.pilot_verdicts(result)) == ["truth"]
     worse = result_of(ACCURACY, 90.1, dense=[0.50, 0.52], learned=[0.547, 0.607], **told)
     assert holding(worse) == [False, False, False]
-    assert not pilot.studies_worth_running(pilot.pilot_verdicts(worse))
+    assert not pilot.study_kinds_worth_running(pilot.pilot_verdicts(worse))
     # Perplexity: 89 of 100 is 11 % better; variances 2 of each, so a scatter of √2 %
-    score = pilot.pilot_score_for_task(NextToken(words=5))
+    score = pilot.pilot_score_kind(NextToken(words=5))
     rows = {"dense": [99.0, 101.0], "told": [88.0, 90.0], "begun": [88.0, 90.0]}
     result = result_of(score, learned=[89.4, 91.4], **rows)
     assert result.advantage("told", "dense") == pytest.approx(11)
@@ -234,7 +234,7 @@ def test_a_hash_decides_where_there_is_no_oracle(vmoe, holds):
     result = result_of(ACCURACY, dense=[0.5, 0.5], hash=[0.59, 0.61], vmoe=vmoe)
     verdicts = pilot.pilot_verdicts(result)
     assert [verdict.holds for verdict in verdicts] == [holds, True]
-    assert ("accuracy" in pilot.studies_worth_running(verdicts)) is holds
+    assert ("accuracy" in pilot.study_kinds_worth_running(verdicts)) is holds
     assert re.match(r"vmoe is \d+\.\d+ points better than hash; needed: 2, and", verdicts[0].text)
 
 

@@ -259,7 +259,7 @@ def test_every_part_is_drawn(raw):
 
 
 RESULTS = dict.fromkeys(("calibrate", "robustness", "routing", "cohort_checks"), Found)
-RESULTS["out_of_fold"] = brain_out_of_fold.OutOfFoldResult
+RESULTS["out_of_fold"] = brain_out_of_fold.OutOfFoldMae
 STUDY = "ermoe/brain_age"
 METHODS = ("dense", "ermoe")
 SMALL = {

@@ -136,7 +136,7 @@ def test_the_threshold_with_the_nearest_fallback_is_chosen(
     monkeypatch.setattr(tune, "load_model", lambda folder: folder)
     monkeypatch.setattr(tune, "predict_in_batches", lambda *_: ((), ()))
     monkeypatch.setattr(
-        tune, "routing_means_over_layers", lambda _, k, value: {"fallback": fallback[value]}
+        tune, "mean_routing_metrics", lambda _, k, value: {"fallback": fallback[value]}
     )
     run = tune.plan_tuning(with_threshold)
     if chosen is None:

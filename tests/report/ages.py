@@ -148,7 +148,7 @@ def checked(seed: int, routed: bool) -> values.Found:
     return out.found()
 
 
-def generalised(seed: int) -> simulated_people.RegionExperts:
+def generalised(seed: int) -> simulated_people.RegionGeneralisation:
     # Isolated 0.9, mixed 0.7 + 0.01 · seed, whole 0.6, of the other generator 0.8 and 0.5; chance
     # 0.375.
     def agreement(share: float) -> simulated_people.TissueAgreement:
@@ -161,7 +161,7 @@ def generalised(seed: int) -> simulated_people.RegionExperts:
         )
 
     ranks = {name: Interval(0.5, 0.25, 0.75) for name in ("wm", "gm", "csf")}
-    return simulated_people.RegionExperts(
+    return simulated_people.RegionGeneralisation(
         test=simulated_people.RegionExpertAgreement(agreement(0.6), agreement(0.9), ranks),
         mixed=agreement(0.7 + 0.01 * seed),
         mixtures={("wm", "gm", 0.25): agreement(0.7)},

@@ -11,7 +11,7 @@ from moecore.core.files import to_jsonable, write_json
 from moecore.measure import attack_audit, base, calibration, robustness, training
 from moecore.measure.attack_audit import AuditLine, ScoresAtEpsilon
 from moecore.measure.routing_metrics import expert_gallery, layer_metrics
-from moecore.measure.routing_metrics.alternative_choices import fallback_slopes
+from moecore.measure.routing_metrics.alternative_choices import fallback_slopes_over_threshold
 from moecore.measure.routing_metrics.expert_gallery import encode_thumbnails, overlapping_views
 from moecore.measure.values import Found, Place, Value, Values
 from moecore.parts import Classification, Config, RoutingRecord, Task, TokenLayout
@@ -288,14 +288,14 @@ def found_under_attack(
     return out.found()
 
 
-def pictured() -> attack_audit.AttackedGallery:
+def pictured() -> attack_audit.WorstAttackGallery:
     """Three images with stripes that fade with the radius."""
     stripes = (torch.arange(28) % 4 / 3).expand(3, 1, 28, 28)
     rows = [
         {"epsilon": epsilon, "pictures": encode_thumbnails(stripes * (1 - 10 * epsilon))}
         for epsilon in EPSILONS
     ]
-    return attack_audit.AttackedGallery(attack="pgd-10", rows=rows)
+    return attack_audit.WorstAttackGallery(attack="pgd-10", rows=rows)
 
 
 def _rows(number: int, seed: int, strength: float, first: int) -> list[ScoresAtEpsilon]:
@@ -374,7 +374,7 @@ def swept(number: int, seed: int) -> Iterator[Value]:
             numbers["tail_mass"] = 1 - t
         for name, one in numbers.items():
             yield Value(metric=f"{name}_threshold", at={"threshold": t}, value=one)
-    for name, slope in fallback_slopes(fallback).items():
+    for name, slope in fallback_slopes_over_threshold(fallback).items():
         yield Value(metric=name, value=slope)
 
 

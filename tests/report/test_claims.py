@@ -128,7 +128,7 @@ def test_verdicts(better, value, half, expected):
         asked = claim(better=good if better == "higher" else better, **margin)
         difference = found(sign * value, half)
         p = evaluation.verdict_p_value(difference, asked, good)
-        assert evaluation.evaluate_difference(difference, asked, good) == expected
+        assert evaluation.verdict_on_difference(difference, asked, good) == expected
         assert (p is None) == (half is None) and (p is None or (p < 0.05) == (expected != "open"))
 
 
@@ -557,7 +557,7 @@ def test_a_stored_difference_is_the_one_that_was_taken(shift, kind):
         judged = reevaluate_claim(entry, no_worse, "higher")
         assert (
             judged["verdict"]
-            == evaluation.evaluate_difference(one.difference, no_worse, "higher")
+            == evaluation.verdict_on_difference(one.difference, no_worse, "higher")
             == "holds"
         )
         assert judged["asked"]["effect"] == -0.5 and judged["method"] == entry["method"]

@@ -84,15 +84,15 @@ def test_a_gain_at_equal_clean_accuracy_is_over_images_that_both_have_right():
     # 2 alone of the second (0, then 1). The mean over seeds of 1/2 and 0, then of −1/2 and 1.
     ours = [worst_of([1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0])]
     theirs = [worst_of([1, 1, 0, 1], [0, 1, 0, 1], [0, 1, 0, 0])]
-    found = robustness.gains_at_equal_clean_accuracy(ours, theirs)
+    found = robustness.gains_where_both_right(ours, theirs)
     assert [gain.value for gain in found] == pytest.approx([0.5, -0.5])
     assert found[0].low < 0.5 < found[0].high
     ours += [worst_of([0, 0, 1, 0], [0, 0, 1, 0], [0, 0, 1, 0])]
     theirs += [worst_of([0, 1, 1, 0], [0, 1, 1, 0], [0, 0, 0, 0])]
-    found = robustness.gains_at_equal_clean_accuracy(ours, theirs)
+    found = robustness.gains_where_both_right(ours, theirs)
     assert [gain.value for gain in found] == pytest.approx([0.25, 0.25])
     none = worst_of([0, 0, 0, 0], [0, 0, 0, 0])
-    assert robustness.gains_at_equal_clean_accuracy([none], [none]) == [None]
+    assert robustness.gains_where_both_right([none], [none]) == [None]
 
 
 def test_each_epsilon_is_shown_with_the_standard_accuracy(whole):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.text import Text
 
-from moecore.measure.training import steps_until_baseline_loss, trailing_epoch_losses
+from moecore.measure.training import epoch_running_mean_losses, steps_until_baseline_loss
 from moecore.report.figures import charts, model_figures
 from moecore.report.figures.drawing import INK, PALETTE, expert_colours, line_style
 from moecore.report.figures.model_figures import draw_expert_grids_by_class, draw_expert_load
@@ -135,13 +135,13 @@ def trained_with(losses: list[float], per_epoch: int) -> Outcome:
 
 def test_the_loss_of_the_last_epoch_by_hand():
     # two logged points an epoch
-    found = trailing_epoch_losses(trained_with([4.0, 2.0, 1.0, 3.0], 20))
+    found = epoch_running_mean_losses(trained_with([4.0, 2.0, 1.0, 3.0], 20))
     assert found == [(10, 4.0), (20, 3.0), (30, 1.5), (40, 2.0)]
     # a short point counts for as many steps as it is of: 10 · 4 and 5 · 1
     odd = trained_with([4.0], 15)
     last = {"step": 15, "epoch": 1.0, "train_loss": 1.0}
     odd = odd.model_copy(update={"curve": (*odd.curve, last)})
-    assert trailing_epoch_losses(odd)[-1] == (15, pytest.approx(3.0))
+    assert epoch_running_mean_losses(odd)[-1] == (15, pytest.approx(3.0))
 
 
 def test_steps_to_the_loss_of_another_training():

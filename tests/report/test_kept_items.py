@@ -242,7 +242,7 @@ def commit(place: Path) -> str:
 
 def dates(one: QuestionRound) -> list[tuple[bool, bool]]:
     return [
-        (dated.is_late, dated.is_refused) for dated in result_evidence.list_question_commits(one)
+        (dated.is_late, dated.is_refused) for dated in result_evidence.asked_answered_commits(one)
     ]
 
 
@@ -252,20 +252,20 @@ def test_a_question_is_older_than_its_answer(asked):
     assert result_evidence.find_commit_of_files(asked, path) is None, "it is not committed"
     first = commit(asked)
     assert result_evidence.find_commit_of_files(asked, path) == first
-    assert result_evidence.list_question_commits(one) == []
+    assert result_evidence.asked_answered_commits(one) == []
     record = {"commit": first, "file": str(path)}
     write_result(one, drawn_items(1), [claim()], asked=record)
-    (dated,) = result_evidence.list_question_commits(one)
+    (dated,) = result_evidence.asked_answered_commits(one)
     words = "pretrain: match_top1 of prc higher than of vmoe: asked in "
     assert dated.line == f"{words}{first[:8]}, answered in no commit" and not dated.is_late
     second = commit(asked)
     told = f"{words}{first[:8]}, answered in {second[:8]}"
-    assert result_evidence.list_question_commits(one)[0].line == told
+    assert result_evidence.asked_answered_commits(one)[0].line == told
     write_json(one.question.results, one.read_numbers())
     commit(asked)
     one.question.store_part("2", one.read_numbers())
     commit(asked)
-    assert result_evidence.list_question_commits(one)[0].line == told, "another form or round"
+    assert result_evidence.asked_answered_commits(one)[0].line == told, "another form or round"
     lower = claim(better="lower")
     one = ask(asked, claim(), lower)
     assert result_evidence.find_commit_of_files(asked, path) is None, "it was edited since"
@@ -333,7 +333,7 @@ def test_an_overwritten_answer_is_reported_until_the_file_lists_it(asked):
     write_result(one, drawn_items(1), [claim()])
     mean = next(iter(one.read_numbers()["claims"].values()))["difference"]["mean"]
     first = commit(asked)
-    assert result_evidence.read_earlier_answers(asked) == []
+    assert result_evidence.read_replaced_answers_file(asked) == []
     assert result_evidence.find_overwritten_answers(one, []) == []
     write_result(one, drawn_items(4), [claim()])
     commit(asked)
@@ -345,7 +345,7 @@ def test_an_overwritten_answer_is_reported_until_the_file_lists_it(asked):
     before |= {"seeds": [2, 3], "design": design}
     path = asked / result_evidence.EARLIER
     write_whole(path, json.dumps({"answers": [before]}))
-    earlier = result_evidence.read_earlier_answers(asked)
+    earlier = result_evidence.read_replaced_answers_file(asked)
     assert result_evidence.find_overwritten_answers(one, earlier) == []
     line = f"mine/match: seeds 2 answered it before, one in {first[:8]}"
     assert result_evidence.find_reused_seeds(one, earlier) == [line]
@@ -354,4 +354,4 @@ def test_an_overwritten_answer_is_reported_until_the_file_lists_it(asked):
     del before["seeds"]
     write_whole(path, json.dumps({"answers": [before]}))
     with pytest.raises(UserError, match=r"earlier.json: found answers\[0\] without seeds; allowed"):
-        result_evidence.read_earlier_answers(asked)
+        result_evidence.read_replaced_answers_file(asked)

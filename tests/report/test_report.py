@@ -21,8 +21,8 @@ from moecore.report.tables.cells import (
     Cell,
     NumberFormat,
     cell_over_seeds,
+    epsilons_as_fractions,
     format_epsilon,
-    shorten_epsilons,
 )
 from moecore.report.tables.metrics_by_method import best_by_disjoint_intervals, compare_methods
 from moecore.statistics.intervals import Interval
@@ -264,7 +264,7 @@ def test_a_column_has_one_notation_and_epsilons_are_named():
     assert [format_epsilon(8 / 255), format_epsilon(0.0313725)] == ["8/255"] * 2
     assert format_epsilon(0.05) == "0.05"
     said = "accuracy 3 %, at ε = 0.0313725; a guess has 10 % at ε = 0.5"
-    assert shorten_epsilons(said) == "accuracy 3 %, at ε = 8/255; a guess has 10 % at ε = 0.5"
+    assert epsilons_as_fractions(said) == "accuracy 3 %, at ε = 8/255; a guess has 10 % at ε = 0.5"
 
 
 @pytest.mark.usefixtures("undrawn")

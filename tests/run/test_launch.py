@@ -201,7 +201,7 @@ def test_jobs_take_the_cards_that_were_given_one_per_rank(monkeypatch):
     monkeypatch.setenv("MOECORE_RANKS", "2")
     all_places = parallel.job_environments(3)
     chosen = parallel.choose_places(("pretrain@vmoe-0", "finetune@vmoe-0"), all_places)
-    assert parallel.merge_environments(chosen) == {"CUDA_VISIBLE_DEVICES": "7,5"}
+    assert parallel.merge_gpus_of_environments(chosen) == {"CUDA_VISIBLE_DEVICES": "7,5"}
     left = [place for place in all_places if place not in chosen]
     assert parallel.choose_places(("pretrain@tgr-0",), left) is None, "it waits for a second one"
     assert parallel.choose_places(("compare",), left) == left

@@ -211,7 +211,7 @@ def test_every_volume_is_predicted_by_a_model_without_its_participant(tmp_path, 
     (tmp_path / "w").write_bytes(b"")
     ages = AgeData.of(data, leaning(data), tmp_path / "w")
     assert fit_age_line(ages, Linear(fit_on="out_of_fold", min_slope=1e-9), path).n == 12
-    result = read_result(tmp_path / RESULT, brain.OutOfFoldResult, "out_of_fold")
+    result = read_result(tmp_path / RESULT, brain.OutOfFoldMae, "out_of_fold")
     predicted = np.array([float(row["predicted_age"]) for row in rows])
     assert result.mae == pytest.approx(np.abs(predicted - data.train.labels).mean(), abs=1e-3)
 
@@ -228,7 +228,7 @@ def test_nothing_is_trained_where_the_calibration_needs_none(tmp_path, monkeypat
     stage.out_of_fold("dense", 0)
     files = (tmp_path / "artifacts/out_of_fold/pretrain/dense/0").iterdir()
     assert [path.name for path in files] == ["absent.json"]
-    result = read_result(tmp_path / RESULT, brain.OutOfFoldResult, "out_of_fold")
+    result = read_result(tmp_path / RESULT, brain.OutOfFoldMae, "out_of_fold")
     assert isinstance(result, Skipped) and "other predictions" in result.skipped
 
 

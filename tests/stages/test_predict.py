@@ -19,7 +19,7 @@ from moecore.brain.prediction_table import read_predictions
 from moecore.core import arrays_as_text, config
 from moecore.core.files import UserError, to_jsonable, write_json
 from moecore.data.files.decode import decode_image
-from moecore.measure.calibrators.linear import FittedLinear, Linear
+from moecore.measure.calibrators.linear import FittedLinesByGroup, Linear
 from moecore.measure.calibrators.temperature import FittedTemperature
 from moecore.measure.values import Found, Value
 from moecore.nn.experts.mlp import Mlp
@@ -87,7 +87,7 @@ def test_a_bids_folder_with_ages(trained, tmp_path):
     said = [",".join(row[key] for key in keys) for row in rows]
     assert said == ["sub-1,ses-a,new,60.5000,F", "sub-2,ses-a,new,,M", "sub-3,ses-a,new,,"]
     path = calibrator_folder(target) / "calibrator.json"
-    fitted = config.read_json_settings(path, FittedLinear, "a calibrator")
+    fitted = config.read_json_settings(path, FittedLinesByGroup, "a calibrator")
     for row, group in zip(rows, ("F", "M", "pooled"), strict=True):
         raw = float(row["predicted_age"])
         pooled = pytest.approx(fitted.pooled.invert(raw), abs=1e-3)

@@ -10,7 +10,7 @@ from moecore.brain.prediction_table import read_predictions
 from moecore.core import streams
 from moecore.core.config import read_json_settings
 from moecore.measure.base import read_result
-from moecore.measure.calibrators.linear import FittedLinear
+from moecore.measure.calibrators.linear import FittedLinesByGroup
 from moecore.measure.routing_metrics.epoch_routing import EpochRecorder
 from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import ImageSpec
@@ -208,7 +208,7 @@ def test_it_predicts_years_and_writes_everything(results):
     told = pytest.approx(said.tolist(), abs=1e-3)
     assert [float(row["predicted_age"]) for row in rows[-9:]] == told
     path = folder / "artifacts/calibrate/pretrain/dense/0/calibrator.json"
-    fitted = read_json_settings(path, FittedLinear, "a calibrator")
+    fitted = read_json_settings(path, FittedLinesByGroup, "a calibrator")
     assert fitted.pooled.n == 20
     path = folder / "artifacts/measured/calibrate/pretrain/dense/0.json"
     found = read_result(path, Found, "calibrate")

@@ -62,13 +62,13 @@ def test_a_question_of_five_lines_is_a_study(ask, place):
     )
     path = place / "params.yaml"
     root = parse_yaml_document(PARAMS).data
-    assert params_writer.write_params(path, text_of(question))
+    assert params_writer.write_and_diff_params(path, text_of(question))
     data = load_yaml_document(path).data
     assert data["model"] == root["model"] | {"width": 48}
     assert data["methods"] == root["methods"] and data["cost"] == root["cost"]
     assert data["data"] == {"pretrain": root["data"]["pretrain"]}
     assert "robustness" not in data and "finetune" not in data and "teacher" not in data
-    assert not params_writer.write_params(path, path.read_text(encoding="utf-8"))
+    assert not params_writer.write_and_diff_params(path, path.read_text(encoding="utf-8"))
 
 
 def test_what_is_written_says_where_it_comes_from(ask):

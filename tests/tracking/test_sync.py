@@ -153,9 +153,9 @@ def test_numbers_relative_to_the_dense_model_follow_it(study, monkeypatch):
     from moecore.report import report_files
 
     given = []
-    numbers = report_files.read_headline_numbers
+    numbers = report_files.read_mlflow_headline_numbers
     spy = lambda *a: (given.append((a[1], a[3])), numbers(*a))[1]
-    monkeypatch.setattr(report_files, "read_headline_numbers", spy)
+    monkeypatch.setattr(report_files, "read_mlflow_headline_numbers", spy)
     study.write()
     study.write(method="dense")
     import_all()

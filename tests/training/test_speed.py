@@ -164,7 +164,7 @@ def test_kernels_are_chosen_once_and_what_is_missing_is_one_line(monkeypatch):
 
 
 LACKING = {
-    "ermoe": "EigenExperts by ProjectionDispatchPlan",
+    "ermoe": "EigenExperts by BasisProjectionPlan",
     "soft_moe": "MlpExperts by SlotsPlan",
     "expert_choice": "MlpExperts by ExpertChoicePlan",
 }

@@ -1,4 +1,4 @@
-"""Steps replayed as a graph. ``CudaGraphs`` is replaced: a replay runs the captured step again."""
+"""Steps replayed as a graph. ``CudaCapture`` is replaced: a replay runs the captured step again."""
 
 from itertools import islice
 
@@ -14,7 +14,7 @@ from moecore.training.method import Method
 from moecore.training.monitor import Monitor
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.settings import Training
-from moecore.training.step_graph import StepGraph
+from moecore.training.step_graph import GraphedStepRunner
 from tests.methods import METHODS
 from tests.training import small
 from tests.training.small import COMPETITION, CPU, MLPS, SETTINGS, VMOE, made
@@ -63,7 +63,7 @@ class FakeGraphs:
         return replay
 
 
-class Recorder(StepGraph):
+class Recorder(GraphedStepRunner):
     def _replay(self, inputs):
         self.graphs.calls.append("replayed")
         output = super()._replay(inputs)
@@ -75,8 +75,8 @@ class Recorder(StepGraph):
 @pytest.fixture
 def fake(monkeypatch):
     FakeGraphs.calls, Recorder.places = [], set()
-    monkeypatch.setattr(step_graph, "CudaGraphs", FakeGraphs)
-    monkeypatch.setattr(loop, "StepGraph", Recorder)
+    monkeypatch.setattr(step_graph, "CudaCapture", FakeGraphs)
+    monkeypatch.setattr(loop, "GraphedStepRunner", Recorder)
     return FakeGraphs
 
 

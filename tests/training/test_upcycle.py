@@ -20,7 +20,7 @@ from moecore.tasks import Classification, ImageText, NextToken, Regression
 from moecore.testing.check_helpers import IMAGE
 from moecore.training.teachers.timm import define_missing_operators
 from moecore.training.upcycle import fill_experts, upcycle_in_place, upcycle_model
-from moecore.training.upcycling_kinds import Drop, Granular, redraw_units, repeat_router_rows
+from moecore.training.upcycling_kinds import Drop, Granular, redraw_rows, repeat_router_rows
 from tests.attacks.models import vit
 
 VOLUMES = IMAGE.model_copy(update={"size": (8, 8, 8)})
@@ -293,8 +293,8 @@ def test_units_are_redrawn_with_their_own_mean_and_deviation():
     up = torch.tensor([[1.0, 2], [3, 4], [5, 6], [7, 8]])
     down = torch.tensor([[1.0, 0, 2, 1], [0, 1, 1, 4]])
     units = torch.tensor([1, 3])
-    redraw_units(up, units, torch.tensor([[1, -1], [0, 0.5]]))
-    redraw_units(down.t(), units, torch.tensor([[0.0, 1], [-1, 2]]).t())
+    redraw_rows(up, units, torch.tensor([[1, -1], [0, 0.5]]))
+    redraw_rows(down.t(), units, torch.tensor([[0.0, 1], [-1, 2]]).t())
     expected = torch.tensor([[1, 2], [7.880476, 3.119524], [5, 6], [5.5, 6.690238]])
     torch.testing.assert_close(up, expected, atol=1e-6, rtol=0)
     expected = torch.tensor([[1, 1.5, 2, 3.232051], [0, -0.232051, 1, 4.964102]])

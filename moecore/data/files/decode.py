@@ -48,7 +48,7 @@ def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
     """Decode an image file; return its centre square, resized, uint8 (channels, size, size)."""
     # Large JPEG files are decoded at reduced size, at least twice ``size``. Only the first picture
     # of a file is read.
-    with _raise_unreadable():
+    with _errors_as_unreadable():
         return resize_centre_square(_open_image(path, size, channels), size).transpose(2, 0, 1)
 
 
@@ -59,7 +59,7 @@ class JpegWithHistogram(NamedTuple):
 
 def recompress_image(path: str | Path, short_side: int, channels: int) -> JpegWithHistogram:
     """Resize an image file, uncropped, to ``short_side`` pixels, and encode it as JPEG."""
-    with _raise_unreadable():
+    with _errors_as_unreadable():
         image = _open_image(path, short_side, channels)
         factor = short_side / min(image.size)
         width, height = (max(short_side, round(side * factor)) for side in image.size)
@@ -73,7 +73,7 @@ def recompress_image(path: str | Path, short_side: int, channels: int) -> JpegWi
 
 def decode_jpeg_to_pil(content: bytes, channels: int) -> Image.Image:
     """Return the picture in a JPEG file's bytes. Raises UnreadableImage if it is damaged."""
-    with _raise_unreadable():
+    with _errors_as_unreadable():
         image = Image.open(io.BytesIO(content), formats=["JPEG"])
         image.load()
     if image.mode != MODES[channels]:
@@ -93,7 +93,7 @@ def _open_image(path: str | Path, size: int, channels: int) -> Image.Image:
 
 
 @contextmanager
-def _raise_unreadable() -> Iterator[None]:
+def _errors_as_unreadable() -> Iterator[None]:
     """Turn errors that bad file content causes in the ``with`` block into UnreadableImage."""
     try:
         yield

@@ -231,13 +231,13 @@ class JpegImages:
         return replace(self, places=self.places[key])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        squares = list(_decoding_threads(thread_count()).map(self._square, self.places))
+        squares = list(_decoding_thread_pool(thread_count()).map(self._square, self.places))
         array = np.stack(squares) if squares else np.empty(self.shape, np.uint8)
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def whole(self, rows: Sequence[int] | np.ndarray) -> list[np.ndarray]:
         """Return the uncropped images at ``rows``, uint8 (H, W, C); UserError for damaged ones."""
-        return list(_decoding_threads(thread_count()).map(self._pixels, self.places[rows]))
+        return list(_decoding_thread_pool(thread_count()).map(self._pixels, self.places[rows]))
 
     def _pixels(self, place: int) -> np.ndarray:
         pixels = np.asarray(self._open_picture(place))
@@ -262,6 +262,6 @@ class JpegImages:
 
 
 @lru_cache(maxsize=1)
-def _decoding_threads(number: int) -> ThreadPoolExecutor:
+def _decoding_thread_pool(number: int) -> ThreadPoolExecutor:
     """Return a pool of ``number`` decoding threads; cached, since every batch needs it."""
     return ThreadPoolExecutor(number, "jpeg")

@@ -22,7 +22,7 @@ from moecore.data.card import (
     save_array,
     write_card,
 )
-from moecore.data.volumes.cohorts import VolumeSubject, read_subject_rows
+from moecore.data.volumes.cohorts import VolumeSubject, read_prepared_csv_rows
 from moecore.tasks.base import Task
 from moecore.tasks.regression import Regression
 
@@ -113,7 +113,7 @@ def open_volumes(
     if regions := card["regions"]:
         shape = (number, len(regions), *card["size"])
         open_array(folder / f"{split}_regions.npy", shape, np.uint8)
-    subjects = read_subject_rows(folder / f"{split}_subjects.csv")
+    subjects = read_prepared_csv_rows(folder / f"{split}_subjects.csv")
     names = np.array([row["participant_id"] for row in subjects], dtype=str)
     _, people = np.unique(names, return_inverse=True)
     return images, open_labels(folder, task, split, number), people
@@ -127,7 +127,7 @@ def unusual_volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[
         texts.append(f"mean intensity unusual ({mean:.2f})")
     if regions is None:
         return texts
-    if unusual := describe_unusual_shares(regions, USUAL):
+    if unusual := describe_unusual_tissues(regions, USUAL):
         texts.append(f"tissue fractions unusual ({unusual})")
     masks = [part > 255 * BRAIN for part in regions[:2]]
     white, grey = (image[0][mask].sum(dtype=np.float64) / max(mask.sum(), 1) for mask in masks)
@@ -136,7 +136,7 @@ def unusual_volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[
     return texts
 
 
-def describe_unusual_shares(regions: np.ndarray, limits: Mapping[str, tuple[float, float]]) -> str:
+def describe_unusual_tissues(regions: np.ndarray, limits: Mapping[str, tuple[float, float]]) -> str:
     """Name the tissues whose shares lie outside ``limits``, as one text; "" if none does."""
     sums = regions.sum(axis=(1, 2, 3), dtype=np.float64)
     shares = zip(limits.items(), sums / max(sums.sum(), 1e-12), strict=True)

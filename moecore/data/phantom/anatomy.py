@@ -133,7 +133,7 @@ def smooth_fields(random: Generator, number: int = 1) -> np.ndarray:
     return field.reshape(number, SIDE, SIDE, SIDE) / np.float32(SPLINE_SD)
 
 
-def grid_points() -> np.ndarray:
+def voxel_indices() -> np.ndarray:
     """Return the indices of all voxels, float32 (3, 64³), the last axis fastest."""
     return np.indices((SIDE, SIDE, SIDE), np.float32).reshape(3, -1)
 
@@ -243,7 +243,7 @@ def template_from_maps(
     parts = (grey * (1 - ventricles), white * (1 - ventricles), ventricles)
     return Template(
         *(brightness, grey, white, fluid, distance, away, region),
-        thinning=_thinning(origin),
+        thinning=_grey_loss_speed_map(origin),
         head_ml=float(head.sum()) * VOXEL_ML,
         shares=tuple(float(part.sum() / head.sum()) for part in parts),
     )
@@ -254,10 +254,10 @@ def ventricle_voxel_shares(offset: float, distance: np.ndarray) -> np.ndarray:
     return np.clip(0.5 + (offset - distance) / VOXEL_MM, 0, 1)
 
 
-def _thinning(origin: np.ndarray) -> np.ndarray:
+def _grey_loss_speed_map(origin: np.ndarray) -> np.ndarray:
     """Return the relative speed of grey matter loss (64, 64, 64): highest at front and sides."""
     # mm in MNI space
-    x, y, z = grid_points() * np.float32(VOXEL_MM) + origin.astype(np.float32)[:, None]
+    x, y, z = voxel_indices() * np.float32(VOXEL_MM) + origin.astype(np.float32)[:, None]
     front = 0.6 / (1 + np.exp(-(y + 5) / 12))
     sides = 0.5 * np.exp(-(((abs(x) - 45) / 14) ** 2 + ((y + 10) / 28) ** 2 + ((z - 2) / 18) ** 2))
     cerebellum = 0.3 * np.exp(-(((y + 62) / 18) ** 2 + ((z + 32) / 14) ** 2))
@@ -284,7 +284,7 @@ def place_template(
     region = base.region
     centre = (SIDE - 1) / 2
     back = (pose.rotation @ np.diag(1 / (pose.shape * scale))).astype(np.float32)
-    points = back @ (grid_points()[:, region] - np.float32(centre)) + np.float32(centre)
+    points = back @ (voxel_indices()[:, region] - np.float32(centre)) + np.float32(centre)
     points += pose.warp[:, region] - pose.shift.astype(np.float32)[:, None]
     distance = interpolate_volume(base.distance, points)
     wall = ventricle_wall_offset(distance[distance < NEAR_MM], ventricle_voxels)
@@ -295,11 +295,11 @@ def place_template(
     push = wall * np.exp(-np.abs(distance) / PUSH_DECAY_MM) / VOXEL_MM
     points -= push.astype(np.float32) * away
     brightness, grey, white, fluid = (
-        _full(region, interpolate_volume(values, points) * (1 - inside))
+        _scatter_to_volume(region, interpolate_volume(values, points) * (1 - inside))
         for values in (base.brightness, base.grey, base.white, base.fluid)
     )
-    ventricles = _full(region, inside)
-    caps = _full(region, np.exp(-np.maximum(distance - wall, 0) / LESION_RIM_MM))
+    ventricles = _scatter_to_volume(region, inside)
+    caps = _scatter_to_volume(region, np.exp(-np.maximum(distance - wall, 0) / LESION_RIM_MM))
     ventricles *= grey + white + fluid + ventricles > 0.3  # not outside the head
     brightness = brightness + np.float32(FLUID) * ventricles
     return PlacedTemplate(brightness, grey, white, fluid, ventricles, caps)
@@ -317,7 +317,7 @@ def ventricle_wall_offset(distance: np.ndarray, voxels: float) -> float:
     return (low + high) / 2
 
 
-def _full(region: np.ndarray, values: np.ndarray) -> np.ndarray:
+def _scatter_to_volume(region: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Return a volume float32 with ``values`` (n,) at the flat indices ``region``, 0 elsewhere."""
     volume = np.zeros(SIDE**3, np.float32)
     volume[region] = values

@@ -21,7 +21,7 @@ ROUNDS = 4  # of redistributing what voxels at this limit could not give
 TOLERANCE = 0.5  # voxels (0.0135 mL) that may remain unremoved
 
 
-class HeadTissueShares(NamedTuple):
+class TargetTissueShares(NamedTuple):
     """Target volumes of a brain, as shares of the head."""
 
     grey: float
@@ -83,7 +83,7 @@ class LifelongTraits(NamedTuple):
         thinning = base.thinning * np.exp(anatomy.CORTEX_LOG_SD * self.thinning)
         return shift_tissue_boundaries(placement, targets, thinning, self.spots)
 
-    def targets(self, base: anatomy.Template, age: float, sex: str) -> HeadTissueShares:
+    def targets(self, base: anatomy.Template, age: float, sex: str) -> TargetTissueShares:
         """Return this person's tissue volumes at an age, as shares of the head."""
         brain_age = float(np.clip(age + self.gap, anatomy.YOUNGEST, anatomy.OLDEST))
         spread = anatomy.PRESETS[self.preset]
@@ -94,7 +94,7 @@ class LifelongTraits(NamedTuple):
         growth = float(np.exp(spread.ventricles * self.ventricles))
         lesions = anatomy.lesions_ml(brain_age) * float(np.exp(spread.lesions * self.lesions))
         relative = anatomy.tissue_relative_to_25
-        return HeadTissueShares(
+        return TargetTissueShares(
             grey * relative(anatomy.GREY_ML, brain_age) * tissue_factor - boundary_shift,
             white * relative(anatomy.WHITE_ML, brain_age) * tissue_factor + boundary_shift,
             ventricles * anatomy.ventricles_relative_to_25(brain_age) * growth * sex_factor,
@@ -104,18 +104,18 @@ class LifelongTraits(NamedTuple):
 
 def shift_tissue_boundaries(
     placement: anatomy.PlacedTemplate,
-    targets: HeadTissueShares,
+    targets: TargetTissueShares,
     thinning: np.ndarray,  # relative speed of grey matter loss
     spots: np.ndarray,  # high where lesions lie
 ) -> BrainMaps:
     """Exchange tissue at boundaries until the volumes equal ``targets``; return the brain."""
     _, grey, white, fluid, ventricles, caps = placement
-    head = _total(grey + white + fluid + ventricles)
-    surplus = _total(white) - targets.white * head
+    head = _sum_in_fp64(grey + white + fluid + ventricles)
+    surplus = _sum_in_fp64(white) - targets.white * head
     to_grey = tissue_exchange_map(white, grey, surplus, _blur_volume(grey), _blur_volume(white))
     white = white - to_grey
     grey = grey + to_grey
-    surplus = _total(grey) - targets.grey * head
+    surplus = _sum_in_fp64(grey) - targets.grey * head
     weight = _blur_volume(fluid) * thinning
     to_fluid = tissue_exchange_map(grey, fluid, surplus, weight, _blur_volume(grey))
     spotted = caps + anatomy.LESION_SPOT_WEIGHT * np.clip(spots - anatomy.LESION_SPOT, 0, 1)
@@ -143,16 +143,16 @@ def tissue_removal_map(source: np.ndarray, weight: np.ndarray, amount: float) ->
     limit = MAX_REMOVED * source
     result = np.zeros_like(source)
     for _ in range(ROUNDS):
-        remaining = amount - _total(result)
+        remaining = amount - _sum_in_fp64(result)
         if remaining < TOLERANCE:
             break
         available = weighted * (result < limit)
-        share = np.float32(remaining / (_total(available) + 1e-9))
+        share = np.float32(remaining / (_sum_in_fp64(available) + 1e-9))
         result = np.minimum(result + available * share, limit)
     return result
 
 
-def _total(values: np.ndarray) -> float:
+def _sum_in_fp64(values: np.ndarray) -> float:
     return float(values.sum(dtype=np.float64))
 
 
@@ -197,7 +197,7 @@ def simulate_ellipsoid_scan(age: float, sex: str, seed: int) -> VolumeWithTissue
 def folded_brain_template() -> anatomy.Template:
     """Return the template of an ellipsoid head: folded grey matter around white, two ventricles."""
     middle = (anatomy.SIDE - 1) / 2
-    points = (anatomy.grid_points() - np.float32(middle)) * np.float32(anatomy.VOXEL_MM)
+    points = (anatomy.voxel_indices() - np.float32(middle)) * np.float32(anatomy.VOXEL_MM)
     points = points.reshape(3, *(anatomy.SIDE,) * 3)
     depth = -ellipsoid_distance(points, HEAD)
     folds = np.sin(points * np.float32(2 * np.pi / FOLD_MM)).sum(axis=0) / 3

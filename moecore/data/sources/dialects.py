@@ -276,7 +276,7 @@ class Dialects(mosaic.CombinedImageSource):
             if source.problem is not None:
                 return {}
             self._dialects(source.channels, source.shape[0], len(classes))
-            mosaic.check_cells_suffice(source, self.cells)
+            mosaic.check_splits_fill_mosaic(source, self.cells)
             return {"counts": {split: (getattr(self, split),) for split in SPLITS}}
 
         return card.complete_with(count)

@@ -155,7 +155,7 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.VoxelGrid, Source):
         outcomes = map_in_threads(read_subject, table.subjects)
         for subject, outcome in zip(table.subjects, outcomes, strict=True):
             if isinstance(outcome, UnusableVolume):
-                problems += _list_problems(subject, outcome)
+                problems += _subject_problems(subject, outcome)
             elif (other := first.setdefault(outcome.digest, subject)) is not subject:
                 # A copy in another split would leak.
                 copy, original = (" ".join(who[:2]).strip() for who in (subject, other))
@@ -176,7 +176,7 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.VoxelGrid, Source):
                 files = self.find_files(root, subject)
                 usable.append(self.complete_subject(subject, files["t1"]))
             except UnusableVolume as error:
-                table.problems.extend(_list_problems(subject, error))
+                table.problems.extend(_subject_problems(subject, error))
         self._refuse(root, table.problems)
         return usable, table
 
@@ -258,5 +258,5 @@ def count_subjects(
     return {"counts": {split: (len(part),) for split, part in rows.items()}, "note": note}
 
 
-def _list_problems(subject: VolumeSubject, error: UnusableVolume) -> list[SubjectProblem]:
+def _subject_problems(subject: VolumeSubject, error: UnusableVolume) -> list[SubjectProblem]:
     return [SubjectProblem(*subject[:2], why) for why in error.problems]

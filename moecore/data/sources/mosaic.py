@@ -60,7 +60,7 @@ class Mosaic(CombinedImageSource):
             task=MultiLabel(classes=source.classes or ()),
             counts={split: (getattr(self, split),) for split in SPLITS},
         )
-        return card.check_with(lambda: check_cells_suffice(source, self.grid**2))
+        return card.check_with(lambda: check_splits_fill_mosaic(source, self.grid**2))
 
     def write_from(self, source: Prepared, folder: Path) -> dict[str, Any]:
         classes = source.task.outputs
@@ -95,7 +95,7 @@ def draw_mosaic_members(
     return np.concatenate(orders)[:number]
 
 
-def check_cells_suffice(source: Card, cells: int) -> None:
+def check_splits_fill_mosaic(source: Card, cells: int) -> None:
     if source.problem is None:
         for split in SPLITS:
             check_images_fill_mosaic(source.images[split], cells, split)

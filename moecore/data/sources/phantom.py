@@ -32,17 +32,17 @@ SOURCE = (
 )
 
 
-class SimulatedScan(NamedTuple):
+class ScanWithTissueShares(NamedTuple):
     volume: np.ndarray  # float32 (D, H, W), 0 outside the mask
     regions: np.ndarray  # (3, D, H, W), shares of wm, gm, csf
     mask: np.ndarray  # bool (D, H, W), voxels of the brain and its fluid
 
-    def resample(self, voxel_mm: float) -> "SimulatedScan":
+    def resample(self, voxel_mm: float) -> "ScanWithTissueShares":
         """Resample the scan to voxels of ``voxel_mm``; voxels below VOXEL_MM add no detail."""
         zooms = (VOXEL_MM,) * 3
         volume, mask = resample_masked_volume(self.volume, self.mask, zooms, voxel_mm)
         regions = np.stack([resample_volume(share, zooms, voxel_mm) for share in self.regions])
-        return SimulatedScan(volume, regions, mask)
+        return ScanWithTissueShares(volume, regions, mask)
 
 
 class Visit(NamedTuple):
@@ -53,7 +53,7 @@ class Visit(NamedTuple):
 
 def simulate_scan(
     age: float, sex: str, seed: int, scan: int = 0, site: int = 0, preset: Preset = "demo"
-) -> SimulatedScan:
+) -> ScanWithTissueShares:
     """Simulate a T1-weighted, skull-stripped scan of a person (``seed``, sex F or M) at an age."""
     # The same seed at another age is the same person, older; another ``scan`` or ``site`` scans the
     # same brain again. The result depends on the arguments alone.
@@ -62,7 +62,7 @@ def simulate_scan(
         brain = LifelongTraits.draw(seed, preset).at(age, sex)
         mask = brain.regions.sum(axis=0) > BRAIN
         volume = simulate_scanner(brain.brightness, mask, seed, scan, site)
-        return SimulatedScan(volume, brain.regions, mask)
+        return ScanWithTissueShares(volume, brain.regions, mask)
 
 
 class Phantom(cohorts.CohortSettings, Source):

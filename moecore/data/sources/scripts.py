@@ -46,14 +46,14 @@ class Font(NamedTuple):
     letters: Mapping[int, str]
 
 
-class Character(NamedTuple):
+class CharacterFonts(NamedTuple):
     code: int
     script: str
     train: list[Font]  # fonts in training and validation
     test: list[Font]  # fonts in the test
 
 
-Rendering = tuple[Character, Font, np.random.Generator]
+Rendering = tuple[CharacterFonts, Font, np.random.Generator]
 
 
 class Scripts(Source):
@@ -132,7 +132,7 @@ class Scripts(Source):
             parts[split] = SplitToWrite(labels, self._draw(renderings, card.more["scripts"]))
         return write_images(folder, self, card, parts, files=tables)
 
-    def choose_characters(self) -> tuple[Path, str, tuple[Character, ...]]:
+    def choose_characters(self) -> tuple[Path, str, tuple[CharacterFonts, ...]]:
         """Return the folder of fonts, its checksum, and the classes by code.
 
         Raises:
@@ -141,13 +141,13 @@ class Scripts(Source):
         """
         what = "a folder of fonts, such as that of Debian's package fonts-noto-core"
         root = find_raw_folder(self.root, what)
-        sha256, _ = read_fonts(root)
+        sha256, _ = read_font_folder(root)
         if self.sha256 not in (None, sha256):
             allowed = f"{self.sha256}, see `sha256`"
             raise UserError.at(root, found=f"fonts with sha256 {sha256}", allowed=allowed)
         return root, sha256, _choose_characters(self, root, sha256)
 
-    def _draw_fonts(self, characters: Iterable[Character], split: str) -> Iterator[Rendering]:
+    def _draw_fonts(self, characters: Iterable[CharacterFonts], split: str) -> Iterator[Rendering]:
         """Yield each image's character and font, and the generator that draws its distortion."""
         for character in characters:
             choices = character.test if split == "test" else character.train
@@ -165,15 +165,15 @@ class Scripts(Source):
 
 
 @lru_cache(maxsize=8)
-def _choose_characters(settings: Scripts, root: Path, sha256: str) -> tuple[Character, ...]:
+def _choose_characters(settings: Scripts, root: Path, sha256: str) -> tuple[CharacterFonts, ...]:
     """Draw the characters (classes) from fonts below ``root``; UserError if there are too few."""
     fonts_of: dict[int, list[Font]] = {}
     scripts: dict[int, str] = {}
-    for font in read_fonts(root)[1]:
+    for font in read_font_folder(root)[1]:
         scripts |= font.letters
         for code in font.letters:
             fonts_of.setdefault(code, []).append(font)
-    chosen = _choose_scripts(settings, Counter(scripts.values()))
+    chosen = _select_scripts_by_settings(settings, Counter(scripts.values()))
     codes = sorted(code for code, script in scripts.items() if script in chosen)
     held_out: set[str] = set()
     if settings.split == "fonts":
@@ -190,11 +190,11 @@ def _choose_characters(settings: Scripts, root: Path, sha256: str) -> tuple[Char
             test = [font for font in fonts_of[code] if font.family in held_out]
         if not train or not test or counts[scripts[code]] == settings.per_script:
             continue
-        drawings = fingerprint_drawings(fonts_of[code], code, settings.size)
+        drawings = glyph_checksum_per_font(fonts_of[code], code, settings.size)
         if drawings and not drawings & earlier:
             earlier |= drawings
             counts[scripts[code]] += 1
-            characters.append(Character(code, scripts[code], train, test))
+            characters.append(CharacterFonts(code, scripts[code], train, test))
     number = settings.characters or 2
     if len(characters) < number:
         kind = "characters" if settings.split == "renderings" else "characters in two font families"
@@ -203,7 +203,7 @@ def _choose_characters(settings: Scripts, root: Path, sha256: str) -> tuple[Char
     return tuple(sorted(characters))
 
 
-def _choose_scripts(settings: Scripts, letters: Mapping[str, int]) -> set[str]:
+def _select_scripts_by_settings(settings: Scripts, letters: Mapping[str, int]) -> set[str]:
     """Return the scripts that the settings select; ``letters`` is script → number of letters."""
     ranked = sorted(letters, key=lambda script: (-letters[script], script))
     if unknown := {*(settings.scripts or ()), *settings.without} - letters.keys():
@@ -232,7 +232,7 @@ def _hold_out_families(settings: Scripts, letters: list[tuple[str, list[Font]]])
     return held_out
 
 
-def read_fonts(folder: Path) -> tuple[str, list[Font]]:
+def read_font_folder(folder: Path) -> tuple[str, list[Font]]:
     """Return a checksum of all fonts below ``folder``, and the fonts; UserError for other files."""
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
     if not paths:
@@ -285,7 +285,7 @@ def draw_glyph(font: Font, code: int, size: int) -> Any:  # PIL's Image
     return glyph.crop(glyph.getbbox() or (0, 0, 0, 0))
 
 
-def fingerprint_drawings(fonts: list[Font], code: int, size: int) -> set[Drawing] | None:
+def glyph_checksum_per_font(fonts: list[Font], code: int, size: int) -> set[Drawing] | None:
     """Return a checksum per font of the drawn character; None if a font leaves it blank."""
     glyphs = [(font.path, draw_glyph(font, code, size)) for font in fonts]
     if not all(glyph.width for _, glyph in glyphs):

@@ -233,7 +233,7 @@ def make_random_volume_views_and_affines(
         affines = _affine(settings.affine, size, draws) @ affines
         views = warp_volumes(volumes, affines, settings.fill)
     else:
-        views = _shift_and_flip(volumes, shifts, mirrored, settings.fill)
+        views = _shift_and_flip_volumes(volumes, shifts, mirrored, settings.fill)
     return views.clamp_(0, 1), to_device_async(affines.to(torch.float32), volumes.device)
 
 
@@ -265,7 +265,7 @@ def _affine(settings: Any, size: list[int], draws: BatchDraws) -> Tensor:
     return centred_volume_affines(volume_translations(torch.stack(moves, dim=1)) @ turned, size)
 
 
-def _shift_and_flip(volumes: Tensor, shifts: Tensor, mirrored: Tensor, fill: str) -> Tensor:
+def _shift_and_flip_volumes(volumes: Tensor, shifts: Tensor, mirrored: Tensor, fill: str) -> Tensor:
     """Move volumes by ``shifts`` voxels (B, 3), then mirror them where ``mirrored`` (B,)."""
     count, channels, *size = volumes.shape
     depth, height, width = size

@@ -37,7 +37,7 @@ class VolumeSubject(NamedTuple):
     diagnosis: str = ""  # in the cohort's words; "": unknown
 
 
-def read_subject_rows(path: Path) -> list[dict[str, str]]:
+def read_prepared_csv_rows(path: Path) -> list[dict[str, str]]:
     if not path.is_file():
         raise UserError(f"{path}: no such file; run the stage `prepare` again")
     with open(path, newline="", encoding="utf-8") as handle:
@@ -254,7 +254,7 @@ def split_cohort(
     people = {subject.participant_id: subject for subject in oldest_first}
     splits_of = dict(splits_by_user or {})
     held_out = held_out_participants(subjects, settings, places or {})
-    _refuse_contradictions(splits_of, held_out, settings, places or {})
+    _refuse_splits_against_hold_out(splits_of, held_out, settings, places or {})
     splits_of |= dict.fromkeys(held_out, "test")
     remaining = [people[name] for name in sorted(people) if name not in splits_of]
     splits_of |= draw_splits(remaining, settings)
@@ -298,7 +298,7 @@ def held_out_participants(
     return reasons
 
 
-def _refuse_contradictions(
+def _refuse_splits_against_hold_out(
     splits_of: Mapping[str, str],
     held_out: Mapping[str, str],
     settings: CohortSettings,

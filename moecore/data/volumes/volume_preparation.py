@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.source_layout import import_optional_library
-from moecore.data.layouts.volumes import BRAIN, describe_unusual_shares
+from moecore.data.layouts.volumes import BRAIN, describe_unusual_tissues
 
 AFFINE_TOLERANCE_MM = 0.1  # largest distance of a corner of the volume between equal affines
 MAX_VOXELS = 512**3  # a head at 0.5 mm, half a gigabyte of values
@@ -213,7 +213,7 @@ def describe_impossible_tissue(regions: np.ndarray, voxel_ml: float) -> str | No
     head = float(total.sum(dtype=np.float64)) * voxel_ml
     if not HEAD_ML[0] <= head <= HEAD_ML[1]:
         return f"the tissue maps hold {head:.0f} mL; possible: {HEAD_ML[0]} to {HEAD_ML[1]} mL"
-    if wrong := describe_unusual_shares(regions, POSSIBLE):
+    if wrong := describe_unusual_tissues(regions, POSSIBLE):
         limits = ", ".join(f"{name} {low:g} to {high:g}" for name, (low, high) in POSSIBLE.items())
         return f"tissue fractions are impossible: {wrong}; possible: {limits}"
     return None

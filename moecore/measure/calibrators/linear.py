@@ -35,7 +35,7 @@ class FittedLine(Config):
         return (predictions - self.intercept) / self.slope
 
 
-class FittedLinear(base.FittedByGroup):
+class FittedLinesByGroup(base.FittedByGroup):
     """The fitted lines: one for all pairs, and one for each group that allows a fit."""
 
     kind: Literal["linear"] = "linear"
@@ -56,7 +56,7 @@ class FittedLinear(base.FittedByGroup):
 class Linear(base.NumberCalibrator):
     """Fits ŷ = a + b·y by least squares, for all and for each sex; for real labels."""
 
-    fitted: ClassVar[type[base.FittedCalibrator]] = FittedLinear
+    fitted: ClassVar[type[base.FittedCalibrator]] = FittedLinesByGroup
 
     kind: Literal["linear"] = "linear"
     min_slope: float = Field(0.1, gt=0, lt=1, description="Smallest |b|: errors are divided by b.")

@@ -112,7 +112,7 @@ def model_and_probe_errors(
     )
 
 
-def tissue_error_differences(
+def tissue_probe_error_steps(
     tissues: Mapping[str, ModelAndProbeErrors], people: People = None
 ) -> dict[tuple[str, str], Interval]:
     """Return (tissue, previous in ORDER) → probe's additional error; {} if a tissue is missing."""

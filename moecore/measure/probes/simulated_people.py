@@ -114,7 +114,7 @@ def measure_simulated_rescans(
     return bootstrap_mean(np.abs(again - first)), bootstrap_mean(np.abs(elsewhere - first))
 
 
-def compare_sessions(
+def mean_session_gap_change(
     model: Model, data: Prepared, pairs: Sequence[tuple[int, int]], batch: int
 ) -> Interval:
     """Return the mean |change of predicted age − years between|; pairs: of test sessions."""
@@ -249,7 +249,7 @@ class RegionExpertAgreement(NamedTuple):
     correlation: dict[str, Interval]  # complete volumes: a tissue's share of a cube and the score
 
 
-class RegionExperts(NamedTuple):
+class RegionGeneralisation(NamedTuple):
     test: RegionExpertAgreement
     mixed: TissueAgreement | None  # over all mixtures; None with a single region expert
     # (complete tissue, thinned tissue, remaining share of its voxels) → agreement
@@ -262,26 +262,26 @@ class VolumesAndTissues(NamedTuple):
     shares: np.ndarray  # (N, R, D, H, W)
 
 
-def measure_region_experts(
+def measure_region_generalisation(
     subject: MeasuredModel,
     settings: RegionGeneralisationSettings,
     ages: tuple[float, float],  # youngest and oldest of the other generator's people, in years
     seed: int,  # of these people and of the mixtures
     batch: int,  # volumes per forward pass
-) -> RegionExperts:
+) -> RegionGeneralisation:
     """Return region experts' agreement with tissues on test, mixed and newly simulated volumes."""
     model, data, tissues = subject.model, subject.data, subject.regions
     test = select_volumes(data, tissues, settings.volumes)
     mixed = {}
     for complete, thinned in permutations(range(len(tissues)), 2):
         for share in SHARES:
-            mask = tissue_mixture_filter(complete, thinned, share, seed)
+            mask = tissue_voxel_thinner(complete, thinned, share, seed)
             mixed[complete, thinned, share] = route_tissue_masked_volumes(model, test, mask, batch)
     other = None
     if has_generator_voxel_grid(data):
         cohort = simulate_ellipsoid_cohort(tissues, settings.subjects, ages, seed)
         other = measure_tissue_routing(model, cohort, tissues, batch)
-    return RegionExperts(
+    return RegionGeneralisation(
         test=measure_tissue_routing(model, test, tissues, batch),
         mixed=cube_tissue_agreement(list(mixed.values())) if mixed else None,
         mixtures={
@@ -326,7 +326,7 @@ def measure_tissue_routing(
     """Measure how often a cube's best expert is its tissue's, on whole and one-tissue volumes."""
     complete = route_tissue_masked_volumes(model, scans, None, batch)
     single = [
-        route_tissue_masked_volumes(model, scans, one_tissue_filter(tissue), batch)
+        route_tissue_masked_volumes(model, scans, other_tissue_remover(tissue), batch)
         for tissue in range(len(tissues))
     ]
     return RegionExpertAgreement(
@@ -339,7 +339,7 @@ def measure_tissue_routing(
     )
 
 
-def one_tissue_filter(tissue: int) -> Filter:
+def other_tissue_remover(tissue: int) -> Filter:
     """Return a filter that sets the shares of all tissues but one to 0, as in training."""
 
     def mask(person: int, shares: np.ndarray) -> np.ndarray:
@@ -350,7 +350,7 @@ def one_tissue_filter(tissue: int) -> Filter:
     return mask
 
 
-def tissue_mixture_filter(complete: int, thinned: int, share: float, seed: int) -> Filter:
+def tissue_voxel_thinner(complete: int, thinned: int, share: float, seed: int) -> Filter:
     """Return a filter that keeps tissue ``complete`` and a random share of ``thinned``'s voxels."""
 
     def mask(person: int, shares: np.ndarray) -> np.ndarray:

@@ -73,7 +73,7 @@ Way = Literal["as_is", "renormalised", "reroute"]
 
 
 @contextmanager
-def drop_choices(model: Model, rank: int, way: Way) -> Iterator[None]:
+def drop_ranked_choice(model: Model, rank: int, way: Way) -> Iterator[None]:
     """Drop the ``rank``-th choice (from 1) of every token in every layer inside the ``with``."""
     # Tokens with fewer choices lose nothing. way: see ``Way``. ``no_barring_reason`` must be None.
 
@@ -82,7 +82,7 @@ def drop_choices(model: Model, rank: int, way: Way) -> Iterator[None]:
         is_dropped = find_ranked_choice(record, rank)
         if way != "reroute":
             combine = drop_weights(record.combine, is_dropped, way == "renormalised")
-            if isinstance(plan, dispatch.ProjectionDispatchPlan):
+            if isinstance(plan, dispatch.BasisProjectionPlan):
                 plan = plan._replace(plan=reweigh_plan(plan.plan, combine))
             else:
                 plan = reweigh_plan(plan, combine)
@@ -231,14 +231,14 @@ def score_threshold(router: Any) -> float | None:
 
 
 def measure_setting(model: Model, k: int, sample: SweepImages, batch: int) -> Numbers:
-    """Return "score" → the task's mean score, and the means of ``routing_means_over_layers``."""
+    """Return "score" → the task's mean score, and the means of ``mean_routing_metrics``."""
     prediction, records = predict.predict_in_batches(model, sample.images, batch)
     threshold = score_threshold(model.experts_and_router.router)
     score = float(sample.task.scores(prediction, sample.labels).double().numpy().mean())
-    return {"score": score, **routing_means_over_layers(records, k, threshold)}
+    return {"score": score, **mean_routing_metrics(records, k, threshold)}
 
 
-def routing_means_over_layers(
+def mean_routing_metrics(
     records: Sequence[RoutingRecord], k: int, threshold: float | None
 ) -> Numbers:
     # tail_mass: ``eligible_tail_mass`` with a threshold, else ``tail_masses``; fallback: share of
@@ -259,7 +259,7 @@ def routing_means_over_layers(
     return layer_metrics.average_layers(layers)
 
 
-def fallback_slopes(fallback: Mapping[float, float]) -> Numbers:
+def fallback_slopes_over_threshold(fallback: Mapping[float, float]) -> Numbers:
     """Return fallback_slope_below and …_above: change of the fallback rate per threshold of 1."""
     # fallback: threshold → share of tokens with no score above it. Slopes are from
     # TRAINED_THRESHOLD to the lowest and highest threshold.
@@ -312,5 +312,5 @@ def put_sweeps(
             for name, number in numbers.items():
                 out.put(f"{name}_{over}", number, **{over: setting})
     fallback = {t: numbers["fallback"] for t, numbers in by_threshold.items()}
-    for name, slope in fallback_slopes(fallback).items():
+    for name, slope in fallback_slopes_over_threshold(fallback).items():
         out.put(name, slope)

@@ -34,7 +34,7 @@ def conditional_coactivation(counts: Tensor) -> Tensor:
     # A row sums to k − 1 if every token chose k experts, and is 0 if no token chose a. By chance,
     # at an even load, each is (k − 1)/(E − 1).
     pairs = counts - counts.diagonal().diag()
-    return pairs / _divisors(counts).unsqueeze(-1)
+    return pairs / _nonzero_counts(counts).unsqueeze(-1)
 
 
 def layer_transitions(before: Tensor, chosen: Tensor) -> Tensor:
@@ -47,14 +47,14 @@ def layer_transitions(before: Tensor, chosen: Tensor) -> Tensor:
 def coactivation_lift(counts: Tensor, tokens: int) -> Tensor:
     """Return P(b | a) / P(b), (E, E), from counts (E, E) of ``tokens``; 1 if independent."""
     # As a token has only k experts, chance at an even load is (k − 1)·E / ((E − 1)·k), below 1.
-    return conditional_coactivation(counts) * tokens / _divisors(counts)
+    return conditional_coactivation(counts) * tokens / _nonzero_counts(counts)
 
 
-def pair_lift_by_image(chosen: Tensor) -> Tensor:
+def mean_pair_lift_by_image(chosen: Tensor) -> Tensor:
     """Return the mean lift of the pairs that tokens chose, as one value per image, (B,) fp64."""
     experts = chosen.shape[-1]
     rows = count_coactivation(chosen).flatten(1)
-    is_used = rows.any(dim=0)  # linearize_mean leaves out the other columns
+    is_used = rows.any(dim=0)  # linearize_at_mean leaves out the other columns
 
     def mean_lift(mean: Tensor) -> Tensor:
         counts = torch.zeros_like(is_used, dtype=mean.dtype).masked_scatter(is_used, mean)
@@ -64,15 +64,15 @@ def pair_lift_by_image(chosen: Tensor) -> Tensor:
 
     if int(chosen.sum(dim=-1).max()) < 2:
         raise UserError("coactivation: no token chose two experts; allowed: routers of k ≥ 2")
-    return layer_metrics.linearize_mean(mean_lift, rows)
+    return layer_metrics.linearize_at_mean(mean_lift, rows)
 
 
-def _divisors(counts: Tensor) -> Tensor:
+def _nonzero_counts(counts: Tensor) -> Tensor:
     """Return each expert's tokens (E,), the diagonal of ``counts`` (E, E), with 1 in place of 0."""
     return counts.diagonal().where(counts.diagonal() > 0, 1)
 
 
-def window_use_histogram(chosen: Tensor, length: int) -> Tensor:
+def uses_per_window(chosen: Tensor, length: int) -> Tensor:
     """Count, per image, the (window, expert) pairs with 0 … m uses, (B, m + 1) int64."""
     # chosen: (B, T, E) bool. Windows of ``length`` m tokens start at every token.
     if length > chosen.shape[1]:
@@ -85,22 +85,22 @@ def window_use_histogram(chosen: Tensor, length: int) -> Tensor:
     return torch.stack([(uses == number).sum(dim=1) for number in range(length + 1)], dim=1)
 
 
-def consistency_by_threshold(uses: np.ndarray) -> np.ndarray:
+def consistency_f1_scores(uses: np.ndarray) -> np.ndarray:
     """Return F1 for each threshold θ = 0 … m, (m + 1,), from a histogram ``uses`` (m + 1,)."""
     # Each window loads the experts with at least θ uses: F1 = 2·served / (m·loaded + needed).
-    served, needed_and_loaded = _served_and_size(uses[None])
+    served, needed_and_loaded = _served_and_f1_denominator(uses[None])
     return 2 * served[0] / needed_and_loaded[0]
 
 
 def consistency_by_image(uses: np.ndarray) -> np.ndarray:
     """Return the largest F1 over θ as values per image, (B,), with that mean; uses (B, m + 1)."""
-    best = int(consistency_by_threshold(uses.sum(axis=0)).argmax())
-    served, needed_and_loaded = _served_and_size(uses)
+    best = int(consistency_f1_scores(uses.sum(axis=0)).argmax())
+    served, needed_and_loaded = _served_and_f1_denominator(uses)
     return linearize_ratio(2 * served[:, best], needed_and_loaded[:, best])
 
 
-def _served_and_size(uses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return served, and m·loaded + needed, of ``consistency_by_threshold``, (B, m + 1) over θ."""
+def _served_and_f1_denominator(uses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return served, and m·loaded + needed, of ``consistency_f1_scores``, (B, m + 1) over θ."""
     length = uses.shape[1] - 1
     weighted = uses * np.arange(length + 1)
     served = np.flip(np.flip(weighted, 1).cumsum(axis=1), 1)
@@ -118,9 +118,9 @@ def window_consistency(
     shuffled = patches[torch.arange(number).unsqueeze(-1), torch.from_numpy(order)]
     for window in sorted(window for window in windows if window < length):
         name = f"consistency_{window}"
-        values[name] = consistency_by_image(window_use_histogram(patches, window).numpy())
-        uses = window_use_histogram(shuffled, window).sum(dim=0).numpy()
-        chances[name] = float(consistency_by_threshold(uses).max())
+        values[name] = consistency_by_image(uses_per_window(patches, window).numpy())
+        uses = uses_per_window(shuffled, window).sum(dim=0).numpy()
+        chances[name] = float(consistency_f1_scores(uses).max())
     return values, chances
 
 

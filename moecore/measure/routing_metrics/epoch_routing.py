@@ -69,7 +69,7 @@ def agreement_over_epochs(first_experts: Sequence[np.ndarray]) -> dict[str, list
     }
 
 
-def expert_truth_tables(
+def expert_kind_counts(
     experts: np.ndarray, kinds: np.ndarray, expert_count: int, kind_count: int
 ) -> np.ndarray:
     """Count each expert's tokens of each kind per image, int64 (N, E, D)."""
@@ -114,7 +114,7 @@ def purity_by_epoch(
     purities = []
     for epoch in first:
         layers = epoch.astype(np.int64).swapaxes(0, 1)
-        counts = [expert_truth_tables(layer, kinds, expert_count, kind_count) for layer in layers]
+        counts = [expert_kind_counts(layer, kinds, expert_count, kind_count) for layer in layers]
         purities.append(purity_over_layers([tables.sum(axis=0) for tables in counts]))
     return purities
 
@@ -156,7 +156,7 @@ class EpochRecorder(NamedTuple):
             maps = layer_metrics.class_expert_probs(routed, classes, self.data.task.outputs)
             tensors["maps"] = maps.float()  # (K, layers, E)
         write_tensors(self.folder / f"epochs/{epoch:04d}.safetensors", tensors)
-        if epoch in tissue_epochs(self.epochs):
+        if epoch in tissue_routing_epochs(self.epochs):
             self.write_tissue_routing(epoch)
         if epoch in explorer_epochs(self.epochs) and not self.data.task.long:
             self.write_trace(epoch)
@@ -217,7 +217,7 @@ class EpochRecorder(NamedTuple):
     def read_tissue_routing(self) -> tuple[outcome.EpochTissueRouting, ...]:
         if not self.data.card.get("regions"):
             return ()
-        epochs = tissue_epochs(self.epochs)
+        epochs = tissue_routing_epochs(self.epochs)
         contents = [read_json(self.folder / f"regions/{epoch:04d}.json") for epoch in epochs]
         return tuple(outcome.EpochTissueRouting.model_validate(content) for content in contents)
 
@@ -297,7 +297,7 @@ def finetuning_agreement(
 TISSUE_VOLUMES = 24  # of the validation split, evenly spread over it
 
 
-def tissue_epochs(epochs: int) -> tuple[int, ...]:
+def tissue_routing_epochs(epochs: int) -> tuple[int, ...]:
     return tuple(sorted({1, (epochs + 1) // 2, epochs}))
 
 

@@ -135,7 +135,7 @@ def encode_expert_overlays(images: np.ndarray, records: tuple[RoutingRecord, ...
                 f"routing: {tokens} tokens are no square grid of patches after at most {PREFIX} "
                 "other tokens; set routing.overlays to 0"
             )
-        best = _best_experts(record.combine)[:, tokens - side * side :]
+        best = _best_expert_per_token(record.combine)[:, tokens - side * side :]
         grids.append(best.reshape(-1, side, side).numpy())
     return _encode_overlays(images, records, grids)
 
@@ -151,7 +151,7 @@ def overlay_middle_slices(
     images = np.rint(np.clip(np.asarray(slices, np.float32), 0, 1) * 255).astype(np.uint8)
     grids = []
     for record in records:
-        best = _best_experts(record.combine[:, layout.special :]).reshape(-1, *layout.grid)
+        best = _best_expert_per_token(record.combine[:, layout.special :]).reshape(-1, *layout.grid)
         grids.append(_upright_planes(best[..., row].numpy()))
     return _encode_overlays(_upright_planes(images), records, grids)
 
@@ -190,7 +190,7 @@ def parse_expert_grid(rows: Sequence[str]) -> np.ndarray:
     return np.array([[-1 if cell == "-" else int(cell) for cell in row.split()] for row in rows])
 
 
-def _best_experts(weights: Tensor) -> Tensor:
+def _best_expert_per_token(weights: Tensor) -> Tensor:
     """Return each token's expert of largest weight, (N, T), −1 if all are 0; weights: (N, T, E)."""
     return torch.where(weights.amax(-1) > 0, weights.argmax(-1), -1)
 
@@ -405,7 +405,7 @@ def find_two_towers(model: Model) -> TwoTowerModel | None:
 
 
 @torch.no_grad()
-def experts_by_word(
+def words_with_experts(
     model: TwoTowerModel, tokens: Tensor, tokenizer: Tokenizer, max_experts: int = 2
 ) -> list[list[Read]]:
     """Return [caption][MoE layer]: words with at most ``max_experts`` experts; tokens: (n, M)."""

@@ -328,7 +328,7 @@ def measure_layer_roles(
     in_batch = round(int(counts.sum()) * min(1, settings.batch / len(chosen)))
     chances["batch_violation"] = choice_patterns.chance_maxvio(in_batch, experts)
     if int(chosen.sum(dim=-1).max()) > 1:
-        by_image["pair_lift"] = choice_patterns.pair_lift_by_image(chosen).numpy()
+        by_image["pair_lift"] = choice_patterns.mean_pair_lift_by_image(chosen).numpy()
         k = float(counts.sum() / tokens)
         chances["pair_lift"] = (k - 1) * experts / ((experts - 1) * k)
     scores = record.probs if inputs.scores is None else inputs.scores

@@ -106,7 +106,7 @@ def compare_experts(outputs: Sequence[Tensor], people: People = None) -> ExpertS
     # outputs: E times (N, c, d), for the same tokens. Linear CKA (Kornblith et al., 2019), and mean
     # cosine of two outputs, 0 for a zero vector. Chance permutes images, or people if given.
     images, number, width = outputs[0].shape
-    experts = [ExpertOutputs.of(values) for values in outputs]
+    experts = [ExpertCkaTerms.of(values) for values in outputs]
     varied = [index for index, expert in enumerate(experts) if expert.strength > 0]
     if images * number < MIN_TOKENS_PER_DIMENSION * width or len(varied) < 2:
         return None
@@ -128,28 +128,28 @@ def compare_experts(outputs: Sequence[Tensor], people: People = None) -> ExpertS
     )
 
 
-class ExpertOutputs(NamedTuple):
+class ExpertCkaTerms(NamedTuple):
     values: Tensor  # (N, c, d)
     centred: Tensor  # X, (N, c, d): values − mean
     strength: Tensor  # ‖XᵀX‖²
     by_image: Tensor  # (N,), each image's part of the strength: xᵀ(XᵀX)x summed over its tokens
 
     @classmethod
-    def of(cls, values: Tensor) -> "ExpertOutputs":
+    def of(cls, values: Tensor) -> "ExpertCkaTerms":
         """Return values (N, c, d) with the terms of CKA that depend on this expert alone."""
         moved = values - values[0, 0]  # equal outputs then have strength 0 without rounding error
         centred = moved - moved.mean(dim=(0, 1))
-        return cls(values, centred, *cross_covariance(centred, centred))
+        return cls(values, centred, *cross_covariance_norm(centred, centred))
 
-    def exchange_images(self, order: np.ndarray) -> "ExpertOutputs":
+    def exchange_images(self, order: np.ndarray) -> "ExpertCkaTerms":
         return self._replace(
             values=self.values[order], centred=self.centred[order], by_image=self.by_image[order]
         )
 
-    def similarities(self, other: "ExpertOutputs") -> Tensor:
+    def similarities(self, other: "ExpertCkaTerms") -> Tensor:
         """Return linear CKA, ‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖), and cosine per image, (2, N)."""
         # CKA's values are mean plus influence of each image (infinitesimal jackknife).
-        strength, by_image = cross_covariance(self.centred, other.centred)
+        strength, by_image = cross_covariance_norm(self.centred, other.centred)
         scale = (self.strength * other.strength).sqrt()
         cka = strength / scale
         relative = self.by_image / self.strength + other.by_image / other.strength
@@ -158,7 +158,7 @@ class ExpertOutputs(NamedTuple):
         return torch.stack([cka + influence, cosines])
 
 
-def cross_covariance(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+def cross_covariance_norm(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """Return ‖XᵀY‖² of centred outputs (N, c, d), and each image's part of it, (N,)."""
     product = torch.einsum("nci,ncj->ij", first, second)
     return product.square().sum(), torch.einsum("nci,ij,ncj->n", first, product, second)

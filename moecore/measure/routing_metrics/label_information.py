@@ -66,7 +66,7 @@ def tissue_labels(maps: np.ndarray, indices: np.ndarray, layout: TokenLayout) ->
     return torch.from_numpy(np.pad(largest, ((0, 0), (layout.special, 0)), constant_values=-1))
 
 
-class LabelSpecialisation(Config):
+class LargestExpertShare(Config):
     """Largest share of a label's tokens that one expert has."""
 
     share: float  # mean over labels with at least RARE tokens
@@ -81,7 +81,7 @@ class LabelInformation(Config):
     chance: float  # mean over permuted labels
     p: float  # share of permutations, the identity included, with at least as much information
     normalised: float  # (information − chance) / entropy of the labels
-    specialisation: LabelSpecialisation | None = None  # None if no label has RARE tokens
+    specialisation: LargestExpertShare | None = None  # None if no label has RARE tokens
 
 
 def mutual_information(table: np.ndarray) -> float:
@@ -121,7 +121,7 @@ def measure_information(
     by_image = {"information": excess / label_entropy}
     specialisation = None
     if common.any():
-        result = _specialisation(chosen, labels, table, common, null_share)
+        result = _largest_expert_share(chosen, labels, table, common, null_share)
         specialisation, by_image["specialisation"] = result
     p = float((1 + (null >= information - 1e-12).sum()) / (len(null) + 1))
     normalised = (information - chance) / label_entropy
@@ -174,9 +174,9 @@ def _information_by_image(
     )
 
 
-def _specialisation(
+def _largest_expert_share(
     chosen: np.ndarray, labels: np.ndarray, table: np.ndarray, common: np.ndarray, null: np.ndarray
-) -> tuple[LabelSpecialisation, np.ndarray]:
+) -> tuple[LargestExpertShare, np.ndarray]:
     """Return specialisation over labels ``common`` (K,) bool, also per image; null: sums."""
     number = int(common.sum())
     tokens = np.bincount(labels[labels >= 0], minlength=len(common))
@@ -189,7 +189,7 @@ def _specialisation(
     above = np.bincount(image, (is_with_most - shares[label]) / tokens[label], len(chosen))
     share, chance = shares.sum() / number, null.mean() / number
     excess = share - chance + above * len(chosen) / number
-    return LabelSpecialisation(share=float(share), chance=float(chance), labels=number), excess
+    return LargestExpertShare(share=float(share), chance=float(chance), labels=number), excess
 
 
 def information_by_label(

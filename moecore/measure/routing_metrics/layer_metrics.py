@@ -106,7 +106,7 @@ def kept_share(before: Tensor, after: Tensor) -> Tensor:
     return torch.where(number > 0, common / number.clamp(min=1), ~before.any(dim=-1))
 
 
-def linearize_mean(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+def linearize_at_mean(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """Return f(mean of the rows) as one value per row, (B,), with that mean; rows (B, D)."""
     # f(m) + ∇f(m)·(x − m), each row's influence (infinitesimal jackknife; Efron, 1982).
     # A column of zeros has no influence, and an entropy has no derivative there: leave it out.
@@ -169,21 +169,21 @@ _MIN_WEIGHT = 1e-6
 def below_k_eligible_flags(scores: Tensor, threshold: float, k: int) -> Tensor:
     """Return (B, T) fp64: 1 for tokens with fewer than ``k`` scores above the threshold, else 0."""
     # Algorithm 1, line 13. With a ``k`` of 1: tokens that fall back on top-k (figure S3).
-    return (_eligible_experts(scores, threshold).sum(dim=-1) < k).double()
+    return (_experts_above_threshold(scores, threshold).sum(dim=-1) < k).double()
 
 
 def eligible_tail_mass(scores: Tensor, threshold: float, k: int) -> float | None:
     """Return the weight of eligible experts beyond the best ``k`` / that of all (eq. 12)."""
     # Eligible: score above the threshold. Mean over the tokens with an eligible expert.
-    tails, has_eligible = _eligible_tails(scores, threshold, k)
+    tails, has_eligible = _eligible_tail_mass(scores, threshold, k)
     if has_eligible.any():
         return float(tails[has_eligible].mean())
     return None
 
 
-def _eligible_tails(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, Tensor]:
+def _eligible_tail_mass(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, Tensor]:
     """Return each token's ``eligible_tail_mass`` or NaN, and whether it is defined; both (B, T)."""
-    eligible = _eligible_experts(scores, threshold)
+    eligible = _experts_above_threshold(scores, threshold)
     weights = scores.double().clamp_min(_MIN_WEIGHT).where(eligible, 0)
     return _share_beyond(weights, k), eligible.any(dim=-1)
 
@@ -202,7 +202,7 @@ def _share_beyond(weights: Tensor, k: int) -> Tensor:
     return ordered[..., k:].sum(dim=-1) / ordered.sum(dim=-1)
 
 
-def _eligible_experts(scores: Tensor, threshold: float) -> Tensor:
+def _experts_above_threshold(scores: Tensor, threshold: float) -> Tensor:
     _check_nonempty(scores, "scores")
     return scores > threshold
 
@@ -216,7 +216,7 @@ def _check_nonempty(values: Tensor, name: str) -> None:
         )
 
 
-def map_border_shares(load: Tensor, mass: Tensor) -> dict[str, float]:
+def expert_map_border_shares(load: Tensor, mass: Tensor) -> dict[str, float]:
     """Return "border_load", "corner_mass", "inner_cells", …: shares of load, mass (E,), experts."""
     # Of the map of experts (``map_shape``). Load and mass sum to 1; corners belong to the border.
     # MoGE's regularizer rewards the border: compare a share with that of the cells.
@@ -236,7 +236,7 @@ def map_border_shares(load: Tensor, mass: Tensor) -> dict[str, float]:
     return values
 
 
-def choices_by_image(chosen: Tensor) -> dict[str, Tensor]:
+def experts_per_token_by_image(chosen: Tensor) -> dict[str, Tensor]:
     """Return "experts_per_token" and "unrouted" (share of tokens) → means per image, (B,) fp64."""
     numbers = chosen.sum(dim=-1).double()
     none = (numbers == 0).double()
@@ -268,14 +268,14 @@ def measure_layer_use(
     """Return metric → value of one MoE layer; threshold, k: of its router, None without one."""
     counts = expert_counts(layer.chosen)
     mass = layer.probs.double().flatten(0, -2).mean(dim=0)
-    values = map_border_shares(load_shares(counts), mass / mass.sum())
+    values = expert_map_border_shares(load_shares(counts), mass / mass.sum())
     # the router ``depth`` may choose no expert for any token
     if counts.any():
         values["load_cv2"] = load_cv2(counts)
         values["max_violation"] = max_load_violation(counts)
         values["dead"] = dead_expert_share(counts)
         values["entropy"] = normalised_load_entropy(counts)
-    by_image = choices_by_image(layer.chosen)
+    by_image = experts_per_token_by_image(layer.chosen)
     values |= {name: float(numbers.mean()) for name, numbers in by_image.items()}
     values |= routing_confidence(layer.probs)
     by_token = _token_metrics(layer, threshold, k)
@@ -298,15 +298,15 @@ def measure_layer_use_by_image(
     by_token = _token_metrics(layer, threshold, k)
     metrics = {}
     if counts.any():
-        metrics["load_cv2"] = linearize_mean(
+        metrics["load_cv2"] = linearize_at_mean(
             lambda mean: experts * mean.square().sum() / mean.sum().square() - 1, counts
         )
-        metrics["max_violation"] = linearize_mean(
+        metrics["max_violation"] = linearize_at_mean(
             lambda mean: experts * mean.max() / mean.sum() - 1, counts
         )
         metrics["entropy"] = torch.ones(len(counts), dtype=torch.float64)
         if experts > 1:
-            metrics["entropy"] = linearize_mean(
+            metrics["entropy"] = linearize_at_mean(
                 lambda mean: torch.special.entr(mean / mean.sum()).sum() / math.log(experts), counts
             )
     metrics |= {
@@ -314,11 +314,11 @@ def measure_layer_use_by_image(
         "confidence_second": ordered[:, 1:2].sum(dim=1),
         "confidence_others": ordered[:, 2:].sum(dim=1),
         "token_entropy": by_token.pop("token_entropy").mean(dim=1),
-        **choices_by_image(layer.chosen),
+        **experts_per_token_by_image(layer.chosen),
         **{name: numbers.mean(dim=1) for name, numbers in by_token.items()},
     }
     if threshold is not None and k is not None:
-        tails, has_eligible = _eligible_tails(layer.logits, threshold, k)
+        tails, has_eligible = _eligible_tail_mass(layer.logits, threshold, k)
         if has_eligible.any():
             sums = tails.where(has_eligible, 0).sum(dim=-1)
             ratio = linearize_ratio(sums.numpy(), has_eligible.sum(dim=-1).double().numpy())

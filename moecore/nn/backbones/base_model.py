@@ -20,7 +20,7 @@ from moecore.core.routing_records import (
     RoutingRecord,
     TokenLayout,
 )
-from moecore.nn.correspondence import align_teacher_probs
+from moecore.nn.correspondence import teacher_probs_for_tokens
 from moecore.nn.layers.moe import MoESettings, update_routers
 from moecore.nn.layers.patch_embed import Interpolation, cut_patches, renormalise_patch_embedding
 from moecore.tasks.base import Reduction, Task
@@ -327,7 +327,7 @@ class BackboneModel(Model):
                 probs = options.guidance.probs[layer]
                 tokens = layout.special + prod(layout.grid)
                 student = torch.Size((len(images), tokens, probs.shape[-1]))
-                context = context._replace(teacher=align_teacher_probs(probs, student))
+                context = context._replace(teacher=teacher_probs_for_tokens(probs, student))
             contexts[index] = context
         return contexts
 

@@ -122,7 +122,7 @@ class SwinStage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
 
-class BlockStage(NamedTuple):
+class BlockPlacement(NamedTuple):
     stage: int
     grid: window_attention.Grid
     width: int
@@ -136,7 +136,7 @@ class SwinTransformer(base_model.BackboneModel):
     def __init__(self, config: SwinSettings, image: ImageSpec, moe: OptionalMoE = None) -> None:
         super().__init__(config, image, moe)
         self.places = tuple(
-            BlockStage(stage, grid, config.width * 2**stage)
+            BlockPlacement(stage, grid, config.width * 2**stage)
             for stage, grid in enumerate(config.grids(image))
             for _ in range(config.depths[stage])
         )

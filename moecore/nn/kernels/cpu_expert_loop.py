@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.func import vjp
 from torch.nn.functional import gelu
 
-from moecore.core.torch_internals import active_transforms, multiply_gelu_slope
+from moecore.core.torch_internals import active_transform_names, multiply_gelu_slope
 
 MANY_EXPERTS = 64  # with fewer experts, a loop over single experts costs little
 MAX_GROUPED_SLOTS = 128  # per expert; above, a group is slower than single experts
@@ -59,7 +59,7 @@ class ExpertGroups:
         for first in range(0, len(self.sizes), group_size):
             sizes = self.sizes[first : first + group_size]
             slots = max(sizes)
-            if group_size > 1 and _share_product(sizes, group_size):
+            if group_size > 1 and _are_batched_together(sizes, group_size):
                 last = first + len(sizes)
                 rows = slice(ends[first], ends[last])
                 self.groups.append(ExpertGroup(slice(first, last), rows, slots))
@@ -97,7 +97,7 @@ class ExpertGroups:
             rows[group.rows].copy_(padded.flatten(0, 1).index_select(0, self.slots[group.rows]))
 
 
-def _share_product(sizes: list[int], group_size: int) -> bool:
+def _are_batched_together(sizes: list[int], group_size: int) -> bool:
     """Return whether experts with these row counts are computed as one group of ``group_size``."""
     slots = max(sizes)
     if slots <= EXACT_SLOTS:
@@ -146,7 +146,7 @@ class ExpertLoop(Function):
         count = len(ctx.needs_input_grad)
         if grads[0] is None:  # the outputs have no gradient
             return (None,) * count
-        if torch.is_grad_enabled() or active_transforms():
+        if torch.is_grad_enabled() or active_transform_names():
             return _differentiable_gradients(ctx, grads[0])
         tensors = ctx.saved_tensors  # read once: recomputed activations are given out once
         (rows, offsets, *parameters), saved = tensors[:count], tensors[count:]
@@ -208,7 +208,7 @@ class _LinearMaps:
         """Return a group's outputs: (S, o) of one expert, (experts, S, o) of several."""
         weight = self._cast_weight(rows.dtype, group)
         if self.bias is None:
-            return _product(rows, weight, into)
+            return _mm_or_bmm(rows, weight, into)
         bias = self.bias if self.bias.dtype == rows.dtype else self.rounded
         if group.alone:
             return torch.addmm(bias[group.experts], rows, weight, out=into)
@@ -216,7 +216,7 @@ class _LinearMaps:
 
     def backward(self, grad: Tensor, group: ExpertGroup, into: Tensor | None) -> Tensor:
         """Return the gradient of a group's rows from the gradient of their outputs."""
-        return _product(grad, self._cast_weight(grad.dtype, group).mT, into)
+        return _mm_or_bmm(grad, self._cast_weight(grad.dtype, group).mT, into)
 
     def _cast_weight(self, dtype: torch.dtype, group: ExpertGroup) -> Tensor:
         weight = self.weight[group.experts]
@@ -247,14 +247,14 @@ class _Gradients:
                 # faster than mm for the product of two vectors
                 torch.mul(rows.mT, grad, out=into)
             elif into.dtype == grad.dtype:
-                _product(rows.mT, grad, into)
+                _mm_or_bmm(rows.mT, grad, into)
             else:
-                into.copy_(_product(rows.mT, grad, self.maps.buffer(into)))
+                into.copy_(_mm_or_bmm(rows.mT, grad, self.maps.buffer(into)))
         if self.bias is not None:
             self.bias[group.experts] = grad.sum(dim=-2)  # bf16 is summed in fp32
 
 
-def _product(first: Tensor, second: Tensor, into: Tensor | None) -> Tensor:
+def _mm_or_bmm(first: Tensor, second: Tensor, into: Tensor | None) -> Tensor:
     if first.dim() == 2:
         return torch.mm(first, second, out=into)
     return torch.bmm(first, second, out=into)

@@ -11,10 +11,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moecore.core.config import Config, check_settings
+from moecore.core.config import Config, check_is_in_family
 from moecore.core.files import UserError
 from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingRecord
-from moecore.core.torch_internals import active_transforms, is_in_backward_pass
+from moecore.core.torch_internals import active_transform_names, is_in_backward_pass
 from moecore.nn.dispatch import RoutedTokens, Rows, SparsePlan, single_expert_rows
 from moecore.nn.experts.base import Experts, ExpertsModule, ZeroComputationExperts
 from moecore.nn.kernels.grouped import FusedKernels, PlainOperationsFlag
@@ -185,7 +185,7 @@ def can_fuse(experts: Any, tokens: Tensor, plan: Any) -> bool:
         getattr(experts, "can_fuse", False)
         and isinstance(plan, SparsePlan)
         and tokens.dtype != torch.float64
-        and not active_transforms()
+        and not active_transform_names()
     )
     if not is_covered and not torch.compiler.is_compiling():
         print_once(
@@ -314,8 +314,8 @@ class MoELayer(nn.Module):
         super().__init__()
         if not isinstance(width, Integral) or width < 1:
             raise UserError.at("width", found=repr(width), allowed="a whole number of 1 or more")
-        check_settings("router", router, Router, "moecore.routers.NoisyTopK(k=2)")
-        check_settings("experts", experts, Experts, "moecore.experts.Mlp(number=8)")
+        check_is_in_family("router", router, Router, "moecore.routers.NoisyTopK(k=2)")
+        check_is_in_family("experts", experts, Experts, "moecore.experts.Mlp(number=8)")
         lacking = sorted(router.wants - experts.provides)
         if router.phase(0.0) != router.phase(1.0):
             lacking.append("the training's progress")
@@ -350,7 +350,7 @@ class MoELayer(nn.Module):
                 found=f"{tokens.dtype} of shape {tuple(tokens.shape)}",
                 allowed=f"floating point of shape {shapes}",
             )
-        if refused := [name for name in active_transforms() if name != "Grad"]:
+        if refused := [name for name in active_transform_names() if name != "Grad"]:
             allowed = "functional_call, grad, vjp, jacrev, and a loop over items"
             raise UserError.at("MoELayer", found=f"{refused[0]} of torch.func", allowed=allowed)
         batch = 1 if tokens.ndim == 2 else len(tokens)

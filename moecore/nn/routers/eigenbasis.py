@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from moecore.core.config import Misfits, Surroundings, list_idle_settings
 from moecore.core.files import UserError
 from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingRecord
-from moecore.nn.dispatch import ProjectionDispatchPlan, SparsePlan
+from moecore.nn.dispatch import BasisProjectionPlan, SparsePlan
 from moecore.nn.experts.base import default_rank, draw_bases, positive_qr
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers import base, token_choice
@@ -91,7 +91,7 @@ class EigenbasisRouter(nn.Module):
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = NO_CONTEXT
-    ) -> tuple["SparsePlan | ProjectionDispatchPlan", RoutingRecord]:
+    ) -> tuple["SparsePlan | BasisProjectionPlan", RoutingRecord]:
         with full_precision(tokens):
             basis = self._require_field("basis", context) if self.basis is None else self.basis
             basis = basis.to(torch.promote_types(basis.dtype, torch.float32))
@@ -109,7 +109,7 @@ class EigenbasisRouter(nn.Module):
             chosen, plan, record = self.decide(safe_cosine(projections, contexts))
         if self.basis is not None:
             return plan, record
-        return ProjectionDispatchPlan.build(plan, projections, chosen), record
+        return BasisProjectionPlan.build(plan, projections, chosen), record
 
     def decide(self, scores: Tensor) -> tuple[Tensor, SparsePlan, RoutingRecord]:
         """Return experts (B, T, k), best first, plan and record for scores (B, T, E)."""

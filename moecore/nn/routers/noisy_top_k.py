@@ -167,13 +167,13 @@ class NoisyTopK(Router):
             return
         if self.k > 1:
             why = "later words' first choices are served before a word's second"
-            raise _capacity_error(f"{key}.k", self.k, why, "1")
+            raise _causal_capacity_error(f"{key}.k", self.k, why, "1")
         if self.batch_priority:
             why = "later words can be served before earlier ones"
-            raise _capacity_error(f"{key}.batch_priority", "true", why, "false")
+            raise _causal_capacity_error(f"{key}.batch_priority", "true", why, "false")
         if self.group_size > 1:
             why = "words of other texts take a word's place"
-            raise _capacity_error(f"{key}.group_size", self.group_size, why, "1")
+            raise _causal_capacity_error(f"{key}.group_size", self.group_size, why, "1")
 
     @property
     def provides(self) -> frozenset[str]:
@@ -201,7 +201,7 @@ class NoisyTopK(Router):
             )
 
 
-def _capacity_error(key: str, value: object, why: str, allowed: str) -> UserError:
+def _causal_capacity_error(key: str, value: object, why: str, allowed: str) -> UserError:
     return UserError.at(
         key,
         found=f"{value}, but with a capacity {why}",

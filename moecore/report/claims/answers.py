@@ -134,7 +134,7 @@ def reevaluate_claim(entry: Mapping[str, Any], claim: Asked, good: str = "") -> 
     """Return a claim's stored numbers with the verdict that the claim's present wording gives."""
     # entry: the numbers in compare.json; good: whether "higher" or "lower" is better, for no_worse.
     difference = evaluation.difference_from_json(entry)
-    verdict = evaluation.evaluate_difference(difference, claim, good)
+    verdict = evaluation.verdict_on_difference(difference, claim, good)
     p = evaluation.verdict_p_value(difference, claim, good)
     keys = ("method", "against", "form", "settings")
     measured = {key: entry[key] for key in keys if key in entry}
@@ -155,7 +155,7 @@ def compute_required_samples(difference: Difference, effect: float) -> RequiredS
     # effect: what the paper prints. Of the difference only the variances are used, not the value.
 
     def is_precise(seeds: int, items: int) -> bool:
-        half = _with_sample(difference, seeds, items).half_width()
+        half = _difference_at_sample_size(difference, seeds, items).half_width()
         return half is not None and half <= abs(effect) / 2
 
     seeds, items = difference.seeds, difference.items
@@ -248,7 +248,7 @@ def _minutes_of_training(claims: Sequence[Answer], seeds: int, studies: Studies)
     return sum(minutes.values())
 
 
-def _with_sample(difference: Difference, seeds: int, items: int) -> Difference:
+def _difference_at_sample_size(difference: Difference, seeds: int, items: int) -> Difference:
     # A = var(seed means)/S scales with 1/S, B = var(item means)/n with 1/n.
     numbers = [(difference.seeds, seeds), (difference.items, items)]
     if len(difference.sources) == 1:

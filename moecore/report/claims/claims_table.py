@@ -90,7 +90,7 @@ def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
 def claims_section(evaluated: Sequence[evaluation.EvaluatedClaim]) -> PageSection:
     claims, questions = evaluation.split_questions(evaluated)
     blocks = [
-        PageBlock(title, grids=[PageTable(head, list(map(_claim_line, answers)))])
+        PageBlock(title, grids=[PageTable(head, list(map(_claim_table_row, answers)))])
         for title, head, answers in (("", HEAD, claims), (ASKED, ASKED_HEAD, questions))
         if answers
     ]
@@ -115,7 +115,7 @@ def claims_markdown(evaluated: Sequence[evaluation.EvaluatedClaim]) -> str:
     return "\n".join(lines).replace("\u00a0", " ") + "\n"
 
 
-def _claim_line(evaluated_claim: evaluation.EvaluatedClaim) -> TableRow:
+def _claim_table_row(evaluated_claim: evaluation.EvaluatedClaim) -> TableRow:
     claim = evaluated_claim.claim
     row = build_claim_row(evaluation.claim_to_json(evaluated_claim))
     detectable = keep_units_on_line(row.detectable)

@@ -17,7 +17,7 @@ from moecore.core.files import UserError
 from moecore.report.claims import significance
 from moecore.report.column import Column, score_slug
 from moecore.report.results_and_displays import phases_and_calculations
-from moecore.report.study_results import Models, PhaseResults, StudyResults, parse_params_text
+from moecore.report.study_results import Models, PhaseResults, StudyResults, parse_params_as_mapping
 from moecore.report.tables import cells
 from moecore.report.tables.cells import Cell, NumberFormat, cell_to_json, method_cells_over_seeds
 from moecore.report.tables.metrics_by_method import build_table, phase_result_columns
@@ -65,7 +65,7 @@ def evaluate_claims(
     evaluated = []
     for claim in claims:
         place = f"{SECTIONS[type(claim)]}[{next(counts[type(claim)])}]"
-        columns = _choose(tables, claim.subject, f"{place}.phase")
+        columns = _look_up(tables, claim.subject, f"{place}.phase")
         metrics = {column.name: column for column in columns}
         evaluated.append(_evaluate(claim, place, metrics, subjects[claim.subject].models))
     corrected = holm_by_paper(claims, [answer.p for answer in evaluated])
@@ -105,7 +105,7 @@ def holm_by_paper(
     return corrected
 
 
-def evaluate_difference(difference: Difference, comparison: Comparison, good: str = "") -> str:
+def verdict_on_difference(difference: Difference, comparison: Comparison, good: str = "") -> str:
     """Return the verdict on a claim: "holds", "differs", or "open" (also without an interval)."""
     # higher, lower: the 95 % interval lies on the claimed side of 0, on the other, or includes 0.
     # equivalent: the 90 % interval lies within ±margin (two one-sided tests at 5 %); the 95 %
@@ -228,17 +228,17 @@ def drop_zero_width_interval(difference: Difference) -> Difference:
 def _evaluate(
     claim: Claim | Question, place: str, metrics: Mapping[str, Column], models: Models
 ) -> EvaluatedClaim:
-    metric = other = _choose(metrics, claim.metric, f"{place}.metric")
+    metric = other = _look_up(metrics, claim.metric, f"{place}.metric")
     rivals = {name: seeds for name, seeds in models.items() if name != claim.method}
     if claim.against_metric:
         rivals = models
         key = f"{place}.against_metric"
-        other = _choose(metrics, claim.against_metric, key)
+        other = _look_up(metrics, claim.against_metric, key)
         if other.form != metric.form:
             units = f"{other.name} is a {other.form}, and {metric.name} a {metric.form}"
             raise UserError.at(key, found=units, allowed="a metric of the same unit")
-    ours = _choose(models, claim.method, f"{place}.method")
-    theirs = _choose(rivals, claim.against, f"{place}.against")
+    ours = _look_up(models, claim.method, f"{place}.method")
+    theirs = _look_up(rivals, claim.against, f"{place}.against")
     # Checked before the difference, whose message for a missing metric would be worse.
     first = _require_cell(metric, models, claim.method, f"{place}.method")
     second = _require_cell(other, models, claim.against, f"{place}.against")
@@ -246,7 +246,7 @@ def _evaluate(
     difference = drop_zero_width_interval(significance.crossed_or_paired_difference(*values))
     if metric.has_bound(ours.values()) or other.has_bound(theirs.values()):
         difference = difference._replace(sources=(), kind="")
-    verdict = evaluate_difference(difference, claim, metric.better)
+    verdict = verdict_on_difference(difference, claim, metric.better)
     p = verdict_p_value(difference, claim, metric.better)
     return EvaluatedClaim(claim, metric, first, second, difference, verdict, p, values)
 
@@ -260,7 +260,7 @@ def _require_cell(metric: Column, models: Models, method: str, place: str) -> Ce
     return cell
 
 
-def _choose(allowed: Mapping[str, T], name: str, place: str) -> T:
+def _look_up(allowed: Mapping[str, T], name: str, place: str) -> T:
     if name not in allowed:
         raise UserError.at(place, found=repr(name), allowed=", ".join(allowed) or "none")
     return allowed[name]
@@ -342,14 +342,14 @@ def find_router_control(methods: Mapping[str, Mapping[str, Any] | None]) -> Rout
     return None
 
 
-def find_trained_control(results: StudyResults) -> RouterControl | None:
-    methods = parse_params_text(results.settings).get("methods") or {}
+def find_trained_control_pair(results: StudyResults) -> RouterControl | None:
+    methods = parse_params_as_mapping(results.settings).get("methods") or {}
     return find_router_control({name: methods.get(name) for name in results.methods})
 
 
 def list_unasked_controls(results: StudyResults, asked: Sequence[Comparison]) -> list[Question]:
     """Return a question per phase, learned router against hash, if ``asked`` lacks it."""
-    pair = find_trained_control(results)
+    pair = find_trained_control_pair(results)
     if pair is None:
         return []
     keys = {compared_quantity_key(comparison.model_dump()) for comparison in asked}
@@ -368,7 +368,7 @@ def list_unasked_controls(results: StudyResults, asked: Sequence[Comparison]) ->
 
 def describe_sensitivity(results: StudyResults, phase: PhaseResults) -> str:
     """Return a sentence on learned router − hash: do these data tell routers apart? "": unknown."""
-    pair = find_trained_control(results)
+    pair = find_trained_control_pair(results)
     score = f"test_{score_slug(phase.task.score)}"
     column = next((column for column in phase_result_columns(phase) if column.name == score), None)
     if pair is None or column is None:

@@ -277,7 +277,7 @@ def find_commit_of_files(root: Path, *paths: Path) -> str | None:
     return run_git(root, "rev-parse", "HEAD")
 
 
-def list_question_commits(study: QuestionRound) -> list[QuestionCommits]:
+def asked_answered_commits(study: QuestionRound) -> list[QuestionCommits]:
     """Return each claim and question of a round's result with its two git commits."""
     # The project must be in a repository that ``has_full_git_history``. Other rounds, or another
     # form of the file, do not make an answer newer.
@@ -337,7 +337,7 @@ def _find_answering_commit(study: QuestionRound, numbers: Mapping[str, Any]) -> 
     return next((commit for commit, _ in reversed([*same])), "")
 
 
-def read_earlier_answers(root: Path) -> list[dict[str, Any]]:
+def read_replaced_answers_file(root: Path) -> list[dict[str, Any]]:
     """Return the answers in ``EARLIER``, which later results replaced; [] without the file."""
     path = root / EARLIER
     answers = read_json(path)["answers"] if path.is_file() else []
@@ -404,15 +404,15 @@ def _is_asked_before(root: Path, record: Mapping[str, Any], question: Mapping[st
     answered = record["answered"]
     if not commit or commit == answered:
         return False
-    if verdict_key(question) not in _read_questions(root, commit, record["file"]):
+    if verdict_key(question) not in _question_keys_at_commit(root, commit, record["file"]):
         return False
     return run_git(root, "merge-base", "--is-ancestor", commit, answered or "HEAD") is not None
 
 
 @lru_cache
-def _read_questions(root: Path, commit: str, file: str) -> frozenset[tuple[Any, ...]]:
+def _question_keys_at_commit(root: Path, commit: str, file: str) -> frozenset[tuple[Any, ...]]:
     """Return the ``verdict_key`` of every claim and question in ``file`` as of ``commit``."""
-    data = _read_committed(root, commit, file)
+    data = _read_committed_yaml(root, commit, file)
     parts = [data, *(data.get("rounds") or ())]
     references = [reference for part in parts for reference in part.get(papers.ASKS) or ()]
     named = [DEFAULTS | claim for claim in _find_named_claims(root, commit, references)]
@@ -425,7 +425,7 @@ def _find_named_claims(root: Path, commit: str, asks: Sequence[Any]) -> Iterator
     for reference in asks:
         folder, name, changes = papers.parse_asked_claim(reference)
         file = papers.PIPELINES / folder / papers.PAPER_FILE
-        paper = _read_committed(root, commit, file.as_posix())
+        paper = _read_committed_yaml(root, commit, file.as_posix())
         path = papers.find_paper_file(root, folder)
         if not paper and root not in path.parents and path.is_file():  # of the installed version
             paper = yaml.load(path.read_text(encoding="utf-8"), LOADER)
@@ -434,7 +434,7 @@ def _find_named_claims(root: Path, commit: str, asks: Sequence[Any]) -> Iterator
 
 
 @lru_cache
-def _read_committed(root: Path, commit: str, file: str) -> dict[str, Any]:
+def _read_committed_yaml(root: Path, commit: str, file: str) -> dict[str, Any]:
     return yaml.load(run_git(root, "show", f"{commit}:./{file}") or "", Loader=LOADER) or {}
 
 

@@ -244,7 +244,7 @@ def label_points(
     # the layout of the figure.
     from matplotlib.transforms import Bbox
 
-    drawing.finish_layout(figure)
+    drawing.freeze_layout(figure)
     frame = axes.get_window_extent()
     dots = {name: axes.transData.transform(place) for name, place in points.items()}
     obstacles = [(line.get_window_extent().padded(1), 3) for line in lines]  # box and weight

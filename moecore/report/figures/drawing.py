@@ -46,7 +46,7 @@ STYLE = {
 }
 
 
-def finish_layout(figure: Figure) -> Figure:
+def freeze_layout(figure: Figure) -> Figure:
     """Compute the figure's layout once, so that printing does not compute it again; return it."""
     import matplotlib
 

@@ -32,13 +32,13 @@ FILE = "explorer.html"  # in the page's folder
 PACKED = ("pixels", "origins", "layers", "kinds")  # keys whose texts are packed arrays
 
 
-def find_display(kind: type[base.MeasuredPart]) -> MeasurementDisplay:
+def measurement_display(kind: type[base.MeasuredPart]) -> MeasurementDisplay:
     return next(display for display in list_displays() if display.kind is kind)
 
 
 def skip_reason(measured: ModelResults, kind: type[base.MeasuredPart]) -> str:
     """Return why a measurement was skipped for a model; "" if it was not."""
-    start = f"{find_display(kind).title}: "
+    start = f"{measurement_display(kind).title}: "
     return next((text[len(start) :] for text in measured.skipped if text.startswith(start)), "")
 
 
@@ -48,12 +48,12 @@ def collect_expert_facts(
     """Return facts about experts per MoE layer ("layers"), and what was not measured ("open")."""
     facts: list[dict[str, Any]] = [{} for _ in range(layers)]
     if roles := measured.of(ExpertRoles):
-        facts = describe_expert_roles(expert_roles.read_layer_roles(roles))
+        facts = collect_expert_role_facts(expert_roles.read_layer_roles(roles))
     if worth := measured.of(expert_worth.ExpertWorth):
         values = [value for value in worth.all("expert_worth") if "expert" in value.at]
         for layer, answers in enumerate(facts, 1):
             experts = [value.interval for value in values if value.at["layer"] == layer]
-            answers["without"] = worth_of_experts(experts, score)
+            answers["without"] = describe_worth_of_experts(experts, score)
     if regret := measured.of(router_regret.RouterRegret):
         losses, shares = (regret.curve(name, "layer") for name in ("router_regret", "better_sets"))
         for layer, best in enumerate(better_experts(regret, images), 1):
@@ -66,7 +66,7 @@ def collect_expert_facts(
     return {"layers": facts, "open": describe_unmeasured(measured)}
 
 
-def describe_expert_roles(
+def collect_expert_role_facts(
     layers: Sequence[LayerRoles], partners: int = PARTNERS
 ) -> list[dict[str, Any]]:
     """Return per layer: each expert's partners, and what experts reveal about tokens."""
@@ -90,7 +90,7 @@ def describe_unmeasured(measured: ModelResults) -> list[str]:
     """Return sentences that say which facts are missing, and why or how to get them."""
     sentences, unset, unnamed = [], [], []
     for kind, question in QUESTIONS.items():
-        display = find_display(kind)
+        display = measurement_display(kind)
         reason = skip_reason(measured, kind)
         name = f"{display.stage}.{display.within}" if display.within else display.stage
         if reason:
@@ -114,7 +114,7 @@ def list_partners(shares: Sequence[Sequence[float]], number: int) -> list[list[t
     return [[(expert, round(share, 4)) for expert, share in row if share > 0] for row in rows]
 
 
-def worth_of_experts(intervals: Sequence[Interval], score: Score) -> list[str]:
+def describe_worth_of_experts(intervals: Sequence[Interval], score: Score) -> list[str]:
     """Return one sentence per expert: the score that is lost without this expert."""
     form = NumberFormat.of(score.form, intervals)
     return [

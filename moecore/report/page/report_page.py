@@ -157,7 +157,7 @@ def render_svg(figure: Figure, label: str) -> str:
     buffer = io.StringIO()
     # The label, for screen readers, also salts the ids: it is unique within a page.
     with matplotlib.rc_context({**drawing.STYLE, "svg.hashsalt": label}):
-        FigureCanvasSVG(drawing.finish_layout(figure)).print_svg(buffer, metadata={"Date": None})
+        FigureCanvasSVG(drawing.freeze_layout(figure)).print_svg(buffer, metadata={"Date": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -171,6 +171,6 @@ def render_svg(figure: Figure, label: str) -> str:
 def render_png(figure: Figure) -> str:
     buffer = io.BytesIO()
     with matplotlib.rc_context(drawing.STYLE):
-        drawing.finish_layout(figure).set_dpi(110)
+        drawing.freeze_layout(figure).set_dpi(110)
         FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

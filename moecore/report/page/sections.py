@@ -57,7 +57,7 @@ def describe_phase_findings(
 ) -> str:
     """Return a sentence on a phase's routing, and on its methods under attack."""
     # The score on clean data is in the report's first sentence.
-    parts = [_routing(phase, quantities)]
+    parts = [_describe_steadiness(phase, quantities)]
     if attacked := quantities.attacked:
         cells = {name: cell for name, cell in attacked.cells.items() if name not in controls}
         best = describe_best(phase, attacked.column, cells or attacked.cells)
@@ -69,7 +69,7 @@ def describe_verdict_counts(evaluated: Sequence[EvaluatedClaim]) -> str:
     claims, questions = split_questions(evaluated)
     sentences = []
     if claims:
-        sentences = _describe_verdicts(claims)
+        sentences = _count_claims_by_verdict(claims)
     answers = Counter(ANSWERS.get(question.verdict, question.verdict) for question in questions)
     if len(questions) == 1:
         sentences.append(f"One question that no paper answers: {next(iter(answers))}.")
@@ -79,7 +79,7 @@ def describe_verdict_counts(evaluated: Sequence[EvaluatedClaim]) -> str:
     return keep_percent_on_line(" ".join(sentences))
 
 
-def _describe_verdicts(claims: Sequence[EvaluatedClaim]) -> list[str]:
+def _count_claims_by_verdict(claims: Sequence[EvaluatedClaim]) -> list[str]:
     """Return sentences that count the claims by verdict, before and after Holm's correction."""
     parts = []
     for name, (singular, plural) in VERDICTS.items():
@@ -108,7 +108,7 @@ def _describe_verdicts(claims: Sequence[EvaluatedClaim]) -> list[str]:
     return sentences
 
 
-def _routing(phase: PhaseResults, quantities: PhaseQuantities) -> str:
+def _describe_steadiness(phase: PhaseResults, quantities: PhaseQuantities) -> str:
     """Return a phrase on how steady the router's choices are, or why this is unknown."""
     steady = quantities.steady
     if steady is None and not find_moe_baseline(phase.models):

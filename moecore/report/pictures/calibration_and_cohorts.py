@@ -109,13 +109,13 @@ def age_errors_table(phase: PhaseResults) -> PageTable:
 @drawing.styled_drawing
 def draw_age_scatter(facts: Facts) -> Figure:
     points = facts["points"]
-    figure, panels, predictions = new_prediction_panels(points, 4.3, "Test split.")
+    figure, panels, predictions = empty_age_panels(points, 4.3, "Test split.")
     ages = np.concatenate([points["age"], *predictions.values()])
     limits = (float(ages.min()) - 2, float(ages.max()) + 2)
     style = {"color": drawing.GUIDE, "linewidth": 1, "linestyle": ":", "label": "predicted = known"}
     for axes, (name, values) in zip(panels, predictions.items(), strict=True):
         axes.plot(limits, limits, **style)
-        _by_sex(axes, points, values)
+        _scatter_by_sex(axes, points, values)
         axes.set(xlabel="Known age, years", title=PANELS[name], xlim=limits, ylim=limits)
         axes.set_aspect("equal")
     return label_age_figure(figure, panels, "Predicted age", "Predicted age, years", facts)
@@ -126,7 +126,7 @@ def draw_pad_against_age(facts: Facts) -> Figure:
     """Draw the brain-PAD (predicted − known age) over known age, with mean ± 1.96 SD."""
     points = facts["points"]
     caption = "Grey lines: mean and mean ± 1.96 SD."
-    figure, panels, predictions = new_prediction_panels(points, 3.6, caption)
+    figure, panels, predictions = empty_age_panels(points, 3.6, caption)
     for axes, (name, values) in zip(panels, predictions.items(), strict=True):
         gaps = values - np.asarray(points["age"], float)
         mean = gaps.mean()
@@ -134,7 +134,7 @@ def draw_pad_against_age(facts: Facts) -> Figure:
         axes.axhline(0, color=drawing.GUIDE, linewidth=1, linestyle=":")
         for height, dash in ((mean, "-"), (mean - width, "--"), (mean + width, "--")):
             axes.axhline(height, color=drawing.GUIDE, linewidth=1, linestyle=dash)
-        _by_sex(axes, points, gaps)
+        _scatter_by_sex(axes, points, gaps)
         axes.set(xlabel="Known age, years", title=f"{PANELS[name]}: {mean:+.2f} ± {width:.2f}")
     return label_age_figure(figure, panels, "Brain-PAD", "Predicted − known age, years", facts)
 
@@ -179,7 +179,7 @@ def _draw_group_errors(axes: Axes, rows: Sequence[Facts]) -> None:
     axes.set_xticks(range(len(rows)), names, fontsize=8)
 
 
-def new_prediction_panels(
+def empty_age_panels(
     points: Facts, height: float, caption: str
 ) -> tuple[Figure, np.ndarray, dict[str, np.ndarray]]:
     """Return a figure with one panel per kind of prediction, and name → predicted ages (N,)."""
@@ -190,7 +190,7 @@ def new_prediction_panels(
     return figure, panels, predictions
 
 
-def _by_sex(axes: Axes, points: Facts, values: np.ndarray) -> None:
+def _scatter_by_sex(axes: Axes, points: Facts, values: np.ndarray) -> None:
     ages = np.asarray(points["age"], float)
     sexes = np.array(points["sex"], dtype=object)
     for sex, (label, colour, marker) in SEXES.items():
@@ -254,8 +254,8 @@ def cohort_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     for method, result in phase.first(CohortChecks).items():
         reasons |= result.facts["not_checked"]
         if result.find("whole_agreement"):
-            mixtures.append(tissue_mixture_table(result, method))
-    if tried := region_experts_by_volume_kind(phase):
+            mixtures.append(tissue_mixture_agreement(result, method))
+    if tried := region_expert_agreement(phase):
         reasons.pop("generalisation", None)  # the reason of methods without region experts
         title = "Region experts where they were not taught"
         notes = [f"Mixtures: one model per method.{phase.first_seed}"]
@@ -285,7 +285,7 @@ def tissue_error_table(phase: PhaseResults) -> PageTable | None:
     return PageTable(["MAE, years", *having], lines)
 
 
-def region_experts_by_volume_kind(phase: PhaseResults) -> PageTable | None:
+def region_expert_agreement(phase: PhaseResults) -> PageTable | None:
     lines = []
     measured = phase.of(CohortChecks)
     for method, seeds in phase.models.items():
@@ -303,7 +303,7 @@ def region_experts_by_volume_kind(phase: PhaseResults) -> PageTable | None:
     return PageTable(["First region expert", *AGREEMENTS.values()], lines, below=GENERALISED)
 
 
-def tissue_mixture_table(result: Found, method: str) -> PageTable:
+def tissue_mixture_agreement(result: Found, method: str) -> PageTable:
     """Return a table of expert agreement: rows are tissue pairs, columns the second one's share."""
     shares = result.all("mixture_agreement")
     chances = result.all("mixture_permuted")

@@ -81,7 +81,7 @@ def describe_adjacent_patches(first: Mapping[str, Found]) -> str:
     return f"patches side by side share their expert in {' to '.join(ends)} of the pairs"
 
 
-def step_time_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
+def step_time_over_k_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     label = "Time of a batch / that of k = 1"
     spec = charts.ChartSpec("Step time over k", "Experts per token k", label, height=3.2)
     caption = "Forward passes on this machine (ERMoE, figure S5)."
@@ -200,7 +200,7 @@ def collect_loss_curves(
     }
 
 
-def draw_mean_routing(result: Found) -> Figures:
+def draw_mean_routing_by_class(result: Found) -> Figures:
     by_layer = enumerate(zip(*result.facts["class_maps"], strict=True), 1)
     if rows := {f"MoE {layer}": maps for layer, maps in by_layer}:
         yield "class_maps", model_figures.draw_expert_grids_by_class(rows, result.facts["classes"])
@@ -208,7 +208,7 @@ def draw_mean_routing(result: Found) -> Figures:
 
 def draw_noise_effects(result: Found) -> Figures:
     if result.facts["ramp"]["shown"]:
-        yield "noise_ramp", draw_probability_ramp(result.facts["ramp"])
+        yield "noise_ramp", draw_probability_over_noise(result.facts["ramp"])
     rows = {
         row["sigma"]: Overlays.model_validate(row["overlays"])
         for row in result.facts.get("overlays", ())
@@ -224,7 +224,7 @@ def noise_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
 
 
 @drawing.styled_drawing
-def draw_probability_ramp(ramp: Mapping[str, Any]) -> drawing.Figure:
+def draw_probability_over_noise(ramp: Mapping[str, Any]) -> drawing.Figure:
     """Draw the true class's probability over noise; a cross marks a changed prediction."""
     figure = drawing.empty_figure(4.8, 3.5, "Example images. Cross: the predicted class changes.")
     axes = figure.subplots()
@@ -265,7 +265,7 @@ UNITS = {"noise": "σ", "attack": f"ε in 1/{truth.PIXEL}"}
 LIMITS = (0.0, 1.0)
 
 
-def draw_kinds_of_experts(result: Found) -> Figures:
+def draw_true_kinds_by_expert(result: Found) -> Figures:
     """Yield a heatmap per MoE layer: the true kinds of the tokens of each expert, in percent."""
     for index, counts in enumerate(result.facts["counts"], 1):
         shares = model_figures.normalise_rows(counts)
@@ -323,12 +323,12 @@ def truth_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     sentences = list_without_none(describe_routing_gain(phase, method) for method in first)
     pictures = [
         *draw_purity_curves(phase),
-        *first_seed_pictures(phase, truth.Truth, draw_kinds_of_experts),
+        *first_seed_pictures(phase, truth.Truth, draw_true_kinds_by_expert),
     ]
     yield PageBlock("Experts and truth", sentences, pictures=pictures, about="purity")
 
 
-def draw_lipschitz(result: Found) -> Figures:
+def draw_lipschitz_lemma_terms(result: Found) -> Figures:
     if layers := result.facts.get("lemma_terms"):
         yield "lemma1", draw_lemma_terms(layers)
 
@@ -363,12 +363,12 @@ PICTURES = [
         draw_load_and_patch_experts,
         is_on_page=False,
         above=routing_blocks,
-        more=step_time_blocks,
+        more=step_time_over_k_blocks,
     ),
     Pictures("routing.roles", draw_expert_roles, more=seed_stability_blocks),
     Pictures("expert_worth", draw_expert_worth),
-    Pictures("lipschitz", draw_lipschitz),
-    Pictures("invariance", draw_mean_routing),
+    Pictures("lipschitz", draw_lipschitz_lemma_terms),
+    Pictures("invariance", draw_mean_routing_by_class),
     Pictures("stability", draw_noise_effects, is_on_page=False, more=noise_blocks),
-    Pictures("truth", draw_kinds_of_experts, is_on_page=False, more=truth_blocks),
+    Pictures("truth", draw_true_kinds_by_expert, is_on_page=False, more=truth_blocks),
 ]

@@ -27,7 +27,7 @@ from moecore.report.page.page_objects import (
 )
 from moecore.report.results_and_displays import Figures, Pictures, draw_method_curves
 from moecore.report.study_results import PhaseResults
-from moecore.report.tables.cells import PIXEL, NumberFormat, format_epsilon, shorten_epsilons
+from moecore.report.tables.cells import PIXEL, NumberFormat, epsilons_as_fractions, format_epsilon
 from moecore.statistics.comparisons import crossed_difference, linearize_ratio
 from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score
@@ -158,7 +158,7 @@ def changes_by_epsilon(result: Found, attack: str, layer: int = 0) -> dict[float
     }
 
 
-def draw_attacks(result: Found) -> Figures:
+def draw_score_under_attacks(result: Found) -> Figures:
     score = parse_card_task(result.facts["task"]).score
     curves = {
         attack_title(name): charts.attack_points([scores_by_epsilon(result, name)], score)
@@ -167,7 +167,7 @@ def draw_attacks(result: Found) -> Figures:
     yield "score_under_attack", charts.draw_score_over_epsilon(curves, "attack", score)
 
 
-def draw_under_attack(phase: PhaseResults) -> Iterator[Picture]:
+def draw_scores_and_routing(phase: PhaseResults) -> Iterator[Picture]:
     """Yield pictures over epsilon: scores per attack and worst case, then routing changes."""
     results = phase.results(Robustness)
     attacks = dict.fromkeys(name for result in results for name in attacks_with_curves(result))
@@ -196,7 +196,7 @@ def attack_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     for method in reference_methods(phase.models):
         if method not in first or first[method].facts["attacked"] is None:
             continue
-        shown = attack_audit.AttackedGallery.model_validate(first[method].facts["attacked"])
+        shown = attack_audit.WorstAttackGallery.model_validate(first[method].facts["attacked"])
         tiles, names = [], []
         for row in shown.rows:
             tiles.append(
@@ -250,7 +250,7 @@ def robust_accuracy_block(phase: PhaseResults) -> PageBlock:
                 cells += last
             lines.append(TableRow(PageCell(title), cells))
         if score.form == "share" and method != reference and reference in shown:
-            gains = gains_at_equal_clean_accuracy(results, shown[reference])
+            gains = gains_where_both_right(results, shown[reference])
             title = f"worst case − {reference}, at equal standard accuracy"
             lines.append(TableRow(PageCell(title), [EMPTY, *map(difference_cell, gains), *last]))
     heads += ["own ε"] * len(last)
@@ -275,9 +275,7 @@ def curves_by_title(results: Sequence[Found]) -> dict[str, list[list[Value]]]:
     return curves
 
 
-def gains_at_equal_clean_accuracy(
-    ours: Sequence[Found], theirs: Sequence[Found]
-) -> list[Interval | None]:
+def gains_where_both_right(ours: Sequence[Found], theirs: Sequence[Found]) -> list[Interval | None]:
     """Return the difference in worst-case accuracy at each ε > 0 on images both have right.
 
     Of a seed it is Σ b·(a − a′) / Σ b over images; b: both models are right without an attack; a,
@@ -361,7 +359,7 @@ def worst_audit_verdict_cell(audited: Sequence[Audited]) -> PageCell:
     if not audited:
         return NONE
     worst = min(audited, key=lambda line: WORST_FIRST.index(line["holds"]))
-    note = shorten_epsilons(worst["text"].removeprefix("not judged: "))
+    note = epsilons_as_fractions(worst["text"].removeprefix("not judged: "))
     return PageCell(MARKS[worst["holds"]], note, look=LOOKS[worst["holds"]])
 
 
@@ -377,7 +375,7 @@ def transfer_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
         return
     facts = result.facts
     reading = facts["reading"]
-    verdict = f"{MARKS[reading['holds']]}: {shorten_epsilons(reading['text'])}"
+    verdict = f"{MARKS[reading['holds']]}: {epsilons_as_fractions(reading['text'])}"
     text = (
         f"{attack_title(facts['attack'])} at ε = {format_epsilon(facts['epsilon'])} on "
         f"{facts['images']} test images. A row: the model on which the images were made. "
@@ -469,7 +467,9 @@ def corruption_tables(phase: PhaseResults) -> Iterator[PageBlock]:
     yield PageBlock("Each corruption", tiles=tiles)
 
 
-ATTACKS = Pictures("robustness", draw_attacks, is_on_page=False, draw=draw_under_attack)
+ATTACKS = Pictures(
+    "robustness", draw_score_under_attacks, is_on_page=False, draw=draw_scores_and_routing
+)
 PICTURES = [
     ATTACKS._replace(more=attack_blocks, fill_in=fill_in),
     Pictures("corruptions", draw_corruptions, is_on_page=False, more=corruption_tables),

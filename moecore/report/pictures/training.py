@@ -31,10 +31,10 @@ def figures(result: Found) -> Figures:
     if outcome.confusion is not None:
         classes = outcome.task.classes
         yield "confusion_matrix", model_figures.draw_confusion_matrix(outcome.confusion, classes)
-    yield from class_routing_figures(result)
+    yield from draw_class_routing_over_epochs(result)
 
 
-def class_routing_figures(result: Found) -> Figures:
+def draw_class_routing_over_epochs(result: Found) -> Figures:
     outcome = outcome_of(result)
     rows = {
         f"epoch {epoch}": [layers[-1] for layers in classes]
@@ -63,7 +63,7 @@ def training_blocks(phase: PhaseResults) -> Iterator[page_objects.PageBlock]:
     title = "Experts without tokens, loads that collapsed"
     yield page_objects.PageBlock(title, below=warnings, finding=finding)
     yield from tissue_blocks(phase)
-    maps = first_seed_pictures(phase, Trained, class_routing_figures)
+    maps = first_seed_pictures(phase, Trained, draw_class_routing_over_epochs)
     finding = model_figures.describe_strongest_preference(phase.first_outcomes)
     yield page_objects.PageBlock("Which class goes to which expert", pictures=maps, finding=finding)
     yield confusion_block(phase)

@@ -144,7 +144,7 @@ def keep_percent_on_line(text: str) -> str:
     return re.sub(" %| = ", lambda match: match[0].replace(" ", "\u00a0"), text)
 
 
-def shorten_epsilons(text: str) -> str:
+def epsilons_as_fractions(text: str) -> str:
     """Return the text with every ``ε = 0.0313725`` replaced by ``ε = 8/255``."""
     return re.sub(r"ε = (\d*\.\d+)", lambda match: f"ε = {format_epsilon(float(match[1]))}", text)
 

@@ -23,7 +23,7 @@ from moecore.report.study_results import (
     Models,
     PhaseResults,
     StudyResults,
-    add_measurements_to_stages,
+    add_measurement_stage_names,
 )
 from moecore.report.tables.cells import PAPERS, Cell, cell_to_json, method_cells_over_seeds
 from moecore.study.model_rules import build_phase_model, planned_image_spec
@@ -217,12 +217,12 @@ def unanswerable_claims(
             if metrics := planned.get(comparison.subject):
                 problems = chain(
                     _metric_problems(comparison, metrics, len(study.run.seeds), absent),
-                    _lacking_methods(study, metrics_of, comparison, metrics, previews),
+                    _methods_without_metric(study, metrics_of, comparison, metrics, previews),
                 )
                 yield from (((section, index, key), text) for key, text in problems)
 
 
-def _lacking_methods(
+def _methods_without_metric(
     study: Study,
     metrics_of: Callable[[PhaseName, str], PlannedMetrics],
     comparison: Comparison,
@@ -287,7 +287,7 @@ def expected_metrics(study: Study, stages: Collection[str], phase: PhaseName) ->
     """Return name → properties of all metrics that a phase will have after its run."""
     task: Any = study.data[phase].task  # a class; it answers what it needs
     ahead = PlannedPhase(study, SCORES.get(task.model_fields["kind"].default, "accuracy"), phase)
-    measured = add_measurements_to_stages(stages, study.run)
+    measured = add_measurement_stage_names(stages, study.run)
     metrics: PlannedMetrics = {}
     for shown in list_displays():
         covered = shown.stage in measured and study.run.covers(shown.stage, phase)

@@ -67,7 +67,7 @@ def headline_rows(compared: Mapping[str, Any]) -> Rows:
     return all_rows
 
 
-def best_rows(compared: Mapping[str, Any], rows: Rows, limit: int) -> Rows:
+def best_rows_by_phase(compared: Mapping[str, Any], rows: Rows, limit: int) -> Rows:
     """Return at most about ``limit`` rows: those with the best score in each phase."""
     # The best have the best first score, and come first.
     if len(rows) <= limit:
@@ -138,7 +138,7 @@ def _print_summary(compared: Mapping[str, Any], page: str) -> None:
     if page:  # two lines are the table's head, and the number of rows left out
         after.append(page)
         lines = sum(len(Text(line).wrap(console, console.width)) for line in after)
-        rows = best_rows(compared, all_rows, MAX_LINES - 2 - lines)
+        rows = best_rows_by_phase(compared, all_rows, MAX_LINES - 2 - lines)
     else:
         after += claim_lines(compared.get("claims", {}))
         after += claim_lines(compared.get("questions", {}), ANSWERS)

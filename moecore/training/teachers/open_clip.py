@@ -60,7 +60,7 @@ class OpenClip(Teacher):
             raise UserError("teacher.kind: open_clip needs captions; choose timm or dense")
         tensors, _ = read_tensors(find_teacher_checkpoint(self.checkpoint))
         weights = rename_clip_weights(tensors, self.checkpoint)
-        settings = two_tower_settings(weights, self.activation)
+        settings = two_tower_settings_from_weights(weights, self.activation)
         size = len(weights["text.embedding.weight"])
         context = len(weights["text.positions"])
         if (image.task.words, image.task.context) != (size, context):
@@ -120,7 +120,7 @@ def rename_clip_weights(weights: Mapping[str, Tensor], file: str) -> dict[str, T
     return ours_by_name
 
 
-def two_tower_settings(
+def two_tower_settings_from_weights(
     weights: Mapping[str, Tensor], activation: Literal["gelu", "quick_gelu"]
 ) -> two_towers.TwoTowers:
     """Derive the settings of a two-tower model from the shapes of renamed weights."""

@@ -16,9 +16,9 @@ from moecore.data import loader, raw_data_changes, stratified_splits
 from moecore.data.prepared import SPLITS
 from moecore.data.sources import mosaic
 from moecore.data.sources.mosaic import Mosaic, compose_mosaics, draw_mosaic_members
-from moecore.data.sources.scripts import fingerprint_drawings, read_fonts, warp_glyph
+from moecore.data.sources.scripts import glyph_checksum_per_font, read_font_folder, warp_glyph
 from moecore.data.text.tokenizers import load_tokenizer
-from moecore.data.volumes.cohorts import read_subject_rows
+from moecore.data.volumes.cohorts import read_prepared_csv_rows
 from moecore.report.figures.overview import draw_dataset_samples
 from moecore.sources import CocoCaptions, Digits, Flickr30k, Scripts
 from moecore.tasks.multi_label import MultiLabel
@@ -279,7 +279,7 @@ def shipped_fonts(tmp_path_factory):
 
 
 def read_table(data: Prepared, split: str) -> list[dict[str, str]]:
-    return read_subject_rows(data.folder / f"{split}_renderings.csv")
+    return read_prepared_csv_rows(data.folder / f"{split}_renderings.csv")
 
 
 def test_labels_truth_and_table_agree(shipped_fonts, tmp_path):
@@ -322,8 +322,8 @@ def test_fonts_of_the_test_are_new_and_of_letters_alike_one_is_a_class(shipped_f
     settings = Scripts(root=str(shipped_fonts), scripts=("Latin", "Greek", "Cyrillic"))
     classes = settings.describe().classes
     assert len({"U+0041", "U+0391", "U+0410"} & set(classes)) == 1, "A, Alpha and A"
-    font = read_fonts(shipped_fonts)[1][0]
-    assert fingerprint_drawings([font], ord(" "), 28) is None
+    font = read_font_folder(shipped_fonts)[1][0]
+    assert glyph_checksum_per_font([font], ord(" "), 28) is None
     assert ord("1") not in font.letters and ord("a") in font.letters
 
 

@@ -13,7 +13,7 @@ from moecore.measure.cohort_checks import CohortChecks, put_region_experts
 from moecore.measure.probes import linear_probe
 from moecore.measure.probes import simulated_people as simulated
 from moecore.measure.probes.linear_probe import PENALTIES, ModelAndProbeErrors, predict_volumes
-from moecore.measure.probes.simulated_people import FIRST_SEED, RegionExperts, RoutedCubes
+from moecore.measure.probes.simulated_people import FIRST_SEED, RegionGeneralisation, RoutedCubes
 from moecore.parts import MeasuredModel, Values
 from tests.data.making import GREY, balls, write_cohort
 from tests.measure.subjects import Brightness, Source, compute_without_cache
@@ -134,8 +134,8 @@ def test_amounts_are_sums_over_cubes():
 
 def test_a_mixture_keeps_one_tissue_and_a_share_of_another():
     shares = np.random.default_rng(1).integers(1, 80, (3, 16, 16, 16)).astype(np.uint8)
-    little = simulated.tissue_mixture_filter(0, 2, 0.25, seed=3)(5, shares)
-    much = simulated.tissue_mixture_filter(0, 2, 0.75, seed=3)(5, shares)
+    little = simulated.tissue_voxel_thinner(0, 2, 0.25, seed=3)(5, shares)
+    much = simulated.tissue_voxel_thinner(0, 2, 0.75, seed=3)(5, shares)
     for left, found in ((0.25, little), (0.75, much)):
         assert (found[0] == shares[0]).all() and (found[1] == 0).all()
         some = found[2] > 0
@@ -143,7 +143,7 @@ def test_a_mixture_keeps_one_tissue_and_a_share_of_another():
         assert some.mean() == pytest.approx(left, abs=0.03)
     assert ((little[2] > 0) <= (much[2] > 0)).all(), "what is left at 0.25 is left at 0.75"
     for seed, person in ((3, 6), (4, 5)):
-        other = simulated.tissue_mixture_filter(0, 2, 0.25, seed=seed)(person, shares)
+        other = simulated.tissue_voxel_thinner(0, 2, 0.25, seed=seed)(person, shares)
         assert not np.array_equal(little, other)
 
 
@@ -160,7 +160,7 @@ def test_what_is_left_is_what_the_model_sees():
     images[:, :, :3] = 0
     shares = random.integers(0, 86, (4, 3, 16, 16, 16)).astype(np.uint8)
     scans = simulated.VolumesAndTissues(images, shares)
-    first = simulated.one_tissue_filter(1)
+    first = simulated.other_tissue_remover(1)
     found = simulated.route_tissue_masked_volumes(Watching(), scans, first, 3)
     kept = images * (shares[:, 1:2] / np.float16(255))
     np.testing.assert_allclose(torch.cat(seen).numpy(), kept, atol=1e-3)
@@ -177,10 +177,10 @@ def balls_cohort(tmp_path_factory) -> Prepared:
     return balls(tmp_path_factory.mktemp("balls"))
 
 
-def measured(balls_cohort, tissues=TISSUES, batch: int = 3, **model) -> RegionExperts:
+def measured(balls_cohort, tissues=TISSUES, batch: int = 3, **model) -> RegionGeneralisation:
     settings = simulated.RegionGeneralisationSettings(volumes=6)
     subject = MeasuredModel(ByBrightness(**model), balls_cohort, regions=tissues)
-    return simulated.measure_region_experts(subject, settings, (20, 90), 0, batch)
+    return simulated.measure_region_generalisation(subject, settings, (20, 90), 0, batch)
 
 
 def test_experts_that_know_their_tissue(balls_cohort):
@@ -341,13 +341,13 @@ def test_few_volumes_are_spread_over_the_split(cohort):
 def test_tissues_are_compared_on_the_same_volumes():
     errors = {"wm": [5, 6, 7, 8], "gm": [4, 5, 6, 7], "csf": [6, 6, 6, 6]}
     tissues = {name: ModelAndProbeErrors(*[np.array(row)] * 2) for name, row in errors.items()}
-    found = linear_probe.tissue_error_differences(tissues)
+    found = linear_probe.tissue_probe_error_steps(tissues)
     assert list(found) == [("gm", "csf"), ("wm", "gm")]
     first = found["gm", "csf"]
     assert first.low < first.value == -0.5 < first.high < 1.5
     # every volume a year more: no doubt is left
     assert found["wm", "gm"] == (1.0, 1.0, 1.0)
-    assert linear_probe.tissue_error_differences({"wm": tissues["wm"]}) == {}
+    assert linear_probe.tissue_probe_error_steps({"wm": tissues["wm"]}) == {}
 
 
 def test_rising_steps_and_rank_correlations():
@@ -401,6 +401,6 @@ def test_sessions_of_one_person_are_compared_less_the_years_between(cohort, monk
     monkeypatch.setattr(simulated, "RESCAN_YEARS", years + 1)
     pairs = simulated.session_pairs(rows)
     assert len(pairs) == 1
-    found = simulated.compare_sessions(Brightness(), cohort, pairs, 2)
+    found = simulated.mean_session_gap_change(Brightness(), cohort, pairs, 2)
     over = simulated.predict_years(Brightness(), cohort.test.images, 16) - cohort.test.labels
     assert found.value == pytest.approx(abs(over[a] - over[b]))

@@ -18,13 +18,13 @@ from moecore.measure.routing_metrics.layer_metrics import (
     agreement_by_image,
     below_k_eligible_flags,
     choice_iou,
-    choices_by_image,
     dead_expert_share,
     eligible_tail_mass,
     expert_counts,
+    expert_map_border_shares,
+    experts_per_token_by_image,
     kept_share,
     load_cv2,
-    map_border_shares,
     max_load_violation,
     normalised_load_entropy,
     routing_confidence,
@@ -99,7 +99,7 @@ def test_load_choices_confidence_and_agreement_by_hand():
     chosen = torch.zeros(2, 4, 3, dtype=torch.bool)
     chosen[0, [0, 0, 1, 3], [0, 1, 1, 2]] = True
     chosen[1, :, 0] = True
-    found = choices_by_image(chosen)
+    found = experts_per_token_by_image(chosen)
     assert found["experts_per_token"].tolist() == [1, 1] and found["unrouted"].tolist() == [0.25, 0]
     probs = torch.tensor([[[0.7, 0.1, 0.2, 0.0], [0.1, 0.3, 0.1, 0.5]]])
     assert [*routing_confidence(probs).values()] == pytest.approx((0.6, 0.25, 0.15))
@@ -163,7 +163,7 @@ def test_places_on_the_map_by_hand():
     load, mass = torch.zeros(2, 16, dtype=torch.float64)
     load[[0, 3, 4, 10]], mass[[5, 1]] = torch.tensor([0.1, 0.2, 0.3, 0.4]).double(), 0.5
     expected = {"border": (0.6, 0.5, 0.75), "corner": (0.3, 0, 0.25), "inner": (0.4, 0.5, 0.25)}
-    found = map_border_shares(load, mass)
+    found = expert_map_border_shares(load, mass)
     assert len(found) == 9
     for place, values in expected.items():
         names = [f"{place}_{name}" for name in ("load", "mass", "cells")]
@@ -173,7 +173,7 @@ def test_places_on_the_map_by_hand():
 @pytest.mark.parametrize(("experts", "corners"), [(8, 4 / 8), (7, 2 / 7), (4, 1.0), (1, 1.0)])
 def test_a_narrow_map_is_all_border(experts, corners):
     even = torch.full((experts,), 1 / experts, dtype=torch.float64)
-    found = map_border_shares(even, even)
+    found = expert_map_border_shares(even, even)
     assert found["border_load"] == pytest.approx(1)
     assert found["corner_cells"] == pytest.approx(corners)
     assert not [name for name in found if name.startswith("inner")]

@@ -247,14 +247,14 @@ SECOND = record(torch.ones(4, 4) / 5, *("xx..",) * 4)
 
 
 def test_means_of_a_sweep_without_and_with_a_threshold():
-    means = alternative_choices.routing_means_over_layers([FIRST, SECOND], k=2, threshold=None)
+    means = alternative_choices.mean_routing_metrics([FIRST, SECOND], k=2, threshold=None)
     assert means["load_cv2"] == pytest.approx((15 / 4 / (7 / 4) ** 2 - 1 + 1) / 2)
     # Outside the best two: (0.6 + 0.1)/2.35, 0.3/1.4, 0.5/1.4, 0.3/1.8; in the second layer 1/2.
     tails = [(0.7 / 2.35 + 0.3 / 1.4 + 0.5 / 1.4 + 0.3 / 1.8) / 4, 0.5]
     assert means["tail_mass"] == pytest.approx(sum(tails) / 2) and "fallback" not in means
-    means = alternative_choices.routing_means_over_layers([FIRST, FIRST], k=2, threshold=0.5)
+    means = alternative_choices.mean_routing_metrics([FIRST, FIRST], k=2, threshold=0.5)
     # Above 0.5: three, one, none and two scores.
     assert means["fallback"] == 0.25 and means["tail_mass"] == pytest.approx(0.6 / 2.25 / 3)
     # a layer without eligible experts leaves no mean
-    means = alternative_choices.routing_means_over_layers([FIRST, SECOND], k=2, threshold=0.5)
+    means = alternative_choices.mean_routing_metrics([FIRST, SECOND], k=2, threshold=0.5)
     assert "tail_mass" not in means and means["fallback"] == (0.25 + 1) / 2

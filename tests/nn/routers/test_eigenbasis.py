@@ -11,8 +11,8 @@ from moecore.core.files import UserError
 from moecore.experts import Eigen, Mlp
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.routers.eigenbasis import (
+    BasisProjectionPlan,
     Eigenbasis,
-    ProjectionDispatchPlan,
     project_contexts,
     project_on_bases,
     safe_cosine,
@@ -287,7 +287,7 @@ def test_padded_rows_are_finite_and_get_no_gradient():
     tokens, given_ = inputs_of(2, 120)
     layer = layer_of(threshold=-1.0)
     plan, record = layer.router(tokens, given_._replace(basis=layer.experts.basis))
-    assert isinstance(plan, ProjectionDispatchPlan)
+    assert isinstance(plan, BasisProjectionPlan)
     plan = plan._replace(projections=plan.projections.detach().requires_grad_())
     rows = plan.dispatch(tokens)
     assert len(rows.values) == rows.offsets[-1] > 480 and rows.values.isfinite().all()
