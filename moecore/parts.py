@@ -54,9 +54,7 @@ from moecore.training.upcycling_kinds import Granular as Granular
 
 if not TYPE_CHECKING:
     _GONE = {  # name of an earlier version → what serves instead
-        "Column Shown": "Metric, Values; since 0.4.0 a measurement declares its metrics",
-        "DatasetInfo PlannedData write_prepared": "Card, write_images; since 0.3.0 a source has "
-        "describe and write",
+        "Column Shown": "Metric, Values; since 0.4.0 a measurement declares its metrics"
     }
 
     def __getattr__(name: str) -> Any:

@@ -129,7 +129,7 @@ def tiled_start(ball: base.Ball, generator: base.ImageGenerators) -> Tensor:
 
 
 def propose_pyramid(ball: base.Ball, best: Tensor, side: int, draws: Tensor) -> Tensor:
-    """Return images whose change in one window is moved to another, with a pair of pyramids."""
+    """Return images whose change in a window is erased; another gets its norm as two pyramids."""
     # draws: (B, 5 + C): of two corners, then as in ``pyramid_pairs``
     images, channels, height, width = best.shape
     side = max(side, MIN_SIDE)

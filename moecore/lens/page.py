@@ -69,6 +69,14 @@ WITHOUT_INTERVAL = {  # name → reason
     "smallest_margin": "a quantile over tokens",
     "batch_violation": f"computed over batches of {ROLES.batch} items",
 }
+EXPERTS = 16  # per layer, the most used ones
+IMAGES = 6  # shown with the experts of their patches
+EXAMINED = 2000  # items from which an expert's patches are chosen
+CROP_SIZE = 0.75  # inches
+CAPTION = (
+    "The patches with the highest router probability of each of the most used experts, one per "
+    "image, with their surroundings."
+)
 
 
 def write_lens_page(
@@ -220,16 +228,6 @@ def read_words_with_experts(trace: traces.Trace) -> list[WordWithExperts]:
         WordWithExperts(trace.card.vocabulary[number], True, [layer[place] for layer in layers])
         for place, number in enumerate(tokens.flatten()[:MAX_WORDS].tolist())
     ]
-
-
-EXPERTS = 16  # per layer, the most used ones
-IMAGES = 6  # shown with the experts of their patches
-EXAMINED = 2000  # items from which an expert's patches are chosen
-CROP_SIZE = 0.75  # inches
-CAPTION = (
-    "The patches with the highest router probability of each of the most used experts, one per "
-    "image, with their surroundings."
-)
 
 
 def draw_trace_pictures(trace: traces.Trace) -> Iterator[tuple[str, Figure]]:

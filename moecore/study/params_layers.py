@@ -117,7 +117,7 @@ def read_layer(
         raise files.UserError(f"{document.place([])}: found no mapping; {listed}")
     for key in data:
         if key not in allowed:
-            hint = yaml_document.did_you_mean(key, allowed, is_section=True)
+            hint = yaml_document.did_you_mean(key, allowed)
             raise document.error([key], f"unknown section{hint}; allowed: {', '.join(allowed)}")
     sections = {key: section for key, section in data.items() if key not in directives}
     stages = _read_list(document, "stages", SECTIONS)
@@ -251,7 +251,7 @@ def _read_list(
         raise document.error([key], f"found no list; {listed}")
     for index, entry in enumerate(entries):
         if entry not in allowed:
-            hint = yaml_document.did_you_mean(entry, [*allowed], is_section=True)
+            hint = yaml_document.did_you_mean(entry, [*allowed])
             raise document.error([key, index], f"found {entry!r}{hint}; {listed}")
     return tuple(entries)
 

@@ -177,7 +177,7 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
     if kind == "extra_forbidden":
         owners = _models_at(model, item["loc"][:-1])
         names = [name for owner in owners for name in owner.model_fields]
-        hint = yaml_document.did_you_mean(keys[-1], names, is_section=len(keys) == 1)
+        hint = yaml_document.did_you_mean(keys[-1], names)
         return f"unknown key{hint}", ", ".join(names) or "(none)"
     if kind == "missing":
         return "missing", describe_allowed_values(model, item["loc"])

@@ -207,7 +207,7 @@ class RenamedKey(NamedTuple):
 
 
 _WITH_VIEWS = "pretrain finetune adversarial teacher.training routing routing.augmentations.*"
-# The oldest first. Sections that became calculations are in ``document.MOVED``.
+# The oldest first.
 RENAMED_KEYS = tuple(
     RenamedKey("0.3.0", f"{place}.views.size", None)
     for place in [*_WITH_VIEWS.split(), "explorer.augmentations.*"]

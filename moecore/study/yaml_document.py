@@ -36,10 +36,6 @@ OTHER_VERSION = re.compile(r"(?:\A\ufeff?|(?<=[\n\r]))%YAML\s(?!\s*1\.2(\s|\Z))[
 PYTHON_ERRORS = (ValueError, LookupError, TypeError, AttributeError, NotImplementedError)
 READER_ERRORS = (YAMLError, *PYTHON_ERRORS)
 MAX_WORD_LETTERS = 255  # of a word: no file has a longer name, and no similar one is searched
-MOVED = {  # section and stage of 0.2 → package of the calculation that it is, and its question
-    "linear_experts": ("lipschitz_theory", "adversarial/lipschitz"),
-    "sizes": ("paper_models", "ours/sizes"),
-}
 CONTROL_LETTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 MAX_LINE_LETTERS = 1_500  # letters of a line
 MAX_LINES = 20
@@ -264,17 +260,8 @@ def list_or_empty(value: Any) -> list:
     return value if isinstance(value, list) else []
 
 
-def did_you_mean(word: Any, candidates: Sequence[Any], is_section: bool = False) -> str:
-    """Return ``, did you mean 'x'?`` for a similar candidate, or a hint for moved sections.
-
-    Else "". is_section: ``word`` is the name of a section or stage.
-    """
-    if is_section and str(word) in MOVED:
-        package, question = MOVED[str(word)]
-        lines = f"packages: [{package}], run.calculations: [{package}.{word}]"
-        lines += f", {package}: {{{word}: …}} and the stage calculate"
-        whole = f"`moecore new NAME --from {question}` begins a project with them and the package"
-        return f", which is a calculation since 0.3.0: write {lines}; {whole}"
+def did_you_mean(word: Any, candidates: Sequence[Any]) -> str:
+    """Return ``, did you mean 'x'?`` for a similar candidate, else ""."""
     if len(str(word)) > MAX_WORD_LETTERS:
         return ""
     close = get_close_matches(str(word), [str(name) for name in candidates], 1)

@@ -33,6 +33,16 @@ if TYPE_CHECKING:
 PACE = ("epoch", "learning_rate", "images_per_second", "memory_mb")  # not scores of a training
 GROUPS = {"calibrate": "calibration", "teacher_router": "loss"}  # stage → section, if not its name
 Point = tuple[str, float, int, int]  # name, value, milliseconds, step
+UID = "moecore.uid"
+PARENT = "mlflow.parentRunId"
+LEVEL = "level"  # "method": a parent; "shared": the parent of shared stages; "stage": a child
+MAX_TAG = 5000  # letters
+MAX_PARAM = 500
+PACKAGES = ("torch", "numpy", "pydantic", "safetensors")
+ALIAS = "current"
+VERSION = "moecore.registered"  # a tag of the run: name and version
+POINTED = "moecore.alias"  # a tag of the run: whether the alias names its model
+SCHEME = "models:/"
 
 
 def mlflow_safe_name(name: str) -> str:
@@ -136,13 +146,6 @@ def leave_out_defaults(value: Any) -> Any:
     return changed
 
 
-UID = "moecore.uid"
-PARENT = "mlflow.parentRunId"
-LEVEL = "level"  # "method": a parent; "shared": the parent of shared stages; "stage": a child
-MAX_TAG = 5000  # letters
-MAX_PARAM = 500
-
-
 class StoredRun:
     """A run in MLflow's store; it sends only values that the store does not have."""
 
@@ -237,13 +240,6 @@ class StoredRun:
 
 def split_into_batches(items: list[Any], size: int) -> list[list[Any]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
-
-
-PACKAGES = ("torch", "numpy", "pydantic", "safetensors")
-ALIAS = "current"
-VERSION = "moecore.registered"  # a tag of the run: name and version
-POINTED = "moecore.alias"  # a tag of the run: whether the alias names its model
-SCHEME = "models:/"
 
 
 def log_model(client: Any, run_id: str, name: str, experiment_id: str, folder: Path) -> str:

@@ -120,7 +120,7 @@ def linearize_at_mean(function: Callable[[Tensor], Tensor], rows: Tensor) -> Ten
 
 
 def choice_changes(before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]) -> list[Tensor]:
-    """Return 1 − IoU of the experts that each image's tokens chose, per layer (N,) fp64."""
+    """Return 1 − IoU of each token's experts, its mean over an image, per layer (N,) fp64."""
     return [1 - choice_iou(a.chosen, b.chosen).mean(-1) for a, b in zip(before, after, strict=True)]
 
 

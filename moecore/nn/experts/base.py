@@ -30,7 +30,7 @@ class Experts(Part, ABC):
 
     @property
     def networks(self) -> int:
-        """Return the number of networks that a router chooses among."""
+        """Return the number of networks that a router chooses among; other choices have none."""
         return self.number
 
     @property
