@@ -99,7 +99,7 @@ def check_params(path: Path) -> study.Study:
 
 def forget_files() -> None:
     """Make this process read files of code again, which a test has edited."""
-    caches = (code_hashes._read_source, code_hashes._imported_files, code_hashes._file_code_hash)
+    caches = (code_hashes._read_source, code_hashes._imported_files, code_hashes._code_hash)
     for cached in (*caches, code_hashes._module_file, code_hashes._data_files, read_wheel_hashes):
         cached.cache_clear()
 
