@@ -341,7 +341,7 @@ def script_and_words(stage: dict) -> tuple[str, list[str]]:
 def calls_of(script: str, name: str) -> list[ast.Call]:
     tree = ast.parse((ROOT / "stages" / f"{script}.py").read_text(encoding="utf-8"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return [call for call in calls if getattr(call.func, "id", "") == name]
+    return [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == name]
 
 
 def argument_names(script: str) -> list[str]:
