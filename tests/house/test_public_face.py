@@ -290,8 +290,8 @@ class Untrained(parts.Teacher):
 
 
 def test_they_keep_what_families_promise_and_an_old_source_is_told_what_to_write(tmp_path):
-    with pytest.raises(ImportError, match="DatasetInfo; allowed: Card, write_images"):
-        exec("from moecore.parts import DatasetInfo")
+    with pytest.raises(ImportError, match="Column; allowed: Metric, Values"):
+        exec("from moecore.parts import Column")
     with pytest.raises(UserError, match="Old: found prepare; allowed: describe, write"):
         type("Old", (Stripes,), {"__module__": __name__, "prepare": Stripes.write})
     assert testing.check_source(Stripes, tmp_path).task == STRIPED
