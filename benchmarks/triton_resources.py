@@ -84,8 +84,8 @@ class Launch(NamedTuple):
         if "ACTIVATION" in constants:
             plain = "backward" if constants.get("row_stride") == 1 else "down"
             word = plain if constants["ACTIVATION"] == "none" else constants["ACTIVATION"]
-        if "GATHER_LEFT" in constants:
-            word = "up" if constants["GATHER_LEFT"] else "down"
+        if "GATHER_LHS" in constants:
+            word = "up" if constants["GATHER_LHS"] else "down"
         if self.kernel.__name__ == "sum_choices" and "gates" not in constants:
             word = "weighted"
         return f"{self.kernel.__name__} {word}".strip()

@@ -322,10 +322,10 @@ def tune_command(name: Question, jobs: JobCount = None, verbose: IsVerbose = Fal
     from moecore.study.questions import find_question
 
     question = find_question(HERE, name)
-    kept = tune_question(question, lambda: _run_stages(jobs, None, verbose))
-    print_tuned(kept)
+    stored = tune_question(question, lambda: _run_stages(jobs, None, verbose))
+    print_tuned(stored)
     typer.echo(f"{question.results}: written")
-    if problems := "\n".join(list_edge_choices(question, kept)):
+    if problems := "\n".join(list_edge_choices(question, stored)):
         raise UserError(problems)
 
 

@@ -1,7 +1,7 @@
 """``moecore tune``: chooses the learning rate of each method on validation images.
 
 Each method is pretrained with each rate of one grid, by seeds that no round of the question has, in
-a run folder of its own. Scores, curves and choices are kept in pipelines/results/, from where the
+a run folder of its own. Scores, curves and choices are stored in pipelines/results/, from where the
 rounds take the chosen rates. Names hold the value: a grid that is shifted trains only what is new.
 A threshold of routers is chosen before, by its fallback: as ERMoE's paper (supplement, §6), but of
 models that were trained with it, whose fallback is another one.
@@ -73,8 +73,8 @@ def plan_tuning(question: questions.QuestionFile, threshold: float | None = None
         text = f"found {min(used)}, a seed of a round; allowed: seeds that no round has"
         raise question.document.error(("tune", "seeds"), text)
     methods = tuple(dict.fromkeys(name for run in runs for name in run["methods"]))
-    known = {stage for part in composed for stage in part.all_stages}
-    stages = tuple(stage for stage in STAGES if stage in known)
+    used = {stage for part in composed for stage in part.all_stages}
+    stages = tuple(stage for stage in STAGES if stage in used)
     top = params_layers.SettingsLayer(question.document, {}, stages, names=methods)
     values = params_layers.compose_layers(
         [*question.rounds[0].layers, top], question.root
@@ -176,14 +176,14 @@ def index_of_best_rate(scores: Sequence[Sequence[float]], better: str) -> int:
     return max(range(len(finite)), key=finite.__getitem__)
 
 
-def print_tuned(kept: Mapping[str, Any]) -> None:
+def print_tuned(stored: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    heads = [f"{rate:g}" for rate in kept["learning_rates"]]
-    first = f"{kept['score']} at a learning rate of"
+    heads = [f"{rate:g}" for rate in stored["learning_rates"]]
+    first = f"{stored['score']} at a learning rate of"
     table = Table(first, *heads, "chosen", box=None, header_style="bold", padding=(0, 1))
-    for name, choice in kept["methods"].items():
+    for name, choice in stored["methods"].items():
         means = [f"{fmean(scores):.4f}" for scores in choice["scores"]]
         table.add_row(name, *means, f"{choice[questions.RATE]:g}")
     Console(width=None if sys.stdout.isatty() else 200).print(table)
@@ -206,10 +206,10 @@ def list_tuning_problems(question: questions.QuestionFile) -> Iterator[str]:
     yield from list_edge_choices(question, stored)
 
 
-def list_edge_choices(question: questions.QuestionFile, kept: Mapping[str, Any]) -> Iterator[str]:
+def list_edge_choices(question: questions.QuestionFile, stored: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line per method whose best rate is the grid's lowest or highest."""
-    rates = kept["learning_rates"]
-    for name, choice in kept["methods"].items():
+    rates = stored["learning_rates"]
+    for name, choice in stored["methods"].items():
         if choice[questions.RATE] in (rates[0], rates[-1]):
             end = "lower" if choice[questions.RATE] == rates[0] else "higher"
             best = (

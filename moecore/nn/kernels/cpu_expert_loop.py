@@ -151,9 +151,9 @@ class ExpertLoop(Function):
         tensors = ctx.saved_tensors  # read once: recomputed activations are given out once
         (rows, offsets, *parameters), saved = tensors[:count], tensors[count:]
         grad = grads[0].contiguous()
-        wants_rows, _, *wanted = ctx.needs_input_grad
+        wants_rows, _, *needed = ctx.needs_input_grad
         plan, maps, dtype = _prepare(rows, offsets, parameters)
-        pairs = zip(maps, wanted[::2], wanted[1::2], strict=True)
+        pairs = zip(maps, needed[::2], needed[1::2], strict=True)
         gradients = [_Gradients(linear, plan, *wants) for linear, *wants in pairs]
         to_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
         with _no_autocast(rows):

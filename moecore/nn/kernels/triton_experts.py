@@ -70,12 +70,12 @@ class _Launcher:
         grid = (len(self.tiles) * triton.cdiv(width, options["N"]),)
         kernel[grid](*arguments, tiles=self.tiles, M=self.height, **options, **constants)
 
-    def multiply_experts(self, *arguments: Any, D: int, O: int, GATHER_LEFT: bool) -> None:
+    def multiply_experts(self, *arguments: Any, D: int, O: int, GATHER_LHS: bool) -> None:
         """Launch the gradient of all experts' weights (D, O), and of biases where there are any."""
         options = self._options("weights")
         options |= {"M": limit_block(options["N"], D), "N": limit_block(options["N"], O)}
         blocks = triton.cdiv(D, options["M"]) * triton.cdiv(O, options["N"])
-        options |= {"D": D, "O": O, "GATHER_LEFT": GATHER_LEFT, "offsets": self.offsets}
+        options |= {"D": D, "O": O, "GATHER_LHS": GATHER_LHS, "offsets": self.offsets}
         kernels.differentiate_weights[(len(self.offsets) * blocks,)](*arguments, **options)
 
     def sum_choices(self, values: Tensor, gates: Tensor | None, output: Tensor, k: int) -> None:
@@ -169,9 +169,9 @@ def compute_backward(
         if to_parameters:
             to_up, to_down, to_up_bias, to_down_bias = (*to_parameters, None, None)[:4]
             pointers = (tokens, to_inner, sources, row_gates, to_up, to_up_bias)
-            launcher.multiply_experts(*pointers, D=width, O=inner_width, GATHER_LEFT=True)
+            launcher.multiply_experts(*pointers, D=width, O=inner_width, GATHER_LHS=True)
             pointers = (weighted, grad, sources, row_gates, to_down, to_down_bias)
-            launcher.multiply_experts(*pointers, D=hidden_width, O=width, GATHER_LEFT=False)
+            launcher.multiply_experts(*pointers, D=hidden_width, O=width, GATHER_LHS=False)
     return gradients
 
 
@@ -201,9 +201,9 @@ class TritonExperts(Function):
     """Compute outputs (N, d) from tokens, gates, a plan's routes, and low and full parameters."""
 
     @staticmethod
-    def forward(tokens: Tensor, gates: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        *routes, low_up, low_down, save = others[:8]
-        low = [low_up, low_down, *(bias for bias in others[10:] if bias is not None)]
+    def forward(tokens: Tensor, gates: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        *routes, low_up, low_down, save = arguments[:8]
+        low = [low_up, low_down, *(bias for bias in arguments[10:] if bias is not None)]
         compute = forward_operator if torch.compiler.is_compiling() else compute_forward
         return tuple(compute(tokens, gates, routes, low, save))
 

@@ -22,20 +22,20 @@ def _place_program(tiles, width: tl.constexpr, M: tl.constexpr, N: tl.constexpr)
 
 
 @triton.jit
-def _multiply_tile(left, is_row, right, is_column, step, D: tl.constexpr, K: tl.constexpr):
+def _multiply_tile(lhs, is_row, rhs, is_column, step, D: tl.constexpr, K: tl.constexpr):
     """Return rows times columns of one expert's weight in fp32, from pointers to their first K."""
-    total = tl.zeros((left.shape[0], right.shape[1]), tl.float32)
+    total = tl.zeros((lhs.shape[0], rhs.shape[1]), tl.float32)
     for start in range(0, D, K):
         if D % K == 0:
-            values = tl.load(left, mask=is_row[:, None], other=0)
-            part = tl.load(right, mask=is_column[None, :], other=0)
+            values = tl.load(lhs, mask=is_row[:, None], other=0)
+            part = tl.load(rhs, mask=is_column[None, :], other=0)
         else:
             is_place = start + tl.arange(0, K) < D
-            values = tl.load(left, mask=is_row[:, None] & is_place[None, :], other=0)
-            part = tl.load(right, mask=is_place[:, None] & is_column[None, :], other=0)
+            values = tl.load(lhs, mask=is_row[:, None] & is_place[None, :], other=0)
+            part = tl.load(rhs, mask=is_place[:, None] & is_column[None, :], other=0)
         total = tl.dot(values, part, total, input_precision="tf32x3")
-        left += K
-        right += step
+        lhs += K
+        rhs += step
     return total
 
 
@@ -71,11 +71,11 @@ def multiply_rows(
         source = tl.load(sources + row, mask=is_row, other=0)
     width: tl.constexpr = 2 * O if ACTIVATION == "swiglu" else O
     place = tl.arange(0, K)
-    left_at = values + source[:, None] * D + place[None, :]
+    lhs_at = values + source[:, None] * D + place[None, :]
     weight_at = weight + expert * D * width
     weight_at += place[:, None] * row_stride + column[None, :] * column_stride
     step = K * row_stride
-    total = _multiply_tile(left_at, is_row, weight_at, is_column, step, D, K)
+    total = _multiply_tile(lhs_at, is_row, weight_at, is_column, step, D, K)
     if bias is not None:
         total += tl.load(bias + expert * O + column, mask=is_column, other=0).to(tl.float32)[None]
     place = tl.arange(0, M)[:, None] * width + column[None, :]
@@ -87,7 +87,7 @@ def multiply_rows(
         total *= 0.5 * (1 + tl.erf(total * 0.7071067811865476))
     elif ACTIVATION == "swiglu":
         weight_at += O * column_stride
-        scale = _multiply_tile(left_at, is_row, weight_at, is_column, step, D, K)
+        scale = _multiply_tile(lhs_at, is_row, weight_at, is_column, step, D, K)
         if inner is not None:
             tl.store(inner + place + O, scale, mask=is_place)
         total *= tl.sigmoid(total) * scale
@@ -154,8 +154,8 @@ def differentiate_hidden(
 
 @triton.jit
 def differentiate_weights(
-    left,
-    right,
+    lhs,
+    rhs,
     sources,
     row_gates,
     to_weight,
@@ -163,14 +163,14 @@ def differentiate_weights(
     offsets,
     D: tl.constexpr,
     O: tl.constexpr,
-    GATHER_LEFT: tl.constexpr,
+    GATHER_LHS: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Sum left (…, D)ᵀ times right (…, O) over each expert's rows, and right alone: the bias.
+    """Sum lhs (…, D)ᵀ times rhs (…, O) over each expert's rows, and rhs alone: the bias.
 
-    Up: the left is gathered from tokens. Down: the right is, from the outputs' gradient, and its
+    Up: the lhs is gathered from tokens. Down: the rhs is, from the outputs' gradient, and its
     sum for the bias is weighted by gates.
     """
     blocks: tl.constexpr = tl.cdiv(D, M) * tl.cdiv(O, N)
@@ -188,20 +188,20 @@ def differentiate_weights(
         row = start + tl.arange(0, K)
         is_row = row < end
         source = tl.load(sources + row, mask=is_row, other=0).to(tl.int64)
-        left_row = row.to(tl.int64)
-        right_row = source
-        if GATHER_LEFT:
-            left_row = source
-            right_row = row.to(tl.int64)
-        left_at = left + left_row[None, :] * D + inputs[:, None]
-        right_at = right + right_row[:, None] * O + column[None, :]
-        values = tl.load(left_at, mask=is_input[:, None] & is_row[None, :], other=0)
-        part = tl.load(right_at, mask=is_row[:, None] & is_column[None, :], other=0)
+        lhs_row = row.to(tl.int64)
+        rhs_row = source
+        if GATHER_LHS:
+            lhs_row = source
+            rhs_row = row.to(tl.int64)
+        lhs_at = lhs + lhs_row[None, :] * D + inputs[:, None]
+        rhs_at = rhs + rhs_row[:, None] * O + column[None, :]
+        values = tl.load(lhs_at, mask=is_input[:, None] & is_row[None, :], other=0)
+        part = tl.load(rhs_at, mask=is_row[:, None] & is_column[None, :], other=0)
         total = tl.dot(values, part, total, input_precision="tf32x3")
         if to_bias is not None:
             if block == 0:
                 wide = part.to(tl.float32)
-                if not GATHER_LEFT:
+                if not GATHER_LHS:
                     wide *= tl.load(row_gates + row, mask=is_row, other=0)[:, None]
                 bias += tl.sum(wide, 0)
     place = (expert * D + inputs)[:, None] * O + column[None, :]
