@@ -260,7 +260,11 @@ def response(ids, **others):
         ("a.csv", f"{START}1,1", "whole lines layer,expert"),
         ("a.csv", f"{START}1,-1\n", "csv:4: found '1,-1'"),
         ("a.csv", f"{START}1,1\n0,1\n0,2\n", r"csv:5: found \[2, 0\] lines of layers \[0, 1\]"),
-        ("a.csv", "0,1\n0,2\n0,3\n1,0\n1,1\n1,2\n", r":1: found \[3, 3\] lines .* multiple of k"),
+        (
+            "a.csv",
+            "0,1\n0,2\n0,3\n1,0\n1,1\n1,2\n",
+            r"csv:1: found \[3, 3\] lines .* multiple of k",
+        ),
         ("a.csv", "0,1\n0,1\n1,0\n1,1\n", r"csv: token 0, layer 0: found expert 1 in \[1, 1\]"),
     ],
 )

@@ -265,7 +265,10 @@ def cut_file(folder):
     ("damage", "problem"),
     [
         (partial(write_card, format=3), "json: format: found 3; allowed: 1 or 2"),
-        (partial(write_card, chunks=[CHUNK] * 2), "json: chunks: found .*; allowed: each once"),
+        (
+            partial(write_card, chunks=[CHUNK] * 2),
+            "trace.json: chunks: found .*; allowed: each once",
+        ),
         (partial(write_card, layers=[LAYER | {"k": 1}]), "of them 1 at most per token"),
         (partial(write_card, layers=[LAYER | {"k": 9}]), "of them 9 at most per token"),
         (partial(write_card, layers=[]), r"layers: found \[\]; Tuple should"),

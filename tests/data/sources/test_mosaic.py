@@ -240,7 +240,10 @@ def test_flickrs_token_file(tmp_path):
         (lambda c: c["images"].pop(), "found a caption of image 19, which is not listed"),
         (lambda c: c.pop("images"), "no captions of COCO's: lacks or has an odd 'images'"),
         (lambda c: c["images"][0].update(file_name="../../etc/passwd"), "leads out of this folder"),
-        (lambda c: c["annotations"][0].update(caption=None), "caption, None, which is not text"),
+        (
+            lambda c: c["annotations"][0].update(caption=None),
+            "odd caption, None, which is not text",
+        ),
     ],
 )
 def test_odd_annotations_are_refused(tmp_path, edit, says):
