@@ -129,8 +129,8 @@ def test_worst_case_and_both_changes_of_the_routing(whole):
     found = cells(whole, "vmoe")
     measured = whole.phases["pretrain"].models["vmoe"][0]
     # right under FGSM: images 10 … 10 + r − 1; under PGD: 0 … s − 1; both: 10 … s − 1 (r > s)
-    found = measured.of(Robustness)
-    rows = {name: robustness.scores_by_epsilon(found, name) for name in ("fgsm", "pgd-10")}
+    attacked = measured.of(Robustness)
+    rows = {name: robustness.scores_by_epsilon(attacked, name) for name in ("fgsm", "pgd-10")}
     fgsm, pgd = (round(200 * values[-1].value) for values in rows.values())
     assert fgsm > pgd > 10 and found["accuracy_worst_case"].value == pytest.approx((pgd - 10) / 200)
     columns = {one.name: one for one in build_table(whole, whole.phases["pretrain"]).metrics}
