@@ -436,7 +436,7 @@ def test_it_keeps_its_promises(folder):
         ("[my_lab.bound]", "[bound]", "found 'bound'; allowed: package.module of a listed"),
         ("power_2", "power_3", "found 'power_3', did you mean 'power_2'?; allowed in my_lab.bound"),
         ("against: my_lab.bound", "against: other", "found 'other'"),
-        ("questions:", "sizes: {}\nquestions:", "a calculation since 0.3.0: write packages: "),
+        ("questions:", "sizes: {}\nquestions:", "4:1: sizes: unknown key; allowed: "),
     ],
 )
 def test_what_is_wrong_is_named(folder, old, new, line):

@@ -162,6 +162,9 @@ def read_stored_values(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the stored values of a claim's two sides, each (S, N) or (S,); None if not stored."""
     ours, theirs = _value_names(claim.model_dump())
+    tensors = _items_of_round(study)
+    if not {ours, theirs} <= tensors.keys():
+        return None
     items = {
         name: entry["difference"].get("items", 0)
         for section in evaluation.SECTIONS.values()
@@ -169,9 +172,6 @@ def read_stored_values(
         for name in _value_names(entry["asked"])
     }
     if not {ours, theirs} <= items.keys():
-        return None
-    tensors = _items_of_round(study)
-    if not {ours, theirs} <= tensors.keys():
         return None
     first = _unpack_values(tensors, ours, items[ours])
     return first, _unpack_values(tensors, theirs, items[theirs])
