@@ -209,7 +209,7 @@ def _add_node(node: Any, add: Callable[[str], None], shown: bool) -> None:
 
 def _without_shown_words(call: ast.Call) -> ast.Call:
     """Return a call of ``Metric`` or ``OnPage`` without the texts that only the page shows."""
-    name = getattr(call.func, "id", "")
+    name = getattr(call.func, "id", "") or getattr(call.func, "attr", "")  # `parts.Metric`, too
     if name == "OnPage":
         return ast.Call(call.func, [], [])
     if name != "Metric":
@@ -219,10 +219,11 @@ def _without_shown_words(call: ast.Call) -> ast.Call:
 
 
 def _is_check_only_method(item: Any) -> bool:
-    # Only `moecore check` calls them. The annotation tells them from other methods of these names.
     if item.__class__ is not ast.FunctionDef or item.decorator_list:
         return False
-    return item.name in ("misfits", "remarks") and getattr(item.returns, "id", "") == "Misfits"
+    # Only `moecore check` calls them. The annotation tells them from other methods of these names.
+    returned = getattr(item.returns, "id", "") or getattr(item.returns, "attr", "")
+    return item.name in ("misfits", "remarks") and returned == "Misfits"
 
 
 def _does_nothing(item: Any) -> bool:

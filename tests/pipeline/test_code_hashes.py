@@ -311,15 +311,16 @@ METRIC = (
 )
 
 
+@pytest.mark.parametrize("call", ["Metric(", "parts.Metric("])
 @pytest.mark.parametrize(
     ("old", "new"), [("IMED,", "IMED of"), ("a distance", "words"), (', paper="moge"', "")]
 )
-def test_words_of_a_metric_change_only_what_shows_them(old, new):
-    edited = METRIC.replace(old, new)
-    assert hash_code(edited) == hash_code(METRIC)
-    trees = (ast.parse(text) for text in (edited, METRIC))
-    assert len({hash_syntax(tree, shown=True) for tree in trees}) == 2
-    others = (text.replace("Metric", "Other") for text in (edited, METRIC))
+def test_words_of_a_metric_change_only_what_shows_them(old, new, call):
+    text = METRIC.replace("Metric(", call)
+    edited = text.replace(old, new)
+    assert hash_code(edited) == hash_code(text)
+    assert len({hash_syntax(ast.parse(code), shown=True) for code in (edited, text)}) == 2
+    others = (code.replace("Metric", "Other") for code in (edited, text))
     assert len(set(map(hash_code, others))) == 2
 
 
@@ -351,6 +352,7 @@ class Top(Router):
 def test_words_of_a_refusal_change_nothing(old, new):
     assert hash_code(REFUSAL.replace(old, new)) == hash_code(REFUSAL)
     assert hash_code(REFUSAL[: REFUSAL.index("    def misfits")]) == hash_code(REFUSAL)
+    assert hash_code(REFUSAL.replace("-> Misfits", "-> config.Misfits")) == hash_code(REFUSAL)
 
 
 @pytest.mark.parametrize(
