@@ -325,6 +325,13 @@ routing: {augmentations: [{name: moved, views: {size: 2, shift: 1}}]}
     assert rename_keys_in_text(text, RENAMED_KEYS, "params.yaml") == expected
 
 
+def test_a_renamed_key_stays_in_its_place():
+    text = "pretrain:\n  epochs: 2\n  batch: 8\n  learning_rate: 0.1\n"
+    renamed = [RenamedKey("0.9.0", "pretrain.batch", "batch_size")]
+    expected = text.replace("batch:", "batch_size:")
+    assert rename_keys_in_text(text, renamed, "params.yaml") == expected
+
+
 def test_a_project_of_a_newer_version_is_one_line(older):
     answer(moecore="9.1.0")
     for words in ("check", "upgrade", "run"):

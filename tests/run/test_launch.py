@@ -205,6 +205,10 @@ def test_jobs_take_the_cards_that_were_given_one_per_rank(monkeypatch):
     left = [place for place in all_places if place not in chosen]
     assert parallel.choose_places(("pretrain@tgr-0",), left) is None, "it waits for a second one"
     assert parallel.choose_places(("compare",), left) == left
+    shared = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in ("0", "1", "1", "0", "1")]
+    fewest_jobs = [{"CUDA_VISIBLE_DEVICES": "1"}]  # three places are free on it, two on the other
+    assert parallel.choose_places(("compare",), shared) == fewest_jobs
+    assert parallel.choose_places(("compare",), shared[:1] + shared[3:]) == shared[:1]
     assert len(parallel.job_environments(1)) == 2, "one job at a time has both"
     monkeypatch.setenv("MOECORE_RANKS", "4")
     with pytest.raises(UserError) as caught:
