@@ -1,7 +1,8 @@
 """Whether the data of stored answers can tell routers apart: a learned router against a hash.
 
-The control of a round is that of any round with the same data, model and training. Where it
-includes 0, or was never trained, the round's answers about accuracy are *insensitive*.
+The control of a round is that of any round with the same data, model and training: the one with
+most seeds, and among those the round's own. Where it includes 0, or was never trained, the round's
+answers about accuracy are *insensitive*.
 """
 
 import json
@@ -42,16 +43,18 @@ class Control(NamedTuple):
         return excludes_zero(interval_from_json(self.entry["difference"]))
 
 
-Controls = Mapping[tuple[str, str, str], Control]  # (settings of the data, phase, metric)
+# (settings of the data, or the name of a round that has an own control; phase; metric)
+Controls = Mapping[tuple[str, str, str], Control]
 
 
 def find_controls(rounds: Sequence[QuestionRound], studies: Studies) -> Controls:
-    """Return the control of each kind of data, of several the one with most seeds."""
+    """Return each round's control and, of each kind of data, the one with most seeds."""
     controls: dict[tuple[str, str, str], Control] = {}
     for study in rounds:
         for question, entry in _list_measured_controls(study, studies[study.name]):
             key = (data_settings(study, question.phase), question.phase, question.metric)
             control = Control(study.name, entry)
+            controls[study.name, question.phase, question.metric] = control
             known = controls.get(key)
             seeds = control.entry["difference"]["seeds"]
             if known is None or known.entry["difference"]["seeds"] < seeds:
@@ -96,6 +99,18 @@ def data_settings(study: QuestionRound, phase: str) -> str:
     return json.dumps(sections, sort_keys=True)
 
 
+def choose_control(
+    study: QuestionRound, phase: str, metric: str, controls: Controls
+) -> Control | None:
+    """Return the control of a round's data; None if no hash was trained on them."""
+    of_data = controls.get((data_settings(study, phase), phase, metric))
+    own_control = controls.get((study.name, phase, metric))
+    if of_data is None or own_control is None:
+        return of_data
+    seeds = [control.entry["difference"]["seeds"] for control in (own_control, of_data)]
+    return own_control if seeds[0] == seeds[1] else of_data
+
+
 def mark_insensitive(
     pooled: Sequence[PooledAnswer], rounds: Sequence[QuestionRound], controls: Controls
 ) -> list[PooledAnswer]:
@@ -114,7 +129,7 @@ def _why_insensitive(answer: Answer, study: QuestionRound, controls: Controls) -
     claim = answer.claim
     if {claim.metric, claim.against_metric or claim.metric} - {*SCORES}:
         return ""
-    control = controls.get((data_settings(study, claim.phase), claim.phase, claim.metric))
+    control = choose_control(study, claim.phase, claim.metric, controls)
     if control is None:
         return UNKNOWN
     return "" if control.is_sensitive else control.words
@@ -134,8 +149,7 @@ def find_sensitive_rounds(rounds: Sequence[QuestionRound], controls: Controls) -
         study.name
         for study in rounds
         for metric in SCORES
-        if (control := controls.get((data_settings(study, phase), phase, metric)))
-        and control.is_sensitive
+        if (control := choose_control(study, phase, metric, controls)) and control.is_sensitive
     }
 
 
@@ -144,9 +158,8 @@ def describe_round(study: QuestionRound, controls: Controls) -> str:
     data = study.compose().document.data
     sentences = []
     for phase in data["run"].get("phases", ()):
-        settings = data_settings(study, phase)
         for metric in SCORES:
-            if control := controls.get((settings, phase, metric)):
+            if control := choose_control(study, phase, metric, controls):
                 can = "can" if control.is_sensitive else "are not shown to"
                 sentences.append(f"{control.words}: these data {can} tell routers apart ({phase}).")
     return " ".join(sentences)

@@ -199,11 +199,12 @@ def stored():
 def test_the_control_of_stored_answers_is_of_the_same_data_and_training(stored):
     rounds, answers, controls = stored
     named = {study.name: study for study in rounds}
-    names = ("ours/dialects", "tgr/tables_4_to_7", "prc/tables_2_4_5")
+    names = ("ours/dialects", "tgr/tables_4_to_7", "tgr/scripts", "prc/tables_2_4_5")
     sensitive = {name: data_sensitivity.describe_round(named[name], controls) for name in names}
     assert "= +17.0 pp [+15.8 to +18.3] in ours/" in sensitive["ours/dialects"]
     assert "these data can tell routers apart (pretrain)" in sensitive["ours/dialects"]
     assert "in ours/controls: these data are not shown" in sensitive["tgr/tables_4_to_7"]
+    assert "in tgr/scripts: these data can" in sensitive["tgr/scripts"]  # its own, of as many seeds
     assert sensitive["prc/tables_2_4_5"] == ""  # no hash was trained there
 
 
