@@ -44,9 +44,9 @@ Attacked = Callable[[], Tensor]
 def contestants(
     model: BackboneModel, images: Tensor, labels: Tensor, steps: int
 ) -> dict[str, Attacked]:
-    """Attacks by name; each call returns adversarial images (B, C, H, W).
+    """Return name → attack; a call returns adversarial images (B, C, H, W).
 
-    Ours draw their starts each time, as in the stage.
+    Each call of ours draws its starting points, as in the stage.
     """
 
     def ours(attack: Attack, attacked: BackboneModel = model) -> Attacked:
@@ -55,15 +55,15 @@ def contestants(
         return lambda: attack(attacked, task, images, labels, EPSILON, image_generators(0, indices))
 
     return {
-        ALONE: lambda: alone(model, images, labels, steps),
+        ALONE: lambda: run_package_apgd(model, images, labels, steps),
         "ours apgd": ours(Apgd(steps=steps)),
         "ours apgd, bf16": ours(Apgd(steps=steps), BFloat16Model(model)),
         "ours pgd": ours(Pgd(steps=steps)),
     }
 
 
-def alone(model: nn.Module, images: Tensor, labels: Tensor, steps: int) -> Tensor:
-    """The package as one calls it first."""
+def run_package_apgd(model: nn.Module, images: Tensor, labels: Tensor, steps: int) -> Tensor:
+    """Attack by pyautoattack's APGD with its usual call."""
     attack = APGDAttack(
         lambda pixels: model(pixels).prediction,
         n_iter=steps,
@@ -77,7 +77,7 @@ def alone(model: nn.Module, images: Tensor, labels: Tensor, steps: int) -> Tenso
 def ensembles(
     model: BackboneModel, images: Tensor, steps: int, queries: int, epsilon: float, norm: str
 ) -> dict[str, Attacked]:
-    """AutoAttack of the package and ours; each call returns adversarial images (B, C, H, W)."""
+    """Return name → AutoAttack, ours and the package's; a call returns images (B, C, H, W)."""
     with torch.no_grad():
         labels = torch.cat([model(few).prediction.argmax(1) for few in images.split(BATCH)])
 
@@ -114,9 +114,9 @@ def ensembles(
 def race(
     name: str, images: int, steps: int, rounds: int, device: str = "cpu", ensemble: tuple = ()
 ) -> list[dict]:
-    """One row per contestant; ensemble: queries, ε and norm of a race of AutoAttack.
+    """Return a row per contestant: images per second, and time / time of the package.
 
-    A row has images a second, and the time over that of the package alone.
+    ensemble: queries, ε and norm, to race AutoAttack; () races single attacks.
     """
     size = sizes()[name]
     if "l2" in ensemble:  # the package's Square stops with an error at 24 × 24 pixels in L2
@@ -148,7 +148,7 @@ def race(
 
 
 def table(rows: list[dict], title: str) -> Table:
-    """The rows as a table; the ratio's quartiles stand in brackets."""
+    """Return the rows as a table, with the ratio's quartiles in brackets."""
     shown = Table("size", "attack", "images/s", "time / alone", "of minima", title=title)
     for row in rows:
         ratio = f"{row['median']:.3f} ({row['low']:.3f} – {row['high']:.3f})"

@@ -17,14 +17,14 @@ from scipy.special import expit, stdtrit
 SEEDS = (3, 5, 10)
 ITEMS = (100, 1000, 10_000)
 RESAMPLES = 400  # of the bootstrap
-VALUES = 4_000_000  # that are in memory at once
+VALUES = 4_000_000  # most values in memory at a time
 BEGIN = "<!-- written by python -m benchmarks.coverage -->"
 END = "<!-- end -->"
 Draw = Callable[[np.random.Generator, int, int, int], np.ndarray]  # trials, seeds, items
 
 
 class Case(NamedTuple):
-    """Differences with a known truth; ``draw`` gives (trials, S, n)."""
+    """A distribution of differences with known mean; ``draw`` returns (trials, S, n)."""
 
     words: str
     draw: Draw
@@ -32,14 +32,14 @@ class Case(NamedTuple):
 
 
 class Halves(NamedTuple):
-    """Distances of the limits from the mean, each (trials,) below and above."""
+    """Distances of the lower and upper limit from the mean, each (trials,)."""
 
     below: np.ndarray
     above: np.ndarray
 
 
 def normal(seeds: float, items: float, both: float) -> Draw:
-    """D = a_s + b_i + e_si; the deviations of the *means* over S seeds, n items, S·n values."""
+    """Return a draw of D = a_s + b_i + e_si; arguments: standard deviations of their means."""
 
     def draw(generator: np.random.Generator, trials: int, s: int, n: int) -> np.ndarray:
         of_seeds = generator.standard_normal((trials, s, 1)) * (seeds * np.sqrt(s))
@@ -51,10 +51,11 @@ def normal(seeds: float, items: float, both: float) -> Draw:
 
 
 def hits(spread: float, gap: float = 0.0) -> Draw:
-    """Right or wrong of two methods: an item's difficulty, a model's luck, and what both share.
+    """Return a draw of the differences of two methods' hits (0 or 1) per item and seed.
 
     P(right) = σ(1.5 + difficulty_i + skill_ms + interaction_mi + scatter_msi): most items are right
-    in both. spread: of a method's skill between seeds; gap: between the methods.
+    in both. spread: standard deviation of a method's skill over seeds; gap: difference of the
+    methods' mean skills.
     """
 
     def draw(generator: np.random.Generator, trials: int, s: int, n: int) -> np.ndarray:
@@ -84,7 +85,7 @@ CASES = (
 
 
 class Parts(NamedTuple):
-    """What the intervals are made of, each (trials,)."""
+    """The variances from which intervals are computed, each (trials,)."""
 
     by_seeds: np.ndarray  # variance of the seed means / S
     by_items: np.ndarray  # variance of the item means / n
@@ -93,22 +94,22 @@ class Parts(NamedTuple):
 
 
 def parts(drawn: np.ndarray) -> Parts:
-    """Of differences (trials, S, n)."""
+    """Return the variances of differences (trials, S, n)."""
     _, seeds, items = drawn.shape
     by_seeds = drawn.mean(axis=2).var(axis=1, ddof=1) / seeds
     by_items = drawn.mean(axis=1).var(axis=1, ddof=1) / items
     return Parts(by_seeds, by_items, seeds, items)
 
 
-def alike(half: np.ndarray) -> Halves:
-    """Limits as far below as above."""
+def make_symmetric_limits(half: np.ndarray) -> Halves:
+    """Return symmetric limits."""
     return Halves(half, half)
 
 
 def seeds_alone(drawn: np.ndarray, generator: np.random.Generator) -> Halves:
-    """Student's t over the seed means: the items are taken as given."""
+    """Student's t over seed means, which ignores the choice of items."""
     found = parts(drawn)
-    return alike(stdtrit(found.seeds - 1, 0.975) * np.sqrt(found.by_seeds))
+    return make_symmetric_limits(stdtrit(found.seeds - 1, 0.975) * np.sqrt(found.by_seeds))
 
 
 def satterthwaite(drawn: np.ndarray, generator: np.random.Generator) -> Halves:
@@ -117,26 +118,28 @@ def satterthwaite(drawn: np.ndarray, generator: np.random.Generator) -> Halves:
     total = found.by_seeds + found.by_items
     squares = found.by_seeds**2 / (found.seeds - 1) + found.by_items**2 / (found.items - 1)
     freedom = np.maximum(total**2 / np.maximum(squares, 1e-300), 1.0)
-    return alike(stdtrit(freedom, 0.975) * np.sqrt(total))
+    return make_symmetric_limits(stdtrit(freedom, 0.975) * np.sqrt(total))
 
 
 def weighted(drawn: np.ndarray, generator: np.random.Generator) -> Halves:
-    """Each variance with its own t, as moecore.statistics.comparisons."""
+    """A quantile of t per variance, as in moecore.statistics.comparisons."""
     found = parts(drawn)
     of_seeds = stdtrit(found.seeds - 1, 0.975) ** 2 * found.by_seeds
     of_items = stdtrit(found.items - 1, 0.975) ** 2 * found.by_items
-    return alike(np.sqrt(of_seeds + of_items))
+    return make_symmetric_limits(np.sqrt(of_seeds + of_items))
 
 
 def without_rest(drawn: np.ndarray, generator: np.random.Generator) -> Halves:
-    """As ``weighted``, with the scatter of single values taken out of the seeds' variance."""
+    """``weighted``, after subtracting the residual variance from the seeds' variance."""
     found = parts(drawn)
     rest = drawn - drawn.mean(axis=1, keepdims=True) - drawn.mean(axis=2, keepdims=True)
     rest += drawn.mean(axis=(1, 2), keepdims=True)
     scatter = np.square(rest).sum(axis=(1, 2)) / ((found.seeds - 1) * (found.items - 1))
     own = np.maximum(found.by_seeds - scatter / (found.seeds * found.items), 0)
     of_seeds = stdtrit(found.seeds - 1, 0.975) ** 2 * own
-    return alike(np.sqrt(of_seeds + stdtrit(found.items - 1, 0.975) ** 2 * found.by_items))
+    return make_symmetric_limits(
+        np.sqrt(of_seeds + stdtrit(found.items - 1, 0.975) ** 2 * found.by_items)
+    )
 
 
 def bootstrap(drawn: np.ndarray, generator: np.random.Generator) -> Halves:
@@ -163,17 +166,17 @@ CHOSEN = "a t each"
 
 
 class Row(NamedTuple):
-    """What was counted in one setting."""
+    """Coverage and width of all intervals in one setting."""
 
     case: Case
     seeds: int
     items: int
     covered: dict[str, float]  # interval → share of the trials whose interval holds the truth
-    width: dict[str, float]  # interval → mean width / that of 1.96 true standard errors
+    width: dict[str, float]  # interval → mean width / width of ±1.96 true standard errors
 
 
-def counted(case: Case, seeds: int, items: int, trials: int, seed: int = 0) -> Row:
-    """Coverage and width of every interval over ``trials`` sets of seeds and items."""
+def simulate_coverage(case: Case, seeds: int, items: int, trials: int, seed: int = 0) -> Row:
+    """Simulate ``trials`` comparisons; return coverage and width of every interval."""
     generator = np.random.default_rng([seed, seeds, items])
     size = max(1, VALUES // (seeds * items))
     means = []
@@ -198,15 +201,15 @@ def counted(case: Case, seeds: int, items: int, trials: int, seed: int = 0) -> R
 
 
 def rows(trials: int) -> Iterator[Row]:
-    """Every case with every number of seeds and items."""
+    """Yield a row for every case, number of seeds and number of items."""
     for case in CASES:
         for seeds in SEEDS:
             for items in ITEMS:
-                yield counted(case, seeds, items, trials)
+                yield simulate_coverage(case, seeds, items, trials)
 
 
 def table(found: list[Row]) -> str:
-    """Markdown: a row a setting; ``coverage (width)`` of each interval."""
+    """Return a Markdown table: a row per setting, ``coverage (width)`` per interval."""
     head = ("what varies", "seeds", "items", *INTERVALS)
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for row in found:

@@ -36,14 +36,15 @@ NEVER = 1 << 30
 def two_calls(
     rows: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor, offsets: Tensor
 ) -> Tensor:
-    """The experts with all rows in one step after the other."""
+    """Compute each of the two layers for all experts before the next one."""
     hidden = gelu(grouped_linear(rows, up, up_bias, offsets))
     return grouped_linear(hidden, down, down_bias, offsets)
 
 
 def step(way: Experts, size: Size, dtype: torch.dtype, grouped: bool = True) -> Callable[[], None]:
-    """A call that runs the experts forward and backward to the gradients of rows, weights and
-    biases; with ``grouped`` off one expert by one.
+    """Return a call that computes the gradients of rows, weights and biases of the experts.
+
+    Without ``grouped`` each expert is computed separately.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = layers.tokens_of(size)
@@ -69,7 +70,7 @@ def step(way: Experts, size: Size, dtype: torch.dtype, grouped: bool = True) -> 
 
 
 def few(experts: int, width: int, hidden: int, precision: str, rounds: int) -> None:
-    """Print groups against one expert by one."""
+    """Print groups of experts against separate experts."""
     dtype = torch_dtype(precision)
     for share in FEW:
         size = Size(1, round(share * experts), width, hidden, experts, 1)
@@ -81,7 +82,7 @@ def few(experts: int, width: int, hidden: int, precision: str, rounds: int) -> N
 
 
 def many(experts: int, width: int, hidden: int, precision: str, rounds: int) -> None:
-    """Print all steps of an expert at once against two calls."""
+    """Print experts computed in one call against one call per layer."""
     dtype = torch_dtype(precision)
     for share in MANY:
         size = Size(1, share * experts, width, hidden, experts, 1)
@@ -93,7 +94,7 @@ def many(experts: int, width: int, hidden: int, precision: str, rounds: int) -> 
 
 
 def shown(size: Size, precision: str, turns: dict[str, list[float]]) -> None:
-    """Print one line: the first contestant against the second."""
+    """Print a line with the first contestant's time divided by the second's."""
     (name, first), (other, second) = turns.items()
     ratio = Ratio.of(first, second)
     print(

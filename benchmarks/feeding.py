@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from benchmarks.timing import shortest
+from benchmarks.timing import time_fastest_call
 from moecore.core.streams import generator_for
 from moecore.data.files.decode import decode_image, decode_jpeg_to_pil, recompress_image
 from moecore.data.layouts.images import channel_moments
@@ -19,12 +19,12 @@ from moecore.data.views.views import CropRanges, ViewSettings, make_random_views
 from moecore.data.views.warping import MixedSizeImageList, cut_parts_seen_by_views
 
 IMAGENET = 1_281_167  # training images
-PHOTO = (500, 375)  # pixels: what most of them have
+PHOTO = (500, 375)  # pixels, the size of most images
 SEVERAL = 32
 
 
 class Feeding(NamedTuple):
-    """Images a second and core, unless it says otherwise; of two photos, 500 × 375, quality 95."""
+    """Rates in images per second and core, except where noted, of two photos (JPEG, 500 × 375)."""
 
     decoded_224: float  # prepare, raw
     decoded_256: float
@@ -32,13 +32,13 @@ class Feeding(NamedTuple):
     unpacked_256: float  # training on them: decoding
     cut_224: float  # … and cutting out random resized crops, which the device resizes
     taken_224: float  # training on raw: gathered from memory
-    sha256: float  # bytes a second
-    counted: float  # bytes a second, into the histogram of mean and std
-    packed_bytes: float  # of an image
+    sha256: float  # bytes per second
+    counted: float  # bytes per second, of the histogram for mean and std
+    packed_bytes: float  # per image
 
 
 def feeding(repeats: int = 60) -> Feeding:
-    """Measure them, in one thread, on files that lie in memory."""
+    """Measure all rates in one thread, on files that are in the page cache."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         paths = []
@@ -61,7 +61,7 @@ def _rates(paths: list[Path], repeats: int) -> Feeding:
     content = raw[:256].tobytes()
 
     def a_second(run, number: float) -> float:
-        return number / shortest(run, repeats)
+        return number / time_fastest_call(run, repeats)
 
     each = len(paths)
     return Feeding(
@@ -78,10 +78,9 @@ def _rates(paths: list[Path], repeats: int) -> Feeding:
 
 
 def imagenet(rates: Feeding, cores: int) -> Iterator[tuple[str, float, float, float]]:
-    """How it is kept; GB on disk; hours of ``prepare`` with ``cores``; training images a second and
-    core.
+    """Yield format, GB on disk, hours of ``prepare``, and training images per second and core.
 
-    The hash is one thread's work.
+    ``prepare`` is assumed to use ``cores`` cores, except for the hash: one thread.
     """
     for side, decoded in ((224, rates.decoded_224), (256, rates.decoded_256)):
         size = IMAGENET * 3 * side**2

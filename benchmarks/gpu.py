@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from benchmarks import layers, race, training_step
 from benchmarks.layers import Size, prediction, step, tokens_of
-from benchmarks.limit import Peaks, described, limit, peaks, versions
+from benchmarks.limit import Peaks, describe_machine, limit, peaks, versions
 from benchmarks.peers import GPU_PEERS, Peer, torch_dtype
 from benchmarks.race import CUDA, MANY, VIT_S, build_on, peer_row, row, skipped
 from benchmarks.timing import LEAST, Run, take_turns
@@ -56,7 +56,7 @@ COMMAND = (sys.executable, "-c", "from moecore.pipeline.cli import app; app()")
 
 
 class RacedLayer(NamedTuple):
-    """A layer that is raced, and the ratios to reach."""
+    """A layer's size and precision, and its target ratios to the dense MLP and the limit."""
 
     size: Size
     precision: str
@@ -65,15 +65,15 @@ class RacedLayer(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """How large the contestants are, and how many."""
+    """The device, and sizes and numbers of all contestants."""
 
     device: str
     rounds: int
-    seconds: float  # that a run of all stages may take
+    seconds: float  # time limit of a pipeline
     equal: tuple[Size, ...]  # layers that are compared with the reference
     raced: tuple[RacedLayer, ...]
     models: tuple[str, ...]  # whose training steps are raced
-    jobs: tuple[int, ...]  # trainings at a time, most telling first
+    jobs: tuple[int, ...]  # trainings at a time, the most important first
     updates: int  # of each of these trainings
     backend: str  # of torch.compile
 
@@ -83,7 +83,7 @@ class Scale(NamedTuple):
 
 
 def card_scale(rounds: int, seconds: float) -> Scale:
-    """The sizes on a card: E 8, 128 and 1,024; ViT-S, the default size and ViT-Tiny."""
+    """Return the sizes on a GPU: E 8, 128 and 1,024; ViT-S, the default size and ViT-Tiny."""
     large = VIT_S._replace(images=336)  # 66,192 tokens
     thousand = MANY._replace(experts=1024)
     small = Size(images=4, tokens=PLACES, width=64, hidden=64, experts=1024, k=1)
@@ -111,7 +111,7 @@ def card_scale(rounds: int, seconds: float) -> Scale:
 
 
 def dry_scale(seconds: float) -> Scale:
-    """Everything as small as it can be, on the CPU."""
+    """Return the smallest sizes of everything, on the CPU."""
     return Scale(
         device="cpu",
         rounds=2,
@@ -163,7 +163,7 @@ def machine_rows(scale: Scale, measured: Peaks) -> Iterator[dict]:
 
 
 class SlowReference(nn.Module):
-    """The layer in fp64, as a loop over boolean masks."""
+    """A copy of a layer in fp64, computed by a loop over boolean masks."""
 
     def __init__(self, layer: MoEFeedForward) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class SlowReference(nn.Module):
 
 
 class OutputsAlone(nn.Module):
-    """A layer that returns its tokens and no records."""
+    """A layer that returns its output tokens without routing records."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -184,8 +184,8 @@ class OutputsAlone(nn.Module):
         return prediction(self.layer(tokens))
 
 
-def captured(layer: nn.Module, tokens: Tensor, in_bf16: bool) -> Callable:
-    """The layer's forward and backward as two CUDA graphs."""
+def capture_cuda_graphs(layer: nn.Module, tokens: Tensor, in_bf16: bool) -> Callable:
+    """Capture the layer's forward and backward as two CUDA graphs."""
     with torch.autocast(CUDA, dtype=torch.bfloat16, enabled=in_bf16, cache_enabled=False):
         return torch.cuda.make_graphed_callables(OutputsAlone(layer), (tokens,))
 
@@ -193,7 +193,7 @@ def captured(layer: nn.Module, tokens: Tensor, in_bf16: bool) -> Callable:
 def outputs_and_gradients(
     call: Callable, layer: nn.Module, tokens: Tensor, towards: Tensor, in_bf16: bool
 ) -> dict[str, Tensor]:
-    """What ``call`` gives for tokens, and the gradients of tokens and the layer's parameters."""
+    """Return the output of ``call``, and the gradients of tokens and parameters, by name."""
     leaves = {"tokens": tokens, **dict(layer.named_parameters())}
     device = tokens.device.type
     with torch.autocast(device, dtype=torch.bfloat16, enabled=in_bf16, cache_enabled=False):
@@ -203,23 +203,23 @@ def outputs_and_gradients(
 
 
 def equality_rows(scale: Scale) -> Iterator[dict]:
-    """Relative errors ‖ours − reference‖ / ‖reference‖ of each path, the largest of each size."""
+    """Yield the largest relative error ‖ours − reference‖ / ‖reference‖ per path and size."""
     paths: dict[str, Callable] = {
         "eager": as_it_is,
-        "CUDA graph": captured,
+        "CUDA graph": capture_cuda_graphs,
         "compiled": lambda layer, *_: torch.compile(layer, backend=scale.backend),
     }
     for path, build in paths.items():
         for size in scale.equal:
             for precision in BOUNDS:
-                if build is captured and scale.is_dry:
+                if build is capture_cuda_graphs and scale.is_dry:
                     yield skipped(f"error of {path}", size.shown(), precision, "needs a card")
                     continue
                 yield error_row(path, build, size, precision, scale)
 
 
 def error_row(path: str, build: Callable, size: Size, precision: str, scale: Scale) -> dict:
-    """The largest relative error of output and gradients."""
+    """Return the largest relative error of output and gradients as a row."""
     torch.compiler.reset()
     errors = relative_errors(build, size, precision, scale.device)
     worst = max(errors, key=errors.__getitem__)
@@ -232,7 +232,7 @@ def error_row(path: str, build: Callable, size: Size, precision: str, scale: Sca
 
 
 def relative_errors(build: Callable, size: Size, precision: str, device: str) -> dict[str, float]:
-    """Error of the output and of each gradient, by name."""
+    """Return the relative errors of the output and of each gradient, by name."""
     torch.manual_seed(0)
     in_bf16 = precision == "bfloat16"
     layer = layers.ours(size).to(device).eval()  # without noise
@@ -249,7 +249,7 @@ def relative_errors(build: Callable, size: Size, precision: str, device: str) ->
 
 
 def layer_rows(scale: Scale, measured: Peaks) -> Iterator[dict]:
-    """Ours against the dense MLP of equal active FLOPs and the limit; then both compiled."""
+    """Yield our layer against the dense MLP of equal active FLOPs and the limit, also compiled."""
     device = scale.device
     for word in ("", ", compiled"):
         for size, precision, target, limit_target in scale.raced:
@@ -298,7 +298,10 @@ def triton_rows(scale: Scale) -> Iterator[dict]:
             release(runs)
         if not word:
             for size in (scale.equal[0], scale.equal[-1]):
-                for path, build in (("Triton", as_it_is), ("Triton, CUDA graph", captured)):
+                for path, build in (
+                    ("Triton", as_it_is),
+                    ("Triton, CUDA graph", capture_cuda_graphs),
+                ):
                     for precision in BOUNDS:
                         with layers.kernels_context("triton", scale.device):
                             figure = error_row(path, build, size, precision, scale)
@@ -307,12 +310,12 @@ def triton_rows(scale: Scale) -> Iterator[dict]:
 
 
 def as_it_is(layer: nn.Module, *_: Any) -> nn.Module:
-    """The layer itself."""
+    """Return the layer unchanged, with the signature of ``capture_cuda_graphs``."""
     return layer
 
 
 def tiling_rows(scale: Scale) -> Iterator[dict]:
-    """The time of a layer with each tiling; the note names the quickest, for triton_tune's file."""
+    """Yield the time of a layer with each tiling; a note marks the fastest."""
     size = scale.raced[0].size
     for precision in ("bfloat16", "float32"):
         for kind, tiling, ms, is_best in time_tilings(size, precision, scale.rounds):
@@ -329,7 +332,7 @@ def release(runs: dict[str, Run]) -> None:
 
 
 def peer_rows(scale: Scale) -> Iterator[dict]:
-    """Ours against each peer that can be imported; none is installed."""
+    """Yield our layer against each peer; peers that are not installed are skipped."""
     sizes = dict.fromkeys(layer.size for layer in scale.raced if layer.precision == "bfloat16")
     for peer in GPU_PEERS:
         for size in sizes:
@@ -342,7 +345,7 @@ def peer_rows(scale: Scale) -> Iterator[dict]:
 
 
 def tried_peer_row(peer: Peer, size: Size, scale: Scale) -> dict:
-    """The race, or what the peer's code raised: any error of others' kernels is a result."""
+    """Return the race against a peer, or the error of its code, which is a result, too."""
     try:
         return peer_row(peer, size, scale.rounds, 1.0, device=scale.device)
     except Exception as error:
@@ -361,7 +364,7 @@ def step_rows(scale: Scale, measured: Peaks) -> Iterator[dict]:
 
 
 def graph_rows(scale: Scale, measured: Peaks) -> Iterator[dict]:
-    """A training's step by MOECORE_GRAPH and MOECORE_KERNELS: ms, and over eager and the limit."""
+    """Yield ms of a training's step, and ratios to eager and limit, per graph and kernels."""
     names = training_step.REPLAYS
     lacking = "needs a card" if scale.is_dry else ""
     if not lacking and find_spec("triton") is None:
@@ -393,7 +396,7 @@ def graph_rows(scale: Scale, measured: Peaks) -> Iterator[dict]:
 
 
 def memory_rows(scale: Scale) -> Iterator[dict]:
-    """The most memory that a layer's and a training step's tensors hold at one time."""
+    """Yield the peak memory (GB) of the tensors of each layer and training step."""
     for size, precision, *_ in scale.raced:
         for build in (layers.ours, layers.dense):
             layer = build_on(scale.device, build, size)
@@ -419,7 +422,7 @@ def memory_rows(scale: Scale) -> Iterator[dict]:
 
 
 def peak_bytes(run: Run, device: str, tensors: Iterable[Tensor]) -> int:
-    """The most bytes during ``run``; tensors: that are held before it."""
+    """Return the peak bytes during ``run``; tensors: those that exist before it."""
     with measure_peak_memory(tensors, torch.device(device)) as peak:
         run()
     return peak.size
@@ -460,12 +463,12 @@ def small_study(scale: Scale, seeds: Sequence[int]) -> dict[str, Any]:
 
 
 class Pipeline(NamedTuple):
-    """What ``moecore run`` did."""
+    """The outcome of a ``moecore run``."""
 
     status: int | None  # None: stopped
     seconds: float
     done: int  # stages
-    used: float  # GB of the card at most, with what others hold
+    used: float  # peak GB of the GPU, of all processes
     last_lines: str
 
 
@@ -499,7 +502,7 @@ def run_pipeline(folder: Path, scale: Scale, arguments: Sequence[str], seconds: 
 
 
 def jobs_rows(scale: Scale) -> Iterator[dict]:
-    """Throughput of several trainings at a time over that of one."""
+    """Yield the throughput of several simultaneous trainings, divided by that of one."""
     usual = dvc_yaml.build_stage_entries(JOBS_STAGES)
     stages = {name: entry for name, entry in usual.items() if name not in LAST_STAGES}
     title = "trainings at a time"
@@ -532,7 +535,7 @@ def jobs_rows(scale: Scale) -> Iterator[dict]:
 
 
 def write_job_rates(rates: Mapping[int, float]) -> None:
-    """Put the measured throughput where `moecore run` reads it, and chooses the number of jobs."""
+    """Write the relative throughputs to the file by which `moecore run` chooses its jobs."""
     table = read_json(JOB_RATES) if JOB_RATES.exists() else {}
     first = next(iter(rates.values()))
     times = {str(jobs): round(rate / first, 2) for jobs, rate in sorted(rates.items())}
@@ -541,14 +544,14 @@ def write_job_rates(rates: Mapping[int, float]) -> None:
 
 
 def training_seconds(folder: Path, seeds: Iterable[int]) -> float:
-    """Seconds from the start of the first training to the end of the last."""
+    """Return the seconds from the start of the first training to the end of the last."""
     histories = [read_lines(folder / f"artifacts/history/pretrain/vmoe/{seed}") for seed in seeds]
     begun = min(lines[0]["t"] for lines in histories)
     return max(lines[-1]["t"] for lines in histories) - begun
 
 
 def repro_rows(scale: Scale) -> Iterator[dict]:
-    """The wall time of what `make repro` runs after set-up: the stages of params.yaml."""
+    """Yield the wall time of all stages of params.yaml, which `make repro` runs after set-up."""
     params = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
     stages = dvc_yaml.build_stage_entries()
     what = "params.yaml"
@@ -573,7 +576,7 @@ def repro_rows(scale: Scale) -> Iterator[dict]:
 
 
 def describe_failure(ran: Pipeline) -> str:
-    """Say in a line why stages did not end."""
+    """Return a line on why a pipeline did not finish; print its last lines if it failed."""
     if ran.status is None:
         return f"stopped after {ran.seconds:.0f} s"
     print(ran.last_lines, file=sys.stderr)
@@ -617,7 +620,10 @@ def main() -> None:
         scale = card_scale(options.rounds, options.seconds)
         runtime = tune_runtime(scale.device)
         measured = peaks(scale.device)
-    machine = described(runtime) | {"peak_flops": measured.flops, "bandwidth": measured.bandwidth}
+    machine = describe_machine(runtime) | {
+        "peak_flops": measured.flops,
+        "bandwidth": measured.bandwidth,
+    }
     head = {"machine": machine, "versions": versions(), "dry_run": options.dry_run}
     path = options.json or Path(f"{options.part}.json")
     rows = race.write_figures(PARTS[options.part](scale, measured), head, path)

@@ -36,9 +36,7 @@ TARGET = 1.15  # ours / dense
 
 
 class MaskedExperts(nn.Module):
-    """The MoE layer as a loop over boolean masks, with the router and the weights of one of
-    ours.
-    """
+    """The MoE layer as a loop over boolean masks, with router and weights of our layer."""
 
     def __init__(self, layer: MoEFeedForward) -> None:
         super().__init__()
@@ -60,7 +58,7 @@ class MaskedExperts(nn.Module):
 
 
 class Step(NamedTuple):
-    """All that one training step needs."""
+    """The model, optimizer and batch of a training step."""
 
     model: LanguageTransformer
     optimizer: torch.optim.Optimizer
@@ -70,7 +68,7 @@ class Step(NamedTuple):
     head: bool
 
     def run(self) -> None:
-        """Forward, loss, backward and update."""
+        """Compute forward, loss, backward and update."""
         with torch.autocast("cpu", dtype=self.dtype, enabled=self.dtype != torch.float32):
             if self.head:
                 said = self.model(self.words).prediction
@@ -86,13 +84,13 @@ class Step(NamedTuple):
 
 
 def spec(words: int) -> ImageSpec:
-    """A text of so many words, whose blocks are read alone."""
+    """Describe a text with a vocabulary of ``words``."""
     task = NextToken(words=words)
     return ImageSpec(channels=1, size=(BLOCK,), mean=(0.0,), std=(1.0,), task=task)
 
 
-def built(words: int, sparse: bool) -> LanguageTransformer:
-    """Table 10's small model, without dropout; dense with a hidden width of k experts."""
+def build_language_model(words: int, sparse: bool) -> LanguageTransformer:
+    """Build Table 10's small model without dropout; the dense one is as wide as k experts."""
     torch.manual_seed(0)
     experts = Mlp(number=16, hidden_ratio=1, activation="relu", init="flat")
     moe = MoESettings(router=TopKSoftmax(k=K), experts=experts, blocks="all") if sparse else None
@@ -101,8 +99,8 @@ def built(words: int, sparse: bool) -> LanguageTransformer:
 
 
 def step(who: str, words: int, dtype: torch.dtype, head: bool) -> Callable[[], None]:
-    """A contestant's step on random words."""
-    model = built(words, who != "dense")
+    """Return a contestant's step on random words; without ``head`` the loss is on features."""
+    model = build_language_model(words, who != "dense")
     if who == "loop":
         for block in model.blocks:
             block.mlp = MaskedExperts(block.mlp)
@@ -114,7 +112,7 @@ def step(who: str, words: int, dtype: torch.dtype, head: bool) -> Callable[[], N
 
 
 def race(words: int, rounds: int) -> None:
-    """Print tokens a second of ours, and ours over the others."""
+    """Print our tokens per second, and our time divided by the others'."""
     for dtype in (torch.float32, torch.bfloat16):
         for head in (True, False):
             runs = {who: step(who, words, dtype, head) for who in ("ours", "dense", "loop")}
@@ -134,8 +132,8 @@ def race(words: int, rounds: int) -> None:
 
 
 def memory() -> None:
-    """Print what a perplexity over WikiText-103's words adds to the process."""
-    model = built(267_735, True).eval()
+    """Print the memory that a perplexity over WikiText-103's vocabulary adds to the process."""
+    model = build_language_model(267_735, True).eval()
     drawn = torch.randint(267_735, (1, 96 * (BLOCK + 1)))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     text_perplexity(model, drawn, 96)

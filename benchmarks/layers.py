@@ -26,7 +26,7 @@ from moecore.training.runtime import KERNELS, choose_kernels
 
 
 class Size(NamedTuple):
-    """The size of one race."""
+    """The sizes of a raced layer and its tokens."""
 
     images: int
     tokens: int  # per image
@@ -37,18 +37,19 @@ class Size(NamedTuple):
 
     @property
     def gated(self) -> int:
-        """Hidden width of a gated expert of about as many FLOPs (three matrices for two): a
-        multiple of 8 near 2h/3.
+        """Hidden width of a gated expert with about equal FLOPs: a multiple of 8 near 2h/3.
+
+        A gated expert has three matrices instead of two.
         """
         return max(8, 8 * round(self.hidden * 2 / 3 / 8))
 
     @property
     def slots(self) -> int:
-        """Slots per expert and image with which soft routing does as much work."""
+        """Slots per expert and image for which soft routing computes about as many rows."""
         return max(1, round(self.tokens * self.k / self.experts))
 
     def flops(self) -> int:
-        """Forward and backward of a layer that is not gated: 12·N·k·d·h + 6·N·d·E."""
+        """Return FLOPs of forward and backward, without gates: 12·N·k·d·h + 6·N·d·E."""
         return (
             self.images * self.tokens * self.width * (12 * self.k * self.hidden + 6 * self.experts)
         )
@@ -118,13 +119,13 @@ def ours_soft(size: Size) -> nn.Module:
 
 
 def dense(size: Size) -> nn.Module:
-    """The dense MLP of equal active FLOPs: hidden width k·h."""
+    """Build the dense MLP of equal active FLOPs: hidden width k·h."""
     return DenseMlp(size.width, size.k * size.hidden)
 
 
 @contextmanager
 def kernels_context(name: str, device: str) -> Iterator[None]:
-    """Experts are computed as with MOECORE_KERNELS=name."""
+    """Compute experts as with MOECORE_KERNELS=name within the block."""
     with patch.dict(os.environ, {KERNELS: name}):
         choose_kernels(device)
     try:
@@ -134,7 +135,7 @@ def kernels_context(name: str, device: str) -> Iterator[None]:
 
 
 def with_kernels(name: str, run: Callable[[], object], device: str) -> Callable[[], None]:
-    """The call with the kernels ``name``; they are chosen once, as a training does."""
+    """Return ``run`` with the kernels ``name``, chosen once as in a training."""
     with kernels_context(name, device):
         compute = FusedKernels.compute
 
@@ -146,7 +147,7 @@ def with_kernels(name: str, run: Callable[[], object], device: str) -> Callable[
 
 
 def wait(device: str) -> None:
-    """Until a GPU has done all that it was given."""
+    """Wait until a GPU has finished all its work; do nothing on a CPU."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -156,14 +157,14 @@ def _renormalised(size: Size) -> nn.Module:
 
 
 def prediction(output: Tensor | tuple) -> Tensor:
-    """The tokens of what a layer returned: most return (tokens, something)."""
+    """Return the tokens of a layer's output, which may be a tuple that begins with them."""
     if isinstance(output, Tensor):
         return output
     return output[0]
 
 
 def tokens_of(size: Size, seed: int = 0) -> Tensor:
-    """The tokens (B, T, d) of every race of this size."""
+    """Draw tokens (B, T, d), which are equal in all races of this size."""
     return torch.randn(
         size.images, size.tokens, size.width, generator=torch.Generator().manual_seed(seed)
     )
@@ -176,11 +177,10 @@ def step(
     parameters: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Callable[[], None]:
-    """A call that runs the layer forward and backward, to the gradients of tokens and parameters,
-    and waits until the device has done so.
+    """Return a call that computes the gradients of tokens and parameters, and waits for them.
 
-    dtype: of the products. With ``parameters`` in fp32, autocast sees to it; otherwise layer and
-    tokens are in ``parameters``.
+    dtype: of the products; autocast is used if it differs from ``parameters``, the dtype of layer
+    and tokens.
     """
     layer = layer.to(device, parameters)
     tokens = tokens_of(size).to(device, parameters).requires_grad_()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.layers import wait
-from benchmarks.timing import shortest
+from benchmarks.timing import time_fastest_call
 from moecore.core.torch_internals import TorchDispatchMode, tree_leaves
 from moecore.nn.kernels.grouped import register_flop_formulas
 from moecore.training.runtime import Runtime
@@ -31,17 +31,16 @@ PACKAGES = (
 
 
 class Peaks(NamedTuple):
-    """What the machine reaches in the simplest programs: products of large matrices and a sum of
-    long vectors.
-    """
+    """Measured peaks of the machine: products of large matrices, and a sum of long vectors."""
 
     flops: dict[str, float]  # FLOP/s by dtype
     bandwidth: float  # bytes/s, two vectors read and one written
 
 
 def peaks(device: str = "cpu", side: int = 2048, length: int = 2**26) -> Peaks:
-    """Probe with (side × side) products in fp32 and bf16 and with vectors of ``length`` fp32
-    numbers, far larger than any cache; of a GPU with four times as large ones.
+    """Measure (side × side) products in fp32 and bf16, and a sum of two fp32 vectors.
+
+    Vectors of ``length`` numbers exceed any cache. On a GPU both sizes are 4 times larger.
     """
     if device == "cuda":
         side, length = 4 * side, 4 * length
@@ -57,7 +56,7 @@ def peaks(device: str = "cpu", side: int = 2048, length: int = 2**26) -> Peaks:
         torch.add(first, second, out=output)
         wait(device)
 
-    return Peaks(flops, 3 * first.nbytes / shortest(add, 8))
+    return Peaks(flops, 3 * first.nbytes / time_fastest_call(add, 8))
 
 
 def _flops(side: int, dtype: torch.dtype, device: str) -> float:
@@ -68,11 +67,11 @@ def _flops(side: int, dtype: torch.dtype, device: str) -> float:
         torch.mm(left, left, out=output)
         wait(device)
 
-    return 2 * side**3 / shortest(product, 8)
+    return 2 * side**3 / time_fastest_call(product, 8)
 
 
 def versions() -> dict[str, str]:
-    """Package → installed version; those that are not installed are missing."""
+    """Return package → version, for the installed ones of ``PACKAGES``."""
     found = {}
     for package in PACKAGES:
         try:
@@ -82,23 +81,21 @@ def versions() -> dict[str, str]:
     return found
 
 
-def described(runtime: Runtime) -> dict:
-    """The machine as JSON. Nothing in it changes with the date or names the host."""
+def describe_machine(runtime: Runtime) -> dict:
+    """Return the machine as JSON, without dates and host names."""
     keep = ("device", "device_name", "threads", "allocator", "matmul_precision", "bf16_speedup")
     return {name: getattr(runtime, name) for name in keep}
 
 
-# Operations that read of their first tensor only what they write.
+# Operations that read only as many bytes of their first tensor as they write.
 GATHERS = {"aten::index_select", "aten::gather", "aten::embedding"}
 
 
 class Limit(TorchDispatchMode):
-    """Adds up ``seconds`` over the operations that run within it, backward and optimiser included.
-    Views and allocations are free.
+    """Adds up ``seconds`` over all operations in the block, except views and allocations.
 
-    Bytes: every tensor that goes in is read once, every one that comes out is written once; what a
-    cache would save is not taken off. FLOPs: what torch.utils.flop_counter knows; any other
-    operation is limited by its bytes.
+    Bytes: each input is read once and each output written once, as if there were no cache. FLOPs
+    are counted by torch.utils.flop_counter; other operations are limited by their bytes alone.
     """
 
     def __init__(self, peaks: Peaks) -> None:
@@ -133,18 +130,14 @@ class Limit(TorchDispatchMode):
 
 
 def limit(run: Callable[[], object], peaks: Peaks) -> float:
-    """Seconds below which ``run`` cannot fall on a machine with these peaks, unless it fuses
-    operations or keeps to the cache.
-    """
+    """Return the least seconds of ``run`` at these peaks, without fused operations or a cache."""
     with Limit(peaks) as counted:
         run()
     return counted.seconds
 
 
 def weight_traffic(parameters: list[Tensor]) -> int:
-    """Bytes that forward and backward must move at the least: each parameter read twice, its
-    gradient written once.
-    """
+    """Return the least bytes of forward and backward: parameters read twice, gradients written."""
     return 3 * sum(parameter.nbytes for parameter in parameters)
 
 

@@ -23,19 +23,18 @@ from moecore.training.teachers.timm import define_missing_operators
 
 
 class Unfit(Exception):
-    """The peer cannot do this size; says why."""
+    """The peer does not support this size; the message says why."""
 
 
 class Peer(NamedTuple):
-    """A contestant from outside, and which of our layers meets it."""
+    """A layer of another library, and the layer of ours that is raced against it."""
 
     name: str
-    module: str  # what must be importable
+    module: str  # the module that it needs
     build: Callable[[Size], nn.Module]
     ours: Callable[[Size], nn.Module]
     note: str  # how its work differs from ours
-    # takes bf16 only as the dtype of its parameters (grouped_mm knows no autocast); ours then does
-    # too
+    # True: bf16 parameters, also in our layer, as its grouped_mm does not support autocast
     parameters: bool = False
 
     @property
@@ -202,9 +201,7 @@ def _needs_two(size: Size, peer: str) -> None:
 
 
 def _roomy(layer: nn.Module, size: Size) -> nn.Module:
-    """The layer of the smallest capacity (in quarters of an even share) that drops no token of the
-    race.
-    """
+    """Set the least capacity that drops no token, in steps of a quarter of an even share."""
     tokens = layers.tokens_of(size)
     gate = layer.gate
     share = 1.0
@@ -219,9 +216,7 @@ def _roomy(layer: nn.Module, size: Size) -> nn.Module:
 
 
 def _one_process() -> None:
-    """A process group of this process alone, which meets itself in a file: DeepSpeed's layer asks
-    for one.
-    """
+    """Start a process group of one process, which DeepSpeed's layer needs."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if not distributed.is_initialized():

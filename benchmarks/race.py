@@ -30,7 +30,7 @@ from torch import nn
 
 from benchmarks import layers, routers, training_step
 from benchmarks.layers import Size, step, wait
-from benchmarks.limit import Peaks, described, limit, peaks, versions, weight_traffic
+from benchmarks.limit import Peaks, describe_machine, limit, peaks, versions, weight_traffic
 from benchmarks.peers import PEERS, Peer, Unfit, leave_group, torch_dtype
 from benchmarks.timing import LEAST, Ratio, Run, take_turns
 from moecore.core.routing_records import Guidance
@@ -84,7 +84,7 @@ def row(
     target: float | None,
     note: str = "",
 ) -> dict:
-    """One figure as it stands in the JSON."""
+    """Return a figure as it is stored in the JSON; times are in ms."""
     ratio = Ratio.of(seconds, against)
     times = {
         "ms": 1e3 * median(seconds),
@@ -106,20 +106,20 @@ def skipped(race: str, what: str, precision: str, reason: str) -> dict:
     return {"race": race, "what": what, "precision": precision, "skipped": reason}
 
 
-def waits(run: Run) -> int:
-    """How often the host waits for the GPU in ``run``."""
-    with warnings.catch_warnings(record=True) as said:
+def count_host_waits(run: Run) -> int:
+    """Return how often the host waits for the GPU during ``run``."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(one.message) for one in said)
+    return sum("synchroniz" in str(warning.message) for warning in caught)
 
 
 def wait_rows(names: tuple[str, ...]) -> Iterator[dict]:
-    """The host's waits in a training step, which are numbers and no ratios."""
+    """Yield the number of host waits per training step, for each method."""
     for name in names:
         size = training_step.sized(name, CUDA)
         methods = {kind: each.method(size) for kind, each in routers.CONTESTANTS.items()}
@@ -127,13 +127,14 @@ def wait_rows(names: tuple[str, ...]) -> Iterator[dict]:
             made = training_step.bench(size, method, torch.bfloat16, device=CUDA)
             for _ in range(3):  # the first steps load libraries
                 made.step()
-            said = f"{waits(made.queued)} waits of the host"
-            yield skipped("waits in a step", f"{kind}, {name}", "bfloat16", said)
+            reason = f"{count_host_waits(made.queued)} waits of the host"
+            yield skipped("waits in a step", f"{kind}, {name}", "bfloat16", reason)
 
 
 def layer_rows(rounds: int, found: Peaks) -> Iterator[dict]:
-    """Ours against the dense MLP of equal active FLOPs, and against the traffic of the weights
-    where that is what it waits for.
+    """Yield our layer against the dense MLP of equal active FLOPs.
+
+    With hundreds of experts it is limited by memory, and raced against the weights' traffic.
     """
     for size, precision, target in DENSE:
         runs = {
@@ -157,7 +158,7 @@ def layer_rows(rounds: int, found: Peaks) -> Iterator[dict]:
 
 
 def peer_rows(rounds: int, quick: bool, most: float) -> Iterator[dict]:
-    """Ours against every installed peer at 8, 128 and 400 experts."""
+    """Yield our layer against every peer at 8, 128 and 400 experts; missing peers are skipped."""
     for peer in PEERS:
         for size in (VIT_S, MANY, HUNDREDS):
             gc.collect()
@@ -194,7 +195,7 @@ def peer_row(
     most: float = float("inf"),
     device: str = "cpu",
 ) -> dict:
-    """Ours against one peer, for at most ``most`` seconds."""
+    """Return the race of our layer against one peer; after ``most`` seconds it ends early."""
     try:
         theirs = build_on(device, peer.build, size)
     except Unfit:
@@ -219,9 +220,9 @@ def step_rows(
     targets: StepTargets | None = None,
     more_experts: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Iterator[dict]:
-    """The training step against the same model on stock torch, the dense ViT, and its own limit.
+    """Yield our training step against stock torch, the dense ViT and the machine's limit.
 
-    more_experts: by size, further numbers of experts that are raced against the dense ViT.
+    more_experts: size → additional numbers of experts to race against the dense ViT.
     """
     targets = targets or STEP_TARGETS[device]
     for name in names:
@@ -250,8 +251,9 @@ def step_rows(
 
 
 def regularizer_rows(rounds: int, name: str = "vit_tiny") -> Iterator[dict]:
-    """What a regularizer adds to the step of a V-MoE that has what it needs: second view, teacher's
-    routing.
+    """Yield V-MoE's step with each regularizer against the step without it.
+
+    Both steps have the regularizer's inputs, such as a second view or the teacher's routing.
     """
     size = training_step.sizes()[name]
     for regularizer, views, note in (
@@ -282,7 +284,7 @@ def _regularized(size: training_step.Size, views: int, regularizers: tuple) -> R
 
 
 def router_rows(rounds: int, names: tuple[str, ...], device: str = "cpu") -> Iterator[dict]:
-    """The step with each router or kind of experts against V-MoE's, and the FLOPs of both."""
+    """Yield the step of each contestant against V-MoE's, with the ratio of their FLOPs."""
     for name in names:
         size = training_step.sized(name, device)
         against = training_step.bench(size, size.vmoe, torch.bfloat16, device=device).step
@@ -297,8 +299,9 @@ def router_rows(rounds: int, names: tuple[str, ...], device: str = "cpu") -> Ite
 
 
 def hook_rows(rounds: int, names: tuple[str, ...], device: str = "cpu") -> Iterator[dict]:
-    """The update of routers at the end of a step, as a share of the step without it: the difference
-    of two steps is smaller than what they vary by.
+    """Yield the time of the routers' update divided by the time of a step without it.
+
+    It is timed alone, as the difference of two steps is smaller than their scatter.
     """
     for name in names:
         size = training_step.sized(name, device)
@@ -323,7 +326,7 @@ def _run_and_wait(run: Run, device: str) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line says."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -355,7 +358,7 @@ def arguments() -> argparse.Namespace:
 
 
 def figures(options: argparse.Namespace, found: Peaks) -> Iterator[dict]:
-    """All figures that are asked for, in the order of ``--only``."""
+    """Yield the figures of the races in ``--only``, in its order."""
     rounds = 3 if options.quick else options.rounds
     models = MODELS[:2] if options.quick else tuple(options.models)
     device = options.device
@@ -373,7 +376,7 @@ def figures(options: argparse.Namespace, found: Peaks) -> Iterator[dict]:
 
 
 def write_figures(figures: Iterable[dict], head: dict, path: Path) -> list[dict]:
-    """Print every figure and write all so far: a race that is stopped keeps what it has."""
+    """Print figures and write the JSON after each, so that a stopped race keeps its figures."""
     console = Console(stderr=True)
     rows: list[dict] = []
 
@@ -392,7 +395,7 @@ def write_figures(figures: Iterable[dict], head: dict, path: Path) -> list[dict]
 
 
 def summary(figure: dict) -> str:
-    """Say what a row found."""
+    """Return a row's result as text."""
     if "skipped" in figure:
         return figure["skipped"]
     if "value" in figure:
@@ -404,7 +407,7 @@ def main() -> None:
     options = arguments()
     runtime = tune_runtime(options.device)
     found = peaks(options.device)
-    machine = described(runtime) | {"peak_flops": found.flops, "bandwidth": found.bandwidth}
+    machine = describe_machine(runtime) | {"peak_flops": found.flops, "bandwidth": found.bandwidth}
     head = {"machine": machine, "versions": versions(), "quick": options.quick}
     write_figures(figures(options, found), head, options.json)
 

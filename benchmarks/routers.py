@@ -35,16 +35,16 @@ ALL_SLOTS = "computes all 8 experts for every token, of which it uses about 4 at
 
 
 class Contestant(NamedTuple):
-    """What takes the place of V-MoE's router, experts or losses."""
+    """A method that differs from V-MoE in router, experts or losses."""
 
     router: Settings = TOP_2
     losses: tuple[Settings, ...] = (EVEN,)
-    experts: Settings = {}  # beside their number and width
-    hidden: float = 1.0  # width of an expert over that of V-MoE's
+    experts: Settings = {}  # in addition to number and width
+    hidden: float = 1.0  # width of an expert / width of V-MoE's
     note: str = ""
 
     def method(self, size: Size) -> Method:
-        """Return its settings for models of this size."""
+        """Return the method's settings for models of this size."""
         experts = {"kind": "mlp", "number": 8, "hidden_ratio": self.hidden * size.hidden_ratio}
         parts = {"router": self.router, "experts": experts | self.experts}
         return Method.model_validate(parts | {"regularizers": self.losses})

@@ -30,23 +30,23 @@ from moecore.tasks.classification import Classification
 from moecore.training.runtime import tune_runtime
 from moecore.training.teachers.timm import define_missing_operators, swin_weights
 
-SIZES = {"swin": (224, 7), "swin_v2": (256, 8)}  # of images and windows
+SIZES = {"swin": (224, 7), "swin_v2": (256, 8)}  # sides of images and windows
 CLASSES = 1000
 TARGET = 0.85  # ours / timm's
 
 
 class Step(NamedTuple):
-    """All that one training step needs."""
+    """The model, optimizer and batch of a training step."""
 
     model: nn.Module
-    logits: Callable[[Any], Tensor]  # of what the model gives
+    logits: Callable[[Any], Tensor]  # model's output → logits
     optimizer: torch.optim.Optimizer
     images: Tensor
     labels: Tensor
     dtype: torch.dtype
 
     def run(self) -> None:
-        """Forward, loss, backward and update."""
+        """Compute forward, loss, backward and update."""
         with torch.autocast("cpu", dtype=self.dtype, enabled=self.dtype != torch.float32):
             said = self.logits(self.model(self.images))
         loss = cross_entropy(said.float(), self.labels)
@@ -59,7 +59,7 @@ CONTESTANTS = ("timm", "timm with our settings", "ours", "experts")
 
 
 def contestant(name: str, kind: Any, batch: int, dtype: torch.dtype) -> Callable[[], None]:
-    """Make this process a contestant; returns its step."""
+    """Return the step of a contestant."""
     define_missing_operators()
     import timm
 
@@ -84,7 +84,7 @@ def contestant(name: str, kind: Any, batch: int, dtype: torch.dtype) -> Callable
 
 
 def race(kind: str, batch: int, rounds: int, threads: int | None) -> None:
-    """Print images a second of ours, and the ratios."""
+    """Print images per second of our dense Swin, and ratios of times."""
     for precision in ("float32", "bfloat16"):
         words = ["--kind", kind, "--batch", str(batch), "--precision", precision]
         words += ["--threads", str(threads)] if threads else []

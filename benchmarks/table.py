@@ -1,4 +1,4 @@
-"""The figures of a race as a Markdown table.
+"""Print the figures of a race as a Markdown table.
 
     python -m benchmarks.table [benchmarks/race.json]
     python -m benchmarks.table --gpu FOLDER [--into benchmarks/README.md]
@@ -22,7 +22,7 @@ HEAD = (
     "ms",
     "against ms",
 )
-ENOUGH = 8  # rounds; fewer are said beside the ratio
+ENOUGH = 8  # rounds; a smaller number is printed next to the ratio
 GPU_HEAD = ("race", "size", "precision", "found", "to reach", "quartiles", "ms", "against ms")
 GPU_PARTS = (
     "environment",
@@ -42,7 +42,7 @@ README = Path("benchmarks/README.md")
 
 
 def table(result: dict) -> str:
-    """Markdown of what ``benchmarks.race`` wrote."""
+    """Return a result of ``benchmarks.race`` as Markdown."""
     notes: list[str] = []
     lines = [_line(HEAD), _line("---" for _ in HEAD)]
     lines += [_line(_cells(row, notes)) for row in result["rows"]]
@@ -65,7 +65,7 @@ def _versions(result: dict) -> str:
 
 
 def gpu_table(folder: Path) -> str:
-    """Markdown of all parts of a quarter of an hour on a card, and what of it is missing."""
+    """Return all parts of ``benchmarks.gpu`` in a folder as Markdown, and list missing ones."""
     notes: list[str] = []
     lines = [_line(GPU_HEAD), _line("---" for _ in GPU_HEAD)]
     missing: list[str] = []
@@ -107,7 +107,7 @@ def _gpu_cells(row: dict, notes: list[str]) -> tuple[str, ...]:
 
 
 def write_between_marks(path: Path, text: str) -> None:
-    """Replace what stands between ``BEGIN`` and ``END`` in a file."""
+    """Replace the text between ``BEGIN`` and ``END`` in a file; SystemExit if one is missing."""
     before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -1,5 +1,6 @@
-"""Contestants take turns, in one process or in one each where they want other settings of the
-machine, which cannot be set back; a figure is a ratio of two turns of the same round.
+"""Time contestants in alternating turns; a figure is the ratio of two turns of one round.
+
+Contestants share a process, or have one each if their process-wide settings differ.
 """
 
 import resource
@@ -11,22 +12,22 @@ from statistics import median, quantiles
 from typing import NamedTuple
 
 Run = Callable[[], object]
-LEAST = 8  # rounds of a race that counts
+LEAST = 8  # rounds; a race with fewer does not count
 
 
 class Ratio(NamedTuple):
-    """Time of one contestant over that of another."""
+    """The time of one contestant divided by the time of another, over all rounds."""
 
     median: float  # of the rounds' ratios
-    minimum: float  # ratio of the two shortest turns: the one that a busy machine disturbs least
+    minimum: float  # shortest turn of each, which other load disturbs least
     low: float  # first quartile of the rounds' ratios
     high: float  # third quartile
 
     @classmethod
     def of(cls, seconds: list[float], against: list[float]) -> "Ratio":
-        """Turn i of both belongs to round i.
+        """Return the ratio of two lists of seconds, paired by round.
 
-        Raises ValueError where the rounds are not as many, or none.
+        Raises ValueError for lists of different lengths, or empty ones.
         """
         ratios = sorted(own / other for own, other in zip(seconds, against, strict=True))
         if not ratios:
@@ -41,11 +42,10 @@ class Ratio(NamedTuple):
 def take_turns(
     runs: Mapping[str, Run], rounds: int, warm: int = 10, most: float = float("inf")
 ) -> dict[str, list[float]]:
-    """Seconds of each turn, in ``rounds`` rounds in which every contestant runs once.
+    """Return contestant → seconds of its turns; every contestant runs once per round.
 
-    Before them all run until the process asks the kernel for hardly any memory, ``warm`` times at
-    most: a page fault costs as much as the copy of the page. A race that takes more than ``most``
-    seconds ends early, but not before two rounds.
+    All first warm up, at most ``warm`` times, until a turn has few page faults: a fault costs as
+    much as the copy of a page. After ``most`` seconds the race ends, with at least two rounds.
     """
     begun = time.perf_counter()
     for turn in range(warm):
@@ -66,9 +66,7 @@ def take_turns(
 
 
 def serve(run: Run, warm: int = 4, count: int = 3) -> None:
-    """What a contestant's process does: one turn a line of standard input, answered by the median
-    seconds of its ``count`` runs.
-    """
+    """Take a turn per line of standard input; print the median seconds of its ``count`` runs."""
     for _ in range(warm):
         run()
     print("ready", flush=True)
@@ -87,10 +85,11 @@ def processes_take_turns(
     start_together: bool = False,
     failures: dict[str, str] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of each turn of the contestants that these commands ``serve``.
+    """Return contestant → seconds of its turns; each command starts a process that calls ``serve``.
 
-    start_together: not one after the other; nothing is timed before all are ready. Raises
-    RuntimeError where one ends; with ``failures``, which gets its error, the others go on.
+    start_together: start all processes at once; turns begin when all are ready. Raises
+    RuntimeError if a process ends. ``failures`` gets name → error instead, and the others go on,
+    except while processes start one by one.
     """
     workers: dict[str, subprocess.Popen] = {}
     try:
@@ -137,8 +136,8 @@ def _answer(name: str, worker: subprocess.Popen) -> str:
     return line.strip()
 
 
-def shortest(run: Run, repeats: int) -> float:
-    """The least seconds of ``repeats`` calls, after two that do not count."""
+def time_fastest_call(run: Run, repeats: int) -> float:
+    """Return the seconds of the fastest of ``repeats`` calls, after two to warm up."""
     return min(take_turns({"": run}, repeats, warm=2)[""])
 
 

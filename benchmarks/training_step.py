@@ -57,12 +57,12 @@ class Size(NamedTuple):
     side: int  # pixels
     classes: int
     batch: int
-    hidden_ratio: float  # of an expert
+    hidden_ratio: float  # hidden width of an expert / width
     experts: int = 8
 
     @property
     def image(self) -> ImageSpec:
-        """Return what its images are."""
+        """The description of the images."""
         return ImageSpec(
             channels=self.channels,
             size=self.side,
@@ -73,23 +73,21 @@ class Size(NamedTuple):
 
     @property
     def vmoe(self) -> Method:
-        """Return the V-MoE that others are raced against."""
+        """The V-MoE that other contestants are compared with."""
         experts = MlpExperts(number=self.experts, hidden_ratio=self.hidden_ratio)
         losses = (Importance(), Load())
         return Method(router=NoisyTopK(k=2), experts=experts, regularizers=losses)
 
 
 class Defaults(Config):
-    """What is taken from params.yaml for the size ``default``."""
+    """The sections of params.yaml that the size ``default`` has."""
 
     model: Vit
     pretrain: Training
 
 
 def sizes() -> dict[str, Size]:
-    """The sizes by name; ``default`` is the model and batch of params.yaml on 24 × 24 grey
-    pixels.
-    """
+    """Return name → size; ``default`` has model and batch of params.yaml, 24 × 24 grey pixels."""
     defaults = read_params(Defaults)
     return {
         "default": Size(defaults.model, 1, 24, 10, defaults.pretrain.batch, 1.0),
@@ -99,25 +97,25 @@ def sizes() -> dict[str, Size]:
     }
 
 
-# name → precision; stock and dense beside ours
+# name → precision
 CONTESTANTS = {
     "ours float32": torch.float32,
     "ours bfloat16": torch.bfloat16,
     "dense bfloat16": torch.bfloat16,
     "stock": torch.float32,
 }
-COMPILED = "ours bfloat16, compiled"  # on a GPU alone
+COMPILED = "ours bfloat16, compiled"  # only on a GPU
 # A training's step by ``GraphedStepRunner``: eager, replayed, and with experts in Triton.
 EAGER, REPLAYED, TRITON = "eager", "graph", "Triton"
 REPLAYS = (EAGER, REPLAYED, TRITON, f"{REPLAYED}, {TRITON}")
 MORE_EXPERTS = ", E "  # before their number, in the name of a contestant in bf16
-TARGETS = {"ours float32": 0.55, "ours bfloat16": 0.40}  # of the stock step
-LARGER = 16  # batches of a GPU than those of a CPU
-PROGRESS = 0.5  # share of the training that is done
+TARGETS = {"ours float32": 0.55, "ours bfloat16": 0.40}  # time / time of the stock step
+LARGER = 16  # batch on a GPU / batch on a CPU
+PROGRESS = 0.5  # completed share of the training
 
 
 class Bench(NamedTuple):
-    """All that one training step needs."""
+    """The model, optimizer, loss and batch of a training step."""
 
     model: BackboneModel
     optimizer: torch.optim.Optimizer
@@ -129,7 +127,7 @@ class Bench(NamedTuple):
     updates_routers: bool = True
 
     def step(self) -> None:
-        """Forward, loss, backward and update; waits for the device at its end."""
+        """Compute forward, loss, backward and update, and wait for the device."""
         self.queued()
         wait(self.device)
 
@@ -138,12 +136,12 @@ class Bench(NamedTuple):
         return self.batch.images.device.type
 
     def queued(self) -> None:
-        """The same, without the wait."""
+        """Compute a step as ``step`` does, without waiting for the device."""
         with self.blocks.inside() if self.blocks else nullcontext():
             self._update()
 
     def output(self) -> ModelOutput:
-        """Return what the model says of the batch."""
+        """Return the model's output for the batch."""
         with torch.autocast(self.device, dtype=self.dtype, enabled=self.dtype != torch.float32):
             return self.model(self.batch.images, None, PROGRESS)
 
@@ -169,7 +167,7 @@ def bench(
     compiled: bool = False,
     updates_routers: bool = True,
 ) -> Bench:
-    """The step of a method on random images; ``views`` of each of the batch's images."""
+    """Build a method's step on random images: ``views`` for each of the batch's labels."""
     torch.manual_seed(0)
     model = size.model.build(size.image, method.moe).to(device)
     if stock:
@@ -190,7 +188,7 @@ def bench(
 def masked_experts(
     self: moe.MoEFeedForward, tokens: Tensor, context: RoutingContext = RoutingContext()
 ) -> tuple:
-    """The MoE layer as a loop over boolean masks, with ``w[e]``."""
+    """Compute the MoE layer by a loop over experts, with boolean masks of their tokens."""
     _, record = self.router(tokens)
     experts = self.experts
     outputs = torch.zeros_like(tokens)
@@ -204,9 +202,9 @@ def masked_experts(
 
 
 def go_stock() -> None:
-    """Replace what is ours by what PyTorch offers first.
+    """Replace our attention, MoE layer and patch embedding by PyTorch's plain operations.
 
-    There is no way back: only for a process of its own.
+    It cannot be undone, so call it only in a separate process.
     """
     block.softmax_attention = lambda query, key, value, causal=False: scaled_dot_product_attention(
         query, key, value, is_causal=causal
@@ -220,13 +218,13 @@ def go_stock() -> None:
 
 
 def sized(name: str, device: str) -> Size:
-    """The size of this name, with the batch of the device."""
+    """Return the size ``name``, with ``LARGER`` times its batch on a GPU."""
     size = sizes()[name]
     return size._replace(batch=size.batch * LARGER) if device == "cuda" else size
 
 
 def graph_step(size: Size, policy: Compile, device: str) -> Callable[[], None]:
-    """The V-MoE's step in bf16 as a training takes it; returned after its capture."""
+    """Return V-MoE's step in bf16 with training's graph runner, after warm-up and capture."""
     made = bench(size, size.vmoe, torch.bfloat16, device=device)
     data = Loaded(made.batch.images, made.batch.labels)
     job = TrainingJob(made.model, data, data, made.objective, None, 1)
@@ -249,7 +247,7 @@ def graph_step(size: Size, policy: Compile, device: str) -> Callable[[], None]:
 
 
 def contestant(name: str, size: str, device: str) -> Callable[[], None]:
-    """Make this process a contestant; returns its step."""
+    """Configure this process as a contestant, and return its step."""
     stock = name == "stock"
     words = name.split(", ")
     if TRITON in words:
@@ -275,14 +273,14 @@ def contestant(name: str, size: str, device: str) -> Callable[[], None]:
 
 
 def with_experts(number: int) -> str:
-    """The contestant that is ours in bf16 with another number of experts."""
+    """Return the name of our contestant in bf16 with this number of experts."""
     return f"ours bfloat16{MORE_EXPERTS}{number}"
 
 
 def race(
     size: str, rounds: int, device: str = "cpu", more_experts: Sequence[int] = ()
 ) -> dict[str, list[float]]:
-    """Seconds of one step by contestant and round."""
+    """Race all contestants; return contestant → seconds of a step, per round."""
     names = [*CONTESTANTS, *map(with_experts, more_experts)]
     if device == "cuda":
         names.append(COMPILED)
@@ -296,7 +294,7 @@ def race_steps(
     device: str,
     failures: dict[str, str] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of one step of these contestants by round; failures: as for processes_take_turns."""
+    """Race ``names``; return contestant → seconds. failures: see ``processes_take_turns``."""
     words = ["--size", size, "--device", device, "--one"]
     command = [sys.executable, "-m", "benchmarks.training_step", *words]
     commands = {name: [*command, name] for name in names}

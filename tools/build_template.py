@@ -25,7 +25,7 @@ SHRINK = 3
 
 
 def build() -> dict[str, np.ndarray]:
-    """The arrays of the template, by name."""
+    """Return name → array of the template."""
     brightness, grey, white, mask = _maps()
     total = np.maximum(grey + white, 1)
     grey = grey / total * mask
@@ -68,7 +68,7 @@ def _maps() -> list[np.ndarray]:
 
 
 def _ventricles(fluid: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """The connected fluid deep in the brain that holds both seeds."""
+    """Return the mask of the lateral ventricles: connected deep fluid that has both seeds."""
     labels, _ = ndimage.label((fluid > 0.5) & (ndimage.distance_transform_edt(mask > 0) > DEEP))
     found = {int(labels[tuple(np.array(seed) + CENTRE)]) for seed in SEEDS}
     if len(found) != 1 or 0 in found:
@@ -79,7 +79,7 @@ def _ventricles(fluid: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def _bounds(mask: np.ndarray) -> list[np.ndarray]:
-    """First and last index of the mask along each axis."""
+    """Return the first and last index of the mask along each axis."""
     others = ((1, 2), (0, 2), (0, 1))
     return [np.flatnonzero(mask.any(axis=axes))[[0, -1]] for axes in others]
 

@@ -25,10 +25,10 @@ UNKNOWN = "no hash was trained on these data"
 
 
 class Control(NamedTuple):
-    """A learned router minus a hash on some data."""
+    """The difference between a learned router and a hash router on some data."""
 
     study: str
-    entry: Mapping[str, Any]  # its numbers, as of a question in compare.json
+    entry: Mapping[str, Any]  # numbers, in the form of a question in compare.json
 
     @property
     def words(self) -> str:

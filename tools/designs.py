@@ -22,11 +22,11 @@ COLLAPSED = 10  # median absolute deviations; 5 marks a seventh of normal sample
 
 
 class RandomEffects(NamedTuple):
-    """The mean of several designs, each with another true difference."""
+    """The mean over designs whose true differences vary."""
 
     interval: Interval  # 95 %
-    deviation: float  # τ, of the designs' true differences
-    p: float  # of one true difference in all designs (Cochran's Q)
+    deviation: float  # τ, standard deviation of the designs' true differences
+    p: float  # for an equal true difference in all designs (Cochran's Q)
 
 
 def random_effects(values: Sequence[float], variances: Sequence[float]) -> RandomEffects:
@@ -72,8 +72,8 @@ def sign_test(values: np.ndarray) -> float:
 class Linearity(NamedTuple):
     """How far a metric is from a straight line over levels, such as numbers of experts."""
 
-    deviation: float  # the largest, of the means from their least-squares line
-    share: float  # of the rise from the first to the last level
+    deviation: float  # largest deviation of a mean from the least-squares line
+    share: float  # ``deviation`` / rise from the first to the last level
     p: float  # that some deviation is a third of the rise or more (two one-sided tests of each)
     p_exact: float  # of no deviation (Hotelling's T²); nan for too few seeds
 

@@ -98,7 +98,7 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
 
 
 def write_public_names() -> Iterator[str]:
-    """Yield a heading per public name and of a module or family per member."""
+    """Yield a heading per public name, and per member of a public module or family."""
     for name in moecore.__all__:
         value = getattr(moecore, name)
         yield from write_name(f"moecore.{name}", value, 2)
@@ -107,7 +107,7 @@ def write_public_names() -> Iterator[str]:
 
 
 def write_name(name: str, value: Any, level: int) -> Iterator[str]:
-    """Yield the heading of a public name and what mkdocstrings is to write below it."""
+    """Yield the heading of a public name, and its text or a directive for mkdocstrings."""
     if isinstance(value, (ModuleType, str)):
         text = "The installed version." if isinstance(value, str) else inspect.getdoc(value)
         yield f"{'#' * level} `{name}`\n\n{text}\n"
@@ -117,9 +117,9 @@ def write_name(name: str, value: Any, level: int) -> Iterator[str]:
 
 
 def shown_members(value: Any) -> dict[str, Any]:
-    """Return mkdocstrings' options: a record's fields, a part's settings and what yours must give.
+    """Return mkdocstrings' options: a record's fields, or a part's settings and abstract methods.
 
-    Of other classes it shows what has a docstring.
+    Other classes get no options, so that all members with a docstring are shown.
     """
     if hasattr(value, "_fields"):
         return {"members": list(value._fields), "show_if_no_docstring": True}
@@ -131,22 +131,22 @@ def shown_members(value: Any) -> dict[str, Any]:
 
 
 def public_members(value: Any) -> dict[str, Any]:
-    """Return what a public module or family offers, by name: parts, checks, base classes."""
+    """Return name → public member of a module or family: parts, checks, base classes."""
     if not isinstance(value, ModuleType):
         return {}
     members = {
-        name: one
-        for name, one in inspect.getmembers(value)
-        if not name.startswith("_") and getattr(one, "__module__", "").startswith("moecore")
+        name: member
+        for name, member in inspect.getmembers(value)
+        if not name.startswith("_") and getattr(member, "__module__", "").startswith("moecore")
     }
     if value in (moecore.lens, moecore.parts):
         return members
     is_offered = inspect.isfunction if value is moecore.testing else is_part
-    return {name: one for name, one in members.items() if is_offered(one)}
+    return {name: member for name, member in members.items() if is_offered(member)}
 
 
 def is_part(value: Any) -> bool:
-    """Return whether this is the settings class of a part or of a measurement."""
+    """Return whether ``value`` is the settings class of a part or measurement."""
     return inspect.isclass(value) and issubclass(value, Config)
 
 

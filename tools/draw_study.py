@@ -94,14 +94,14 @@ LEFT_OUT = (
 
 
 class SettingsDrawer:
-    """Draws settings; kinds: the parts of a family that may be drawn, of others all may be."""
+    """Draws settings; kinds: family → parts that may be drawn, by default all of them."""
 
     def __init__(self, seed: int | str, kinds: Mapping[type, Sequence[str]] | None = None) -> None:
         self.random = random.Random(seed)
         self.kinds = {} if kinds is None else kinds
 
     def draw_part(self, family: type[BaseModel], /, **fixed: Any) -> dict[str, Any]:
-        """Return settings of some part of a family; fixed: those that are not drawn."""
+        """Draw settings of a random part of a family; fixed: settings with given values."""
         kind = self.random.choice(self.kinds.get(family) or builtin_kinds(family))
         return self.draw_settings(find_class(family, kind), **fixed)
 
@@ -120,7 +120,7 @@ class SettingsDrawer:
         return drawn
 
     def draw_field(self, model: type[BaseModel], name: str) -> Any:
-        """Return a value of a setting of a class."""
+        """Draw a value for the setting ``name`` of a class."""
         for key in _list_names(model, name):
             if key in SMALL:
                 return self.random.choice(SMALL[key])
@@ -128,14 +128,14 @@ class SettingsDrawer:
         return self.draw_value(field.annotation, field.metadata)
 
     def draw_value(self, annotation: Any, metadata: Sequence[Any] = ()) -> Any:
-        """Return a value of an annotation; metadata: its bounds."""
+        """Draw a value of an annotation; metadata: its bounds."""
         origin, inner = get_origin(annotation), get_args(annotation)
         if origin is Annotated:
             return self.draw_value(inner[0], [*metadata, *_list_bounds(inner[1:])])
         if origin is Literal:
             return self.random.choice(inner)
         if origin in (Union, UnionType):
-            others = [one for one in inner if one is not NoneType]
+            others = [option for option in inner if option is not NoneType]
             if len(others) < len(inner) and self.random.random() < NULL:
                 return None
             return self.draw_value(self.random.choice(others), metadata)
@@ -154,7 +154,7 @@ class SettingsDrawer:
     def _draw_tuple(self, inner: tuple[Any, ...]) -> list[Any]:
         number = self.random.choice((1, 1, 2)) if inner[-1] is Ellipsis else len(inner)
         of_each = [inner[0]] * number if inner[-1] is Ellipsis else inner
-        values = [self.draw_value(one) for one in of_each]
+        values = [self.draw_value(annotation) for annotation in of_each]
         ordered = all(isinstance(value, int | float) for value in values)
         return sorted(values) if ordered else values
 
@@ -166,7 +166,7 @@ class SettingsDrawer:
 
 def _list_names(model: type[BaseModel], name: str) -> list[str]:
     """Return the names that a setting has in SMALL, ALWAYS and LEFT_OUT."""
-    return [*(f"{one.__name__}.{name}" for one in model.__mro__), name]
+    return [*(f"{base.__name__}.{name}" for base in model.__mro__), name]
 
 
 def is_part(annotation: Any) -> bool:
@@ -260,7 +260,7 @@ class StudyDrawer(SettingsDrawer):
         """Return the study as plain data."""
         model, source = self.draw_model(self.world.backbones), self.draw_source()
         methods = {f"m{index}": self.draw_method() for index in range(self.random.choice((2, 3)))}
-        is_same = self.is_drawn(0.7) or any(one.get("upcycle") for one in methods.values())
+        is_same = self.is_drawn(0.7) or any(method.get("upcycle") for method in methods.values())
         teacher = model if is_same else self.draw_model(self.world.backbones)
         study: dict[str, Any] = {
             "data": {"pretrain": source},

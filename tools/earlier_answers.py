@@ -174,14 +174,14 @@ def list_answers(root: Path) -> list[dict[str, Any]]:
         mean = round(answer.entry["difference"]["mean"], 9)
         if question == "results" or (question, mean) in current:
             continue
-        for name in _claims_of(answer.asked, named):
+        for name in _match_present_claims(answer.asked, named):
             if (name, question, mean) not in found:
-                found[name, question, mean] = _entry_of(root, name, named[name], answer, stages)
+                found[name, question, mean] = _build_entry(root, name, named[name], answer, stages)
     return list(found.values())
 
 
-def _claims_of(asked: Mapping[str, Any], named: Mapping[str, Any]) -> list[str]:
-    """Return the names of the claims that a former claim asked: the same source where it can be."""
+def _match_present_claims(asked: Mapping[str, Any], named: Mapping[str, Any]) -> list[str]:
+    """Return the present claim of a former one, as names; its source is matched if possible."""
     same = [
         name
         for name, claim in named.items()
@@ -196,7 +196,7 @@ def _claims_of(asked: Mapping[str, Any], named: Mapping[str, Any]) -> list[str]:
     return REWORDED.get(tuple(asked[key] for key in keys), [])
 
 
-def _entry_of(
+def _build_entry(
     root: Path, name: str, claim: Mapping[str, Any], answer: StoredAnswer, stages: Mapping[str, str]
 ) -> dict[str, Any]:
     entry, asked = answer.entry, answer.asked

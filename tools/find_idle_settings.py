@@ -55,7 +55,7 @@ class Leaf(NamedTuple):
 
 
 def list_leaves(settings: BaseModel, keys: tuple[str | int, ...]) -> Iterator[Leaf]:
-    """Yield all settings inside of some, those at their default too."""
+    """Yield all nested settings, including those at their default."""
     for name in type(settings).model_fields:
         value = getattr(settings, name)
         place = (*keys, name)
@@ -63,10 +63,10 @@ def list_leaves(settings: BaseModel, keys: tuple[str | int, ...]) -> Iterator[Le
             continue
         if isinstance(value, BaseModel):
             yield from list_leaves(value, place)
-        elif isinstance(value, tuple) and any(isinstance(one, BaseModel) for one in value):
-            for index, one in enumerate(value):
-                if isinstance(one, BaseModel):
-                    yield from list_leaves(one, (*place, index))
+        elif isinstance(value, tuple) and any(isinstance(item, BaseModel) for item in value):
+            for index, item in enumerate(value):
+                if isinstance(item, BaseModel):
+                    yield from list_leaves(item, (*place, index))
         elif not isinstance(value, dict):
             yield Leaf(place, type(settings), name, value)
 
@@ -84,7 +84,7 @@ def set_leaf(data: dict[str, Any], keys: tuple[str | int, ...], value: Any) -> d
 
 
 def accept_study(data: dict[str, Any], folder: Path) -> Study | None:
-    """Return the study where the check accepts it as it is."""
+    """Return the study if the check accepts it; else None."""
     write_study_files(data, folder)
     with chdir(folder), suppress(UserError):
         return check_study("params.yaml").study
@@ -92,9 +92,9 @@ def accept_study(data: dict[str, Any], folder: Path) -> Study | None:
 
 
 def train_and_measure(study: Study, folder: Path, trained: dict[str, Any]) -> dict[str, Any]:
-    """Return bits by section: weights and predictions under "", and of measurements their results.
+    """Return section → its results as text; "" has weights and predictions.
 
-    trained: keeps the model by the settings that decide it.
+    trained: cache of the last model, by the settings that its training depends on.
     """
     data = Prepared.open(folder / "data")
     decisive = study.model_dump_json(include=set(DRAWN))
@@ -133,15 +133,15 @@ def train_model(study: Study, data: Prepared, folder: Path) -> tuple[Any, Any, s
         pass
     model = job.complete_model.eval()
     if isinstance(model, BackboneModel):
-        model.remember(0)  # as a saved model: without what a training's streams left
+        model.remember(0)  # as a saved model: without memory of the training's text streams
     prediction, records = predict_in_batches(model, data.test.images[:8])
-    tensors = [*model.state_dict().values(), prediction, *(one.combine for one in records)]
+    tensors = [*model.state_dict().values(), prediction, *(record.combine for record in records)]
     bits = [tensor.double().flatten().tolist() for tensor in tensors]
     return model, job.guide, json.dumps(bits)
 
 
 def find_idle_leaves(seed: int, folder: Path, raw: Path) -> Iterator[tuple[Leaf, Any, bool]]:
-    """Yield the settings of a seed's study, another value each, and whether it changed anything."""
+    """Yield (setting, other value, whether a result changed) for the study of a seed."""
     drawer = StudyDrawer(seed, raw)
     data = drawer.draw_study()
     data["run"] |= {"seeds": [0], "phases": ["pretrain"], "thorough": ["pretrain"]}

@@ -44,7 +44,7 @@ LINE = re.compile(r"params\.yaml:\d+:\d+: ([^ ]+): .*?(?:\((prune|merge)\))?$", 
 
 
 def is_accepted(data: dict[str, Any], seed: int, folder: Path) -> bool:
-    """Return whether a study, without settings that the check refused, is in ``folder``."""
+    """Write the study without refused settings to ``folder``; return whether it is accepted."""
     study = repair_until_accepted(data, folder)
     if study is None:
         return False
@@ -53,7 +53,7 @@ def is_accepted(data: dict[str, Any], seed: int, folder: Path) -> bool:
 
 
 def repair_until_accepted(data: dict[str, Any], folder: Path) -> Study | None:
-    """Return the study once the check accepts it; ``data`` loses what the check names."""
+    """Remove refused settings from ``data`` until the check accepts it; None if it never does."""
     for _ in range(REPAIRS):
         write_study_files(data, folder)
         try:
@@ -64,7 +64,9 @@ def repair_until_accepted(data: dict[str, Any], folder: Path) -> Study | None:
         named = {
             tuple(words[:2]): [reduction] if reduction else words for words, reduction in lines
         }
-        for words in sorted(named.values(), reverse=True):  # of a list the last first
+        for words in sorted(
+            named.values(), reverse=True
+        ):  # a list's last item first, so that indices stay valid
             drop_setting(data, [int(word) if word.isdigit() else word for word in words])
         leave_out_rest(data)
         if not {"model", "methods", "pretrain"} <= set(data) or not data["methods"]:
@@ -73,7 +75,7 @@ def repair_until_accepted(data: dict[str, Any], folder: Path) -> Study | None:
 
 
 def drop_setting(data: dict[str, Any], keys: Sequence[Any]) -> None:
-    """Leave out the setting at ``keys``, of a part all but its kind, or the whole method."""
+    """Remove the setting at ``keys``, a part's settings except its kind, or the whole method."""
     if keys[:2] == ["run", "phases"]:
         keys = ["data", data["run"]["phases"][keys[2]]]
     if keys[0] == "run":
@@ -105,7 +107,7 @@ def drop_setting(data: dict[str, Any], keys: Sequence[Any]) -> None:
 
 
 def leave_out_rest(data: dict[str, Any]) -> None:
-    """Leave out of ``run`` and the sections what needs something that was left out."""
+    """Remove names from ``run``, and sections, that depend on removed settings."""
     run = data["run"]
     phases = [name for name in run["phases"] if name in data and name in data["data"]]
     for name in run["phases"]:
@@ -134,7 +136,7 @@ def write_study_files(data: dict[str, Any], folder: Path) -> None:
 
 
 def draw_questions(seed: int, study: Study, stages: Sequence[str]) -> list[dict[str, str]]:
-    """Return questions about metrics that the study is to have."""
+    """Draw questions about at most two expected metrics per phase."""
     draw = random.Random(seed)
     questions = []
     for phase in study.run.phases if len(study.run.methods) > 1 else ():
@@ -164,7 +166,7 @@ def list_stage_commands(folder: Path) -> Iterator[list[str]]:
 
 
 def run_all_stages(folder: Path) -> None:
-    """Run every stage of a study in this process; what it prints goes into ``printed``."""
+    """Run every stage of a study in this process; output goes to the file ``printed``."""
     os.chdir(folder)
     with open("printed", "w", encoding="utf-8") as printed:
         os.dup2(printed.fileno(), 1)

@@ -93,7 +93,7 @@ class Run(NamedTuple):
     difference: Difference
     sides: tuple[float, float]  # means of the two methods
     values: np.ndarray | None  # difference of each seed (S,), if it is known
-    is_replaced: bool = False  # by a later result: its design may be of no question any more
+    is_replaced: bool = False  # by a later result: no question may have its design now
 
 
 class Designs(NamedTuple):

@@ -72,7 +72,7 @@ def record_pipeline(stages: list[str], text: str) -> dict[str, Any]:
 
 
 def flatten_values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted key → value of everything inside a JSON value."""
+    """Yield (dotted key, value) for every leaf of a JSON value."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for name, inner in items:
         path = f"{key}.{name}" if key else str(name)
@@ -83,7 +83,7 @@ def flatten_values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def print_differences(before: dict[str, Any], after: dict[str, Any]) -> int:
-    """Print what differs between two records; return how much that is."""
+    """Print what differs between two records; return the number of differing values."""
     number = 0
     for name in sorted({*before, *after}):
         for kind in ("weights", "numbers"):

@@ -115,7 +115,7 @@ class FamilyRow(NamedTuple):
     family: str
     router: str
     read: str
-    received: str  # whether the ids are those that the experts received
+    received: str  # whether the experts received the recorded ids
 
     def line(self) -> str:
         """Return the row of the page's table."""

@@ -221,7 +221,7 @@ def hide_later_tokens(target: Target, layer: nn.Module, tokens: Tensor) -> None:
 @state_law("Splitting the batch changes no mean loss and no gradient", "Megatron-LM #3672, PR 5798")
 def split_the_batch(target: Target, layer: nn.Module, tokens: Tensor) -> None:
     require_promise(target.loss_mean, "the loss is stated as no mean")
-    # A mean over sequences is the mean of its parts; one over the batch that of the batch twice.
+    # A loss per sequence is the mean over parts; a loss per batch is equal for a doubled batch.
     is_twice = target.loss_mean == "batch"
     halves = [torch.cat([tokens, tokens])] if is_twice else tokens.chunk(2)
     parts = [run_loss(target, layer, half) for half in halves]
@@ -437,8 +437,8 @@ def log_load_statistics(target: Target, layer: nn.Module, tokens: Tensor) -> Non
         assert is_right, f"{name} is as defined, {expected[name]:.6g}: found {value:.6g}"
 
 
-def has_loss_of_all(target: Target) -> bool:
-    """Return whether the mean of the ranks' losses is that of the whole batch."""
+def has_loss_of_whole_batch(target: Target) -> bool:
+    """Return whether the mean of the ranks' losses equals the loss of the whole batch."""
     return target.loss_mean == "sequence" or target.reduces_ranks
 
 
@@ -448,7 +448,7 @@ def run_rank(rank: int, target: Target, folder: str) -> None:
     store = distributed.FileStore(f"{folder}/meeting", RANKS)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     layer, part = build_layer(target), draw_tokens(target).chunk(RANKS)[rank]
-    gradients = run_loss(target, layer, part)[1:] if has_loss_of_all(target) else []
+    gradients = run_loss(target, layer, part)[1:] if has_loss_of_whole_batch(target) else []
     outcome = run_layer(target, layer, part, training=True)
     if target.after_step is not None:
         target.after_step(layer, outcome)
@@ -463,7 +463,7 @@ def run_rank(rank: int, target: Target, folder: str) -> None:
 )
 def agree_over_ranks(target: Target, layer: nn.Module, tokens: Tensor) -> None:
     has_bias = target.selection_bias is not None and target.after_step is not None
-    is_stated = has_loss_of_all(target)
+    is_stated = has_loss_of_whole_batch(target)
     require_promise(is_stated or has_bias, "the loss is of each rank's own tokens")
     if distributed.is_initialized():
         ranks = f"a process group of {distributed.get_world_size()}"

@@ -34,32 +34,34 @@ class Target:
     """
 
     name: str
-    build: Callable[[], nn.Module]  # with random weights, of torch's global random state
+    build: Callable[[], nn.Module]  # with weights drawn from torch's global random state
     run: Callable[..., Outcome]
-    width: int  # d, other than E
+    width: int  # d, which must differ from E
     experts: int  # E
     version: str = ""  # of the library
     router: str = "router"  # prefix of the names of the router's parameters
     networks: str = "experts"  # prefix of the names of the experts' parameters
     batch: int = 4  # sequences; half of them depend on no other
     tokens: int = 16  # per sequence
-    k: int | None = None  # experts per token, if all tokens choose as many
-    score: Literal["softmax", "sigmoid"] | None = None  # from logits to the scores that weigh
-    weights_sum: float | None = None  # of a token without drops; None: the scores, times ``scale``
+    k: int | None = None  # experts per token, if the number is equal for all tokens
+    score: Literal["softmax", "sigmoid"] | None = None  # function from logits to weights
+    weights_sum: float | None = None  # per token without drops; None: scores times ``scale``
     scale: float = 1.0
-    loss_mean: Literal["sequence", "batch"] | None = None  # tokens over which the loss is a mean
+    loss_mean: Literal["sequence", "batch"] | None = (
+        None  # the loss is a mean per sequence or batch
+    )
     even_loss: float | None = None  # the loss if all probabilities are equal
-    loss_in_training: bool = True  # False: the laws take the loss of evaluation
+    loss_in_training: bool = True  # False: the laws use the loss in evaluation mode
     selection_bias: str | None = None  # name of the buffer or parameter that only selects
     causal: bool = False  # promised: no token sees later ones
     padded: bool = False  # ``run`` takes a mask of padding
-    reduces_ranks: bool = False  # the loss is of all ranks' tokens
+    reduces_ranks: bool = False  # the loss is computed from all ranks' tokens
     same_bits: bool = False  # promised: under bf16 autocast the routing has the bits of fp32
     # (layer, tokens, outcome) → outputs (B, T, N, d) of the experts, and (B, T, d) of the rest
     parts: Callable[[nn.Module, Tensor, Outcome], tuple[Tensor, Any]] | None = None
     after_step: Callable[[nn.Module, Outcome], Any] | None = None  # what follows an optimizer step
     not_promised: Mapping[str, str] = field(default_factory=dict)  # law, or one of HALVES → reason
-    runs: str = ""  # what of the library runs, unless its whole layer does
+    runs: str = ""  # the library's part that runs; "": its whole layer
     # law → script in findings/ that shows its failure in several layers or versions of a library
     scripts: Mapping[str, str] = field(default_factory=dict)
 
@@ -126,7 +128,7 @@ def router_parameters(target: Target, layer: nn.Module) -> list[nn.Parameter]:
 
 
 def is_below(name: str, prefix: str) -> bool:
-    """Return whether a parameter is that of the prefix, or of a module below it."""
+    """Return whether ``name`` is ``prefix``, or below it in the module tree."""
     return name == prefix or name.startswith(f"{prefix}.")
 
 

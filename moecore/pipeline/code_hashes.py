@@ -145,17 +145,17 @@ def hash_settings(document: YamlDocument) -> dict[str, str]:
         for value in items[names[0]] or () if names else ("",):
             key = template.format(**dict.fromkeys(names, value))
             with suppress(UserError):  # the file may lack keys of stages that it does not have
-                value = _with_whole_numbers(document.get(key.split(".")))
+                value = _convert_whole_floats(document.get(key.split(".")))
                 hashes[key] = _digest([json.dumps(value, sort_keys=True)])
     return hashes
 
 
-def _with_whole_numbers(value: Any) -> Any:
+def _convert_whole_floats(value: Any) -> Any:
     """Return a nested value with floats such as 1.0 as integers, so that both hash equally."""
     if isinstance(value, dict):
-        return {str(key): _with_whole_numbers(inner) for key, inner in value.items()}
+        return {str(key): _convert_whole_floats(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_with_whole_numbers(inner) for inner in value]
+        return [_convert_whole_floats(inner) for inner in value]
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value

@@ -128,7 +128,7 @@ def print_conformance(results: list[dict[str, Any]]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
     for result in results:
-        laws: dict[str, list[str]] = {}  # by what there is to say of them
+        laws: dict[str, list[str]] = {}  # "status: note" → laws
         for verdict in result["verdicts"]:
             if verdict["status"] in ("fails", "not run"):
                 laws.setdefault(f"{verdict['status']}: {verdict['note']}", []).append(

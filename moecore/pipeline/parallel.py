@@ -43,8 +43,8 @@ OWN = Stage("", "", each="measurement")  # a stage that a user wrote into dvc.ya
 DvcJob = tuple[str, ...]  # stages that one process runs in sequence
 Environment = Mapping[str, str]
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-MAX_JOBS = 4  # by default, on the CPU
-JOB_RATES = Path(".state/jobs.json")  # {card: {number of jobs: throughput over that of one job}}
+MAX_JOBS = 4  # default on a CPU
+JOB_RATES = Path(".state/jobs.json")  # {GPU: {number of jobs: throughput / one job's}}
 THREAD_VARIABLES = ("MOECORE_THREADS", "OMP_NUM_THREADS")  # the second: for numpy's BLAS
 DVC_LINES = re.compile(
     r"$|> |(Updating|Generating) lock file|Stage '.*' (didn't|is cached)|Data and pipelines are"

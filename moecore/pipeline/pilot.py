@@ -47,7 +47,7 @@ MIN_APART = 2.0  # points, or percent of dense's score, between the hash and V-M
 MAX_SECONDS = 90.0  # per training, on one thread
 VMOE_LOSSES = {"importance", "load"}
 WIDTHS = {"mlp_ratio", "hidden"}  # settings of the hidden width of a model
-FITTED_TOKENS = 2**15  # to which a router is fitted, from at most one pass over the images
+FITTED_TOKENS = 2**15  # to fit a router, from at most one pass over the images
 RIDGE = 1e-4  # weight of the squared weights: without it, separable kinds have no optimum
 Choices = tuple[Tensor, Tensor]  # tokens (n, d), and the expert of each (n,)
 
@@ -62,7 +62,7 @@ class PilotParams(Config):
 class PilotRow(NamedTuple):
     name: str
     scores: list[float]  # on validation images, per seed
-    seconds: list[float]  # of the CPU, per seed
+    seconds: list[float]  # CPU time, per seed
 
 
 class PilotResult(NamedTuple):
@@ -96,7 +96,7 @@ class PilotResult(NamedTuple):
 
 
 class PilotVerdict(NamedTuple):
-    text: str  # of the criterion
+    text: str  # the criterion
     holds: bool
     study: str  # "truth" or "accuracy"; "": every study
 

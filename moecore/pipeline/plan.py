@@ -22,7 +22,7 @@ ALWAYS = "always changed"  # DVC's status of such a stage
 RUNS = "runs now"
 MISSING_INPUT = re.compile("dep .* deleted")  # of a stage's reasons
 COPYING = "numbers"  # a stage that only copies files
-SHOWN = 2  # reasons, and stages above, that are printed
+SHOWN = 2  # printed reasons, and stages above
 HISTORY = Path("artifacts/history/prepare")  # where `prepare` records the raw folders
 RECORD = Path("tables/raw.json")
 Reasons = tuple[str, ...]  # why a stage would run
@@ -40,7 +40,7 @@ class PlannedStage(NamedTuple):
 
 
 class DvcStatus(NamedTuple):
-    status: Mapping[str, list]  # of every changed stage, as ``dvc status --json``
+    status: Mapping[str, list]  # changed stage → entries of ``dvc status --json``
     edges: list[tuple[str, str]]  # (before, after)
 
 

@@ -26,7 +26,7 @@ class ProjectAnswers(config.Config):
     moecore: str  # the version that wrote them
     name: str
     study: str
-    files: dict[str, str]  # path → sha256 of what was written
+    files: dict[str, str]  # path → sha256 of the written text
 
 
 def write_answers(folder: Path, name: str, study: str, texts: Mapping[str, str]) -> None:

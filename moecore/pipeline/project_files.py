@@ -204,10 +204,10 @@ def _add_example_method(text: str, study: Mapping[str, Any], name: str, is_run: 
 def upgrade_project(answers: project.ProjectAnswers, is_written: bool, more: Sequence[str]) -> None:
     """Print the changes that an upgrade makes, and what reruns; write them if ``is_written``."""
     # more: stages that its dvc.yaml gets.
-    changes = _renamed_texts(answers)
+    changes = _rename_keys_in_files(answers)
     with _replaced_files(changes):  # an overlay must be valid to be read
         texts = upgradable_project_texts(answers.name, answers.study, more)
-        written, edited = _changed_texts(answers, texts)
+        written, edited = _select_changed_texts(answers, texts)
     pyproject = Path("pyproject.toml")
     if before := _read(pyproject):
         requirement = project.moecore_requirement()
@@ -237,7 +237,7 @@ def upgrade_project(answers: project.ProjectAnswers, is_written: bool, more: Seq
         print("nothing is written yet; to write it: moecore upgrade --yes")
 
 
-def _renamed_texts(answers: project.ProjectAnswers) -> dict[str, str | None]:
+def _rename_keys_in_files(answers: project.ProjectAnswers) -> dict[str, str | None]:
     """Return path → new text of settings files with keys renamed since the project's version."""
     since = project.version_numbers(answers.moecore)
     renamed = params_writer.RENAMED_KEYS
@@ -251,7 +251,7 @@ def _renamed_texts(answers: project.ProjectAnswers) -> dict[str, str | None]:
     return texts
 
 
-def _changed_texts(
+def _select_changed_texts(
     answers: project.ProjectAnswers, texts: Mapping[str, str]
 ) -> tuple[dict[str, str | None], dict[str, str | None]]:
     """Return path → text of files to write, and of files that the user edited; None: remove."""

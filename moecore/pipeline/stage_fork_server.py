@@ -1,8 +1,8 @@
 """A server that imports all stages once and forks a process per stage, to save 3 s of imports.
 
-A server imports all stages once and forks a process per started stage. DVC starts stages through
-the command ``python`` in the server's folder ``bin``, first in its PATH; such a process prints,
-exits and is killed like any other. Linux only, and without a GPU: CUDA does not survive a fork.
+DVC starts stages through the command ``python`` in the server's folder ``bin``, first in its PATH.
+Such a process prints, exits and is killed like any other. Linux only, and without a GPU: CUDA does
+not survive a fork.
 """
 
 import atexit

@@ -48,7 +48,7 @@ from moecore.study.yaml_document import (
     load_yaml_document,
 )
 
-# A rule of a higher room, about a study, its stages and data: yields keys, and what is wrong.
+# A rule of a higher room: (study, stages, phase → card of its data) → (keys, message) pairs.
 ExtraCheck = Callable[[Study, Sequence[str], Mapping[str, Card]], Iterable[tuple[tuple, str]]]
 MAX_NUMBERS = {int: 10**15, float: 1e100}  # no setting is larger
 PLAIN_NAME = re.compile(r"[a-z][a-z0-9_]{0,99}")

@@ -23,9 +23,9 @@ from moecore.training.teachers.base import Teacher
 
 Previews = Mapping[str, Card]
 NO_TEACHER = "no_teacher"
-MIN_STEPS = 100  # of a training
-Placed = Iterator[tuple[tuple, Any, Surroundings]]  # keys, settings, what surrounds them
-HOLDERS = (Config, dict, list, tuple)  # of settings objects
+MIN_STEPS = 100  # per training
+Placed = Iterator[tuple[tuple, Any, Surroundings]]  # (keys, settings, their surroundings)
+HOLDERS = (Config, dict, list, tuple)  # types that can contain settings objects
 MEASURING_SECTIONS = tuple(  # of stages that look at the models of run.phases
     key
     for row in stages.ROWS

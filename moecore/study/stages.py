@@ -34,14 +34,14 @@ class Stage(NamedTuple):
     name: str
     says: str
     each: str = ""  # key of EACH: the matrix with an item per run; "": it runs once
-    keys: tuple[str, ...] | None = None  # of params.yaml that it reads; None: the stage's name
-    code: tuple[str, ...] = ()  # below artifacts/code: hashes, except of its script and method
-    after: tuple[str, ...] = ()  # below artifacts: what it reads, if a stage of the study writes it
+    keys: tuple[str, ...] | None = None  # keys of params.yaml that it reads; None: its name
+    code: tuple[str, ...] = ()  # hashes below artifacts/code, except its script's and method's
+    after: tuple[str, ...] = ()  # inputs below artifacts, if a stage of the study writes them
     folder: bool = False  # it writes a folder; stages per seed or model always do
     script: str = ""  # in stages/, if not named like the stage
     words: str = ""  # arguments of its command, if not the item
     path: str = ""  # of its result and history, if not its name and the item
-    entry: Mapping[str, Any] = {}  # of dvc.yaml: what does not follow from other fields
+    entry: Mapping[str, Any] = {}  # additional keys of its entry in dvc.yaml
     settings: str = ""  # class of its section, if ``Study`` does not name it
     title: str = ""  # on the page, of the phase whose models it makes; "" makes no phase
     trains: bool = False  # several ranks may share it

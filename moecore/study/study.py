@@ -31,7 +31,7 @@ from moecore.training.monitor import Monitor
 from moecore.training.settings import Finetuning, TeacherRouterFit, Training
 from moecore.training.teachers.base import Teacher
 
-Misfits = Iterator[tuple[tuple, str]]  # what rules yield: keys, and what is wrong there
+Misfits = Iterator[tuple[tuple, str]]  # (keys, message) pairs that rules yield
 
 # read by the stage `measure`
 MEASURED_SECTIONS = tuple(name for name in builtin_measurements() if name not in SECTIONS)

@@ -40,7 +40,7 @@ class ModelHistories(NamedTuple):
     method: str  # or SHARED
     seed: int
     histories: list[ExecutionHistory]
-    trainings: dict[str, ExecutionHistory]  # by phase
+    trainings: dict[str, ExecutionHistory]  # phase → training
 
     @property
     def family(self) -> str:

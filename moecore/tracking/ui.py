@@ -72,7 +72,7 @@ def start_server(port: int) -> subprocess.Popen:
 
 # In a destructor, such as SQLAlchemy's during an import, Python would print and ignore it.
 class DelayedInterrupts:
-    """A handler of Ctrl-C that raises KeyboardInterrupt only during ``sleep``, or at the second."""
+    """Ctrl-C handler: raises KeyboardInterrupt only during ``sleep``, or at the second Ctrl-C."""
 
     def __init__(self) -> None:
         self.is_sleeping = self.has_come = False
