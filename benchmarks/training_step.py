@@ -137,7 +137,7 @@ class Bench(NamedTuple):
 
     def queued(self) -> None:
         """Compute a step as ``step`` does, without waiting for the device."""
-        with self.blocks.inside() if self.blocks else nullcontext():
+        with self.blocks.using_compiled_blocks() if self.blocks else nullcontext():
             self._update()
 
     def output(self) -> ModelOutput:

@@ -1,9 +1,9 @@
 """Stage ``code``: checks the study, and writes hashes of the source that decides results.
 
-It always runs, as its sources are wherever moecore is installed. The other stages depend on its
-result artifacts/code/ instead of the source, so they rerun exactly when a file or part that they
-use is edited. As the first stage it also checks params.yaml, the data and the models. It does
-nothing if neither its inputs nor its result have changed.
+It always runs, because dvc.yaml cannot list the sources: they lie wherever moecore is installed.
+The other stages depend on its result artifacts/code/ instead of the source, so they rerun exactly
+when a file or part that they use is edited. As the first stage it also checks params.yaml, the data
+and the models. It does nothing if neither its inputs nor its result have changed.
 """
 
 from pathlib import Path

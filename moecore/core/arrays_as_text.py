@@ -34,9 +34,9 @@ def encode_rounded(values: np.ndarray) -> str:
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all():
         raise ValueError(f"encode_rounded: shape {values.shape}; needs (N ≥ 1,) finite numbers")
     mean = float(values.mean())
-    apart = values - mean
-    largest = float(np.abs(apart).max()) or 1.0
-    deviations = encode_concatenated_arrays((apart / largest).astype(np.float16))
+    centred = values - mean
+    largest = float(np.abs(centred).max()) or 1.0
+    deviations = encode_concatenated_arrays((centred / largest).astype(np.float16))
     return f"{mean!r}:{largest!r}:{deviations}"
 
 
@@ -49,5 +49,5 @@ def decode_float_array(text: str) -> np.ndarray:
     if ":" not in text:
         return np.frombuffer(decode_compressed_text(text), "<f8")
     mean, largest, rest = text.split(":")
-    apart = np.frombuffer(decode_compressed_text(rest), "<f2").astype(np.float64)
-    return float(mean) + float(largest) * (apart - apart.mean())
+    centred = np.frombuffer(decode_compressed_text(rest), "<f2").astype(np.float64)
+    return float(mean) + float(largest) * (centred - centred.mean())

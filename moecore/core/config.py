@@ -28,7 +28,7 @@ from moecore.core.files import UserError, read_json
 from moecore.core.source_layout import ROOT
 
 KIND = "kind"
-UNKNOWN_KIND = "unknown_kind"  # pydantic's type of an error
+UNKNOWN_KIND = "unknown_kind"  # type of a pydantic error
 
 
 Misfits = Iterator[tuple[tuple, str]]  # keys below the settings, and a message
@@ -83,7 +83,7 @@ class Surroundings(NamedTuple):
 
 
 def list_idle_settings(settings: Any, names: Iterable[str], why: str, allowed: str) -> Misfits:
-    # why: the reason that it has no effect. allowed: what would give it one.
+    # why: the reason that the settings have no effect. allowed: a change that gives them one.
     for name in names:
         value = getattr(settings, name)
         if value != type(settings).model_fields[name].default:
@@ -222,16 +222,16 @@ def is_family_base(cls: type) -> bool:
 def find_class(family: type[AnySettings], name: str) -> type[AnySettings]:
     """Return a family's class of kind ``name``; KeyError if unknown, ValueError if import fails."""
     if source_layout.DOTTED_NAME.fullmatch(name):
-        return _outside_class(family, name)
-    if part := _own_class(family, name):
+        return _find_outside_class(family, name)
+    if part := _find_builtin_class(family, name):
         return part
     raise KeyError(name)
 
 
 def builtin_kinds(family: type[Config]) -> list[str]:
     """Return the sorted kinds of a family's parts in moecore, from its folder's file names."""
-    stems = sorted(file.stem for file in _folder(family).glob("*.py"))
-    return [stem for stem in stems if _own_class(family, stem)]
+    stems = sorted(file.stem for file in _family_folder(family).glob("*.py"))
+    return [stem for stem in stems if _find_builtin_class(family, stem)]
 
 
 def part_classes_by_kind(
@@ -240,7 +240,7 @@ def part_classes_by_kind(
     """Return a family's classes by kind: moecore's parts, then parts of allowed packages."""
     # imports: also import parts that are not loaded yet; ValueError if one is invalid.
     named = {name: find_class(family, name) for name in builtin_kinds(family)}
-    for name in source_layout.list_allowed_modules(lambda file: bool(_class_lines(file))):
+    for name in source_layout.list_allowed_modules(lambda file: bool(_find_class_lines(file))):
         if not imports and name not in sys.modules:
             continue
         part = getattr(source_layout.import_module_of_package(name), _class_name(name))
@@ -275,8 +275,8 @@ def lazy_classes(package: str, base: str) -> tuple[Callable[[str], Any], Callabl
         if name == base_name:
             return load_family()
         if name[:1].isupper():
-            for kind in [file.stem for file in _folder(load_family()).glob("*.py")]:
-                if _class_name(kind) == name and (part := _own_class(load_family(), kind)):
+            for kind in [file.stem for file in _family_folder(load_family()).glob("*.py")]:
+                if _class_name(kind) == name and (part := _find_builtin_class(load_family(), kind)):
                     return part
             if name in (inside := _settings_inside_parts(load_family())):
                 return inside[name]
@@ -298,10 +298,10 @@ def settings_classes_in(annotation: Any) -> Iterator[type[Config]]:
 
 
 def _settings_inside_parts(family: type[Config]) -> dict[str, type[Config]]:
-    """Return name → class of settings that are fields of a family's parts but no parts."""
+    """Return name → class of the settings in fields of a family's parts that are no parts."""
     inside: dict[str, type[Config]] = {}
     owners = [find_class(family, name) for name in builtin_kinds(family)]
-    for owner in owners:  # which grows
+    for owner in owners:  # the list grows in the loop
         for field in owner.model_fields.values():
             for settings in settings_classes_in(field.annotation):
                 if not issubclass(settings, Part) and settings.__name__ not in inside:
@@ -311,9 +311,9 @@ def _settings_inside_parts(family: type[Config]) -> dict[str, type[Config]]:
 
 
 @cache
-def _own_class(family: type[AnySettings], name: str) -> type[AnySettings] | None:
-    file = _folder(family) / f"{name}.py"
-    if not name.isidentifier() or not file.is_file() or not _class_lines(file):
+def _find_builtin_class(family: type[AnySettings], name: str) -> type[AnySettings] | None:
+    file = _family_folder(family) / f"{name}.py"
+    if not name.isidentifier() or not file.is_file() or not _find_class_lines(file):
         return None
     package = family.__module__.rpartition(".")[0]
     part = getattr(importlib.import_module(f"{package}.{name}"), _class_name(name))
@@ -322,14 +322,14 @@ def _own_class(family: type[AnySettings], name: str) -> type[AnySettings] | None
     return None
 
 
-def _outside_class(family: type[AnySettings], name: str) -> type[AnySettings]:
+def _find_outside_class(family: type[AnySettings], name: str) -> type[AnySettings]:
     module = source_layout.import_module_of_package(name)
     word = _class_name(name)
     file = Path(str(module.__file__))
     part = getattr(module, word, None)
     if not inspect.isclass(part):
         raise ValueError(f"found {name}, but {file} has no class {word}")
-    if len(lines := _class_lines(file)) > 1:
+    if len(lines := _find_class_lines(file)) > 1:
         both = " and ".join(map(str, lines))
         raise ValueError(f"found {name}, but {file} has several classes {word}: lines {both}")
     if not issubclass(part, family):
@@ -384,7 +384,7 @@ def _tagged_union(*parts: type[Part]) -> core_schema.CoreSchema:
     return core_schema.tagged_union_schema(choices, KIND)
 
 
-def _folder(family: type[Config]) -> Path:
+def _family_folder(family: type[Config]) -> Path:
     return (ROOT / family.__module__.replace(".", "/")).parent
 
 
@@ -393,7 +393,7 @@ def _class_name(name: str) -> str:
     return "".join(word.capitalize() for word in name.rpartition(".")[2].split("_"))
 
 
-def _class_lines(file: Path) -> list[int]:
+def _find_class_lines(file: Path) -> list[int]:
     defining = re.compile(rf"class {_class_name(file.stem)}\b")
     lines = file.read_text(encoding="utf-8").splitlines()
     return [number for number, line in enumerate(lines, 1) if defining.match(line)]

@@ -262,7 +262,7 @@ class ResumableParts:
             write_whole(self.path, intact)
 
     def attach_progress_bar(self, bar: Any) -> None:
-        """Show the number of stored results in ``bar``, now and after every further result."""
+        """Show the number of stored results in ``bar``, now and after each new result."""
         self.bar = bar
 
     def part(self, name: str, compute: Callable[[], Any]) -> Any:
@@ -294,14 +294,14 @@ def join_below_root(root: Path, name: str | Path) -> Path:
     path = root / name
     shown = str(name)
     try:
-        leaves = ".." in Path(shown).parts or not path.resolve().is_relative_to(root.resolve())
-        if not leaves:
+        is_outside = ".." in Path(shown).parts or not path.resolve().is_relative_to(root.resolve())
+        if not is_outside:
             path.exists()  # raises for a name that is too long
     except (OSError, ValueError, RuntimeError) as error:  # forbidden characters; loops of links
         why = (getattr(error, "strerror", "") or str(error)).lower()
         short = repr(shown[:60]) + ("…" if len(shown) > 60 else "")
         raise UserError(f"{root}: found {short}, which no file can be called: {why}") from None
-    if leaves:
+    if is_outside:
         outside = f"{shown!r}, which leads out of this folder"
         raise UserError.at(root, found=outside, allowed="files below it, and links to such")
     return path

@@ -31,7 +31,7 @@ MEETING = "MOECORE_MEETING"  # a file where ranks of one machine meet, instead o
 
 INTERVAL = 5.0  # seconds between two checks of the watch
 QUESTION_AFTER = 40.0  # seconds without a new collective, until the other ranks are asked
-ANSWERS_AFTER = 60.0  # seconds, until answers are read: time for several checks
+ANSWERS_AFTER = 60.0  # the same, until answers are read: several checks later
 
 
 class Ranks(NamedTuple):
@@ -79,7 +79,7 @@ def join_ranks() -> None:
     if torch.cuda.is_available() and os.environ.get("MOECORE_DEVICE", "cuda") != "cpu":
         torch.cuda.set_device(local % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
-    _RankStore.store = _find_store(PATIENCE)
+    _RankStore.store = _connect_to_store(PATIENCE)
     _RankStore.watch = LateRankReporter(_RankStore.store, rank, size)
     _RankStore.watch.start()
     distributed.init_process_group(
@@ -87,7 +87,7 @@ def join_ranks() -> None:
     )
 
 
-def _find_store(patience: timedelta) -> distributed.Store:
+def _connect_to_store(patience: timedelta) -> distributed.Store:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     meeting = os.environ.get(MEETING)
     if not meeting and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
@@ -118,7 +118,7 @@ def print_failure_once(text: str) -> None:
     """Print an error to stderr once, on the first rank that fails, and let other ranks wait."""
     # Ranks that are not connected yet connect for this; if they cannot in ten seconds, each prints.
     try:
-        store = _RankStore.store or _find_store(FAILURE_PATIENCE)
+        store = _RankStore.store or _connect_to_store(FAILURE_PATIENCE)
         first = store.add("failed", 1) == 1
     except (RuntimeError, UserError):  # the other ranks cannot be reached
         store, first = None, True
@@ -182,8 +182,7 @@ def total_over_ranks(values: Tensor) -> Tensor:
 
 def mean_over_ranks(values: Tensor) -> Tensor:
     """Return the mean of ``values`` over all ranks, a scalar with gradient."""
-    # Ranks may have different numbers of values (words of captions); a mean of their means would
-    # then depend on the number of ranks.
+    # Not a mean of means: ranks may have different numbers of values, such as words of captions.
     if not has_process_group():
         return values.mean()
     total = total_over_ranks(torch.stack([values.sum(), values.new_tensor(float(values.numel()))]))
@@ -206,10 +205,10 @@ def all_gather_rows(rows: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def total_over_shards(part: Tensor, of: Tensor) -> Tensor:
-    """Sum ``part``, computed from each rank's shard of ``of``, over ranks, if ``of`` is sharded."""
+def total_over_shards(part: Tensor, whole: Tensor) -> Tensor:
+    """Sum ``part`` over ranks if ``whole``, from whose shards it was computed, is sharded."""
     # The gradient flows to this rank's part only: no other rank has the shard.
-    mesh = getattr(of, "device_mesh", None)
+    mesh = getattr(whole, "device_mesh", None)
     if mesh is None:
         return part
     total = part.detach().clone()
@@ -230,7 +229,7 @@ def broadcast_text(text: str) -> str:
 
 
 class _AllReduce(Function):
-    """Sum over ranks; the gradient is summed over ranks, too."""
+    """Sum over ranks; also sum the gradient over ranks."""
 
     @staticmethod
     def forward(values: Tensor) -> Tensor:
@@ -267,13 +266,13 @@ class LateRankReporter(Thread):
             begun = count_begun_collectives()
             since = time.monotonic()
             question = None
-            is_said = False
+            is_reported = False
             while not self.ended.wait(INTERVAL):
                 if (now := count_begun_collectives()) != begun:
                     begun = now
                     since = time.monotonic()
                     question = None
-                    is_said = False
+                    is_reported = False
                 waited = time.monotonic() - since
                 if question is None and waited >= QUESTION_AFTER:
                     question = self.answered
@@ -282,9 +281,9 @@ class LateRankReporter(Thread):
                     answer = f"{begun} {os.getpid()} {platform.node()}"
                     self.store.set(f"watch/{self.answered}/{self.rank}", answer)
                     self.answered += 1
-                if question is not None and waited >= ANSWERS_AFTER and not is_said:
+                if question is not None and waited >= ANSWERS_AFTER and not is_reported:
                     self._print_late_ranks(begun, question)
-                    is_said = True
+                    is_reported = True
 
     def stop(self) -> None:
         self.ended.set()

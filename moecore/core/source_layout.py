@@ -20,7 +20,7 @@ from typing import Any
 from moecore.core.files import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("moecore", "moecore/stages", "moecore/conformance")  # links in a clone but the first
+SOURCES = ("moecore", "moecore/stages", "moecore/conformance")  # the last two are links in a clone
 STAGE_MODULES = "moecore.stages."  # prefix of a stage's module
 SHIPPED = ROOT / "moecore/pipeline/shipped"  # params.yaml, dvc.yaml, studies of this version
 RUNS = ".runs"  # in a project: folders in which the questions of pipelines/ run
@@ -119,8 +119,8 @@ def import_optional_library(name: str, extra: str) -> Any:
 
 
 @contextmanager
-def more_packages(names: Iterable[str]) -> Iterator[None]:
-    """Allow imports from additional packages in the ``with`` block; UserError for a bad name."""
+def allowing_packages(names: Iterable[str]) -> Iterator[None]:
+    """Allow imports from more packages in the ``with`` block; UserError for an invalid name."""
     try:
         names = [check_package_name(name) for name in names]
     except ValueError as error:

@@ -2,8 +2,8 @@
 
 A student's training draws from (seed, epoch) for the order of its images and from (seed, step,
 purpose) for everything else; ``seed``, the run's seed, also sets the initial weights. The teacher,
-its routers and the measurements use ``derived_seed(WHO, seed)`` instead of ``seed``, so they share
-no stream with the student or with each other.
+its routers and the measurements use ``derived_seed(owner, seed)`` instead, so they share no stream
+with the student or with each other.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ ATTACK = 3
 
 # Purposes of numpy's generators, [seed, purpose]; 0 to 2, 5 and 6 split the data
 FEW_SHOT = 3
-PERMUTED = 4  # the places of a null control's labels
+PERMUTED = 4  # the permutation of a null control's labels
 
 StreamOwner = Literal[
     "teacher",  # its initial weights, order, views and noise
@@ -40,14 +40,13 @@ def generator_for(*numbers: int) -> Generator:
     return Generator().manual_seed(_hash_words(*numbers))
 
 
-# The numbers of the complete batch are always drawn, so an image's numbers do not depend on how
-# many processes share the batch.
+# A batch's numbers are all drawn, so an image's numbers do not depend on the number of ranks.
 class BatchDraws(NamedTuple):
     """Random numbers for the images of a batch, or for the images at ``rows``."""
 
     generator: Generator  # on the CPU
     batch_size: int  # images of the complete batch
-    rows: Tensor | None = None  # indices into it, (B,) int64, in any order; None for all
+    rows: Tensor | None = None  # (b,) int64, indices into the batch in any order; None for all
 
     @classmethod
     def of(cls, source: "Generator | BatchDraws", images: int) -> "BatchDraws":
@@ -60,7 +59,7 @@ class BatchDraws(NamedTuple):
         return self.batch_size if self.rows is None else len(self.rows)
 
     def select_rows(self, values: Tensor) -> Tensor:
-        """Return the values (B, …) at ``rows``, given the values (batch_size, …) of the batch."""
+        """Return the values (b, …) at ``rows``, given the values (batch_size, …) of the batch."""
         return values if self.rows is None else values[self.rows]
 
     def rand(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -98,16 +97,16 @@ def draw_bernoulli_mask(values: Tensor, probability: float, views: int) -> Tenso
 
 
 def _empty_whole_batch_like(values: Tensor) -> Tensor:
-    """Return an uninitialised tensor (views · B, …) for this rank's ``values`` (views · b, …)."""
+    """Return a tensor (views · B, …), of any content, for this rank's ``values`` (views · b, …)."""
     size = current_ranks().size
     if size == 1:
         return values
     return values.new_empty(()).expand(size * values.shape[0], *values.shape[1:])
 
 
-def derived_seed(who: StreamOwner, seed: int) -> int:
-    """Return the seed, from 0 to 2⁶³ − 1, of the draws of ``who`` in a run with ``seed``."""
-    return _hash_words(who, seed) >> 1  # valid for torch and numpy
+def derived_seed(owner: StreamOwner, seed: int) -> int:
+    """Return the seed, from 0 to 2⁶³ − 1, of the draws of ``owner`` in a run with ``seed``."""
+    return _hash_words(owner, seed) >> 1  # valid for torch and numpy
 
 
 def _hash_words(*values: int | str) -> int:

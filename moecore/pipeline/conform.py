@@ -15,9 +15,9 @@ from moecore.core.config import builtin_kinds, find_class
 from moecore.core.files import UserError, read_json, write_json, write_whole
 from moecore.core.source_layout import (
     SHIPPED,
+    allowing_packages,
     import_module_of_package,
     last_traceback_line,
-    more_packages,
 )
 from moecore.lens.recording import run_python_file
 from moecore.nn.routers.base import Router
@@ -36,7 +36,7 @@ def find_targets(text: str) -> list[Target]:
         return resolve_named_targets(text, run_python_file(Path(f"{stem}.py")), name)
     if ":" in text:
         module, _, name = text.partition(":")
-        with more_packages([module.partition(".")[0]]):
+        with allowing_packages([module.partition(".")[0]]):
             try:
                 return resolve_named_targets(text, vars(import_module_of_package(module)), name)
             except ValueError as error:

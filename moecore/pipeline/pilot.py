@@ -225,7 +225,7 @@ def _oracle_choices(oracle: TrainingJob, settings: Training, seed: int) -> dict[
         pairs.setdefault(name, []).append((tokens.flatten(0, 1), chosen.flatten()))
 
     with watching_layers(oracle.model, keep):
-        for step in range(oracle.updates(settings)):
+        for step in range(oracle.updates_per_epoch(settings)):
             batch = training_batch(oracle, settings, seed, step)
             forward_and_embed_labels(oracle, batch, None, 0.0)
             counts = [sum(len(chosen) for _, chosen in batches) for batches in pairs.values()]

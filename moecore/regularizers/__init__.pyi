@@ -155,5 +155,5 @@ class ZeroComputationBalance(_ZeroComputationBalance):
     weight: float
     """factor in the objective; not given in the paper"""
     share: float = 0.75
-    """weight of a choice of an expert without a network (τ): a smaller one makes their choice more
+    """τ, weight of the choices of experts without a network; a smaller τ makes them more
     frequent"""

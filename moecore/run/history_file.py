@@ -31,7 +31,7 @@ from moecore.core.files import UserError, intact_lines, to_jsonable
 from moecore.study.yaml_document import load_yaml_document
 from moecore.training.monitor import RoutingPoint
 
-GIT_SECONDS = 10.0  # a start does not wait longer for git
+GIT_SECONDS = 10.0  # longest wait for git when a run starts
 SOURCE_PATTERNS = ("*.py", "*params.yaml", "*dvc.yaml")  # a change of these makes a run "dirty"
 PLACES = ("artifacts/history", ".state")  # published histories, and histories of current runs
 
@@ -69,9 +69,9 @@ def _code_state() -> dict[str, Any]:
     """Return the git commit, and "dirty": whether sources differ from it; both None without git."""
     # A study's run folder is a git repository without code.
     project = source_layout.project_of_run_folder(Path())
-    question = ("status", "--porcelain", "--untracked-files=no", "--", *SOURCE_PATTERNS)
+    status_command = ("status", "--porcelain", "--untracked-files=no", "--", *SOURCE_PATTERNS)
     commit = source_layout.run_git(project, "rev-parse", "HEAD", timeout=GIT_SECONDS)
-    status = source_layout.run_git(project, *question, timeout=GIT_SECONDS)
+    status = source_layout.run_git(project, *status_command, timeout=GIT_SECONDS)
     if commit is None or status is None:
         return {"commit": None, "dirty": None}
     return {"commit": commit, "dirty": status != ""}

@@ -22,7 +22,7 @@ from moecore.run.stage_entry import MEETING, end_with_parent
 from moecore.study.stages import STAGES, Stage, find_stage_of_command
 
 LAUNCH, RANKS = "MOECORE_LAUNCH", "MOECORE_RANKS"
-FORMER = "MOECORE_CLUSTER"  # named a file that is no longer read
+FORMER = "MOECORE_CLUSTER"  # a variable of earlier versions: the path of a file
 LAUNCHED = "MOECORE_LAUNCHED"  # number of ranks; set in processes that a launcher started
 LAUNCH_FIELDS = ("gpus", "ranks", "stage")
 # The variables of SLURM that a new job inherits; all others describe the surrounding job

@@ -207,10 +207,10 @@ def record_resumable(
 ) -> Iterator[tuple[Run, Path]]:
     """Yield the record and the work folder of a stage that resumes after a kill."""
     item = {"phase": phase, "method": method, "seed": seed}
-    read = hash_stage_inputs(stage, params, inputs, phase, method)
+    hashed_inputs = hash_stage_inputs(stage, params, inputs, phase, method)
     with (
-        hold_work_folder(execution_subpath(stage, **item), read.key()) as work,
-        record_run(stage, params, work=work, inputs=read, **item) as run,
+        hold_work_folder(execution_subpath(stage, **item), hashed_inputs.combined_hash()) as work,
+        record_run(stage, params, work=work, inputs=hashed_inputs, **item) as run,
     ):
         yield run, work
 
@@ -235,8 +235,8 @@ def hold_lock(path: Path, describe_holder: Callable[[], str]) -> Iterator[None]:
 
 SECONDS_BETWEEN_LINES = 10.0  # seconds between two lines in a log
 SECONDS_BETWEEN_REDRAWS = 0.2
-CARD_MEMORY = "runtime.card_gb"  # tag: what a training's process took of its GPU
-LINE_SECONDS = "MOECORE_LINE_SECONDS"  # the same, of a process whose lines become a table's rows
+CARD_MEMORY = "runtime.card_gb"  # tag: GB of GPU memory that a training reserved
+LINE_SECONDS = "MOECORE_LINE_SECONDS"  # overrides SECONDS_BETWEEN_LINES
 
 
 class ProgressLines:

@@ -15,7 +15,7 @@ from moecore.core.source_layout import STAGE_MODULES, refuse_other_checkout
 from moecore.run.stage_inputs import allow_params_packages
 from moecore.study.stages import STAGES, TRAINING_STAGES
 
-SECONDS = Path(".state/seconds")  # a file per stage: how long its last process took
+SECONDS = Path(".state/seconds")  # a file per stage: duration of its last process, in s
 ENDED_CODE = 143  # exit code of processes that were ended by SIGTERM
 MEETING = "MOECORE_MEETING"  # as in core/ranks.py, which imports torch
 CONNECTION_LOST = (  # messages of gloo and NCCL
@@ -60,8 +60,8 @@ def run_stage(function: Callable[..., None], arguments: list[str] | None = None)
             reason = str(error).strip().splitlines()[0]
             print_error_once(f"{command}: {reason}; allowed: fewer --jobs, or a smaller batch")
             _exit(1)
-        of_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
-        is_lost = of_torch or any(message in str(error) for message in CONNECTION_LOST)
+        is_dist_error = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
+        is_lost = is_dist_error or any(message in str(error) for message in CONNECTION_LOST)
         if not (has_several_ranks() and isinstance(error, RuntimeError) and is_lost):
             raise
         reason = "another rank has ended; what was trained is in the checkpoint"

@@ -68,8 +68,8 @@ class StageInputs:
         self._item = item
         self._text: bytes | None = None  # of params.yaml, when its values were last equal
 
-    def key(self) -> str:
-        """Return a hash of all inputs; work is resumed only if it is equal."""
+    def combined_hash(self) -> str:
+        """Return a hash of settings, artifacts and code; work resumes only with an equal hash."""
         assert self._params is not None, "a stage that is resumed has settings"
         text = json.dumps([self._params.model_dump(mode="json"), self._hashes], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

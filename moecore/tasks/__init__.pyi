@@ -63,6 +63,6 @@ class Regression(_Regression):
     unit: str = ''
     """of the labels, such as years"""
     mean: float = 0.0
-    """of the training labels: what an untrained head says"""
+    """of the training labels: prediction of an untrained head"""
     deviation: float = 1.0
     """of training labels: one unit of the output"""

@@ -38,7 +38,7 @@ class Score(NamedTuple):
 
 
 class ExtraTestMetrics(Config):
-    """Metrics of a test split in addition to score and loss; None if a task has no such one."""
+    """Metrics of a test split in addition to score and loss; None where a task has none."""
 
     test_correct: int | None = None  # images
     test_top5: Estimate | None = None  # share of images whose class is among the five largest

@@ -19,7 +19,7 @@ class Regression(Task):
     kind: Literal["regression"] = "regression"
     target: str = Field(min_length=1, description="what the labels are, such as age")
     unit: str = Field("", description="of the labels, such as years")
-    mean: float = Field(0.0, description="of the training labels: what an untrained head says")
+    mean: float = Field(0.0, description="of the training labels: prediction of an untrained head")
     deviation: float = Field(1.0, gt=0, description="of training labels: one unit of the output")
 
     @property

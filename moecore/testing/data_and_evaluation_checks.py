@@ -16,7 +16,7 @@ from torch import Tensor
 from moecore.attacks import attack_setup, base
 from moecore.conformance.targets import has_same_state, is_close, seeded_randn
 from moecore.core.files import UserError, read_json
-from moecore.core.source_layout import more_packages, outside_kinds_in_settings
+from moecore.core.source_layout import allowing_packages, outside_kinds_in_settings
 from moecore.data.card import Card, parse_card_json
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.base import Source
@@ -61,7 +61,8 @@ def check_source(source: Source | type[Source], folder: Path) -> Prepared:
     card, repeated = settings.write(folder / "first"), settings.write(folder / "second")
     assert_that(settings, repeated == card, "the same settings write the same bytes")
     try:
-        with more_packages({kind.partition(".")[0] for kind in outside_kinds_in_settings(card)}):
+        packages = {kind.partition(".")[0] for kind in outside_kinds_in_settings(card)}
+        with allowing_packages(packages):
             data = Prepared.open(folder / "first", verify=True)
     except UserError as error:
         raise AssertionError(f"{type(settings).__name__}: what it wrote opens: {error}") from error

@@ -47,7 +47,7 @@ class ModelCard(config.Config):
 
 
 class GuideSettings(config.Config):
-    """Whether a method needs a guide, and the settings to rebuild the guide from its teacher."""
+    """Settings to rebuild a guide from its teacher, if the method needs a guide."""
 
     needed: bool
     blocks: tuple[int, ...] = ()
@@ -128,7 +128,7 @@ def load_model(folder: str | Path, packages: Sequence[str] = ()) -> Model:
     Raises:
         UserError: for a missing or invalid file, or parts of other packages.
     """
-    with source_layout.more_packages(packages):
+    with source_layout.allowing_packages(packages):
         model = load_without_teacher(folder)
         guide = load_guide(Path(folder) / GUIDE) if load_model_card(folder).guided else None
         if guide is None:
@@ -154,8 +154,7 @@ def load_adapted_model(
     folder: str | Path, image: ImageSpec, moe: MoESettings | None
 ) -> BackboneModel:
     """Load the model in ``folder`` for other images: adapt position embeddings and head."""
-    # The new images are normalised by their own statistics. A head for other classes is new. moe:
-    # settings of its MoE layers; None: dense.
+    # Images are normalised by their own statistics. A head for other classes is new.
     card = load_model_card(folder)
     weights, _ = read_tensors(Path(folder) / "model.safetensors")
     if card.image.channels != image.channels:
@@ -286,7 +285,7 @@ Tensors = dict[str, Tensor]
 
 
 class TrainingEditGuard(Protocol):
-    """Raises UserError if the code or settings of a training were edited since it began."""
+    """Raise UserError if code or settings of a training were edited since it began."""
 
     def refuse_edited_code(self) -> None: ...
 

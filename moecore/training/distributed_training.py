@@ -126,18 +126,18 @@ class ShardedReplica:
             mesh_dim_names=("replicate", "shard"),
         )
         model = copy.deepcopy(job.model)
-        apart = shard_experts(model, mesh) if settings.expert_parallel > 1 else set()
+        expert_parameters = shard_experts(model, mesh) if settings.expert_parallel > 1 else set()
         for module in model.modules():
             if isinstance(module, Block | LanguageBlock):
                 fully_shard(
                     module,
                     mesh=mesh,
                     reshard_after_forward=settings.shard > MAX_UNSHARDED,
-                    ignored_params=apart,
+                    ignored_params=expert_parameters,
                 )
-        fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=apart)
-        drawing: list[Any] = [part for part in model.modules() if hasattr(part, "batch_views")]
-        for module in drawing:  # each draws numbers for the batch of all ranks
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=expert_parameters)
+        random_parts: list[Any] = [part for part in model.modules() if hasattr(part, "batch_views")]
+        for module in random_parts:  # each draws numbers for the batch of all ranks
             module.batch_views = job.views
         self.job = job._replace(model=model)
 

@@ -67,7 +67,7 @@ class Objective(NamedTuple):
         """Return the sum of the task's scores of the batch's images, which may not be finite."""
         task = step.model.image.task
         batch = step.batch
-        if task.long and not self.label_smoothing:  # its loss; saves a second pass over 100 MB
+        if task.long and not self.label_smoothing:  # score = loss; saves a pass over 100 MB
             return terms["task"].detach() * len(batch.labels)
         return task.running(step.output.prediction.detach(), batch.labels, batch.learned)
 
@@ -154,7 +154,7 @@ class TrainingJob(NamedTuple):
     validation: loader.Loaded
     objective: Objective
     guide: Guide | None = None  # a frozen teacher, for the losses that need one
-    views: int = 1  # of each image
+    views: int = 1  # per image
     isolation: TissueIsolationSchedule | None = None  # which volumes are reduced to one tissue
 
     @property
@@ -163,10 +163,10 @@ class TrainingJob(NamedTuple):
 
     @property
     def complete_model(self) -> Model:
-        """The model as it is used: alone, or with the teacher that its router needs."""
+        """The model as used after training: alone, or with the teacher that its router needs."""
         return attach_required_guide(self.model, self.guide)
 
-    def updates(self, settings: Training) -> int:
+    def updates_per_epoch(self, settings: Training) -> int:
         """Return the number of updates per epoch: as set, or one pass over the training data."""
         if settings.updates is not None:
             return settings.updates
@@ -183,7 +183,7 @@ class TrainingJob(NamedTuple):
         return nn.ModuleDict(learners)
 
     @property
-    def routers(self) -> list[nn.Parameter]:
+    def learned_teacher_routers(self) -> list[nn.Parameter]:
         """The weights of the teacher's routers if they learn with the model, else []."""
         if self.guide is not None and self.guide.learns:
             return list(self.guide.routers)
@@ -239,7 +239,7 @@ def training_batch(job: TrainingJob, settings: Training, seed: int, step: int) -
     batch = Batch(images, labels, views.affines, job.views)
     if job.isolation is None or views.region is None:
         return batch
-    return job.isolation.marked(batch, views.region, views.epoch, job.model.layout)
+    return job.isolation.mark_experts(batch, views.region, views.epoch, job.model.layout)
 
 
 class BatchViews(NamedTuple):
@@ -263,10 +263,10 @@ def make_batch_views(
     assert not isinstance(job.train, loader.TextStreams)
     images, labels = job.train.take(indices)
     labels = job.task.drawn(labels, draws)
-    epoch = step // job.updates(settings)
+    epoch = step // job.updates_per_epoch(settings)
     region = None
     if job.isolation is not None and isinstance(images, Tensor):
-        images, region = job.isolation.isolated(images, indices, step, epoch, draws)
+        images, region = job.isolation.isolate_volumes(images, indices, step, epoch, draws)
         region = region.repeat(job.views)
     drawn_views = [make_random_views(images, settings.views, draws) for _ in range(job.views)]
     views, affines = drawn_views[0]

@@ -56,13 +56,13 @@ def iterate_training(
     monitor: Monitor | None = None,  # how often routing is counted; None: never
 ) -> Iterator[Metrics]:
     """Train ``job.model`` in place; yield metrics every ``log_every`` steps and each epoch."""
-    # Of several ranks each trains its part of every batch; ``job.model`` is up to date at the end
+    # Each of several ranks trains on a part of every batch; ``job.model`` is updated at the end
     # of an epoch. Checkpoints follow the step's metrics, so that a resumed run repeats none.
     replica = shard_over_ranks(job, settings, runtime.device)
     full_model = job.model
     job = job if replica is None else replica.job
-    optimizer = build_optimizer(job.model, settings, job.routers)
-    per_epoch = job.updates(settings)
+    optimizer = build_optimizer(job.model, settings, job.learned_teacher_routers)
+    per_epoch = job.updates_per_epoch(settings)
     steps = total_steps(job, settings)
     saved, note = checkpoint.load(job.learners, optimizer) if checkpoint else (0, {})
     probed = str(runtime.dtype(settings.precision)).removeprefix("torch.")
@@ -74,7 +74,7 @@ def iterate_training(
 
     def run_step(inputs: StepInputs) -> StepOutput:
         batch, rate, progress, _ = inputs
-        with blocks.inside():
+        with blocks.using_compiled_blocks():
             return train_step(job, settings, optimizer, batch, rate, dtype, progress, replica)
 
     graph = GraphedStepRunner(job, optimizer, run_step, runtime.graph)
@@ -84,7 +84,7 @@ def iterate_training(
         noise = generator_for(seed, step, NOISE).initial_seed()
         tensors = live_training_tensors((job.learners, job.guide), optimizer, batch)
         is_measured = replica is None and step == min(MEMORY_STEP, steps - 1)
-        with meter.memory(tensors, is_measured):
+        with meter.measuring_memory(tensors, is_measured):
             terms, score, output = graph.take(StepInputs(batch, rate, step / steps, noise))
         meter.add(step, len(batch.images) // batch.views, terms, score, output)
         del output  # free its memory before the next step
@@ -146,7 +146,7 @@ def batch_maker(
 
 def total_steps(job: TrainingJob, settings: Training) -> int:
     """Return the number of steps; an incomplete batch at the end of an epoch is dropped."""
-    return settings.epochs * job.updates(settings)
+    return settings.epochs * job.updates_per_epoch(settings)
 
 
 def reorthonormalise_bases(model: nn.Module, replica: "ShardedReplica | None") -> None:
@@ -166,7 +166,7 @@ def train_step(
     settings: Training,
     optimizer: torch.optim.Optimizer,
     batch: Batch,
-    rate: float | Tensor,  # of learning; a captured step reads it from a tensor
+    rate: float | Tensor,  # learning rate; a captured step reads it from a tensor
     dtype: torch.dtype,
     progress: float,  # share of the training that is done
     replica: "ShardedReplica | None" = None,

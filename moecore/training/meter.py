@@ -16,7 +16,7 @@ from moecore.core.torch_internals import TorchDispatchMode, storage_identity, tr
 from moecore.training.distributed_training import local_shard
 from moecore.training.monitor import LayerTotals, Monitor
 
-MEMORY = "memory_mb"  # of one step, among the values of the first logged point
+MEMORY = "memory_mb"  # key of a step's peak memory, in the first logged point
 MEMORY_STEP = 1  # the step, from 0, whose memory is measured: the optimizer has its state by then
 NEVER = 2**53  # a step that no training reaches
 
@@ -59,7 +59,7 @@ class Meter:
                 self.routing[name] = self.routing.get(name, 0) + sum_layer_routing(record)
 
     @contextmanager
-    def memory(self, tensors: Iterable[Tensor], is_measured: bool) -> Iterator[None]:
+    def measuring_memory(self, tensors: Iterable[Tensor], is_measured: bool) -> Iterator[None]:
         """Measure the ``with`` block's peak memory, if ``is_measured``, for the next ``take``."""
         if not is_measured:
             yield

@@ -60,7 +60,7 @@ class TextTowerMethod(TowerRouting):
     )
 
     @model_validator(mode="after")
-    def _whole(self) -> "TextTowerMethod":
+    def _check_tower(self) -> "TextTowerMethod":
         if (self.router is None) != (self.experts is None):
             raise ValueError("text has both `router` and `experts`, or neither (a dense tower)")
         for regularizer in self.regularizers:
@@ -148,7 +148,7 @@ class Method(TowerRouting):
     )
 
     @model_validator(mode="after")
-    def _fitting_experts(self) -> "Method":
+    def _check_experts(self) -> "Method":
         if (self.router is None) != (self.experts is None):
             raise ValueError("a method has both `router` and `experts`, or neither (a dense model)")
         if self.regions is None:
@@ -328,10 +328,10 @@ class Guide(nn.Module):
         self.experts = experts
         self.features = features
         self.learns = learns
-        read = [teacher.depth - 1] * len(blocks) if features == "final" else blocks
+        read_blocks = [teacher.depth - 1] * len(blocks) if features == "final" else blocks
         self.routers = nn.ParameterList(
             nn.init.trunc_normal_(torch.empty(experts, teacher.width_of(block)), std=0.02)
-            for block in read
+            for block in read_blocks
         )
         self.routers.requires_grad_(learns)
 
@@ -356,7 +356,7 @@ class Guide(nn.Module):
 
 
 class GuidedModel(Model):
-    """A student with the teacher that its router needs (TGR): ``guided(images)`` as any model."""
+    """A student combined with the teacher that its router needs (TGR); called as any model."""
 
     def __init__(self, model: BackboneModel, guide: Guide) -> None:
         super().__init__(model.config, model.image, model.moe)

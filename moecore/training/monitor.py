@@ -7,27 +7,27 @@ from pydantic import Field
 
 from moecore.core.config import Config
 
-COLLAPSED = 0.1  # largest load of all but the busiest experts, over an even share
+COLLAPSED = 0.1  # below this ``LayerStatistics.rest`` a layer has collapsed
 BARS = "▁▂▃▄▅▆▇█"
 NO_TOKEN = "·"
 MAX_STRIP_WIDTH = 72  # characters
 
 
 class Monitor(Config):
-    """How often the routing is counted in training; nothing that is learned depends on it."""
+    """How often the routing is counted in training; it does not change what is learned."""
 
     every: int = Field(10, ge=1, description="count routing each n-th step; shown at logged points")
     dead_after: int = Field(100, ge=1, description="steps without a token until an expert is dead")
 
 
 class LayerTotals(NamedTuple):
-    """Sums over the tokens of one MoE layer in the counted steps between two logged points."""
+    """Sums over the tokens of one MoE layer, in the counted steps since the last logged point."""
 
     counts: tuple[float, ...]  # per expert, tokens that chose it
     tokens: float
     entropies: float  # of the tokens' probs, in nats
     margins: float  # see ``LayerStatistics.margin``
-    with_margin: float  # number of tokens with a margin: they chose some experts but not all
+    with_margin: float  # number of tokens that chose some experts but not all, so have a margin
 
     @classmethod
     def of(cls, numbers: list[float]) -> "LayerTotals":
@@ -44,7 +44,7 @@ class LayerStatistics(Config):
     margin: float | None  # the k-th largest prob minus the next, mean over tokens
     idle: tuple[int, ...]  # per expert, steps since it last had a token
     dead: int  # number of experts that are idle for ``dead_after`` steps
-    # load of all but the k busiest, for k experts per token, over an even share; None for k = E
+    # mean load of all experts but the k busiest, over an even share; None for k = E
     rest: float | None
 
 
@@ -78,13 +78,13 @@ def build_routing_point(
     steps = step if before is None else step - before.step
     for name, layer in totals.items():
         last = None if before is None else before.layers[name]
-        layers[name] = _layer_routing(layer, last, steps, settings.dead_after)
-        lines = _warnings(layers[name], last, settings.dead_after)
+        layers[name] = _layer_statistics(layer, last, steps, settings.dead_after)
+        lines = _find_warnings(layers[name], last, settings.dead_after)
         warnings += [f"step {step}: {name}: {line}" for line in lines]
     return RoutingPoint(step=step, layers=layers, agreement=agreement, warnings=warnings)
 
 
-def _layer_routing(
+def _layer_statistics(
     totals: LayerTotals, last: LayerStatistics | None, steps: int, dead_after: int
 ) -> LayerStatistics:
     counts = totals.counts
@@ -105,7 +105,9 @@ def _layer_routing(
     )
 
 
-def _warnings(layer: LayerStatistics, last: LayerStatistics | None, dead_after: int) -> list[str]:
+def _find_warnings(
+    layer: LayerStatistics, last: LayerStatistics | None, dead_after: int
+) -> list[str]:
     """Warn of experts that died, and of a layer that collapsed, since the last point."""
     idle_before = [0] * len(layer.idle) if last is None else last.idle
     died = [str(e) for e, steps in enumerate(layer.idle) if idle_before[e] < dead_after <= steps]

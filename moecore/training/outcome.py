@@ -28,7 +28,7 @@ class TissueRoutingRow(Config):
 
     region: str  # the tissue; random_<tissue> for equally many voxels at random places in the brain
     experts: tuple[tuple[str, float], ...]  # the two with the highest mean score, and that score
-    share: dict[str, float]  # of the tokens, per expert
+    share: dict[str, float]  # share of the tissue's tokens per expert
 
 
 class EpochTissueRouting(Config):
@@ -57,15 +57,15 @@ class RoutingOverTraining(Config):
     class_maps: dict[str, tuple[tuple[ClassMap, ...], ...]] = {}  # epoch → class, layer, expert
     region_routing: tuple[EpochTissueRouting, ...] = ()  # for data with tissue maps
     watched: tuple[WatchedEpoch, ...] = ()  # after some of the epochs
-    routing_agreement_before_after: Agreement = ()  # fine-tuning, per layer, on test images
-    # Some of these values per item, mean over layers, from ``encode_item_values``:
+    routing_agreement_before_after: Agreement = ()  # of fine-tuning; per layer, test images
+    # Agreement per item, mean over layers, encoded by ``encode_item_values``; keys are some of
     # with_final_quarter, with_final_half, consecutive_quarter, …_half, …_last, before_after,
     # saturation_half.
     agreement_items: dict[str, str] = {}
 
 
 class Outcome(ExtraTestMetrics, RoutingOverTraining):
-    """Scores, losses, costs and routing of a model; after pruning or merging without a curve."""
+    """Scores, losses, costs and routing of a model. Pruned or merged models have no curve."""
 
     task: Task
     test_score: intervals.Estimate
@@ -76,12 +76,12 @@ class Outcome(ExtraTestMetrics, RoutingOverTraining):
     epochs: int
     images_per_second: float | None = None  # median of the logged points
     seconds: float
-    training_step_ms: float | None = None  # batch / that rate: views, losses and update
+    training_step_ms: float | None = None  # 1000 · batch / images_per_second
     training_memory_mb: float | None = None  # peak of the run's second step, in 10⁶ bytes
     parameters: int
     active_parameters: int  # used by an image's tokens
     curve: tuple[dict[str, float | None], ...]  # the logged points
-    routing_warnings: tuple[str, ...] = ()  # of the monitor, which changes nothing else
+    routing_warnings: tuple[str, ...] = ()  # of the monitor
 
     def with_routing(self, routing: RoutingOverTraining) -> Self:
         return self.model_copy(update=dict(routing))
@@ -133,7 +133,7 @@ def evaluate_trained(model: Model, data: Prepared, settings: Training, log: Trai
 
 
 def evaluate_to_outcome(model: Model, data: Prepared, seconds: float, streams: int = 1) -> Outcome:
-    # seconds: spent on training. streams: parts of a text that are read side by side.
+    # seconds: spent on training. streams: number of text streams read in parallel, for ``ppl``.
     task = model.image.task
     if isinstance(model, LanguageTransformer):  # scores per block, perplexity over whole streams
         scores = predict.text_block_scores(model, data.test.images, _label_tensor(data.test))

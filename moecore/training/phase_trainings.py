@@ -1,6 +1,6 @@
 """Build the trainings of the stages teacher_router, pretrain and finetune.
 
-First weights come from the global generator, teacher routers from their own stream.
+Initial weights come from torch's global generator, seeded anew for the teacher's routers.
 """
 
 from collections.abc import Iterator
@@ -51,8 +51,8 @@ def iterate_router_fit(
     guide.routers.requires_grad_(guide.learns)
 
 
-def count_words_per_test_stream(data: Prepared, batch: int) -> int | None:
-    """Return the words per stream of a text in ``batch`` streams; None for other data."""
+def count_words_per_stream(data: Prepared, batch: int) -> int | None:
+    """Return the training words per stream, of ``batch`` streams; None unless data are text."""
     if not data.task.long:
         return None
     test_words = len(data.tokens("test"))
@@ -81,10 +81,10 @@ def build_pretraining(
         if teacher is None:
             raise files.UserError(f"{guide}: holds no teacher; run `dvc repro teacher_router`")
         sized = upcycle.inherit_learned_windows(sized, image, teacher.teacher)
-    torch.manual_seed(seed)  # only now: loading a teacher draws numbers
+    torch.manual_seed(seed)  # here, because loading a teacher draws numbers
     model = sized.build(image, method.moe)
     subset = draw_few_shot_subset(data, settings.shots, seed)
-    model.remember(settings.batch, count_words_per_test_stream(data, settings.batch))
+    model.remember(settings.batch, count_words_per_stream(data, settings.batch))
     if method.upcycle and teacher is not None:
         upcycle.upcycle_model(model, teacher.teacher, method.upcycle)
     if isinstance(method.upcycle, upcycling_kinds.Drop):

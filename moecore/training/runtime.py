@@ -56,7 +56,7 @@ class Runtime(NamedTuple):
     bf16_speedup: float  # time of an fp32 product / time of the same in bf16
     compile: Compile = "off"  # whether transformer blocks are compiled
     graph: Compile = "off"  # whether training steps are replayed as a CUDA graph
-    kernels: Kernels = "torch"  # what computes MLP experts
+    kernels: Kernels = "torch"  # library that computes MLP experts
 
     def dtype(self, precision: Precision = "auto") -> torch.dtype:
         """Return the autocast dtype; auto: bf16 if it was at least 1.3 times faster than fp32."""
@@ -70,15 +70,14 @@ class Runtime(NamedTuple):
 
 def tune_runtime(device: str | None = None, work: Path | None = None) -> Runtime:
     """Set allocator, threads and matmul precision of this process, and probe bf16; return them."""
-    # work: the folder of a stage that can be resumed.
-    # Read at the first product.
+    # work: the folder of a resumable stage. oneDNN reads its variable at the first product.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_CACHE_CAPACITY)
     device = device or _requested_device()
     cores = available_cores()
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks on this machine
     threads = requested_threads() or max(1, cores // sharing)
     if work is not None:
-        threads = resumed_threads(work, threads)
+        threads = read_or_store_threads(work, threads)
         if threads > cores:
             print(
                 f"{work}: continues with the {threads} threads that it began with; cores: {cores}; "
@@ -105,9 +104,9 @@ def _requested_device() -> str:
     return device
 
 
-def resumed_threads(work: Path, threads: int) -> int:
-    """Return the number of threads with which the stage of ``work`` began, else ``threads``."""
-    # Another number splits sums differently: a resumed stage would end with other bits.
+def read_or_store_threads(work: Path, threads: int) -> int:
+    """Return the number of threads in ``work``/threads.json; without it, store ``threads``."""
+    # Another number splits sums differently, and a resumed stage would not be bit-equal.
     path = work / "threads.json"
     if path.exists():
         return read_json(path, sealed=True)["threads"]
@@ -200,7 +199,7 @@ def compile_policy(device: str) -> Compile:
 
 def graph_policy(device: str) -> Compile:
     """Return how steps are captured, by $MOECORE_GRAPH: auto, true or false (the default)."""
-    # The default is not auto as long as no card has shown what graphs gain and whether they hold.
+    # The default is not auto until a GPU has shown that graphs are faster and stay correct.
     policy = _policy_of(GRAPH, "false", device)
     if policy == "required" and not device.startswith("cuda"):
         raise UserError.at(GRAPH, found=f"'true' on {device}", allowed="auto, false, or a GPU")
@@ -208,8 +207,8 @@ def graph_policy(device: str) -> Compile:
 
 
 def choose_kernels(device: str) -> Kernels:
-    """Set what computes MLP experts, by $MOECORE_KERNELS: auto (the default), triton or torch."""
-    # auto is torch's as long as no card has shown that Triton's kernels are faster and equal.
+    """Choose and set the kernels of MLP experts, by $MOECORE_KERNELS: auto, triton or torch."""
+    # auto is torch until a GPU has shown that Triton's kernels are faster and equal.
     policy = os.environ.get(KERNELS) or "auto"
     if policy not in ("auto", "triton", "torch"):
         raise UserError.at(KERNELS, found=repr(policy), allowed="auto, triton, torch")
@@ -244,10 +243,10 @@ def _policy_of(variable: str, default: str, device: str) -> Compile:
     return "off"
 
 
-# The first step is not compiled: in it parts draw their fixed random values (hash.py). A step draws
-# the same numbers as without. Blocks with experts on several ranks are not compiled: the amount
-# sent depends on the tokens. If a block cannot be compiled, ``required`` ends the training;
-# ``tried`` prints a line and goes on without.
+# The first step runs eagerly, because parts draw their fixed random values in it (hash.py).
+# Compiled steps draw the same numbers. Blocks with experts on several ranks are not compiled: how
+# much they send depends on the tokens. If a block cannot be compiled, ``required`` ends the
+# training; ``tried`` prints a line and goes on eagerly.
 class CompiledBlocks:
     """Compiles the blocks of a model one by one, for use while a step is computed."""
 
@@ -275,14 +274,14 @@ class CompiledBlocks:
             for module in model.modules()
             if isinstance(module, Block) and getattr(module.mlp, "sharded_experts", None) is None
         ]
-        # All blocks share one code object, which is compiled for each kind: a Swin has over 8.
+        # All blocks share one code object, compiled once per kind of block; a Swin has over 8.
         allow_recompilations(2 * len(self.blocks))
         for block in self.blocks:
             compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, **options)
             self.ready.append(self._with_fallback(compiled, block.forward))
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
+    def using_compiled_blocks(self) -> Iterator[None]:
         """Use the compiled blocks in the ``with`` block, except the first time."""
         blocks = self.blocks if self.begun else []
         self.begun = True

@@ -20,9 +20,9 @@ from moecore.training.runtime import Precision
 
 # Settings that need one class per image, and the value that turns them off.
 NEED_CLASSES = {"label_smoothing": 0, "shots": "null", "mix": "null"}
-Groups = list[dict[str, Any]]  # of parameters, as torch's optimizers take them
+Groups = list[dict[str, Any]]  # parameter groups, as torch's optimizers take them
 DECAY = 0.05
-FREE = ("_token", "pos_embed", "bias", "basis", "scale", "target")  # ends of names without decay
+NO_DECAY_SUFFIXES = ("_token", "pos_embed", "bias", "basis", "scale", "target")
 
 
 class Adversarial(config.Config):
@@ -39,7 +39,7 @@ class Adversarial(config.Config):
         """
         attack = Pgd(steps=self.steps, form=self.form)
         generators: Generator | list[Generator] = generator
-        if self.form == "strong":  # the other form draws nothing
+        if self.form == "strong":  # the form "paper" draws nothing
             generators = local_image_generators(generator, batch)
         with eval_mode(model):  # the attack itself turns autocast off
             labels = model.targets(batch.labels).to(batch.images.device)
@@ -157,9 +157,9 @@ class Training(config.Config):
                 size = f"images of {around.preview.size} pixels"
                 text = f"found {self.views.shift}, but {around.data} has {size}"
                 yield ("views", "shift"), f"{text}; allowed: less than that"
-            yield from self._unfit_for_number(around)
+            yield from self._list_size_misfits(around)
 
-    def _unfit_for_number(self, around: config.Surroundings) -> config.Misfits:
+    def _list_size_misfits(self, around: config.Surroundings) -> config.Misfits:
         """Yield (keys, message) if the batch or the shots per class exceed the number of images."""
         preview = around.preview
         if not preview.counts:
@@ -187,7 +187,7 @@ class Training(config.Config):
 
     @field_validator("weight_decay")
     @classmethod
-    def _decays(cls, decay: float, info: ValidationInfo) -> float:
+    def _check_weight_decay(cls, decay: float, info: ValidationInfo) -> float:
         optimizer = info.data.get("optimizer")
         if decay and optimizer is not None and not optimizer.decays:
             raise ValueError(
@@ -228,7 +228,7 @@ class TeacherRouterFit(config.Config):
 
 
 def local_image_generators(generator: Generator, batch: Batch) -> Generator | list[Generator]:
-    """Return this rank's generators, which draw the same numbers as one for the whole batch."""
+    """Return ``generator``; with several ranks, one per image that draws the same numbers."""
     ranks = current_ranks()
     if ranks.size == 1:
         return generator
@@ -248,20 +248,20 @@ def build_optimizer(
     model: nn.Module, settings: Training, routers: Sequence[nn.Parameter] = ()
 ) -> torch.optim.Optimizer:
     """Build the fused optimizer; weight decay is on matrices, except a teacher's ``routers``."""
-    # No decay on biases, norms, tokens, positions, nor on experts' bases and routers' orthonormal
-    # rows: their own losses hold the lengths.
+    # No decay on biases, norms, tokens, positions, experts' bases and routers' orthonormal rows;
+    # separate losses control the lengths of bases and rows.
     bases = {id(row) for part in model.modules() for row in getattr(part, "orthonormal_rows", ())}
-    decayed, free = [], []
+    decayed, undecayed = [], []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.ndim < 2 or name.endswith(FREE) or id(parameter) in bases:
-            free.append(parameter)
+        if parameter.ndim < 2 or name.endswith(NO_DECAY_SUFFIXES) or id(parameter) in bases:
+            undecayed.append(parameter)
         else:
             decayed.append(parameter)
     groups = [
         {"params": decayed, "weight_decay": settings.weight_decay},
-        {"params": free, "weight_decay": 0.0},
+        {"params": undecayed, "weight_decay": 0.0},
         {"params": list(routers), "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]

@@ -21,20 +21,20 @@ class TissueIsolationSchedule(NamedTuple):
 
     masks: np.ndarray  # uint8 (N, R, D, H, W), tissue share × 255, memory-mapped
     channels: tuple[int, ...]  # of ``masks``, per region expert
-    alone: range  # epochs, from 0, in which all volumes are reduced; before them none is
-    share: float  # of the volumes that are reduced afterwards
+    warm_start: range  # epochs, from 0, in which all volumes are reduced; earlier, none
+    share: float  # share of the volumes that are reduced in later epochs
 
-    def isolated(
+    def isolate_volumes(
         self, volumes: Tensor, indices: Tensor, step: int, epoch: int, draws: streams.BatchDraws
     ) -> tuple[Tensor, Tensor]:
         """Reduce some volumes (B, C, D, H, W) to one tissue; return volumes and regions (B,)."""
         # indices: (B,), of the volumes in the split. The regions, (B,) int64, are tissues or WHOLE.
         # Regions take turns, so that every expert learns at every step.
         region = (torch.arange(draws.batch_size) + step) % len(self.channels)
-        if epoch not in self.alone:
-            share = self.share if epoch >= self.alone.stop else 0.0
+        if epoch not in self.warm_start:
+            share = self.share if epoch >= self.warm_start.stop else 0.0
             chances = torch.rand(draws.batch_size, generator=draws.generator)
-            # The largest is never below itself: at least one volume stays unchanged.
+            # The volume with the largest draw is never reduced, so at least one stays unchanged.
             region = region.where((chances < share) & (chances < chances.max()), WHOLE)
         region = draws.select_rows(region)
         rows = (region != WHOLE).nonzero()[:, 0]
@@ -47,21 +47,21 @@ class TissueIsolationSchedule(NamedTuple):
         changed[rows] = keep_only_tissue(volumes[rows], to_device_async(masks, volumes.device))
         return changed, region
 
-    def marked(self, batch: Batch, region: Tensor, epoch: int, layout: TokenLayout) -> Batch:
-        """Add each token's expert, and which volumes teach age, to ``batch``."""
+    def mark_experts(self, batch: Batch, region: Tensor, epoch: int, layout: TokenLayout) -> Batch:
+        """Add each token's expert, and the indices of volumes that teach age, to ``batch``."""
         # All ranks must compute the same terms, also a rank without reduced volumes.
         if not ranks.has_process_group() and bool((region == WHOLE).all()):
             return batch
-        batch = batch._replace(belongs=self.belongs(batch.images, region, layout))
-        if epoch in self.alone:  # all volumes teach age
+        batch = batch._replace(belongs=self.find_token_experts(batch.images, region, layout))
+        if epoch in self.warm_start:  # all volumes teach age
             return batch
-        # Reduced ones teach only the routers: with age some trainings stayed at the median age.
+        # Reduced volumes teach routers only: if they taught age, some models predicted the median.
         unchanged = (region == WHOLE).nonzero()[:, 0]
         return batch._replace(learned=to_device_async(unchanged, batch.images.device))
 
-    def belongs(self, views: Tensor, region: Tensor, layout: TokenLayout) -> Tensor:
+    def find_token_experts(self, views: Tensor, region: Tensor, layout: TokenLayout) -> Tensor:
         """Return each token's expert in views (B, C, D, H, W), int64 (B, T); −1 for none."""
-        # Cubes that contain some of a volume's tissue, by ``isolated``, belong to its expert.
+        # A patch belongs to the tissue's expert if ``isolate_volumes`` left some tissue in it.
         brightest = adaptive_max_pool3d(views.amax(dim=1, keepdim=True), layout.grid)
         has_tissue = brightest.flatten(1) > 0
         special = has_tissue.new_zeros(len(has_tissue), layout.special)
@@ -76,13 +76,13 @@ def build_tissue_isolation(
     regions = method.regions
     if regions is None or not method.isolates:
         return None
-    channels = region_channels(regions.experts, data.card)
+    channels = find_mask_channels(regions.experts, data.card)
     masks = data.regions("train") if subset is None else data.regions("train")[subset]
-    alone = range(regions.after, regions.after + regions.warm_start_epochs)
-    return TissueIsolationSchedule(masks, channels, alone, regions.isolated)
+    warm_start = range(regions.after, regions.after + regions.warm_start_epochs)
+    return TissueIsolationSchedule(masks, channels, warm_start, regions.isolated)
 
 
-def region_channels(names: tuple[str, ...], card: dict) -> tuple[int, ...]:
+def find_mask_channels(names: tuple[str, ...], card: dict) -> tuple[int, ...]:
     mapped = tuple(card.get("regions", ()))
     if lacking := [name for name in names if name not in mapped]:
         maps = f"maps of {', '.join(mapped)}" if mapped else "no tissue maps"

@@ -3,7 +3,7 @@
 The first steps run eagerly, and the last of them is watched for what a graph would not repeat. The
 next one is captured; the one after it is taken twice, by a replay and eagerly, which must agree.
 From then on batch and rate are copied into fixed tensors; noise comes from the default generator,
-as seeded for the step. Attacks, sums for the log and batches of other shapes are as without.
+as seeded for the step. Attacks, sums for the log and batches of other shapes run eagerly.
 """
 
 import sys
@@ -34,16 +34,16 @@ Step = Callable[[], StepOutput]
 
 
 class StepInputs(NamedTuple):
-    """What differs between steps."""
+    """The inputs of a step that differ between steps."""
 
     batch: Batch
-    rate: float | Tensor  # of learning
+    rate: float | Tensor  # learning rate
     progress: float  # share of the training that is done
     noise: int  # seed of the default generators
 
 
 class CudaCapture:
-    """What captures need of CUDA; tests replace it to run without a GPU."""
+    """The CUDA calls that a capture needs; tests replace this class to run without a GPU."""
 
     rate_dtype = torch.float32  # as fused optimizers read it
 
@@ -59,7 +59,7 @@ class CudaCapture:
         current.wait_stream(self.stream)
         return output
 
-    def watch(self, step: Step) -> tuple[StepOutput, str]:
+    def run_and_find_obstacle(self, step: Step) -> tuple[StepOutput, str]:
         """Run a step eagerly; return its output, and why a graph cannot repeat it, or ""."""
         state = torch.get_rng_state()
         torch.cuda.set_sync_debug_mode("warn")
@@ -74,7 +74,7 @@ class CudaCapture:
             return output, ""
         return output, "the host draws random numbers"
 
-    def lacking_memory(self) -> str:
+    def describe_memory_shortage(self) -> str:
         """Return why a graph and the comparison may not fit on the card, or ""."""
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         free, needed = torch.cuda.mem_get_info()[0] + unused, 2 * torch.cuda.max_memory_allocated()
@@ -86,7 +86,7 @@ class CudaCapture:
         """Capture a step, which does not run; return a function that replays it."""
         for group in optimizer.param_groups:
             group["capturable"] = True  # fused optimizers only check it
-        graph = torch.cuda.CUDAGraph()  # registers the default generator by itself
+        graph = torch.cuda.CUDAGraph()  # it registers the default generator
         try:
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 output = step()
@@ -103,14 +103,14 @@ class CudaCapture:
 
 
 class GraphedStepRunner:
-    """Takes the steps of a training: eagerly, or by replays of a captured one."""
+    """Runs the steps of a training: eagerly, or by replays of a captured step."""
 
     def __init__(
         self,
         job: TrainingJob,
         optimizer: torch.optim.Optimizer,
-        run_step: Callable[[StepInputs], StepOutput],  # eagerly
-        policy: Compile,  # tried: eagerly, with a line, where a step cannot be captured
+        run_step: Callable[[StepInputs], StepOutput],  # runs a step eagerly
+        policy: Compile,  # tried: if a step cannot be captured, print a line and go on eagerly
     ) -> None:
         self.job = job
         self.optimizer = optimizer
@@ -118,8 +118,8 @@ class GraphedStepRunner:
         self.is_required = policy == "required"
         self.graphs = CudaCapture() if policy != "off" else None
         self.replay: Step | None = None
-        self.course: list[bool] | None = None
-        self.count = 0  # steps on this course
+        self.active_parts: list[bool] | None = None
+        self.count = 0  # steps with these active parts
         self.bounds = progress_bounds(job)
         if self.graphs is not None and (obstacle := find_obstacle(job)):
             self._give_up(obstacle)
@@ -130,13 +130,13 @@ class GraphedStepRunner:
         graphs = self.graphs
         if graphs is None:
             return self.run_step(inputs)
-        course = [inputs.progress < bound for bound in self.bounds]
-        if course != self.course:  # a part ends here: other kernels from now on
-            self.course, self.count, self.replay = course, 0, None
+        active_parts = [inputs.progress < bound for bound in self.bounds]
+        if active_parts != self.active_parts:  # other kernels from now on: capture again
+            self.active_parts, self.count, self.replay = active_parts, 0, None
         if self.replay is None:
             self.count += 1
             if self.count == WARM_UP:
-                return self._watch(graphs, inputs)
+                return self._run_watched(graphs, inputs)
             if self.count > WARM_UP:
                 self._capture(graphs, inputs)
         elif signature(inputs.batch) == signature(self.static.batch):
@@ -146,22 +146,22 @@ class GraphedStepRunner:
         return graphs.run(lambda: self.run_step(inputs))
 
     def _give_up(self, reason: str) -> None:
-        """Go on eagerly and say so once; UserError if a graph is required."""
+        """Go on eagerly from now on, and print why; UserError if a graph is required."""
         text = f"{GRAPH}: a step cannot be captured: {reason}"
         if self.is_required:
             raise UserError(f"{text}; allowed: false, or auto: without")
         print(f"{text}; training goes on without", file=sys.stderr)
         self.graphs = self.replay = None
 
-    def _watch(self, graphs: CudaCapture, inputs: StepInputs) -> StepOutput:
+    def _run_watched(self, graphs: CudaCapture, inputs: StepInputs) -> StepOutput:
         with MAKING_BATCH:
-            output, reason = graphs.watch(lambda: self.run_step(inputs))
+            output, reason = graphs.run_and_find_obstacle(lambda: self.run_step(inputs))
         if reason:
             self._give_up(reason)
         return output
 
     def _capture(self, graphs: CudaCapture, inputs: StepInputs) -> None:
-        if reason := graphs.lacking_memory():
+        if reason := graphs.describe_memory_shortage():
             self._give_up(reason)
             return
         values: list[Any] = [
@@ -173,7 +173,7 @@ class GraphedStepRunner:
         self.buffers = list(self.job.model.buffers())  # read by the graph, even if replaced later
         self.optimizer.zero_grad(set_to_none=True)
         with MAKING_BATCH:
-            step = lambda: without_autograd(self.run_step(self.static))
+            step = lambda: detach_step_output(self.run_step(self.static))
             self.replay = graphs.capture(step, self.optimizer)
 
     def _replay(self, inputs: StepInputs) -> StepOutput:
@@ -185,7 +185,7 @@ class GraphedStepRunner:
         return self.replay()
 
     def _compare(self, graphs: CudaCapture, inputs: StepInputs) -> StepOutput:
-        """Take a step by a replay, then again eagerly, which counts; they must agree."""
+        """Replay a step, undo it, and run it eagerly; give up replays if the results differ."""
         learned = list(self.job.learners.state_dict().values())
         moments = [value for row in self.optimizer.state.values() for value in row.values()]
         before = [value.clone() for value in (*learned, *moments)]
@@ -207,7 +207,7 @@ class GraphedStepRunner:
 
 
 def progress_bounds(job: TrainingJob) -> list[float]:
-    """Return the shares of the training at which the host decides otherwise: all ``until``."""
+    """Return each part's ``until``: the share of the training at which it computes otherwise."""
     modules = list(job.model.modules())
     parts: list[Any] = [*job.objective.regularizers, *job.objective.text, *modules]
     parts += [getattr(module, "config", None) for module in modules]
@@ -215,7 +215,7 @@ def progress_bounds(job: TrainingJob) -> list[float]:
 
 
 def find_obstacle(job: TrainingJob) -> str:
-    """Return why no step of a training can be captured, or ""; ``watch`` finds other reasons."""
+    """Return why no step of a training can be captured, or ""; watched steps find others."""
     if has_process_group():
         return "several ranks share the training"
     if isinstance(job.train, TextStreams):
@@ -231,15 +231,15 @@ def find_obstacle(job: TrainingJob) -> str:
 
 
 def signature(batch: Batch) -> list[Any]:
-    """Return what a captured step fixes of its batch: shapes and types, and other values."""
+    """Return the shape, dtype and device of each tensor of a batch, and its other values."""
     return [
         (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else value
         for value in batch
     ]
 
 
-def without_autograd(output: StepOutput) -> StepOutput:
-    """Return what the log needs of a step's output, without its autograd graph."""
+def detach_step_output(output: StepOutput) -> StepOutput:
+    """Return a step's output without autograd graph, heads and target, which the log ignores."""
     terms, score, result = output
     both = result.routing, result.text_routing
     first, second = (tuple(row.map_tensors(Tensor.detach) for row in records) for records in both)

@@ -34,7 +34,7 @@ def inherit_learned_windows(config: Settings, image: ImageSpec, dense: BackboneM
         return config
     if config.pretrained_windows is not None or config.depths != theirs.depths:
         return config
-    # Null on both sides, with equal windows, is exact, also for oblong windows.
+    # With equal windows and null in both settings the copy is exact, also for oblong windows.
     if theirs.pretrained_windows is None and config.windows(image) == theirs.windows(dense.image):
         return config
     learned = theirs.trained_on(dense.image).pretrained_windows
@@ -59,7 +59,7 @@ def upcycle_model(
             check_no_shared_experts(layer)
             moe = model.moe_settings_of(name)
             assert moe is not None  # the layer was built from it
-            pieces = cut_mlp(layer.router, moe.router, moe.experts, kind)
+            pieces = prepare_mlp_pieces(layer.router, moe.router, moe.experts, kind)
             fill_experts(layer.experts, weights, f"{name}.", pieces)
             state = {key: value for key, value in state.items() if not key.startswith(f"{name}.")}
     if dense.image.answers != model.image.answers:
@@ -92,9 +92,9 @@ def _check_settings(model: BackboneModel, dense: BackboneModel) -> None:
         return
     ours = model.config.trained_on(model.image).pretrained_windows
     theirs = dense.config.trained_on(dense.image).pretrained_windows
-    if ours != theirs:  # a position bias would count in other windows than it learned
+    if ours != theirs:  # a position bias would be used in windows of another size
         raise UserError(
-            f"upcycle: the teacher's positions are of windows of {theirs}, the model's of {ours}; "
+            f"upcycle: the teacher learned positions in windows of {theirs}, the model has {ours}; "
             "set model.pretrained_windows to the teacher's, or null"
         )
 
@@ -144,7 +144,7 @@ def _check_activation(layer: FeedForward, mlp: nn.Module | None, name: str) -> N
     theirs = getattr(mlp, "activation", "gelu")
     is_sparse = isinstance(layer, MoEFeedForward)
     ours = getattr(layer.experts if is_sparse else layer, "activation", "gelu")
-    if mlp is not None and ours != theirs:  # a missing MLP is refused by name later
+    if mlp is not None and ours != theirs:  # ``fill_experts`` refuses a missing MLP, by name
         key = "experts" if is_sparse else "model"
         raise UserError(
             f"upcycle: the teacher's MLP at {name} has {theirs}, {key}.activation is {ours}; set "
@@ -152,10 +152,10 @@ def _check_activation(layer: FeedForward, mlp: nn.Module | None, name: str) -> N
         )
 
 
-def cut_mlp(
+def prepare_mlp_pieces(
     module: nn.Module, router: Router, experts: Experts, kind: upcycling_kinds.Upcycling
 ) -> upcycling_kinds.MlpPieceScales:
-    """Return how ``kind`` cuts an MLP into pieces, whose router rows in ``module`` become equal."""
+    """Return the pieces of an MLP by ``kind``; give them equal rows in the router ``module``."""
     if not isinstance(kind, upcycling_kinds.Granular):
         return upcycling_kinds.WHOLE_MLP
     for key, refusal in kind.list_parting_settings(router, experts):
@@ -173,7 +173,7 @@ def fill_experts(
     """Move the dense MLP ``prefix`` from ``weights`` into every expert, or pieces of it."""
     if not experts.can_copy_mlp:
         raise UserError(
-            "upcycle: an MLP fits experts of kind mlp or eigen, W2 in one; allowed: "
+            "upcycle: an MLP fits experts of kind mlp, or eigen with unfactored W2; allowed: "
             "experts.factored_output: false, or upcycle: false"
         )
     up = weights.pop(f"{prefix}fc1.weight", None)
@@ -259,7 +259,7 @@ def _sparse_copy(
     layer = MoELayer(mlp.fc1.in_features, router, experts)
     check_no_shared_experts(layer.feed_forward)
     with torch.no_grad():
-        pieces = cut_mlp(layer.feed_forward.router, router, experts, kind)
+        pieces = prepare_mlp_pieces(layer.feed_forward.router, router, experts, kind)
         fill_experts(layer.feed_forward.experts, mlp.state_dict(), "", pieces)
     return layer.train(mlp.training)
 

@@ -66,10 +66,10 @@ class Granular(config.Config):
             yield ("router", "score"), f"{text}; allowed: softmax, or renormalise: true"
 
     def cut_mlp(self, router: Router, experts: int) -> MlpPieceScales:
-        """Return pieces whose scales make the layer equal the MLP, if weights sum to 1."""
+        """Return scales with which the layer starts as the MLP if combine weights sum to 1."""
         if _is_renormalised(router):  # the layer starts as the dense MLP
             return MlpPieceScales(self.pieces, self.pieces)
-        share = experts / router.active(experts)  # it would, if all weights were 1/E
+        share = experts / router.active(experts)  # exact if all combine weights are 1/E
         return MlpPieceScales(self.pieces, self.pieces * share, share)
 
 
@@ -88,7 +88,7 @@ class Drop(config.Config):
             experts = layer.experts
             assert isinstance(experts.up, Tensor) and isinstance(experts.up_bias, Tensor)
             assert isinstance(experts.down, Tensor)
-            # By hidden unit, (E, h, …); the second bias has none.
+            # Views (E, h, …) by hidden unit; the output bias has no hidden units.
             maps = [experts.up.transpose(1, 2), experts.up_bias, experts.down]
             hidden = maps[0].shape[1]
             number = math.floor(exact_fraction(self.ratio) * hidden)

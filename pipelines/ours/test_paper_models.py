@@ -7,7 +7,7 @@ from paper_models.sizes import METRICS, PaperModel, Sizes, build_on_meta, count_
 
 from moecore.core.config import Surroundings
 from moecore.core.files import UserError
-from moecore.core.source_layout import ROOT, more_packages
+from moecore.core.source_layout import ROOT, allowing_packages
 from moecore.measure.cost import whole_and_routing_flops
 from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import parameter_counts
@@ -144,7 +144,7 @@ def test_the_readme_has_the_table(paper_sizes):
 
 def test_a_study_that_trains_nothing_has_a_page_and_numbers(paper_sizes):
     settings = dump_inline_yaml(COMPOSED.document.data)
-    with more_packages(["paper_models"]):
+    with allowing_packages(["paper_models"]):
         results = StudyResults({}, settings, {"paper_models.sizes": paper_sizes})
         compared = compare_methods(results)["calculations"]["paper_models.sizes"]
         text = render_report(results)

@@ -192,7 +192,7 @@ def test_a_meeting_that_takes_long_is_said(monkeypatch, capsys):
     monkeypatch.setattr(ranks.distributed, "rendezvous", rendezvous)
     for name, value in ((ranks.MEETING, "there:1234"), ("RANK", "1"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    assert ranks._find_store(ranks.PATIENCE) == "the store"
+    assert ranks._connect_to_store(ranks.PATIENCE) == "the store"
     assert capsys.readouterr().err == "rank 1 of 2: has waited 0 s for the others at there:1234\n"
 
 
@@ -302,7 +302,7 @@ def test_a_part_lacks_no_constant_of_its_family(folder):
     imports = "from typing import Literal\nfrom moecore.parts import Calibrator\n"
     write_my_lab(folder, soft=imports + lacking)
     said = pytest.raises(ValueError, match="has: fit, fitted, predicts, tasks$")
-    with source_layout.more_packages(["my_lab"]), said:
+    with source_layout.allowing_packages(["my_lab"]), said:
         config.find_class(parts.Calibrator, "my_lab.soft")
 
 

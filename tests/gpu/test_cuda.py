@@ -129,13 +129,13 @@ def test_a_compiled_step_never_waits_and_learns_the_same(name, dtype, error):
     for _ in range(3):  # as it is, compiling, compiled
         torch.manual_seed(0)
         given.model.load_state_dict(start)
-        with blocks.inside():
+        with blocks.using_compiled_blocks():
             loop.train_step(*arguments)
         gradients = [parameter.grad for parameter in given.model.parameters()]
         found.append([gradient for gradient in gradients if gradient is not None])
     for ours, theirs in zip(found[2], found[0], strict=True):
         assert (ours - theirs).norm() <= error * theirs.norm() + 1e-5
-    with no_waits(), blocks.inside():
+    with no_waits(), blocks.using_compiled_blocks():
         loop.train_step(*arguments)
 
 

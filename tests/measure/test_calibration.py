@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from moecore import Prepared, UserError, predict_in_batches
 from moecore.backbones import Vit, Vit3d
 from moecore.core.config import read_json_settings
-from moecore.core.source_layout import more_packages
+from moecore.core.source_layout import allowing_packages
 from moecore.data.sources.dialects import Dialects
 from moecore.measure import base, cohort_checks, values
 from moecore.measure import calibration as module
@@ -166,7 +166,7 @@ class Biased(Calibrator):
 def test_a_calibrator_of_ones_own(made, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(write_my_lab(tmp_path, biased=BIASED).parent)])
     subject, _, folder = made
-    with more_packages(["my_lab"]):
+    with allowing_packages(["my_lab"]):
         own = module.Calibrate(calibrator={"kind": "my_lab.biased"}, batch=16)
         check_calibrator(own.calibrator)
         files = module.CalibrationPaths("x", folder, folder, tmp_path)

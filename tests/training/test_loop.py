@@ -12,7 +12,7 @@ import torch
 
 from moecore.core.files import SEAL, UnusableFile, UserError, read_json, write_checksummed
 from moecore.core.safetensors_files import read_tensors, write_tensors
-from moecore.core.source_layout import allow_packages, more_packages
+from moecore.core.source_layout import allow_packages, allowing_packages
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp
 from moecore.parts import Classification, MoESettings
@@ -347,7 +347,7 @@ WRITTEN = "written with my_lab, version: source tree"
 def folder(tmp_path, monkeypatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     write_my_lab(tmp_path)
-    with more_packages(["my_lab"]):
+    with allowing_packages(["my_lab"]):
         moe = MoESettings.model_validate({"router": ROUTER, "experts": Mlp(number=4)})
         model = Vit(patch=4, width=16, depth=4, heads=2).build(IMAGE, moe)
         save_model(tmp_path / "model", model)

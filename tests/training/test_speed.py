@@ -49,10 +49,10 @@ def counted(backend: str):
 
 def learned(job: TrainingJob, blocks: CompiledBlocks | None, step: int, dtype=torch.float32):
     """The loss terms and all gradients of a step, whose rate is 0."""
-    optimizer = settings.build_optimizer(job.model, SETTINGS, job.routers)
+    optimizer = settings.build_optimizer(job.model, SETTINGS, job.learned_teacher_routers)
     batch = step_batch(job, SETTINGS, 0, step)
     torch.manual_seed(step)
-    with blocks.inside() if blocks else nullcontext():
+    with blocks.using_compiled_blocks() if blocks else nullcontext():
         terms, *_ = train_step(job, SETTINGS, optimizer, batch, 0.0, dtype, step / 4)
     named = job.learners.named_parameters()
     gradients = {name: one.grad for name, one in named if one.grad is not None}
@@ -93,7 +93,7 @@ def test_only_a_step_is_compiled_and_names_stay():
     graphs = counted("eager")
     names = list(job.model.state_dict())
     blocks = compiled(job, backend=graphs)
-    with blocks.inside():
+    with blocks.using_compiled_blocks():
         assert list(job.model.state_dict()) == names
         assert all("forward" in vars(block) for block in blocks.blocks)
     predict_in_batches(copy.deepcopy(job.model), job.validation.images, batch=8)

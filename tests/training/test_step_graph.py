@@ -43,10 +43,10 @@ class FakeGraphs:
         self.calls.append("eager")
         return step()
 
-    def lacking_memory(self):
+    def describe_memory_shortage(self):
         return ""
 
-    def watch(self, step):
+    def run_and_find_obstacle(self, step):
         self.calls.append("watched")
         with Reads() as reads:
             output = step()

@@ -32,7 +32,7 @@ from moecore.training.single_tissue_volumes import (
     WHOLE,
     TissueIsolationSchedule,
     build_tissue_isolation,
-    region_channels,
+    find_mask_channels,
 )
 from moecore.training.surgery.expert_reduction import ExpertUseSums, measure_expert_use
 from moecore.training.surgery.merge import Merge, cluster_outputs, cluster_shares, merge_parameter
@@ -79,7 +79,7 @@ def assert_kept(data, kept, volumes, indices, region) -> None:
 
 def isolated(made, volumes, indices, step: int, epoch: int):
     draws = BatchDraws(torch.Generator().manual_seed(step), len(indices))
-    return made.isolated(volumes, indices, step, epoch, draws)
+    return made.isolate_volumes(volumes, indices, step, epoch, draws)
 
 
 def test_each_volume_keeps_one_tissue_in_turn(data):
@@ -108,11 +108,11 @@ def test_tokens_with_any_voxel_of_the_tissue_belong_to_its_expert():
     views = torch.zeros(3, 1, 4, 2, 2)
     views[0, 0, 3, 1, 1] = 0.2  # the second cube of the first view
     views[1:] = 0.5
-    found = made.belongs(views, torch.tensor([0, 1, WHOLE]), layout)
+    found = made.find_token_experts(views, torch.tensor([0, 1, WHOLE]), layout)
     expected = [[-1, -1, 0], [-1, 1, 1], [-1, -1, -1]]  # class token, two cubes
     assert found.dtype == torch.int64 and found.tolist() == expected
     batch = Batch(views, torch.zeros(3), None)
-    assert made.marked(batch, torch.full((3,), WHOLE), 0, layout) is batch
+    assert made.mark_experts(batch, torch.full((3,), WHOLE), 0, layout) is batch
 
 
 def test_it_ends_with_its_epochs(data):
@@ -208,9 +208,9 @@ def test_a_method_that_cannot_be_is_refused(change, said):
 
 def test_tissues_that_the_data_lack_are_named():
     with pytest.raises(UserError, match="found csf, but these data have maps of wm, gm"):
-        region_channels(("wm", "csf"), {"regions": ["wm", "gm"]})
+        find_mask_channels(("wm", "csf"), {"regions": ["wm", "gm"]})
     with pytest.raises(UserError, match="no tissue maps"):
-        region_channels(("wm",), {})
+        find_mask_channels(("wm",), {})
 
 
 WORDS, BLOCK, CONTEXT = 12, 4, 2
@@ -356,7 +356,7 @@ def test_a_pruned_model_is_the_whole_one_that_never_chooses_the_others(moe, by, 
     pruned = load_model(tmp_path)(IMAGES)
     dropped_before = None
     for name, use in uses.items():
-        kept = prune.kept_experts(model.moe, use)
+        kept = prune.select_remaining_experts(model.moe, use)
         dropped = ~torch.isin(torch.arange(4), kept)
         assert dropped[(use.reap if by == "reap" else use.counts).argmin()]
         layer = model.get_submodule(name)

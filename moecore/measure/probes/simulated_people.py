@@ -29,7 +29,7 @@ from moecore.measure.base import MeasuredModel
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import Interval, bootstrap_mean
-from moecore.training.single_tissue_volumes import keep_only_tissue, region_channels
+from moecore.training.single_tissue_volumes import find_mask_channels, keep_only_tissue
 
 RESCAN_YEARS = 1.0  # two sessions of a participant within this time count as a rescan
 PEOPLE = 1000  # reserved for these checks; rescans use the second half
@@ -298,7 +298,7 @@ def has_generator_voxel_grid(data: Prepared) -> bool:
 
 def select_volumes(data: Prepared, tissues: tuple[str, ...], count: int) -> VolumesAndTissues:
     """Return the first volume of each of ``count`` test participants, evenly spread."""
-    channels = list(region_channels(tissues, data.card))
+    channels = list(find_mask_channels(tissues, data.card))
     first: dict[str, int] = {}
     for index, row in enumerate(data.subjects("test")):
         first.setdefault(row["participant_id"], index)

@@ -48,7 +48,7 @@ class GroupSparsity(Regularizer):
     )
 
     @model_validator(mode="after")
-    def _narrowing(self) -> Self:
+    def _check_sigmas(self) -> Self:
         if self.sigma_end > self.sigma_start:
             raise ValueError(
                 f"sigma_end is {self.sigma_end:g} and sigma_start {self.sigma_start:g}; allowed: "

@@ -37,7 +37,7 @@ class RegionExpertSettings(Config):
                 yield ("experts", index), f"found {tissue!r}; allowed: {', '.join(regions)}"
 
     @model_validator(mode="after")
-    def _once(self) -> "RegionExpertSettings":
+    def _check_unique_tissues(self) -> "RegionExpertSettings":
         if len(set(self.experts)) != len(self.experts):
             raise ValueError(f"experts are {list(self.experts)}; allowed: each tissue once")
         return self

@@ -58,7 +58,7 @@ class SwitchBalance(Regularizer):
     def of_layer(self, record: RoutingRecord) -> Tensor:
         """Return E Σ_e f_e P_e, mean over the sets of tokens (Switch, eq. 4–6; GShard)."""
         # Levels: arXiv 2501.11873. f: share of a set's choices; P: mean probability. 1 if f or P is
-        # even, E/k if k experts have all of both.
+        # even; E/k if k experts share all choices and all probability evenly.
         counted = record.chosen
         if self.count_from == "probs":  # as many of the most probable experts as were chosen
             order = record.probs.detach().argsort(dim=-1, descending=True, stable=True)

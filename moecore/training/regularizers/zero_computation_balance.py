@@ -25,8 +25,8 @@ class ZeroComputationBalance(Regularizer):
         0.75,
         gt=0,
         allow_inf_nan=False,
-        description="weight of a choice of an expert without a network (τ): a smaller one makes "
-        "their choice more frequent",
+        description="τ, weight of the choices of experts without a network; a smaller τ makes them "
+        "more frequent",
     )
 
     def __call__(self, step: ObjectiveInputs) -> Tensor:

@@ -19,14 +19,14 @@ from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward, MoESettings
 from moecore.nn.routers.base import exact_fraction
 
-BATCH = 64  # images of a forward pass, in which every expert computes every token
+BATCH = 64  # images per forward pass; small, because every expert computes every token
 
 
 class ExpertUse(NamedTuple):
     """The use of the experts of one MoE layer, in fp64 on the CPU."""
 
     counts: Tensor  # (E,), tokens that chose each expert
-    reap: Tensor  # (E,), mean over these tokens of weight times length of its output; 0 if none
+    reap: Tensor  # (E,), mean of weight · output norm over these tokens; 0 without tokens
     means: Tensor  # (E, d), mean output over all tokens
 
 
@@ -115,7 +115,7 @@ class ExpertReduction(Config, ABC):
         self.reduced_settings(model.moe)  # raises before images are processed
         return self.reduce_experts(model, measure_expert_use(model, split, self.images))
 
-    def number_left(self, moe: MoESettings) -> int:
+    def count_remaining_experts(self, moe: MoESettings) -> int:
         number = moe.experts.number
         min_experts = max(2, getattr(moe.router, "k", None) or 1)
         remaining = ceil(exact_fraction(self.left) * number)

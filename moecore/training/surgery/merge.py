@@ -32,8 +32,8 @@ class Merge(expert_reduction.ExpertReduction):
     def reduced_settings(self, moe: MoESettings) -> MoESettings:
         expert_reduction.check_token_choice(moe, "merged")
         if not moe.experts.has_hidden_units:
-            raise UserError.at("experts.kind", found=f"{moe.experts.kind} (no mean)", allowed="mlp")
-        number = self.number_left(moe)
+            raise UserError.at("experts.kind", found=moe.experts.kind, allowed="mlp (hidden units)")
+        number = self.count_remaining_experts(moe)
         if not self.fold:
             return moe
         reason = "which has a bias or threshold for each expert"
@@ -49,7 +49,7 @@ class Merge(expert_reduction.ExpertReduction):
     def reduce_experts(self, model: Model, uses: Mapping[str, expert_reduction.ExpertUse]) -> Model:
         """Return the model with one expert per cluster; routers keep the rows of all E experts."""
         moe = self.reduced_settings(model.experts_and_router)
-        number = self.number_left(model.experts_and_router)
+        number = self.count_remaining_experts(model.experts_and_router)
         weights = model.state_dict()
         for layer, use in uses.items():
             clusters, _ = cluster_outputs(use.means, number, self.linkage)
@@ -72,7 +72,7 @@ def cluster_outputs(
 ) -> tuple[Tensor, tuple[float, ...]]:
     """Cluster experts by mean outputs; return clusters (E,) int64 and merge distances."""
     # The two nearest clusters, by the mean outputs (E, d), are joined until ``number`` remain; ties
-    # go to the lowest experts, by which clusters are ordered.
+    # go to the lowest expert indices. Clusters are ordered by their lowest expert.
     points = means.double()
     exact = "donot_use_mm_for_euclid_dist"  # matrix products lose precision at small distances
     distances = torch.cdist(points, points, compute_mode=exact).numpy()

@@ -37,19 +37,19 @@ class Prune(expert_reduction.ExpertReduction):
             )
         router = moe.router.fix_sizes(moe.experts.number)
         reduced = moe.model_copy(update={"router": router})
-        return expert_reduction.set_expert_number(reduced, self.number_left(moe))
+        return expert_reduction.set_expert_number(reduced, self.count_remaining_experts(moe))
 
     def reduce_experts(self, model: Model, uses: Mapping[str, expert_reduction.ExpertUse]) -> Model:
         before = model.experts_and_router
         moe = self.reduced_settings(before)
-        remaining = {name: self.kept_experts(before, use) for name, use in uses.items()}
+        remaining = {name: self.select_remaining_experts(before, use) for name, use in uses.items()}
         weights = select_expert_weights(model, moe, remaining)
         return expert_reduction.build_reduced_model(model, moe, weights)
 
-    def kept_experts(self, moe: MoESettings, use: expert_reduction.ExpertUse) -> Tensor:
+    def select_remaining_experts(self, moe: MoESettings, use: expert_reduction.ExpertUse) -> Tensor:
         """Return the sorted indices (M,) of remaining experts; UserError for unequal groups."""
         order = torch.argsort(use.reap if self.by == "reap" else use.counts, stable=True)
-        experts = order[-self.number_left(moe) :].sort().values  # of equals the highest stay
+        experts = order[-self.count_remaining_experts(moe) :].sort().values  # ties: highest index
         groups = getattr(getattr(moe.router, "router", moe.router), "groups", None)
         if groups is not None:
             group = experts // (moe.experts.number // groups.number)
@@ -58,7 +58,7 @@ class Prune(expert_reduction.ExpertReduction):
                 raise UserError.at(
                     "router.groups",
                     found=f"{groups.number}, in which {sizes} experts would remain",
-                    allowed="null, or equally many of each",
+                    allowed="null, or groups that keep equally many experts",
                 )
         return experts
 

@@ -27,7 +27,7 @@ from moecore.data.text import tokenizers
 from moecore.data.text.tokenizers import BpeTokenizer, load_tokenizer
 from moecore.data.text.words import build_vocabulary, lower_words, read_vocabulary, tokenize_lines
 from moecore.tasks.image_text import NONE, ImageText
-from moecore.training.phase_trainings import count_words_per_test_stream
+from moecore.training.phase_trainings import count_words_per_stream
 from tests.data.making import fashion_folder, idx_bytes
 
 SOURCE = '''
@@ -106,12 +106,12 @@ def test_a_test_text_too_short_for_the_batch_is_refused_before_the_training():
     words = {"train": range(1000), "test": range(20)}
     task = SimpleNamespace(long=True)
     data = SimpleNamespace(task=task, card={"size": [4]}, tokens=lambda split: words[split])
-    assert count_words_per_test_stream(data, 3) == 333, (
+    assert count_words_per_stream(data, 3) == 333, (
         "six words each: a block of four and the next word"
     )
-    assert count_words_per_test_stream(data, 4) == 250
+    assert count_words_per_stream(data, 4) == 250
     with pytest.raises(UserError, match="batch is 5, and the text has 20 test tokens; .* 1 to 4 "):
-        count_words_per_test_stream(data, 5)
+        count_words_per_stream(data, 5)
 
 
 def test_docstrings_are_the_same_twice_and_every_file_has_one_split(tmp_path):

@@ -339,6 +339,6 @@ def test_more_kinds_of_block_than_a_function_is_usually_compiled_for():
     torch.compiler.reset()
     blocks = runtime.CompiledBlocks([model], "required", 9, backend="eager")
     for _ in range(2):  # as it is, compiled
-        with blocks.inside():
+        with blocks.using_compiled_blocks():
             prediction = model(torch.rand(2, 3, 64, 64)).prediction
     assert len(blocks.blocks) == 10 and prediction.isfinite().all()
