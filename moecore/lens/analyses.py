@@ -99,8 +99,8 @@ def update_top_tokens(
     top: TopTokens, record: RoutingRecord, keys: Tensor, layout: TokenLayout, items: np.ndarray
 ) -> TopTokens:
     """Merge new items into ``top``; keep each expert's ``EXAMPLES`` tokens with highest keys."""
-    # An item offers each expert the token with the highest key among those that chose it; the
-    # earlier one wins ties. keys: (N, T, E or 1), ≥ 0; items: (N,), higher than in ``top``.
+    # Per item, an expert's candidate is its token with the highest key; ties go to the earlier
+    # item. keys: (N, T, E or 1), ≥ 0; items: (N,), higher than in ``top``.
     chosen_keys = torch.where(record.chosen, keys, -1)[:, layout.special :]
     highest, patches = chosen_keys.max(dim=1)
     probabilities = record.probs[:, layout.special :].gather(1, patches[:, None])[:, 0]
@@ -331,7 +331,7 @@ def mean_over_items(values: np.ndarray) -> Interval:
 
 
 def measure_label_purity(first: Tensor, labels: Tensor, experts: int) -> tuple[np.ndarray, float]:
-    """Return each item's purity (N,): experts' agreement with labels; and its mean by chance."""
+    """Return each item's purity (N,), and the mean purity after permuting labels."""
     # Purity: share of tokens with the most common label of their expert. first: the tokens' first
     # experts (N, T), −1 for none; labels: (N, 1 or T), −1 if unknown.
     chosen = first.numpy()

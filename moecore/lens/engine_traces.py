@@ -165,7 +165,7 @@ def read_llama_cpp_csv(path: Path, content: str, form: EngineFormat) -> EngineRe
         raise UserError.at(path, found=text, allowed="whole lines layer,expert, with --top-k")
     layer, expert = np.array(lines, int).T
     layers = np.unique(layer)
-    starts = np.flatnonzero(np.diff(layer, prepend=layer[0] + 1) < 0)  # of passes
+    starts = np.flatnonzero(np.diff(layer, prepend=layer[0] + 1) < 0)  # first rows of passes
     parts = []
     for first, last in zip(starts, [*starts[1:], len(layer)], strict=True):
         counts = [int((layer[first:last] == number).sum()) for number in layers]
@@ -182,9 +182,9 @@ def read_llama_cpp_csv(path: Path, content: str, form: EngineFormat) -> EngineRe
 
 def simulate_cache(requests: Sequence[np.ndarray], size: int, policy: str) -> np.ndarray:
     """Simulate a cache of ``size`` experts shared by requests; return hits per request (R,)."""
-    # requests: experts (n,) in the order of use. A missing one replaces the least recently used
-    # (lru), the least often used, of equals the older (lfu), or the one whose next use is farthest
-    # (belady, the best that stores each). static: the experts most used in other requests stay.
+    # requests: experts (n,) in order of use. On a miss, lru evicts the least recently used expert,
+    # lfu the least often used (ties: least recently), belady the one with the farthest next use
+    # (optimal if every miss is stored). static: always holds the experts most used in the others.
     if policy == "static":
         counts = [Counter(request.tolist()) for request in requests]
         total = sum(counts, Counter())
@@ -212,7 +212,7 @@ def simulate_cache(requests: Sequence[np.ndarray], size: int, policy: str) -> np
     return np.array([part.sum() for part in np.split(is_hit, ends)])
 
 
-# quantity → values (R,), one per request, whose mean it is, and its chance level
+# quantity → (values (R,), one per request, whose mean is the quantity; chance level)
 Quantities = dict[str, tuple[np.ndarray, float]]
 
 
@@ -222,7 +222,7 @@ def linearize_loads(function: Callable[[Tensor], Tensor], rows: np.ndarray) -> n
 
 
 def phase_distance(row: Tensor) -> Tensor:
-    """Return the total variation distance of two phases' loads, which are joined in ``row``."""
+    """Return the total variation distance between two phases' loads, concatenated in ``row``."""
     prompt, generated = row.chunk(2)
     return (prompt / prompt.sum() - generated / generated.sum()).abs().sum() / 2
 
@@ -263,7 +263,7 @@ def measure_engine_layer(chosen: np.ndarray, sizes: Sequence[int]) -> Quantities
 
 def compare_phases(chosen: np.ndarray, lengths: np.ndarray, prompts: np.ndarray) -> Quantities:
     """Measure how much a layer's loads differ between prompts and generated tokens."""
-    # By chance: phases rotated by random numbers of tokens within each request. lengths, prompts:
+    # Chance level: phase labels are rotated by random offsets in each request. lengths, prompts:
     # tokens of each request and of its prompt, (R, 1).
     generator = np.random.default_rng(0)
     values = []

@@ -69,9 +69,9 @@ WITHOUT_INTERVAL = {  # name → reason
     "smallest_margin": "a quantile over tokens",
     "batch_violation": f"computed over batches of {ROLES.batch} items",
 }
-EXPERTS = 16  # per layer, the most used ones
-IMAGES = 6  # shown with the experts of their patches
-EXAMINED = 2000  # items from which an expert's patches are chosen
+EXPERTS = 16  # per layer: the most used ones
+SHOWN_ITEMS = 6  # shown with the experts of their patches
+MAX_EXAMINED_ITEMS = 2000  # an expert's patches are chosen from these
 CROP_SIZE = 0.75  # inches
 CAPTION = (
     "The patches with the highest router probability of each of the most used experts, one per "
@@ -232,8 +232,8 @@ def read_words_with_experts(trace: traces.Trace) -> list[WordWithExperts]:
 
 def draw_trace_pictures(trace: traces.Trace) -> Iterator[tuple[str, Figure]]:
     """Draw patches of each expert; yield (name, figure) for all layers, then for each layer."""
-    items = evenly_spaced_indices(trace.items, EXAMINED)
-    pictures = trace.beside("pictures", evenly_spaced_indices(trace.items, IMAGES))
+    items = evenly_spaced_indices(trace.items, MAX_EXAMINED_ITEMS)
+    pictures = trace.beside("pictures", evenly_spaced_indices(trace.items, SHOWN_ITEMS))
     if pictures is None:
         return
     grids = {
@@ -264,9 +264,9 @@ def draw_trace_pictures(trace: traces.Trace) -> Iterator[tuple[str, Figure]]:
 
 
 def main_experts(trace: traces.Trace, number: int) -> np.ndarray:
-    """Return the main expert of each patch of ``IMAGES`` items, (items, *grid); −1: none."""
+    """Return the main expert of each patch of ``SHOWN_ITEMS`` items, (items, *grid); −1: none."""
     shape = trace.card.layers[number]
-    items = evenly_spaced_indices(trace.items, IMAGES)
+    items = evenly_spaced_indices(trace.items, SHOWN_ITEMS)
     combine = trace.layer(number, items).combine[:, shape.special :]
     best = combine.argmax(dim=-1).where(combine.amax(dim=-1) > 0, -1)
     return best.unflatten(1, shape.grid).numpy()

@@ -20,9 +20,9 @@ from moecore.training import artifacts, method
 Run = Callable[[Tensor], Iterable[Tensor]]
 Format = Literal["onnx", "torch"]
 FIELDS = ("logits", "probs", "load", "chosen", "combine")  # exported fields of a record
-NEEDED = {"onnx": ("onnx", "onnxscript"), "torch": ()}  # additional packages
-TRACED = 2  # batch size of the traced inputs
-COMPARED = (1, 5)  # batch sizes for the comparison
+EXPORT_PACKAGES = {"onnx": ("onnx", "onnxscript"), "torch": ()}  # format → additional packages
+TRACED_BATCH = 2  # batch size of the traced inputs
+COMPARED_BATCHES = (1, 5)  # batch sizes for the comparison
 TOLERANCE = 1e-5  # relative and absolute
 
 
@@ -77,18 +77,18 @@ def export_model(
 ) -> str:
     """Write the model of ``folder`` to the file ``out``, and return a description of the file."""
     # records: add outputs with each MoE layer's routing record.
-    if missing := [name for name in NEEDED[to] if find_spec(name) is None]:
+    if missing := [name for name in EXPORT_PACKAGES[to] if find_spec(name) is None]:
         raise UserError(f"--to {to}: needs {', '.join(missing)}; pip install 'moecore[export]'")
     model = artifacts.load_model(folder, packages)
     refuse_unexportable(folder, model)
     wrapped = TensorsOnly(model, records).eval()
-    wrapped(draw_inputs(model, TRACED))  # a hash router draws its table at the first call
+    wrapped(draw_inputs(model, TRACED_BATCH))  # a hash router draws its table at the first call
     try:
         with warnings.catch_warnings(), atomic_file(out) as path:
             warnings.simplefilter("ignore", FutureWarning)  # of torch about torch
             write = _write_torch if to == "torch" else _write_onnx
             shapes = [{0: torch.export.Dim("batch")}]
-            program = trace_module(wrapped, (draw_inputs(model, TRACED),), shapes)
+            program = trace_module(wrapped, (draw_inputs(model, TRACED_BATCH),), shapes)
             compared = compare_outputs(wrapped, write(program, path, wrapped))
     except (compile_error_class(), torch.onnx.OnnxExporterError) as error:
         why = _innermost_line(error)
@@ -172,7 +172,7 @@ def compare_outputs(wrapped: TensorsOnly, run: Run | None) -> str:
         return "not compared with the model: onnxruntime is not installed"
     largest = 0.0
     names = wrapped.output_names()
-    for inputs in [draw_inputs(wrapped.model, number) for number in COMPARED]:
+    for inputs in [draw_inputs(wrapped.model, number) for number in COMPARED_BATCHES]:
         for name, ours, theirs in zip(names, wrapped(inputs), run(inputs), strict=True):
             difference = (ours.double() - theirs.double()).abs() / ours.double().abs().clamp_min(1)
             largest = max(largest, float(difference.max()))

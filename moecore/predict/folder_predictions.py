@@ -59,7 +59,7 @@ def find_volumes(folder: str | Path) -> list[NewVolumeFile]:
     if not paths:
         allowed = "sub-*/anat/*_T1w.nii.gz below it (BIDS), or .nii.gz or .mgz files in it"
         raise UserError(f"{folder}: no volumes; allowed: {allowed}")
-    table = _participants(folder / "participants.tsv")
+    table = _read_participants(folder / "participants.tsv")
     return [NewVolumeFile(path, _mask(path), _subject(path, bids, table), folder) for path in paths]
 
 
@@ -104,7 +104,7 @@ def _subject(path: Path, bids: bool, table: Participants) -> dict[str, str]:
     return {"participant_id": participant, "session_id": session} | details
 
 
-def _participants(path: Path) -> Participants:
+def _read_participants(path: Path) -> Participants:
     """Return (participant, session) → age, sex and site; {} if participants.tsv is missing."""
     if not join_below_root(path.parent, path).exists():
         return {}

@@ -85,7 +85,7 @@ def training_csv(results: StudyResults) -> str:
         if trained := model.outcome:
             yield from trained.curve
 
-    return _csv(results, ("step", "epoch", "train_loss", *scores), rows)
+    return _render_csv(results, ("step", "epoch", "train_loss", *scores), rows)
 
 
 def robustness_csv(results: StudyResults) -> str:
@@ -97,7 +97,7 @@ def robustness_csv(results: StudyResults) -> str:
                 score = {phase.task.history_name: value.value}
                 yield value.at | score | {"low": value.low, "high": value.high}
 
-    return _csv(results, ("attack", "epsilon", *scores, "low", "high"), rows)
+    return _render_csv(results, ("attack", "epsilon", *scores, "low", "high"), rows)
 
 
 def age_errors_by_model_csv(results: StudyResults) -> str:
@@ -117,10 +117,10 @@ def age_errors_by_model_csv(results: StudyResults) -> str:
             if values:
                 yield {"prediction": prediction, **values}
 
-    return _csv(results, ("prediction", *columns), rows)
+    return _render_csv(results, ("prediction", *columns), rows)
 
 
-def _csv(results: StudyResults, columns: Sequence[str], rows: Rows) -> str:
+def _render_csv(results: StudyResults, columns: Sequence[str], rows: Rows) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, (*ITEM, *columns), extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -132,10 +132,10 @@ def _csv(results: StudyResults, columns: Sequence[str], rows: Rows) -> str:
     return text.getvalue()
 
 
-MOST = 12  # numbers of a run
-DIGITS = 5  # significant ones
+MAX_METRICS = 12  # per file of a model
+SIGNIFICANT_DIGITS = 5
 MLFLOW_DIGITS = 4
-MLFLOW_LETTERS = 14  # that a column of MLflow's table shows
+MLFLOW_LETTERS = 14  # width of a column in MLflow's table
 SHORT_PHASES = {"pretrain": "pre", "finetune": "fine", "adversarial": "adv"}
 Items = Mapping[str, Collection[str]]  # method → the items whose results are of its model
 RUN_FIGURES: Mapping[str, results_and_displays.Draw] = {
@@ -154,7 +154,7 @@ def render_metrics_files(results: StudyResults) -> dict[str, str]:
         names = [headline.name for headline in headline_quantities.HEADLINES if headline.run]
         names = [*names[:4], *headline_quantities.headline_attack_columns(phase), *names]
         # The score comes first, then the score under attack, routing, and cost.
-        metrics = [columns[name] for name in dict.fromkeys(names) if name in columns][:MOST]
+        metrics = [columns[name] for name in dict.fromkeys(names) if name in columns][:MAX_METRICS]
         for method, seeds in phase.models.items():
             for seed, model in seeds.items():
                 numbers[f"{phase.name}/{method}-{seed}"] = {
@@ -168,7 +168,7 @@ def render_metrics_files(results: StudyResults) -> dict[str, str]:
     }
 
 
-def round_significant(value: float, digits: int = DIGITS) -> float:
+def round_significant(value: float, digits: int = SIGNIFICANT_DIGITS) -> float:
     if value.is_integer():
         return int(value)
     return float(f"{value:.{digits}g}")
@@ -187,7 +187,7 @@ def read_mlflow_headline_numbers(
         try:
             card, task = results_and_displays.read_data_card_and_task(study, name)
         except UserError:
-            continue  # not there, or of other code: the run of `prepare` says so
+            continue  # missing, or from other code: the run of `prepare` reports it
         displays = [shown for shown in results_and_displays.list_displays() if shown.applies(task)]
         models = {
             model: {seed: read_current_results(study, name, f"{model}/{seed}", displays, current)}
@@ -230,7 +230,7 @@ def read_current_results(
     results: dict[type[Config], Config] = {}
     for shown in displays:
         if Path(shown.stage, phase, model).as_posix() in items:
-            with suppress(UserError):  # of other code, or missing: the stage's own run says so
+            with suppress(UserError):  # from other code, or missing: the stage's own run reports it
                 results |= results_and_displays.read_model(study, phase, model, [shown]).results
     return ModelResults(results)
 
@@ -249,11 +249,11 @@ def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, 
     displays = [
         display for display in results_and_displays.list_displays() if display.stage == folder
     ]
-    for shown in sorted(displays, key=lambda display: bool(display.within)):  # parts come last
-        result = shown.read(path, stage)
+    for display in sorted(displays, key=lambda entry: bool(entry.within)):  # parts come last
+        result = display.read(path, stage)
         if result is None or isinstance(result, base.Skipped):
             continue
         names = {value.metric for value in getattr(result, "values", ())}
         # ``calibrate`` writes ages or classes.
-        if shown.within or not names or not names.isdisjoint(shown.kind.metrics):
-            yield from shown.pictures.figures(result)
+        if display.within or not names or not names.isdisjoint(display.kind.metrics):
+            yield from display.pictures.figures(result)

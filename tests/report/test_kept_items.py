@@ -147,7 +147,7 @@ def test_items_of_another_result_are_refused(one):
 
 
 def test_what_would_be_too_many_bytes_is_said_and_left_out(one, monkeypatch, capsys):
-    monkeypatch.setattr("moecore.report.claims.result_evidence.MOST_BYTES", 1000)
+    monkeypatch.setattr("moecore.report.claims.result_evidence.MAX_ITEM_BYTES", 1000)
     path = write_result(one, drawn_items(0))
     assert set(read_tensors(path)[0]) == {f"1/{result_evidence.RESULT}"}
     assert "items are too large to be stored: match_top1 of prc higher" in capsys.readouterr().err
@@ -159,7 +159,7 @@ def test_intervals_follow_from_the_items_in_git(name, number):  # `moecore claim
     question = QuestionFile(ROOT, name)
     assert result_evidence.verify_stored_items(question.round(number)) > 0
     size = question.results.with_suffix(".safetensors").stat().st_size
-    assert size <= len(question.rounds) * result_evidence.MOST_BYTES
+    assert size <= len(question.rounds) * result_evidence.MAX_ITEM_BYTES
 
 
 def difference(value: float, by_seeds: float, by_items: float) -> Difference:

@@ -14,7 +14,7 @@ from moecore.core.config import Config
 from moecore.report.claims import evaluation, result_evidence
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.tables.cells import NumberFormat
-from moecore.report.tables.metrics_by_method import expected_metrics, refuse_other_tables
+from moecore.report.tables.metrics_by_method import expected_metrics, validate_comparison_tables
 from moecore.statistics.comparisons import SEEDS, Difference, VarianceSource
 from moecore.study import run_and_claims
 from moecore.study.params_reader import extract_settings
@@ -27,7 +27,7 @@ Asked = run_and_claims.Claim | run_and_claims.Question
 Studies = Mapping[str, Mapping[str, Any]]  # round of a question → result, {} if it was not run
 MOST_SEEDS = 100
 MOST_ITEMS = 10_000_000
-MORE_ITEMS = 10  # factor
+MORE_ITEMS = 10  # factor of ``seeds_of_more_items``
 
 
 class DeclaredClaims(Config):
@@ -84,7 +84,7 @@ def collect_answers(rounds: Iterable[QuestionRound]) -> tuple[Studies, list[Answ
     studies: dict[str, Mapping[str, Any]] = {}
     answers: list[Answer] = []
     for study in rounds:
-        compared = refuse_other_tables(study.question.results, study.read_numbers())
+        compared = validate_comparison_tables(study.question.results, study.read_numbers())
         studies[study.name] = compared
         answers += _answers_of_round(study, compared)
     return studies, answers
@@ -143,16 +143,16 @@ def reevaluate_claim(entry: Mapping[str, Any], claim: Asked, good: str = "") -> 
 
 
 class RequiredSampleSizes(NamedTuple):
-    """The number of seeds, or of test items, that a claim needs if the other number stays."""
+    """Number of seeds, or of test items, that a claim needs while the other number is fixed."""
 
     seeds: int | None  # None: no number up to MOST_SEEDS
     items: int | None  # None: no number up to MOST_ITEMS, or the metric has no items
-    seeds_of_more_items: int | None  # with MORE_ITEMS times the items
+    seeds_of_more_items: int | None  # seeds needed with MORE_ITEMS times the items
 
 
 def compute_required_samples(difference: Difference, effect: float) -> RequiredSampleSizes:
     """Return the sample sizes at which the 95 % interval is at most ± ``effect`` / 2."""
-    # effect: what the paper prints. Of the difference only the variances are used, not the value.
+    # effect: as printed in the paper. Only the variances of ``difference`` are used, not its value.
 
     def is_precise(seeds: int, items: int) -> bool:
         half = _difference_at_sample_size(difference, seeds, items).half_width()
@@ -178,7 +178,7 @@ def compute_required_samples(difference: Difference, effect: float) -> RequiredS
 
 def describe_required_samples(answers: Sequence[Answer], studies: Studies) -> list[str]:
     """Return a line per table of a paper: "precise enough", or the seeds or items that it needs."""
-    # Then a line per claim that was not run, or of which the paper prints no effect.
+    # Followed by a line per claim that was not run or has no interval or printed effect.
     tables = defaultdict(list)  # (paper, source) → claims with the paper's effect
     others = []
     for answer in answers:
@@ -207,9 +207,9 @@ def _describe_table(
     place: str, claims: Sequence[tuple[Answer, float]], studies: Studies
 ) -> tuple[float, str]:
     """Return the minutes of training that a table's claims need (inf: unknown), and its line."""
-    # claims: those of the table, each with the effect that the paper prints.
+    # claims: (answer, effect printed in the paper) of the table.
     samples = []
-    widths = []  # half-width in halves of the effect, and as text
+    widths = []  # (half-width / half of the effect, its text)
     for answer, effect in claims:
         difference = evaluation.difference_from_json(answer.entry)
         samples.append(compute_required_samples(difference, effect))

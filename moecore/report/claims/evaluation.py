@@ -239,7 +239,7 @@ def _evaluate(
             raise UserError.at(key, found=units, allowed="a metric of the same unit")
     ours = _look_up(models, claim.method, f"{place}.method")
     theirs = _look_up(rivals, claim.against, f"{place}.against")
-    # Checked before the difference, whose message for a missing metric would be worse.
+    # Checked first, because the difference's message for a missing metric is less clear.
     first = _require_cell(metric, models, claim.method, f"{place}.method")
     second = _require_cell(other, models, claim.against, f"{place}.against")
     values = significance.pair_values_by_seed(ours, metric, theirs, other, f"{place}.metric")
@@ -314,8 +314,8 @@ def describe_waiting_claims(waiting: Sequence[Comparison], run: RunSelection) ->
 
 ASKS = "can these data tell routers apart: is a learned router better than a fixed hash?"
 LEARNED, FIXED = "noisy_top_k", "hash"  # kinds of routers
-USUAL = "vmoe"  # the learned router, where several have the hash's experts
-EQUAL = ("experts", "blocks", "model")  # settings that the two methods share
+PREFERRED = "vmoe"  # if several methods with a learned router match the control
+SHARED_SETTINGS = ("experts", "blocks", "model")  # equal in both methods of the control
 
 
 class RouterControl(NamedTuple):
@@ -335,10 +335,10 @@ def find_router_control(methods: Mapping[str, Mapping[str, Any] | None]) -> Rout
             for name, router in routers.items()
             if router.get("kind") == LEARNED
             and router.get("k") == routers[fixed].get("k")
-            and all(settings[name].get(key) == settings[fixed].get(key) for key in EQUAL)
+            and all(settings[name].get(key) == settings[fixed].get(key) for key in SHARED_SETTINGS)
         ]
         if partners:
-            return RouterControl(USUAL if USUAL in partners else partners[0], fixed)
+            return RouterControl(PREFERRED if PREFERRED in partners else partners[0], fixed)
     return None
 
 

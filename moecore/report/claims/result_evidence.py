@@ -42,16 +42,16 @@ from moecore.study.study import read_study
 
 ITEMS = Path("reports/items.safetensors")  # in git, as are the numbers
 NUMBERS = Path("reports/compare.json")
-MOST_BYTES = 2_000_000  # of a round
+MAX_ITEM_BYTES = 2_000_000  # per round
 RESULT = "result"  # tensor: digest of the numbers that the items belong to
 VALUES = ":values"  # suffix of a name: coded values of each seed, or mean and largest deviation
-TOLERANCE = 1e-3  # of half an interval's width: error of fp16
+TOLERANCE = 1e-3  # allowed error of fp16, relative to an interval's half-width
 VARIANCES = ("variances", "freedoms")  # of a difference; not in items of moecore 0.2
-EARLIER = papers.PIPELINES / "results/earlier.json"  # answers that later results replaced
+EARLIER = papers.PIPELINES / "results/earlier.json"  # answers replaced by later results
 ASKED = "asked"  # in a result: the commit and the file that asked
 DEFAULTS = {name: field.default for name, field in Comparison.model_fields.items()}
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-SHORT = 8  # characters of a printed commit
+HASH_LENGTH = 8  # of a hash in messages
 
 
 def pack_item_values(
@@ -59,7 +59,7 @@ def pack_item_values(
 ) -> dict[str, Tensor]:
     """Return name → tensor of the claims' item values, for items.safetensors.
 
-    Claims that would exceed ``MOST_BYTES`` are left out and named on stderr. numbers: compare.json.
+    Claims that exceed ``MAX_ITEM_BYTES`` are omitted and named on stderr. numbers: compare.json.
     """
     tensors = {RESULT: _result_digest(numbers)}
     for answer in evaluated:
@@ -68,7 +68,7 @@ def pack_item_values(
         for name, values in zip(names, answer.values, strict=True):
             if name not in tensors:
                 new |= _pack_values(name, values)
-        if sum(tensor.nbytes for tensor in (tensors | new).values()) > MOST_BYTES:
+        if sum(tensor.nbytes for tensor in (tensors | new).values()) > MAX_ITEM_BYTES:
             print(f"items are too large to be stored: {answer.claim.words}", file=sys.stderr)
         else:
             tensors |= new
@@ -126,7 +126,7 @@ def verify_stored_items(study: QuestionRound) -> int:
             ours, theirs = (_unpack_values(tensors, name, stored.get("items", 0)) for name in names)
             difference = crossed_or_paired_difference(ours, theirs)
             difference = evaluation.drop_zero_width_interval(difference)
-            if not _agrees(difference, entry):
+            if not _matches_stored_difference(difference, entry):
                 raise UserError(
                     f"{place}: {section}: {key}: found {difference.value:.6g} from these items, "
                     f"{stored['mean']:.6g} in {results.name}; {again}"
@@ -216,7 +216,7 @@ def _unpack_values(tensors: Mapping[str, Tensor], name: str, items: int) -> np.n
     return mean + largest * (apart - apart.mean(axis=1, keepdims=True))
 
 
-def _agrees(difference: Difference, entry: Mapping[str, Any]) -> bool:
+def _matches_stored_difference(difference: Difference, entry: Mapping[str, Any]) -> bool:
     """Return whether difference and limits equal those in ``entry``, within the error of fp16."""
     stored = entry["difference"]
     if (difference.seeds, difference.items) != (stored["seeds"], stored.get("items", 0)):
@@ -258,8 +258,8 @@ class QuestionCommits(NamedTuple):
 
     @property
     def line(self) -> str:
-        asked = self.asked[:SHORT] or "no commit"
-        answered = self.answered[:SHORT] or "no commit"
+        asked = self.asked[:HASH_LENGTH] or "no commit"
+        answered = self.answered[:HASH_LENGTH] or "no commit"
         late = ", not asked before the answer" if self.is_late else ""
         return f"{self.words}: asked in {asked}, answered in {answered}{late}"
 
@@ -364,13 +364,13 @@ def find_overwritten_answers(
                 listed.add(round(mean, 9))
             elif "asked" in entry and round(mean, 9) not in listed:  # older ones are listed
                 text = f"{mean:+.4g} of {entry['difference']['seeds']} seeds"
-                text += f" in {commit[:SHORT]} was overwritten and is not in {EARLIER}"
+                text += f" in {commit[:HASH_LENGTH]} was overwritten and is not in {EARLIER}"
                 lines[compared_quantity_key(DEFAULTS | entry["asked"])] = f"{words}: {text}"
     return [line for key, line in lines.items() if key in asked]
 
 
 def find_reused_seeds(study: QuestionRound, earlier: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line per claim of which an earlier answer of equal design has the same seeds."""
+    """Return a line per claim that shares seeds with an earlier answer of the same design."""
     named = papers.load_named_claims(study.question.root)
     data = study.compose().document.data
     lines = []
@@ -382,7 +382,7 @@ def find_reused_seeds(study: QuestionRound, earlier: Sequence[Mapping[str, Any]]
             seeds = set(answer["seeds"]) & set(data["run"]["seeds"])
             if is_same and seeds and answer["design"] == digest_design(study, comparison):
                 shown = ", ".join(map(str, sorted(seeds)))
-                where = f"{answer['question']} in {answer['commit'][:SHORT]}"
+                where = f"{answer['question']} in {answer['commit'][:HASH_LENGTH]}"
                 lines.append(f"{answer['claim']}: seeds {shown} answered it before, {where}")
     return lines
 

@@ -29,7 +29,7 @@ class TestedDifference(NamedTuple):
     p: float
     holm: float  # p with Holm's correction over its family of tests
     test: str  # "mcnemar", BOTH, SEEDS, or "" if several seeds give no interval
-    # Images that only the first method gets right, and only the second: for McNemar's test.
+    # For McNemar's test: numbers of images that only the first, or only the second, has right.
     only: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def compare_with_reference(
     test = choose_test(metric, list(models.values()))
     if reference not in models or not rivals or test not in ("mcnemar", BOTH, SEEDS):
         return {}
-    compare = {"mcnemar": _by_images}.get(test, _by_seeds)
+    compare = {"mcnemar": _test_images}.get(test, _test_seeds)
     tests = [compare(metric, method, models[method], models[reference]) for method in rivals]
     corrected = comparisons.holm([tested.p for tested in tests])
     return {
@@ -118,9 +118,9 @@ def pair_values_by_seed(
     return np.stack(arrays[::2]), np.stack(arrays[1::2])
 
 
-def _by_images(metric: Column, method: str, ours: Seeds, theirs: Seeds) -> TestedDifference:
+def _test_images(metric: Column, method: str, ours: Seeds, theirs: Seeds) -> TestedDifference:
     first, second = (metric.hits(model) for seeds in (ours, theirs) for model in seeds.values())
-    assert first is not None and second is not None  # possible_test saw them
+    assert first is not None and second is not None  # choose_test requires hits of all
     if len(first) != len(second):
         images = f"{len(first)} images, another method's of {len(second)}"
         again = "run the measuring stages again"
@@ -131,7 +131,7 @@ def _by_images(metric: Column, method: str, ours: Seeds, theirs: Seeds) -> Teste
     return TestedDifference(comparisons.paired_share_difference(counts), p, p, "mcnemar", only)
 
 
-def _by_seeds(metric: Column, method: str, ours: Seeds, theirs: Seeds) -> TestedDifference:
+def _test_seeds(metric: Column, method: str, ours: Seeds, theirs: Seeds) -> TestedDifference:
     if ours.keys() != theirs.keys():
         seeds = f"seeds {list(ours)}, another method {list(theirs)}"
         raise UserError(f"compare: {method} has {seeds}; run.seeds is for all")

@@ -16,17 +16,17 @@ from moecore.report.tables.cells import PIXEL
 from moecore.statistics.intervals import Interval, mean_over_seeds
 from moecore.tasks.base import Score
 
-Limits = tuple[float, float]  # that a band may not leave
+Limits = tuple[float, float]  # bands are clipped to them
 Series = Mapping[float, float | None]  # x → value
 EVERYWHERE = (-np.inf, np.inf)
-NUMBERED = 20  # columns; a square heatmap with more has colours only
-DIRECT = 8  # curves that have their names at their ends; more have a legend
-AROUND = 1.0  # inches of a figure that are not its axes: title, ticks and the axis' name
+MAX_ANNOTATED_COLUMNS = 20  # a square heatmap with more columns has no numbers
+MAX_DIRECT_LABELS = 8  # curves labelled at their ends; for more curves there is a legend
+AXES_MARGIN = 1.0  # inches of a figure's height for the title, ticks and axis label
 FONT = 9.0
-LINE = 0.165  # inches from one name to the next
-# Places of a point's name: right and left of it, below and above, then further away.
+NAME_SPACING = 0.165  # inches between the baselines of adjacent names
+# Candidate directions (x, y) of a name from its point, in order of preference; up is positive.
 SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
-REACHES = (7, 14, 24, 38, 55, 75)  # pixels between a point and its name
+LABEL_DISTANCES = (7, 14, 24, 38, 55, 75)  # pixels between a point and its name, nearest first
 
 
 class CurveEnd(NamedTuple):
@@ -45,7 +45,7 @@ class CurvePoint(NamedTuple):
     high: float
 
 
-Curves = Mapping[str, Sequence[CurvePoint]]  # name → points; one without points has no line
+Curves = Mapping[str, Sequence[CurvePoint]]  # name → points; () draws no line
 
 
 class ChartSpec(NamedTuple):
@@ -53,7 +53,7 @@ class ChartSpec(NamedTuple):
     x: str
     y: str
     share: bool = False  # the vertical axis is printed as percent
-    top: float | None = None  # where it ends
+    top: float | None = None  # upper limit of the vertical axis
     height: float = 3.5  # inches, of one panel
 
 
@@ -98,7 +98,7 @@ def draw_curves(axes: Axes, curves: Curves) -> list[CurveEnd]:
 
 def label_curves(figure: Figure, axes: Axes, ends: Sequence[CurveEnd], height: float) -> None:
     """Label the curves at their ends, or in a legend if there are many; height: of axes, inches."""
-    if 0 < len(ends) <= DIRECT:
+    if 0 < len(ends) <= MAX_DIRECT_LABELS:
         label_curve_ends(axes, ends, height)
     else:
         drawing.add_legend_below(figure, axes)
@@ -120,7 +120,7 @@ def curves_chart(curves: Curves, spec: ChartSpec) -> Figure:
     places = {point.x for points in curves.values() for point in points}
     if places and all(float(x).is_integer() for x in places) and len(places) < 12:
         axes.set_xticks(sorted(places))
-    label_curves(figure, axes, ends, spec.height - AROUND)
+    label_curves(figure, axes, ends, spec.height - AXES_MARGIN)
     return figure
 
 
@@ -187,7 +187,7 @@ def draw_heatmap(
 
 def percent_annotations(table: np.ndarray, minimum: float = 0, limit: float = np.inf) -> np.ndarray:
     """Return shares as texts in percent, "12" for 0.123; "" for NaN and below ``minimum``."""
-    # limit: of columns; of a table with more all texts are "", as they would not fit.
+    # limit: maximum number of columns; numbers in a wider table would not fit, so all are "".
     is_shown = (table >= minimum) & (table.shape[1] <= limit)
     return np.where(is_shown, np.char.mod("%.0f", 100 * table), "")
 
@@ -224,7 +224,7 @@ def label_curve_ends(axes: Axes, ends: Sequence[CurveEnd], height: float) -> Non
     right = axes.get_xlim()[1]
     line = {"arrowstyle": "-", "linewidth": 0.9, "shrinkA": 1, "shrinkB": 2, "alpha": 0.9}
     style: dict[str, Any] = {"textcoords": "axes fraction", "va": "center", "fontsize": FONT}
-    for end, place in zip(ends, spread_label_heights(heights, LINE / height), strict=True):
+    for end, place in zip(ends, spread_label_heights(heights, NAME_SPACING / height), strict=True):
         style |= {"annotation_clip": False, "arrowprops": line | {"color": end.style["color"]}}
         axes.annotate(end.name, (end.x, end.y), (1.06, place), **style)
     axes.set_xlim(right=right)
@@ -252,30 +252,30 @@ def label_points(
     arrow = {"arrowstyle": "-", "color": drawing.INK, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4}
     style = {"textcoords": "offset points", "ha": "center", "va": "center", "fontsize": FONT}
     for name, dot in sorted(dots.items(), key=lambda pair: -pair[1][1]):
-        size = _size(figure, name)
+        size = _measure_text_size(figure, name)
         places = []
-        for reach, side in product(REACHES, SIDES):
+        for reach, side in product(LABEL_DISTANCES, SIDES):
             middle = dot + np.array(side) * (reach + size / 2)
             places.append((reach, Bbox([middle - size / 2, middle + size / 2])))
         reach, box = min(places, key=lambda place: _cost(*place, obstacles, frame))
         obstacles.append((box, 10))
-        line = arrow if reach > REACHES[1] else None
+        line = arrow if reach > LABEL_DISTANCES[1] else None
         right, up = (box.get_points().mean(axis=0) - dot) * 72 / figure.dpi
         axes.annotate(name, points[name], (right, up), arrowprops=line, **style)
 
 
 def _cost(reach: float, box: Bbox, obstacles: Sequence[tuple[Bbox, int]], frame: Bbox) -> float:
     """Return the cost of placing a name in ``box``: area outside ``frame``, overlaps, distance."""
-    outside = box.width * box.height - _shared(box, frame)
-    return 20 * outside + sum(weight * _shared(box, other) for other, weight in obstacles) + reach
+    outside = box.width * box.height - _overlap(box, frame)
+    return 20 * outside + sum(weight * _overlap(box, other) for other, weight in obstacles) + reach
 
 
-def _shared(first: Bbox, second: Bbox) -> float:
+def _overlap(first: Bbox, second: Bbox) -> float:
     overlap = first.intersection(first, second)
     return 0.0 if overlap is None else overlap.width * overlap.height
 
 
-def _size(figure: Figure, name: str) -> np.ndarray:
+def _measure_text_size(figure: Figure, name: str) -> np.ndarray:
     text = figure.text(0, 0, name, fontsize=FONT)
     box = text.get_window_extent()
     text.remove()

@@ -22,9 +22,9 @@ P = ParamSpec("P")
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C", "#F0E442")
 MARKERS = "osD^vPX*"
 DASHES = ("-", "--", "-.", ":")
-INK = "#78828f"  # as readable on white as on a dark card; of an SVG the page recolours it
+INK = "#78828f"  # readable on white and on a dark card; the page recolours it in an SVG
 DARK = "#1c2733"  # of numbers on light cells, and of outlines
-GUIDE = "#999999"  # of lines that say where something would be
+GUIDE = "#999999"  # reference lines
 STYLE = {
     "font.family": "sans-serif",
     "font.size": 10,
@@ -130,17 +130,17 @@ def strip_axes(axes: Axes) -> None:
 
 
 GAP = 0.06  # between pictures, of a picture's width
-LEFT = 0.7  # inches for the names of rows
-LOW = 0.6  # inches: in a lower row an upright name would reach into the next
+NAMES_WIDTH = 0.7  # inches for the names of rows
+MIN_UPRIGHT_HEIGHT = 0.6  # inches; in a lower row a rotated name would reach into the next
 LUMINANCE = np.array([0.299, 0.587, 0.114])  # of red, green and blue (ITU-R BT.601)
-PRINTED = 100  # patches, at most, that get their number
+MAX_NUMBERED_PATCHES = 100  # per image; more numbers would not be legible
 
 
 class ImageTile(NamedTuple):
     """One image of a sheet, optionally with a colour and a text per patch."""
 
     pixels: np.ndarray  # (H, W), (H, W, 3) or (H, W, 4), ready to be shown
-    tint: np.ndarray | None = None  # (rows, columns, 4): a colour a patch
+    tint: np.ndarray | None = None  # (rows, columns, 4): RGBA per patch
     texts: np.ndarray | None = None  # (rows, columns) of text; "" for none
 
 
@@ -148,7 +148,7 @@ class SheetLabels(NamedTuple):
     title: str
     rows: Sequence[str]
     columns: Sequence[str] = ()
-    right: Sequence[str] = ()  # a remark beside each row
+    right: Sequence[str] = ()  # a remark right of each row
     caption: str = ""
 
 
@@ -160,11 +160,11 @@ def draw_picture_sheet(
     across = max(len(row) for row in tiles)
     top = (0.3 if frame.title else 0.05) + (0.2 if frame.columns else 0)
     right = 0.55 if frame.right else 0.05
-    size = (LEFT + across * width + right, top + len(tiles) * height + 0.05)
+    size = (NAMES_WIDTH + across * width + right, top + len(tiles) * height + 0.05)
     figure = empty_figure(*size, frame.caption, raster=True)
     figure.set_layout_engine("none")
     high = len(tiles) * height / size[1]
-    axes = figure.add_axes((LEFT / size[0], 0.05 / size[1], across * width / size[0], high))
+    axes = figure.add_axes((NAMES_WIDTH / size[0], 0.05 / size[1], across * width / size[0], high))
     for row, line in enumerate(tiles):
         for column, tile in enumerate(line):
             draw_tile(axes, tile, column, row)
@@ -173,7 +173,7 @@ def draw_picture_sheet(
     middle = 0.5 - GAP / 2
     for row, name in enumerate(frame.rows):
         text = axes.text(-2 * GAP, row + middle, name, ha="right", va="center", fontsize=8)
-        if height > LOW:
+        if height > MIN_UPRIGHT_HEIGHT:
             text.set(rotation=90, fontsize=9)
     for column, name in enumerate(frame.columns):
         axes.text(column + middle, -GAP, name, ha="center", va="bottom", fontsize=8)
@@ -193,7 +193,7 @@ def draw_tile(axes: Axes, tile: ImageTile, column: int, row: int) -> None:
     axes.imshow(tile.pixels, cmap="gray", vmin=0, vmax=255, **style)
     if tile.tint is not None:
         axes.imshow(tile.tint, **style)
-    if tile.texts is None or tile.texts.size > PRINTED:
+    if tile.texts is None or tile.texts.size > MAX_NUMBERED_PATCHES:
         return
     rows, columns = tile.texts.shape
     style = {"ha": "center", "va": "center", "fontsize": 7.5, "fontweight": "bold"}

@@ -21,7 +21,7 @@ AGREEMENTS = {
 }
 ITERATIONS = 45_000  # of MoGE's figure 3
 EXPONENTS = (0.0, 0.3, 0.5, 1.0, 2.0, 3.0)  # γ: its own, and what the paper's text tells apart
-LARGEST_LOAD = 3.0  # times an even share, from which on colours do not change
+LARGEST_LOAD = 3.0  # × an even share: end of the colour scale
 
 
 @drawing.styled_drawing
@@ -39,8 +39,8 @@ def draw_training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
             if number == 0:
                 style |= {"alpha": 0.9, "label": label}
             learned = f"train_{task.history_name}" if task.long else "train_loss"
-            _plot(loss, result, learned, style | {"marker": ""})
-            last = _plot(below, result, f"validation_{result.task.history_name}", style)
+            _plot_log(loss, result, learned, style | {"marker": ""})
+            last = _plot_log(below, result, f"validation_{result.task.history_name}", style)
             if number == 0 and last is not None:
                 ends.append(charts.CurveEnd(label, *last, style))
     loss.set(ylabel="Loss in training", title="Training")
@@ -62,7 +62,7 @@ def draw_training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
     return figure
 
 
-def _plot(axes: Axes, result: Outcome, name: str, style: Mapping) -> tuple[float, float] | None:
+def _plot_log(axes: Axes, result: Outcome, name: str, style: Mapping) -> tuple[float, float] | None:
     """Plot the logged value ``name`` over epochs; return its last point (x, y), or None."""
     logged = np.array([(row["epoch"], row.get(name)) for row in result.curve], dtype=float)
     logged = logged.reshape(-1, 2)
@@ -125,14 +125,14 @@ def draw_routing_agreement(
             named = [(axes, ends)]
     drawing.set_percent_axis(panels[0], "Tokens")
     for axes, ends in named:
-        charts.label_curves(figure, axes, ends, 3.9 - charts.AROUND)
+        charts.label_curves(figure, axes, ends, 3.9 - charts.AXES_MARGIN)
     return figure
 
 
 def draw_confusion_matrix(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> Figure:
     shares = normalise_rows(counts)
-    names = classes if len(classes) <= charts.NUMBERED else ()
-    texts = charts.percent_annotations(shares, 0.005, charts.NUMBERED)
+    names = classes if len(classes) <= charts.MAX_ANNOTATED_COLUMNS else ()
+    texts = charts.percent_annotations(shares, 0.005, charts.MAX_ANNOTATED_COLUMNS)
     labels = charts.HeatmapLabels("Confusion", names, names, "Predicted", "True", slanted=True)
     return charts.draw_heatmap(shares, texts, labels, (4.8, 4.7), "Percent of each true class.")
 
@@ -160,12 +160,11 @@ def describe_strongest_preference(first: Mapping[str, Outcome]) -> str:
     return f"the strongest preference is that of {preference} ({chance})"
 
 
-MOST = 12  # classes of a picture
-# Of pictures with their captions, in inches.
-SIDE = 1.5  # of a picture, and of its row
-WIDE = 4.6  # of the words next to it
-LETTER = 0.075  # of a monospaced letter, with its padding
-LINE = 0.27
+CLASS_LIMIT = 12
+PICTURE_SIDE = 1.5  # in inches, as the next three; also the height of a row of images and captions
+TEXT_WIDTH = 4.6  # of the caption next to a picture
+LETTER_WIDTH = 0.075  # monospaced, with padding
+LINE_HEIGHT = 0.27
 BELOW = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
@@ -175,7 +174,7 @@ def draw_expert_grids_by_class(
     """Draw each class's mean routing probabilities on the grid of experts, a column per class."""
     # maps: label of a row (model, layer or epoch) → (K classes, E experts), None for a class
     # without images, whose panel is empty. Each row has one scale, from 0 to its largest value.
-    rows = {label: np.asarray(values, dtype=float)[:MOST] for label, values in maps.items()}
+    rows = {label: np.asarray(values, dtype=float)[:CLASS_LIMIT] for label, values in maps.items()}
     grid = map_shape(next(iter(rows.values())).shape[1])
     height = min(2.0, max(0.35, grid[0] / grid[1])) * 0.85
     largest = [np.nanmax(values) if np.isfinite(values).any() else 1.0 for values in rows.values()]
@@ -186,7 +185,7 @@ def draw_expert_grids_by_class(
     title = "Mean routing of each class"
     scales = [f"0 – {value:.2g}" for value in largest]
     caption = f"{caption} A cell is an expert; on the right the scale of each row.".lstrip()
-    frame = drawing.SheetLabels(title, list(rows), list(classes)[:MOST], scales, caption)
+    frame = drawing.SheetLabels(title, list(rows), list(classes)[:CLASS_LIMIT], scales, caption)
     return drawing.draw_picture_sheet(tiles, frame, 0.9, height)
 
 
@@ -248,15 +247,15 @@ def patch_experts_tile(
 @drawing.styled_drawing
 def draw_caption_experts(stored: Overlays, captions: list[list[Read]], experts: int) -> Figure:
     """Draw each image with the experts of its patches, and its caption with those of words."""
-    # Experts are those of the last MoE layer; a dense tower has no colours. captions: per image the
+    # The experts are from the last MoE layer; a dense tower has no colours. captions: per image the
     # layers of the text tower, each (word, expert) pairs; experts: number in a text layer.
     images = stored.images()
-    size = (SIDE + WIDE, SIDE * len(images) + 0.05)
+    size = (PICTURE_SIDE + TEXT_WIDTH, PICTURE_SIDE * len(images) + 0.05)
     caption = "Left: the expert with most weight in each patch, right: of each word. Last layers."
     figure = drawing.empty_figure(*size, caption, raster=True)
     figure.set_layout_engine("none")
     axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, size[0] / SIDE), ylim=(size[1] / SIDE, 0), aspect="auto")
+    axes.set(xlim=(0, size[0] / PICTURE_SIDE), ylim=(size[1] / PICTURE_SIDE, 0), aspect="auto")
     colours = drawing.expert_colours(stored.experts)
     for row, image in enumerate(images):
         tile = drawing.ImageTile(drawing.displayable_image(image))
@@ -278,12 +277,12 @@ def draw_word_experts(axes: Axes, read_words: Read, row: int, colours: Sequence[
         if expert >= 0:
             text += str(expert).translate(BELOW)
             box |= {"facecolor": colours[expert], "alpha": 0.45}
-        width = LETTER * (len(text) + 1.5)
-        if start + width > WIDE - 0.2 and start:
+        width = LETTER_WIDTH * (len(text) + 1.5)
+        if start + width > TEXT_WIDTH - 0.2 and start:
             start = 0.0
             line = line + 1
-        x = (SIDE + 0.15 + start) / SIDE
-        y = row + (0.12 + LINE * line) / SIDE
+        x = (PICTURE_SIDE + 0.15 + start) / PICTURE_SIDE
+        y = row + (0.12 + LINE_HEIGHT * line) / PICTURE_SIDE
         axes.text(x, y, text, fontsize=8, family="monospace", va="center", bbox=box)
         start += width
 

@@ -20,12 +20,12 @@ from moecore.report.study_results import PhaseResults
 from moecore.report.tables.cells import NumberFormat
 from moecore.statistics.intervals import Interval
 
-NAMED = 12  # points that all have their names; of more only floor, ceiling and the best have them
-FEW = 3  # best points of each axis that are then named
-WIDE = 18  # letters of a panel's title in one line
+MAX_NAMED_POINTS = 12  # with more points, only floor, ceiling and the best are named
+BEST_NAMED = 3  # per axis, if there are more than MAX_NAMED_POINTS
+TITLE_LETTERS = 18  # per line of a panel's title
 ERRORS = ("test_nats", "test_mae")
-FAR = 0.8  # of its largest value: a panel whose smallest is above does not begin at zero
-ROOM = 0.12  # of what an axis holds, beyond it on both sides
+FAR_FROM_ZERO = 0.8  # an error axis does not start at 0 if smallest / largest exceeds this
+RELATIVE_MARGIN = 0.12  # of an axis' data range, added on both sides
 BEST = {"higher": "upper right", "lower": "lower left"}
 Looks = Mapping[str, Mapping[str, Any]]
 MOST_CLASSES = 20
@@ -46,7 +46,7 @@ def draw_overview(phase: PhaseResults, quantities: PhaseQuantities) -> Iterator[
         corner = BEST[quantities.score.column.better]
         chart = draw_clean_against_attacked(quantities.score, quantities.attacked, looks)
         caption = f"{bounds}The best place is the {corner} corner. Lines: 95\u00a0% intervals."
-        if len(looks) > NAMED:
+        if len(looks) > MAX_NAMED_POINTS:
             caption += " Named: floor, ceiling and the best; the next picture names all marks."
         yield Picture(chart, f"{phase.name}: overview of scores", caption)
         bounds = ""
@@ -114,7 +114,7 @@ def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Fi
                 across = axes.get_yaxis_transform()
                 axes.text(0.04, place, "none", fontsize=8, va="center", transform=across)
                 continue
-            interval = _scaled(quantity, method)
+            interval = _rescale(quantity, method)
             thin = {"color": looks[method]["color"], "linewidth": 0.9, "alpha": 0.6}
             axes.plot(limits_or_value(interval), [place] * 2, **thin)
             look = looks[method]
@@ -124,7 +124,7 @@ def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Fi
         axes.set_title(panel_title(quantity), fontsize=8.5 if len(quantities) > 2 else 9.5)
         column = quantity.column
         near = [end for end in ends if end]
-        is_far = column.name in ERRORS and near and min(near) > FAR * max(near)
+        is_far = column.name in ERRORS and near and min(near) > FAR_FROM_ZERO * max(near)
         if quantity.floor_and_ceiling or is_far:  # from zero, differences could not be seen
             axes.set_xlim(axis_limits_with_margin(near, column.form))
         else:
@@ -148,22 +148,22 @@ def draw_floor_and_ceiling(axes: Axes, score: QuantityByMethod) -> None:
 def methods_to_label(*quantities: QuantityByMethod) -> set[str]:
     """Return the methods whose points are labelled: all if few, else dense, told and the best."""
     named = set().union(*(quantity.cells for quantity in quantities))
-    if len(named) <= NAMED:
+    if len(named) <= MAX_NAMED_POINTS:
         return named
     named = {DENSE, CEILING}
     for quantity in quantities:
         values = {method: quantity.interval(method).value for method in quantity.cells}
         is_higher_better = quantity.column.better == "higher"
-        named.update(sorted(values, key=values.__getitem__, reverse=is_higher_better)[:FEW])
+        named.update(sorted(values, key=values.__getitem__, reverse=is_higher_better)[:BEST_NAMED])
     return named
 
 
 def annotate_values(axes: Axes, quantity: QuantityByMethod, methods: Sequence[str]) -> None:
     middle = sum(axes.get_xlim()) / 2
-    scaled = NumberFormat.of("number", [_scaled(quantity, method) for method in quantity.cells])
+    scaled = NumberFormat.of("number", [_rescale(quantity, method) for method in quantity.cells])
     for place, method in enumerate(methods):
         if method in quantity.cells:
-            value = _scaled(quantity, method).value
+            value = _rescale(quantity, method).value
             text = f"{value:,.{scaled.places}f}"
             if quantity.column.form == "share":
                 text = quantity.format.value(value)
@@ -175,16 +175,16 @@ def annotate_values(axes: Axes, quantity: QuantityByMethod, methods: Sequence[st
 
 
 def panel_title(quantity: QuantityByMethod) -> str:
-    """Return a short title of the quantity, in lines of about ``WIDE`` letters."""
+    """Return a short title of the quantity, in lines of about ``TITLE_LETTERS`` letters."""
     name = quantity.column.name
     titles = (title for start, title in PANELS.items() if name.startswith(start))
-    return next(titles, fill(quantity.column.label, WIDE))
+    return next(titles, fill(quantity.column.label, TITLE_LETTERS))
 
 
 def axis_limits_with_margin(ends: Sequence[float], form: str, from_zero: bool = False) -> Limits:
     """Return the axis limits: the range of ``ends`` plus a margin; shares stay near [0, 1]."""
     low, high = min(ends), max(ends)
-    margin = ROOM * ((high - low) or abs(high) or 1.0)
+    margin = RELATIVE_MARGIN * ((high - low) or abs(high) or 1.0)
     first = low if from_zero and low >= 0 else low - margin
     if form != "share":
         return first, high + margin
@@ -195,7 +195,7 @@ def limits_or_value(interval: Interval) -> Limits:
     return interval.limits or (interval.value, interval.value)
 
 
-def _scaled(quantity: QuantityByMethod, method: str) -> Interval:
+def _rescale(quantity: QuantityByMethod, method: str) -> Interval:
     """Return a method's interval in the panel's unit: parameters and FLOPs in millions."""
     interval = quantity.interval(method)
     scale = {"active_parameters": 1e-6, "gflops": 1e3}.get(quantity.column.name, 1.0)
@@ -216,7 +216,8 @@ def draw_dataset_samples(prepared: Prepared, shots: int = 10) -> Figure:
         names = prepared.task.classes[:MOST_CLASSES]
         rows = {name: indices[classes == row].tolist() for row, name in enumerate(names)}
     figure = Figure(figsize=(0.6 * shots + 1.6, 0.6 * len(rows) + 0.4), layout="constrained")
-    for line, (name, places) in zip(_bare(figure, len(rows), shots), rows.items(), strict=True):
+    panels = _bare_axes(figure, len(rows), shots)
+    for line, (name, places) in zip(panels, rows.items(), strict=True):
         line[0].set_ylabel(name, rotation=0, ha="right", va="center")
         for axis, index in zip(line, places[:shots], strict=False):
             axis.imshow(drawing.displayable_image(images[index]), cmap="gray", vmin=0, vmax=255)
@@ -232,7 +233,7 @@ def draw_volume_montage(prepared: Prepared, shots: int) -> Figure:
     order = np.argsort(ages, kind="stable")
     chosen = order[np.unique(np.linspace(0, len(order) - 1, min(shots, len(order))).astype(int))]
     figure = Figure(figsize=(1.3 * len(chosen) + 0.9, 4.6), layout="constrained")
-    axes = _bare(figure, len(PLANES), len(chosen))
+    axes = _bare_axes(figure, len(PLANES), len(chosen))
     for column, index in enumerate(chosen):
         flags = " *" if subjects[index]["qc_flags"] else ""
         title = f"{ages[index]:.1f} {unit}, {subjects[index]['sex'] or '?'}{flags}"
@@ -253,7 +254,7 @@ def middle_slices(volume: np.ndarray) -> list[np.ndarray]:
     return [volume.take(length // 2, axis).T[::-1] for axis, length in enumerate(volume.shape)]
 
 
-def _bare(figure: Figure, rows: int, columns: int) -> np.ndarray:
+def _bare_axes(figure: Figure, rows: int, columns: int) -> np.ndarray:
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[], frame_on=False)

@@ -97,7 +97,7 @@ def step_time_over_k_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
 
 
 Pairs = Sequence[Sequence[float | None]]  # (E, E')
-SURE = 0.05  # p-value below which a figure marks the information
+SIGNIFICANT_P = 0.05  # p-value below which a figure marks the information
 SEEDS_WORDS = (
     "The experts of two seeds are matched one to one on half of the images and compared on the "
     "others."
@@ -136,12 +136,12 @@ def draw_expert_information(layers: Sequence[expert_roles.LayerRoles]) -> drawin
         label = layers[row].labels.get(names[column])
         if label is not None:
             shares[row, column] = max(0, label.normalised)
-            mark = "*" if label.p < SURE else ""
+            mark = "*" if label.p < SIGNIFICANT_P else ""
             texts[row, column] = f"{100 * shares[row, column]:.0f}{mark}"
     rows = [f"MoE {number}" for number in range(1, len(layers) + 1)]
     heads = [expert_roles.LABELS[name] for name in names]
     labels = charts.HeatmapLabels("What an expert tells", rows, heads, "of a token's")
-    caption = f"Percent of the label's entropy, above chance. *: p < {SURE}."
+    caption = f"Percent of the label's entropy, above chance. *: p < {SIGNIFICANT_P}."
     return charts.draw_heatmap(shares, texts, labels, (4.8, 1.3 + 0.35 * len(rows)), caption)
 
 
@@ -150,7 +150,7 @@ def draw_expert_pair_heatmap(
 ) -> drawing.Figure:
     """Draw a heatmap of one share per pair of experts (E, E'); numbers from ``minimum`` on."""
     values = np.array(pairs, dtype=float)
-    texts = charts.percent_annotations(values, minimum, charts.NUMBERED)
+    texts = charts.percent_annotations(values, minimum, charts.MAX_ANNOTATED_COLUMNS)
     rows, columns = ([str(expert) for expert in range(number)] for number in values.shape)
     return charts.draw_heatmap(
         values, texts, charts.HeatmapLabels(title, rows, columns, *axes), (4.8, 4.7), caption
@@ -269,7 +269,7 @@ def draw_true_kinds_by_expert(result: Found) -> Figures:
     """Yield a heatmap per MoE layer: the true kinds of the tokens of each expert, in percent."""
     for index, counts in enumerate(result.facts["counts"], 1):
         shares = model_figures.normalise_rows(counts)
-        texts = charts.percent_annotations(shares, 0.005, charts.NUMBERED)
+        texts = charts.percent_annotations(shares, 0.005, charts.MAX_ANNOTATED_COLUMNS)
         columns = [str(kind + 1) for kind in range(shares.shape[1])]
         axes = ("Kind of token", "Expert, by its matched kind")
         labels = charts.HeatmapLabels(f"MoE {index}", (), columns, *axes)

@@ -225,12 +225,12 @@ def robust_accuracy_block(phase: PhaseResults) -> PageBlock:
         if results and results[0].all("worst")
     }
     reference = next(reversed(reference_methods(phase.models)), "")
-    own = {  # titles of attacks with a radius of their own, which have the last column
+    fixed_radius_titles = {  # attacks at one radius of their own; they use the last column
         attack_title(name)
         for result, *_ in shown.values()
         for name in set(attack_names_of_result(result)).difference(attacks_with_curves(result))
     }
-    last = [EMPTY] if own else []
+    last = [EMPTY] if fixed_radius_titles else []
     worst = [value for result, *_ in shown.values() for value in result.all("worst")]
     epsilons = dict.fromkeys(float(value.at["epsilon"]) for value in worst)
     heads = [f"ε = {format_epsilon(epsilon)}" for epsilon in epsilons if epsilon]
@@ -244,7 +244,7 @@ def robust_accuracy_block(phase: PhaseResults) -> PageBlock:
                 PageCell(number_format.value(interval.value), number_format.limits(interval))
                 for interval in intervals
             ]
-            if title in own:
+            if title in fixed_radius_titles:
                 cells[1:1] = [EMPTY] * len(heads)
             else:
                 cells += last
@@ -278,10 +278,10 @@ def curves_by_title(results: Sequence[Found]) -> dict[str, list[list[Value]]]:
 def gains_where_both_right(ours: Sequence[Found], theirs: Sequence[Found]) -> list[Interval | None]:
     """Return the difference in worst-case accuracy at each ε > 0 on images both have right.
 
-    Of a seed it is Σ b·(a − a′) / Σ b over images; b: both models are right without an attack; a,
-    a′: right under every attack. Paired by image and seed; None where both are never right.
+    Per seed it is Σ b·(a − a′) / Σ b over images; b: both models are right without an attack; a,
+    a′: right under every attack. Paired by image and seed; all None if a seed has Σ b = 0.
     """
-    rows = []  # of a seed (ε, images)
+    rows = []  # per seed: (ε, images)
     for pair in zip(ours, theirs, strict=True):
         arrays = [[value.array for value in result.all("worst")] for result in pair]
         mine, other = (np.array(hits, float) for hits in arrays)

@@ -111,7 +111,7 @@ def confusion_block(phase: PhaseResults) -> page_objects.PageBlock:
 
 def confusion_table(shares: np.ndarray, classes: Sequence[str]) -> page_objects.PageTable:
     # shares: of each true class (row) predicted as each class (column).
-    if len(classes) <= charts.NUMBERED:
+    if len(classes) <= charts.MAX_ANNOTATED_COLUMNS:
         rows = dict(zip(classes, shares.tolist(), strict=True))
         return page_objects.percent_grid("True, predicted", rows, classes)
     lines = []

@@ -19,11 +19,11 @@ from moecore.statistics.comparisons import BOTH, crossed_difference
 from moecore.statistics.intervals import Interval, mean_over_seed_pairs, mean_over_seeds
 from moecore.study import papers
 
-SCALES = {"share": 100.0, "bytes": 2.0**-20}  # from the unit of a result to that of the page
+SCALES = {"share": 100.0, "bytes": 2.0**-20}  # page's unit (%, MiB) per unit of a result
 UNITS = {"share": " %", "bytes": " MiB"}
 MOST_DECIMALS = {"share": 2, "number": 6, "bytes": 1}  # other forms have none
-OF_WIDTH = 2  # figures of an interval's half width that are printed
-OF_VALUE = 3  # figures of a value without an interval
+FIGURES_OF_WIDTH = 2  # significant figures of an interval's half-width
+FIGURES_OF_VALUE = 3  # significant figures of a value without an interval
 ROUNDING_WIDTH = 1e-9  # a smaller half width is rounding: the seeds are identical
 MINUS = "−"
 PIXEL = 255  # steps of a pixel's value in a picture file
@@ -45,11 +45,11 @@ class NumberFormat(NamedTuple):
         limits = [interval.limits for interval in intervals if interval.limits]
         halves = [(high - low) / 2 * scale for low, high in limits]
         if wide := [half for half in halves if half > ROUNDING_WIDTH]:
-            return cls(form, count_decimals(median_low(wide), OF_WIDTH, form))
+            return cls(form, count_decimals(median_low(wide), FIGURES_OF_WIDTH, form))
         sizes = [abs(interval.value) for interval in intervals if interval.value]
         if form != "number" or not sizes:
             return cls(form, 1)
-        return cls(form, count_decimals(median_low(sizes), OF_VALUE, form))
+        return cls(form, count_decimals(median_low(sizes), FIGURES_OF_VALUE, form))
 
     def value(self, number: float) -> str:
         """Return a value as text with its unit: 91.2 % for the share 0.912, 3.0 MiB, 1 min 15 s."""
@@ -155,9 +155,9 @@ class Cell(NamedTuple):
     interval: Interval
     kind: str  # of its limits: BOTH, t, jackknife, wilson, bootstrap, quartiles or "" for none
     seeds: int
-    # Better than every other method of its column but controls, and not by chance.
+    # Significantly better than every other method of its column; controls are ignored.
     leads: bool = False
-    # Shown as the best: it leads, and is no model without experts that the others are held against.
+    # Shown as the best: it leads and, in a study of experts, has a router.
     marked: bool = False
 
 

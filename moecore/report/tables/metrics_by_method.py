@@ -169,11 +169,11 @@ def compare_methods(results: StudyResults) -> dict[str, Any]:
 
 
 def read_compare_json(path: Path) -> dict[str, dict[str, Any]]:
-    return refuse_other_tables(path, read_json(path))
+    return validate_comparison_tables(path, read_json(path))
 
 
-def refuse_other_tables(path: Path, compared: Any) -> dict[str, dict[str, Any]]:
-    """Return a study's tables, which ``path`` has; UserError if they are something else."""
+def validate_comparison_tables(path: Path, compared: Any) -> dict[str, dict[str, Any]]:
+    """Return ``compared``, the content of ``path``; UserError unless it holds tables of a study."""
     entries = compared.values() if isinstance(compared, dict) else [compared]
     if not all(isinstance(entry, dict) for entry in entries):
         raise UserError(f"{path}: found no tables of a study; run `dvc repro compare` again")
