@@ -224,7 +224,7 @@ def test_upcycled_at_another_size_it_is_the_dense_model_at_that_size(tmp_path, k
     rgb = torch.rand(3, 1, size, size)
     torch.testing.assert_close(sparse(rgb).prediction, moved(rgb).prediction, atol=1e-5, rtol=1e-5)
     if kind != "swin":
-        with pytest.raises(UserError, match=r"windows of \(8, 8\), the model's of \(5, 5\)"):
+        with pytest.raises(UserError, match=r"windows of \(8, 8\), the model has \(5, 5\)"):
             other = swin(kind, window=window, pretrained_windows=(5, 5))
             upcycle_model(other.build(image, moe), dense)
 
