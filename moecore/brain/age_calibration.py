@@ -17,13 +17,13 @@ from moecore.statistics.intervals import Estimate
 
 
 class AgeCalibration(ModelCalibration):
-    """Measurement that calibrates predicted ages, and puts their errors before and after."""
+    """Measurement that calibrates predicted ages, and reports errors before and after it."""
 
     metrics = age_correction.METRICS
     page = OnPage("calibration", place=3)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Fit the calibrator, write its folder, and put the errors, ``age_correction.METRICS``."""
+        """Fit the calibrator, write its folder, put ``age_correction.METRICS`` into ``out``."""
         data, settings = subject.data, self.settings
         predicted = {}
         for split in SPLITS:

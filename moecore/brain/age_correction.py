@@ -32,7 +32,7 @@ class AgeData(NamedTuple):
 
     @classmethod
     def of(cls, data: Prepared, predicted: Mapping[str, np.ndarray], weights: Path) -> "AgeData":
-        """Return the predictions with subjects and the weights' sha256; UserError if not finite."""
+        """Add subjects and the sha256 of ``weights``; UserError for non-finite predictions."""
         for split, values in predicted.items():
             if bad := int((~np.isfinite(values)).sum()):
                 raise UserError(
@@ -64,7 +64,7 @@ class CalibratorFit(NamedTuple):
 
     @property
     def uses_age(self) -> bool:
-        """True if the correction uses the known age, so that corrected ages are no predictions."""
+        """True if the correction needs the known age, so that corrected ages are no predictions."""
         return self.fitted is not None and self.fitted.uses_age
 
 
@@ -167,7 +167,7 @@ METRICS = {
 
 class AgeResult(NamedTuple):
     kind: str  # of the calibrator
-    uses_age: bool  # whether the correction uses the known age, and so predicts none
+    uses_age: bool  # whether the correction uses the known age, and so is no prediction
     unit: str
     simulated: bool
     n_test: int  # volumes
@@ -272,7 +272,7 @@ def summarize_age_errors(ages: AgeData, line: CalibratorFit) -> AgeResult:
 
 
 def fit_conformal_interval(ages: AgeData, line: CalibratorFit) -> ConformalInterval:
-    """Return the interval of one prediction, from validation errors, and its test coverage."""
+    """Fit a prediction's conformal interval to validation errors; add its test coverage."""
     # Volumes of one person are not exchangeable with other people's: only the first one counts.
     places = np.unique(ages.column("validation", "participant_id"), return_index=True)[1]
     residuals = ages.correct_split("validation", line.fitted).best - ages.known("validation")

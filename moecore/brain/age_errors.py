@@ -28,7 +28,7 @@ class MeanAbsoluteError(Config):
 
 
 class GroupErrors(Config):
-    """Errors of one group of test volumes, before correction and after, by one line for all."""
+    """Errors of a group of test volumes: uncorrected, and corrected by one line for all groups."""
 
     group: str
     n: int  # volumes
@@ -82,7 +82,7 @@ def measure_group_errors(
 
 
 def draw_resample_weights(participants: Sequence[str], resamples: int = 1000) -> np.ndarray:
-    """Return how often each volume occurs in each resample of participants, (R, N)."""
+    """Return how often each of N volumes occurs in each of R resamples of participants, (R, N)."""
     # Participants are resampled, not volumes: two sessions of one person are not independent.
     _, person = np.unique(np.array(participants, dtype=object).astype(str), return_inverse=True)
     number = person.max() + 1
@@ -119,7 +119,7 @@ def age_errors_by_resample(
 def bootstrap_estimate(
     value: float, resampled: np.ndarray, lowest: float = -np.inf, highest: float = np.inf
 ) -> Estimate:
-    """Return ``value`` with the 95 % interval of its resamples (R,); none if all are equal."""
+    """Return ``value`` with the 95 % interval of finite resamples; no limits if they are equal."""
     resampled = resampled[np.isfinite(resampled)]
     if len(resampled) < 2 or not np.ptp(resampled):
         return Estimate(value=value)
@@ -131,7 +131,7 @@ MIN_PARTICIPANTS = 2  # per diagnosis, to resample
 
 
 class DiagnosisGap(Config):
-    """Brain-age gaps of one diagnosis against the reference, training's most frequent diagnosis."""
+    """Gaps (predicted − known age) of a diagnosis against the most frequent one in training."""
 
     diagnosis: str
     reference: str
@@ -154,7 +154,7 @@ class AgeGaps(NamedTuple):
 def measure_diagnosis_gaps(
     rows: AgeGaps, train_diagnoses: Sequence[str], corrected: bool
 ) -> tuple[DiagnosisGap, ...]:
-    """Compare the gaps of each diagnosis with the gaps of training's most frequent diagnosis."""
+    """Compare each test diagnosis with the most frequent one in training; () if none is known."""
     counts = Counter(diagnosis for diagnosis in train_diagnoses if diagnosis)
     if not counts:
         return ()

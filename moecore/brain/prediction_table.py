@@ -55,7 +55,7 @@ class TrainingCohortRanges(Config):
 
 
 def summarize_volume(volume: np.ndarray, voxel_mm: Sequence[float]) -> dict[str, float]:
-    """Return a volume's brain size in mL, and mean and SD of its intensity; (1, D, H, W)."""
+    """Return brain size in mL, and mean and SD of brain intensity, of a volume (1, D, H, W)."""
     inside = volume[volume > 0].astype(np.float64)
     return {
         "intensity_mean": float(inside.mean()),
@@ -138,7 +138,7 @@ class CorrectedAges(NamedTuple):
 
     @property
     def best(self) -> np.ndarray:
-        """Predictions (N,) at the centre of intervals: corrected by the pooled line, else raw."""
+        """Predictions (N,) for intervals: ``pooled``, or ``raw`` if pooled is None or uses ages."""
         # A correction that uses the known age is not a prediction.
         if self.pooled is None or self.uses_age:
             return self.raw
@@ -156,7 +156,7 @@ def correct_ages(
     fitted: FittedCalibrator | None,
     ages: np.ndarray | None = None,
 ) -> CorrectedAges:
-    """Return the predictions ``raw`` (N,) and their corrections by ``fitted``."""
+    """Correct predictions ``raw`` (N,) by the calibrator ``fitted``; None: no correction."""
     # ages: (N,), known ages for a calibrator that uses them; NaN: unknown.
     raw = np.asarray(raw, np.float64)
     if fitted is None:
@@ -182,7 +182,7 @@ def prediction_rows(
     radius: float | None,  # half the interval's width in years
     flags: Sequence[Sequence[str]],  # (N,) additional flags of each volume
 ) -> list[PredictionRow]:
-    """Return one row of predictions.csv per subject; brain-PAD is empty for an unknown age."""
+    """Return one row of predictions.csv per subject; brain_pad is None for an unknown age."""
     rows = []
     empty = [None] * len(subjects)
     for subject, raw, pooled, sex_specific, group, centre, added in zip(
@@ -228,7 +228,7 @@ def write_predictions(
         for row in rows
     ]
     columns = [*COLUMNS]
-    # subjects without a prediction, and why
+    # left_out: rows of subjects without a prediction, each with the reason
     if left_out is not None:
         columns.append("error")
         lines = [[*line, ""] for line in lines]
@@ -254,7 +254,7 @@ def _subtract(value: float | None, other: float | None) -> float | None:
 BATCH = 8  # volumes per forward pass
 # Runs the training of a fold: called with the fold, its number of steps, and the metrics iterator.
 Follow = Callable[[int, int, Iterator[loop.Metrics]], None]
-Log = Callable[[int, dict[str, float]], None]  # one point per name, at a step
+Log = Callable[[int, dict[str, float]], None]  # receives a step, and name → value
 
 
 class OutOfFoldSettings(Config):

@@ -131,15 +131,15 @@ PENALTIES = np.logspace(-3, 3, 25)
 
 
 class RidgeResult(NamedTuple):
-    """Errors in years of ages that a ridge predicts from tissue volumes."""
+    """Errors, in years, of ages that ridge regression predicts from tissue volumes."""
 
     errors: AgeErrors
     penalty: float  # for standardised features
     n_train: int  # volumes
-    n_test: int  # volumes, without reference parts
-    reference: dict[str, int]  # site → participants of its reference part, not in the errors
+    n_test: int  # volumes, without reference people
+    reference: dict[str, int]  # site → number of people who fit its effect and are not tested
     harmonise: str
-    absolute: np.ndarray | None  # |error| of each test volume (N,); None with reference parts
+    absolute: np.ndarray | None  # |error| of each test volume (N,); None with reference people
 
 
 class TissueVolumes(NamedTuple):
@@ -208,8 +208,8 @@ def read_tissue_volumes(data: Prepared, split: str) -> TissueVolumes:
 
 
 def new_site_reference_mask(test: TissueVolumes, trained: set[str], number: int) -> np.ndarray:
-    """Return whether each volume is in its new site's reference part, (N,) bool."""
-    # The part is the first ``number`` people, by id, of a site without training data.
+    """Return whether a volume is a reference of a site outside ``trained``, (N,) bool."""
+    # References are the first ``number`` people, by id, of each site without training data.
     chosen = set()
     for site in set(test.sites) - trained:
         pairs = zip(test.people, test.sites, strict=True)

@@ -56,14 +56,14 @@ class Card(NamedTuple):
         return self.channels + bool(self.truth)
 
     def complete_with(self, read_fields: Callable[[], Mapping[str, Any]]) -> Self:
-        """Return a copy with the fields of ``read_fields()``; its UserError becomes ``problem``."""
+        """Return a copy with ``read_fields()`` as fields, or with its UserError as ``problem``."""
         try:
             return self._replace(**read_fields())
         except UserError as error:
             return self._replace(problem=str(error))
 
     def check_with(self, check: Callable[[], object]) -> Self:
-        """Return the card; a UserError of ``check()`` becomes the ``problem`` of a copy."""
+        """Return the card, or a copy with ``problem`` if ``check()`` raises a UserError."""
         try:
             check()
         except UserError as error:
@@ -78,7 +78,7 @@ class Card(NamedTuple):
 
 
 def parse_card_json(card: Mapping[str, Any]) -> Card:
-    """Return the Card of a parsed card.json; KeyError or ValidationError for another version."""
+    """Convert a parsed card.json to a Card; KeyError, ValidationError for other versions' files."""
     size = card["size"]
     task = parse_card_task(card["task"])
     counts = {split: tuple(numbers.values()) for split, numbers in card["counts"].items()}
@@ -104,7 +104,7 @@ def parse_card_task(settings: Any) -> Task:
 def count_classes(
     name: str, task: Task, labels: Mapping[str, np.ndarray]
 ) -> dict[str, tuple[int, ...]]:
-    """Count each split's images per class from split → labels; UserError for an empty class."""
+    """Return split → images per class, from split → labels; UserError if a split lacks a class."""
     counts = {split: tuple(task.counts(part)) for split, part in labels.items()}
     for split, numbers in counts.items():
         named_counts = zip(task.classes, numbers, strict=True)
@@ -119,7 +119,7 @@ def count_classes(
 def write_card(
     folder: Path, settings: Config, card: Card, files: list[str], **measured: Any
 ) -> dict[str, Any]:
-    """Write card.json with checksums of ``files`` and ``measured`` entries; return its content."""
+    """Write card.json, with ``measured`` and checksums of ``files`` in ``folder``; return it."""
     values = settings.model_dump(mode="json")
     truth = {"truth": card.truth} if card.truth else {}
     content = {

@@ -42,7 +42,7 @@ class Severity(NamedTuple):
     side: int  # the shorter of the image, pixels
 
     def parameter(self, small: PerSeverity, large: PerSeverity) -> float:
-        """Return a parameter at this severity, interpolated between images of 32 and 224 pixels."""
+        """Interpolate between values for sides of 32 (``small``) and 224 pixels (``large``)."""
         position = math.log(self.side / SMALL) / math.log(LARGE / SMALL)
         low = small[self.step - 1]
         high = large[self.step - 1]
@@ -69,7 +69,7 @@ def _interpolate_along(image: np.ndarray, positions: np.ndarray, axis: int) -> n
 
 def cloud_field(size: tuple[int, int], roughness: float, rng: Generator, cells: int = 1) -> ndarray:
     """Return a random cloud (H, W) in [0, 1]: a sum of smooth noise on ever finer grids."""
-    # cells: per side of the coarsest grid. roughness: amplitude of a grid / that of the next one.
+    # cells: per side of the coarsest grid. roughness: amplitude ratio of a grid and the next one.
     field = np.zeros(size)
     height = 1.0
     while cells <= max(size):
@@ -171,7 +171,7 @@ def motion_kernel(sigma: float, degrees: float) -> np.ndarray:
 
 
 def swap_pixels(size: tuple[int, int], reach: int, sweeps: int, random: Generator) -> list[int]:
-    """Swap pixels within ``reach``, ``sweeps`` times; return each pixel's flat source index."""
+    """Swap each pixel with one within ``reach``, ``sweeps`` times; return flat source indices."""
     order = list(range(size[0] * size[1]))
     rows, columns = (axis.ravel() for axis in np.indices(size))
     for _ in range(sweeps):

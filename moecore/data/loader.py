@@ -26,7 +26,7 @@ def _epoch_order(n: int, seed: int, epoch: int) -> Tensor:
 
 
 def batch_indices(n: int, batch: int, seed: int, step: int) -> Tensor:
-    """Return a step's image indices, int64 (batch,); an epoch's incomplete batch is dropped."""
+    """Return a step's indices of ``n`` images, int64 (batch,); drop incomplete last batches."""
     epoch, position = divmod(step, steps_per_epoch(n, batch))
     return _epoch_order(n, seed, epoch)[position * batch : (position + 1) * batch].clone()
 
@@ -60,7 +60,7 @@ class Loaded(NamedTuple):
 
 
 def image_memory_budget(device: torch.device | str) -> int:
-    """Return the memory in bytes for a split's images: fixed on CPU, a free share on a GPU."""
+    """Return the byte limit of a split's images: fixed on CPU, a share of a GPU's free memory."""
     if torch.device(device).type != "cuda":
         return CPU_MEMORY_BYTES
     free, _ = torch.cuda.mem_get_info(device)
@@ -70,7 +70,7 @@ def image_memory_budget(device: torch.device | str) -> int:
 def load_split_where_it_fits(
     split: Split, device: torch.device | str, limit_bytes: int | None = None
 ) -> Loaded:
-    """Copy a split to the device if its images fit ``limit_bytes``; otherwise leave it on disk."""
+    """Copy a split to ``device`` if its images fit; otherwise copy labels, leave images on disk."""
     labels = torch.from_numpy(np.array(split.labels)).to(device)
     limit_bytes = image_memory_budget(device) if limit_bytes is None else limit_bytes
     if isinstance(split.images, JpegImages) or split.images.nbytes > limit_bytes:
@@ -107,7 +107,7 @@ def draw_few_shot_subset(data: Prepared, shots: int | None, seed: int) -> np.nda
 class TextStreams(NamedTuple):
     """A text on a device that training reads as ``batch`` contiguous streams, block by block."""
 
-    tokens: Tensor  # (R, n) int32: words and, where known, their kinds
+    tokens: Tensor  # int32 (R, n): words and, if R is 2, their kinds (known groups)
     block: int  # M
 
     @property
@@ -116,7 +116,7 @@ class TextStreams(NamedTuple):
         return self.tokens[0, 1:]
 
     def length(self, batch: int) -> int:
-        """Return the number of tokens per stream; UserError for less than two blocks."""
+        """Return the number of tokens per stream; UserError for two blocks or less."""
         number = self.tokens.shape[1]
         length = number // batch
         if length <= 2 * self.block:
@@ -134,7 +134,8 @@ class TextStreams(NamedTuple):
     def take(
         self, batch: int, seed: int, step: int, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, bool]:
-        """Return a step's tokens (b, R, M), next words (b, M), and whether a pass begins."""
+        """Return tokens (b, R, M) and next words (b, M) of a step, and whether a pass begins."""
+        # rows: (b,) indices of the streams to return; None for all, b = batch.
         length = self.length(batch)
         for number in count():
             first, blocks = _pass_start_and_blocks(length, self.block, seed, number)

@@ -61,7 +61,7 @@ class Prepared(NamedTuple):
         return parse_card_task(self.card["task"])
 
     def regions(self, split: str) -> np.ndarray:
-        """Return a split's tissue shares × 255, uint8 (N, R, D, H, W); UserError if not stored."""
+        """Return the shares × 255 of R tissues, uint8 (N, R, D, H, W); UserError if not stored."""
         if not self.card.get("regions"):
             raise UserError(
                 f"{self.folder}: this data has no tissue maps; allowed: a cohort with maps "

@@ -39,7 +39,7 @@ def scan_raw_folders(source: Any) -> list[FolderFingerprint]:
 
 
 def describe_folder_change(before: Mapping[str, Any]) -> str | None:
-    """Describe how a folder differs from its fingerprint ``before``; None if equal or missing."""
+    """Describe how a folder differs from its fingerprint ``before``; None if equal or deleted."""
     folder = Path(before["folder"])
     if not folder.is_dir():  # what was prepared from it may be all that is needed
         return None

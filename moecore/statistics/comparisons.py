@@ -56,7 +56,7 @@ class Difference(NamedTuple):
         return intervals.Interval(self.value, *limits)
 
     def p_at_distance(self, distance: float) -> float | None:
-        """Return the two-sided p of a mean ``distance`` away; None without a variance source."""
+        """Return the two-sided p of a value ``distance`` from the mean; None without sources."""
         if not self.sources:
             return None
         if distance <= 0:
@@ -121,7 +121,7 @@ def linearize_by_person(values: np.ndarray, people: intervals.People) -> np.ndar
 
 
 def encode_item_values(values: np.ndarray, people: intervals.People = None) -> str:
-    """Encode the values (N,) of images as text, one value per person (``linearize_by_person``)."""
+    """Encode ``linearize_by_person`` of the images' values (N,) as text, rounded."""
     return encode_rounded(linearize_by_person(values, people))
 
 
@@ -158,7 +158,7 @@ def headroom_recovered(
     """Return the share of the gap from ``floor`` to ``ceiling`` that ``scores`` close, each (S, n).
 
     Means over seeds and items: (scores − floor) / (ceiling − floor), variances by the delta method.
-    None if the interval of ceiling − floor includes 0: that of the ratio is unbounded (Fieller).
+    None unless ceiling − floor is significantly above 0: else the ratio has no bounds (Fieller).
     """
     headroom = crossed_difference(ceiling - floor).interval()
     if headroom.low is None or headroom.low <= 0:

@@ -73,9 +73,9 @@ def mean_over_seed_pairs(values: np.ndarray, level: float = 0.95) -> Interval:
 
 
 def jackknife_pseudo_values(values: np.ndarray) -> np.ndarray:
-    """Return the jackknife pseudo-value of each seed, (S,), of values (S, S) per pair of seeds."""
+    """Return each seed's jackknife pseudo-value, (S,), from values (S, S) of pairs of seeds."""
     # S · mean over all pairs − (S − 1) · mean over pairs without it (Tukey, 1958). Methods are
-    # compared seed by seed with them; their t interval is that of ``mean_over_seed_pairs``.
+    # compared seed by seed with them; ``mean_over_seed_pairs`` has the same t interval.
     seeds = len(values)
     pairs = np.where(np.eye(seeds, dtype=bool), 0.0, values)
     mean = pairs.sum() / (seeds * (seeds - 1))
@@ -95,7 +95,7 @@ def bootstrap_statistic(
     highest: float = math.inf,
     people: People = None,
 ) -> Interval:
-    """Return a statistic of ``count`` images with its basic (reflected) bootstrap interval."""
+    """Return ``statistic`` over ``count`` images with its basic (reflected) bootstrap interval."""
     # statistic: takes the indices (count,) of a resample; its values are in [lowest, highest].
     # people: (count,), the person of each image. Whole people are then drawn, because images of one
     # person are not independent. Source: Davison & Hinkley (1997), eq. 5.6.
@@ -151,7 +151,7 @@ def basic_bootstrap_interval(
     lowest: float = -math.inf,
     highest: float = math.inf,
 ) -> Interval:
-    """Return the basic bootstrap interval of ``value`` from resampled ``estimates``, clipped."""
+    """Return the basic bootstrap interval from resampled ``estimates``, in [lowest, highest]."""
     # Not the percentile interval: the ECE is biased upward on finite samples, and a resample adds
     # the bias again. The reflection removes it, so the interval of an ECE may lie below its value.
     low, high = np.quantile(estimates, [(1 - level) / 2, (1 + level) / 2])
@@ -177,7 +177,7 @@ class Estimate(Config):
 
 
 def squared_cv(values: Tensor) -> Tensor:
-    # 0 if all are equal, E − 1 if one expert has everything.
+    # 0 if all are equal, E − 1 if only one of E values is not 0.
     # Population variance, never ``torch.std``, whose gradient is infinite at balance.
     return values.var(correction=0) / values.mean().square()
 
@@ -186,7 +186,7 @@ def draw_image_permutations(
     images: int, number: int, seed: int, people: People = None
 ) -> Iterator[np.ndarray]:
     """Yield ``number`` random permutations (N,) of the indices of the images."""
-    # With people (N,), whole people are permuted, among people with equally many images.
+    # With people (N,), a person swaps all images with a person who has equally many.
     random = np.random.default_rng(seed)
     by_person = indices_by_person(people) or list(np.arange(images)[:, None])
     groups = [

@@ -34,7 +34,7 @@ class Score(NamedTuple):
     label: str  # the same in words, without a unit
     unit: str  # "years"; "" for a share
     form: Literal["share", "number"]  # a share is shown in percent
-    better: Literal["higher", "lower"]  # value
+    better: Literal["higher", "lower"]  # which values are better
 
 
 class ExtraTestMetrics(Config):
@@ -121,7 +121,7 @@ class Task(Part, ABC):
             raise UserError.at("label_smoothing", found=text, allowed=0)
 
     def with_gallery(self, labels: Tensor) -> Self:
-        """Return a copy whose attack loss compares with all labels (N, …); by default ``self``."""
+        """Return a task whose attack loss compares with all ``labels`` (N, …); default: self."""
         return self
 
     @abstractmethod
@@ -137,20 +137,20 @@ class Task(Part, ABC):
         """Return one score per image, (N,): bool if an image is right or wrong, else fp64."""
 
     def top5(self, prediction: Tensor, labels: Tensor) -> Tensor | None:
-        """Return whether the label is among the five most likely classes, (N,) bool, or None."""
+        """Return top-5 hits (N,) bool; None without one class per image, or with K ≤ 5."""
         return None
 
     @abstractmethod
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         """Return the sum of a training batch's scores, a scalar tensor on the batch's device."""
-        # learned: (M,) int64, images whose mean score, times B, is returned instead; None for all.
+        # learned: (M,) int64 image indices; their mean score times B is returned instead.
 
     def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
         """Return the mean of ``scores``, as reported for a validation split after each epoch."""
         return float(self.scores(prediction, labels).mean())
 
     def interval(self, scores: Tensor, people: np.ndarray | None = None) -> Interval:
-        """Return the mean of scores (N,) with its 95 % interval over images, or over ``people``."""
+        """Return the mean of scores (N,) with its 95 % interval; people: (N,) person per image."""
         mean = mean_share if self.score.form == "share" else bootstrap_mean
         return mean(scores.double().numpy(), people=people)
 
@@ -163,7 +163,7 @@ class Task(Part, ABC):
     def difference(
         self, one: Tensor, other: Tensor, level: float = 0.95, people: np.ndarray | None = None
     ) -> Interval:
-        """Return the mean of ``one`` − ``other``, scores (N,) of the same images; and interval."""
+        """Return the mean of ``one`` − ``other``, two models' scores (N,), with its interval."""
         resamples = max(1000, round(50 / (1 - level)))
         return paired_bootstrap(one.numpy(), other.numpy(), resamples, level=level, people=people)
 
@@ -190,7 +190,7 @@ class Task(Part, ABC):
         return None
 
     def counts(self, labels: np.ndarray) -> list[int]:
-        """Return the number of images per class, K numbers; [] if labels are not classes."""
+        """Return the number of images of each of K classes; [] if labels are not classes."""
         return []
 
     @abstractmethod
@@ -208,5 +208,5 @@ class Task(Part, ABC):
 
         what: "label_smoothing", "shots", "mix", "distillation", "decision" (one right class),
         "share" (an image is right or wrong), "classes" (there are any), "one_class" (one per
-        image), "confidence" (an answer has a probability).
+        image), "confidence" (an answer has a probability), "class_maps" (experts per class).
         """

@@ -1,4 +1,4 @@
-"""Task with one class per cell of a mosaic: predictions (B, G²·K), labels int64 (B, G²)."""
+"""Task with one class per cell of G × G mosaics: predictions (B, G²·K), labels int64 (B, G²)."""
 
 from typing import Literal
 

@@ -84,7 +84,7 @@ class ImageText(Task):
         return losses.mean() if reduction == "mean" else losses
 
     def _one_caption_loss(self, images: Tensor, texts: Tensor) -> Tensor:
-        """Return the loss (B,) of images and one caption each; NaN for a missing caption."""
+        """Return losses (B,) of image and text sides, row by row; NaN for missing captions."""
         first = 0
         all_images = images
         all_texts = texts
@@ -178,7 +178,7 @@ class ImageText(Task):
 
 
 def row_cross_entropy(logits: Tensor, right: Tensor, hidden: Tensor) -> Tensor:
-    """Return each row's cross-entropy (b,) with right column ``right`` (b,), without ``hidden``."""
+    """Return each row's cross-entropy with target column ``right`` (b,); mask out ``hidden``."""
     logits = logits.masked_fill(hidden, -torch.inf)
     return logits.logsumexp(dim=1) - logits.gather(1, right[:, None])[:, 0]
 
@@ -203,7 +203,7 @@ def similarity_logits(images: Tensor, texts: Tensor) -> Tensor:
 def text_to_image_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:
     """Return text-to-image recall at each k of ``at``, per image: (N, len(at)) fp64."""
     # Per image (N, d + 1), the share of its captions (N, C, d + 3) that rank it among the k nearest
-    # of all images. A tie counts for the share of its orders that hit.
+    # of all images. Ties count by the share of their random orders that are hits.
     number, captions = texts.shape[:2]
     flat = texts.flatten(0, 1)
     exists = ~missing_caption_mask(flat)
@@ -244,7 +244,7 @@ def image_to_text_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> 
 
 
 def tie_hit_probability(above: Tensor, wrong: Tensor, right: Tensor, at: tuple[int, ...]) -> Tensor:
-    """Return the probability that a random tie order puts a right answer in the first k."""
+    """Return the probability that, in random tie order, a right answer is in the first k."""
     # (n, len(at)) fp64: 1 − C(wrong, r)/C(wrong + right, r), r = k − above ranks are for the tie.
     # above: (n,), answers before the tie; wrong, right: (n,), numbers of answers in the tie.
     cutoffs = torch.tensor(at, dtype=torch.float64, device=above.device)

@@ -1,4 +1,4 @@
-"""Task of predicting the next word: labels int64 (N, M), the next words; logits (N, M, V).
+"""Task of predicting the next word: labels int64 (N, M), logits (N, M, V) of V words.
 
 Intervals are over blocks of M tokens, as neighbouring tokens are not independent.
 """
@@ -159,6 +159,6 @@ class _MeanCrossEntropy(torch.autograd.Function):
 
 
 def _split_by_logits(values: Tensor, logits: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Split ``values`` by rows into chunks of CHUNK_SIZE logits; logits: None for ``values``."""
+    """Split rows of ``values`` into chunks with CHUNK_SIZE ``logits`` (None: ``values``)."""
     vocabulary = values.shape[-1] if logits is None else logits.shape[-1]
     return values.split(max(MIN_CHUNK_ROWS, CHUNK_SIZE // vocabulary))

@@ -14,7 +14,7 @@ MIN_VARIATION = 1e-9  # relative to the labels' deviation; below this an error v
 
 
 class Regression(Task):
-    """Predict a number; the loss is the absolute error in deviations, the score in the unit."""
+    """Predict a number; score: absolute error; loss: absolute error / ``deviation``."""
 
     kind: Literal["regression"] = "regression"
     target: str = Field(min_length=1, description="what the labels are, such as age")
@@ -39,7 +39,7 @@ class Regression(Task):
         return self.mean, self.deviation
 
     def predict(self, output: Tensor) -> Tensor:
-        """Return the prediction in the target's unit: fp32, as bfloat16 rounds 70 to ½ unit."""
+        """Return the prediction in the target's unit, fp32: bfloat16 would round 70 to ½ unit."""
         return output.float() * self.deviation + self.mean
 
     def loss(

@@ -102,7 +102,7 @@ def _errors_as_unreadable() -> Iterator[None]:
         raise UnreadableImage(f"cannot identify image file: {why}") from error
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UnreadableImage(str(error) or type(error).__name__) from error
-    # PIL's readers of EXIF and of chunks let the others through for wrong lengths and types.
+    # PIL's EXIF and chunk readers raise these for wrong lengths and types.
     except (
         struct.error,
         zlib.error,

@@ -32,7 +32,6 @@ class LabelledFiles(NamedTuple):
         return LabelledFiles([self.paths[row] for row in rows], self.labels[rows])
 
 
-# A split's folder is named by a hash of files, size and channels; its older ones are removed.
 class DecodeCache(NamedTuple):
     """Decodes images in chunks to ``folder``, and reuses the chunks that a killed run finished."""
 
@@ -41,7 +40,7 @@ class DecodeCache(NamedTuple):
     channels: int
 
     def decode(self, split: str, paths: list[Path]) -> tuple[Path, dict[int, str]]:
-        """Decode files to an array (N, C, size, size); return its path, and row → error."""
+        """Decode files to a .npy (N, C, size, size); return its path, and index → error text."""
         work_folder = self._work_folder(split, f"{self.size}", paths)
         array = work_folder / "images.npy"
         shape = (len(paths), self.channels, self.size, self.size)
@@ -74,7 +73,7 @@ class DecodeCache(NamedTuple):
     def pack(
         self, split: str, paths: list[Path], short_side: int
     ) -> tuple[PackedJpegFile, dict[int, str]]:
-        """Recompress files, uncropped, into one file of JPEGs; return it, and row → error."""
+        """Recompress files, uncropped, as one file of JPEGs; return it, and index → error text."""
         work_folder = self._work_folder(split, f"whole {short_side}", paths)
         file = work_folder / "images.bin"
         finished = ResumableParts(work_folder)
@@ -143,7 +142,7 @@ def decode_splits(
     on_error: Literal["stop", "skip"],
     short_side: int | None = None,  # pixels of uncropped JPEG training images; None: square
 ) -> dict[str, SplitToWrite]:
-    """Decode all splits; return the labels and images of each split, for ``write_images``."""
+    """Decode splits for ``write_images``; "stop": UserError for bad files, "skip": omit them."""
     decoded = {
         split: cache.pack(split, files.paths, short_side)
         if short_side is not None and split == "train"

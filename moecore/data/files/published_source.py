@@ -31,7 +31,7 @@ from moecore.tasks import classification, image_text
 
 LabelledImages = tuple[np.ndarray, np.ndarray]  # images uint8 (N, C, H, W) and labels int64 (N,)
 SPLIT_STREAM = 6  # random stream of the splits; the next one draws limits
-# of Karpathy & Fei-Fei's files
+# name in Karpathy & Fei-Fei's files → split
 SPLIT_NAMES = {"train": "train", "restval": "train", "val": "validation", "test": "test"}
 
 
@@ -130,7 +130,7 @@ class PublishedSource(SplitSettings, Source):
         return np.array(numbers)[labels]
 
     def _place_and_root(self) -> tuple[Path | None, Path]:
-        """Return the folder or archive with all files (or None), and the folder for a download."""
+        """Return where all files are, or None to download them, and the folder for downloads."""
         roots = files.raw_data_folders(self.root)
         place = self.find_files(roots)
         if place is None and not self.download:
@@ -138,7 +138,7 @@ class PublishedSource(SplitSettings, Source):
         return place, roots[0]
 
     def _split_rows(self, labels: np.ndarray, test_labels: np.ndarray) -> dict[str, np.ndarray]:
-        """Return split → row numbers; rows of the test set are counted after the training set."""
+        """Return split → indices of kept images in the training set followed by the test set."""
         train, validation = split_train(labels, self)
         all_labels = np.concatenate([labels, test_labels])
         test = np.arange(len(labels), len(all_labels))
@@ -158,7 +158,7 @@ def check_digest(path: Path, algorithm: str, expected: str, source: str) -> None
 
 
 def download_file(url: str, path: Path, check: Callable[[Path], object]) -> None:
-    """Download ``url`` to ``path``; the file appears only if ``check`` accepts it."""
+    """Download ``url`` to ``path``; the file appears only if ``check`` raises nothing."""
     with files.atomic_file(path) as temporary:
         try:
             torch.hub.download_url_to_file(url, str(temporary), progress=False)

@@ -40,7 +40,7 @@ class PackedJpegFile(NamedTuple):
 
 
 class SplitToWrite(NamedTuple):
-    """A split to write: labels as the task stores them, images as uint8 chunks or as a file."""
+    """Labels as the task stores them; images as chunks uint8 (n, C, H, W), .npy or JPEG file."""
 
     labels: np.ndarray
     images: Iterable[np.ndarray] | Path | PackedJpegFile
@@ -225,7 +225,7 @@ class JpegImages:
         return len(self.places)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return one centre square uint8 (C, S, S), or the selected images undecoded."""
+        """Return a centre square uint8 (C, S, S) for an int, else undecoded JpegImages."""
         if isinstance(key, (int, np.integer)):
             return self._square(self.places[key])
         return replace(self, places=self.places[key])

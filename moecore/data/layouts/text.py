@@ -1,8 +1,8 @@
 """Text: ``{train,validation,test}_tokens.npy``, int32 (n,), and ``vocabulary.txt``.
 
 The vocabulary has one word per line, in the order of token numbers. A split's items are blocks of M
-tokens, each read with the C − 1 blocks before it (see ``block_windows``). Where token kinds are
-known, ``…_truth.npy`` are uint8 (n,).
+tokens, each read with the C − 1 blocks before it (see ``block_windows``). A token's
+kind is a known group, such as its dialect; where stored, ``…_truth.npy`` is uint8 (n,).
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,8 @@
 """Volumes labelled by a number: ``{train,validation,test}_images.npy``, float16 (N, 1, D, H, W).
 
 Values lie in [0, 1] with a background of exactly 0; ``…_regions.npy`` are tissue shares × 255,
-uint8 (N, R, D, H, W), where the card lists ``regions``; ``…_subjects.csv`` has one row per volume;
-counts are by sex.
+uint8 (N, R, D, H, W), where the card lists R ``regions``; ``…_subjects.csv`` has one row per
+volume; the card counts volumes by sex.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ BRIGHTNESS = (0.2, 0.85)  # mean over the brain of a normalised T1-weighted imag
 
 
 class VolumeSplitToWrite(NamedTuple):
-    """Subjects with volumes float16 (1, D, H, W) and regions uint8 (R, D, H, W), or None."""
+    """Subjects; for each, a volume float16 (1, D, H, W) and regions uint8 (R, D, H, W) or None."""
 
     subjects: Sequence[VolumeSubject]
     volumes: Iterable[tuple[np.ndarray, np.ndarray | None]]
@@ -43,7 +43,7 @@ class VolumeSplitToWrite(NamedTuple):
 def write_volumes(
     folder: Path, settings: Config, card: Card, parts: Mapping[str, VolumeSplitToWrite]
 ) -> dict[str, Any]:
-    """Write arrays, tables and card.json, return the card; UserError if all training ages agree."""
+    """Write arrays, tables and card.json, return the card; UserError for equal training ages."""
     folder.mkdir(parents=True, exist_ok=True)
     ages = _ages(parts["train"].subjects).astype(np.float64)
     if np.ptp(ages) == 0:
@@ -137,7 +137,7 @@ def unusual_volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[
 
 
 def describe_unusual_tissues(regions: np.ndarray, limits: Mapping[str, tuple[float, float]]) -> str:
-    """Name the tissues whose shares lie outside ``limits``, as one text; "" if none does."""
+    """List tissues whose share of all tissue is outside ``limits``, name → (low, high); or ""."""
     sums = regions.sum(axis=(1, 2, 3), dtype=np.float64)
     shares = zip(limits.items(), sums / max(sums.sum(), 1e-12), strict=True)
     return ", ".join(

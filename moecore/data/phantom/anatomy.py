@@ -98,7 +98,7 @@ def ventricles_relative_to_25(age: float) -> float:
 
 
 def lesions_ml(age: float) -> float:
-    """Return the volume of white-matter lesions at ``age`` in mL (our choice), 1 when young."""
+    """Return the volume of white-matter lesions at ``age`` in mL (our choice), 1.2 at 25."""
     return float(1.1 + 0.35 * np.exp((age - 50) / 14))  # the exponential doubles in 10 years
 
 
@@ -165,11 +165,11 @@ def simulate_scanner(
 
 FILE = Path(__file__).parent / "mni152" / "mni152_64.npz"
 SHA256 = "868656a0af5c77b3ba04897af18c4efdd53ed9c75d25bdaad74661c87dfdb3e5"
-# Below this slope of the distance to the ventricles, the direction away from them is unclear, and
-# its vector gets shorter.
+# Where the distance to the ventricles has a smaller slope, its gradient has no clear direction, and
+# the vector away from them is shortened.
 MIN_SLOPE = 0.2
 SKULL_MM = 20.0  # tissue nearer to the outer surface moves less, down to 0 at the surface
-# distance of voxels that may become ventricle, and the range of its wall's movement
+# largest distance at which a voxel may become ventricle, and range of the wall's offset, mm
 NEAR_MM = 45.0
 WALL = (-6.0, 40.0)
 BISECTIONS = 22  # 46 mm / 2^22: the wall's position is exact to 1e-5 mm
@@ -250,7 +250,7 @@ def template_from_maps(
 
 
 def ventricle_voxel_shares(offset: float, distance: np.ndarray) -> np.ndarray:
-    """Return each voxel's share in ventricles whose wall moved ``offset`` mm outwards."""
+    """Return ventricle shares at ``distance`` mm from a wall that moves ``offset`` mm outwards."""
     return np.clip(0.5 + (offset - distance) / VOXEL_MM, 0, 1)
 
 
@@ -280,7 +280,7 @@ def draw_pose(random: Generator, warp_mm: float) -> Pose:
 def place_template(
     base: Template, pose: Pose, scale: float, ventricle_voxels: float
 ) -> PlacedTemplate:
-    """Transform the template to a head of this pose, scale and size of ventricles, in voxels."""
+    """Transform the template to a pose and scale; ventricles get ``ventricle_voxels`` voxels."""
     region = base.region
     centre = (SIDE - 1) / 2
     back = (pose.rotation @ np.diag(1 / (pose.shape * scale))).astype(np.float32)
@@ -306,7 +306,7 @@ def place_template(
 
 
 def ventricle_wall_offset(distance: np.ndarray, voxels: float) -> float:
-    """Return how far (mm) the wall must move outwards for ventricles of ``voxels`` voxels."""
+    """Return the wall's offset (mm) for ventricles of ``voxels`` voxels; distance: to it, mm."""
     low, high = WALL
     for _ in range(BISECTIONS):
         middle = (low + high) / 2

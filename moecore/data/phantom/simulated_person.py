@@ -131,14 +131,14 @@ def tissue_exchange_map(
     source: np.ndarray, sink: np.ndarray, amount: float, weight: np.ndarray, back_weight: np.ndarray
 ) -> np.ndarray:
     """Return the tissue share that each voxel moves from ``source`` to ``sink``."""
-    # Negative values move back. weight, back_weight: relative amount per voxel, for each direction.
+    # amount: sum over voxels; negative moves back. weight, back_weight: per voxel and direction.
     if amount > 0:
         return tissue_removal_map(source, weight, amount)
     return -tissue_removal_map(sink, back_weight, -amount)
 
 
 def tissue_removal_map(source: np.ndarray, weight: np.ndarray, amount: float) -> np.ndarray:
-    """Return the share to remove from each voxel of ``source``, ∝ weight, ``amount`` in sum."""
+    """Return each voxel's loss of ``source``, ∝ weight · source and ``amount`` in sum."""
     weighted = weight * source
     limit = MAX_REMOVED * source
     result = np.zeros_like(source)

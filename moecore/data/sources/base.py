@@ -25,7 +25,7 @@ class Source(Part, ABC):
     sided: ClassVar[bool] = False  # labels or captions depend on left and right: no flips
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Raise UserError for a class that defines a method of earlier versions, OLD_METHODS."""
+        """Raise UserError for a class with a method in OLD_METHODS, which is no longer called."""
         super().__init_subclass__(**options)
         if old := [name for name in OLD_METHODS if name in vars(cls)]:
             raise UserError.at(
@@ -58,7 +58,7 @@ DrawnImages = tuple[np.ndarray, np.ndarray, np.ndarray]  # values (n, S, S), lab
 
 
 class DrawnSource(Source, ABC):
-    """Base class of sources of random grey images whose group (kind) is known but hidden."""
+    """Base class of sources of random grey images, each of a known kind that models do not see."""
 
     task: ClassVar[type[Classification]] = Classification
     sided: ClassVar[bool] = True  # a mirrored vector is a different vector

@@ -21,7 +21,7 @@ PIXELS = 3 * 32 * 32  # bytes of a record, after its label bytes
 
 
 class CifarArchiveSpec(NamedTuple):
-    """One of the two sets; ``train`` and ``test`` map file names to numbers of records."""
+    """CIFAR-10's or -100's archive; ``train`` and ``test``: file name → number of records."""
 
     archive: str
     md5: str

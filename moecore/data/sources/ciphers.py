@@ -38,7 +38,7 @@ class Ciphers(DocstringSource):
 
     def encrypt(self, plain: TokenizedText) -> TokenizedText:
         """Return the text with each paragraph encrypted by a drawn cipher."""
-        # ``truth``: each word's cipher, from 1.
+        # ``truth``: each word's cipher, from 1; 0 at ``<eos>``.
         vocabulary = plain.vocabulary[: self.words]
         end, unknown = special = [vocabulary.index(word) for word in (END, UNKNOWN)]
         shares = zipf_shares(self.dialects, self.zipf)
@@ -59,7 +59,7 @@ class Ciphers(DocstringSource):
 
 
 def draw_word_ciphers(dialects: int, words: int, special: list[int], seed: int) -> np.ndarray:
-    """Draw D permutations of V words, int32 (D, V), that do not move the ``special`` words."""
+    """Draw D permutations of V tokens, int32 (D, V), that do not move the ``special`` tokens."""
     random = np.random.default_rng([seed, NAMES])
     ordinary = np.setdiff1d(np.arange(words), special)
     ciphers = np.tile(np.arange(words, dtype=np.int32), (dialects, 1))

@@ -20,7 +20,7 @@ class Clusters(DrawnSource):
 
     Of P = g² patches of d = p² pixels, one is y·α times the feature of k, one β times the centre of
     k, one ε·γ times the feature of k', the others are noise, in random order. The label is y, the
-    truth k.
+    known group k.
     """
 
     kind: Literal["clusters"] = "clusters"

@@ -42,7 +42,7 @@ class CocoCaptions(published_source.CaptionedSource):
 
 
 def read_coco_annotation_file(path: Path, folder: str) -> list[published_source.ImageCaptions]:
-    """Read an annotation file; return images in ``folder``, below the root, with captions."""
+    """Read a COCO annotation JSON; return its images, which lie in ``folder``, with captions."""
     content = published_source.read_annotation_json(path)
     try:
         images, entries = content["images"], content["annotations"]

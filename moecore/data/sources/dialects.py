@@ -175,7 +175,7 @@ MAX_DIALECTS = {  # numbers of different dialects
 def draw_change(
     change: Change, number: int, size: int, seed: int, channels: int, families: int | None = None
 ) -> DialectChange:
-    """Draw a change for ``number`` dialects; UserError if it has fewer variants."""
+    """Draw a change; UserError for too few variants, or if a colour change gets colour images."""
     kinds = families or number
     limits = {**MAX_DIALECTS, "frequency": 4 ** (size - 1).bit_length()}
     limit = limits.get(change, kinds)
@@ -338,7 +338,7 @@ class Dialects(mosaic.CombinedImageSource):
 
 
 def zipf_shares(dialects: int, zipf: float) -> np.ndarray:
-    """Return the shares of the dialects, (D,): in proportion to n^−zipf, with sum 1."""
+    """Return the shares of D dialects, (D,): ∝ n^−zipf for n = 1 … D, with sum 1."""
     weights = np.arange(1.0, dialects + 1) ** -zipf
     return weights / weights.sum()
 

@@ -28,7 +28,7 @@ sub-01 or sub-01_ses-1, * for anything"""
 
 # Entries of other settings stay; the folder may be deleted at any time.
 class VolumeCache(NamedTuple):
-    """A folder of prepared volumes: one .npz file per subject, named by a hash of its files."""
+    """A folder of prepared volumes: one .npz per subject, named by a hash of settings and files."""
 
     folder: Path
     settings: dict[str, Any]
@@ -253,7 +253,7 @@ def write_cohort(
 def count_subjects(
     rows: Mapping[str, Sequence[int]], problems: Sequence[SubjectProblem]
 ) -> dict[str, Any]:
-    """Return the card's fields ``counts``, volumes per split, and ``note``, on skipped subjects."""
+    """Return the card's ``counts`` of volumes per split, and a ``note`` if subjects are skipped."""
     note = f"{len(problems)} problems; those subjects will be left out" if problems else None
     return {"counts": {split: (len(part),) for split, part in rows.items()}, "note": note}
 

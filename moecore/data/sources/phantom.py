@@ -57,7 +57,7 @@ def simulate_scan(
     """Simulate a T1-weighted, skull-stripped scan of a person (``seed``, sex F or M) at an age."""
     # The same seed at another age is the same person, older; another ``scan`` or ``site`` scans the
     # same brain again. The result depends on the arguments alone.
-    # Otherwise two voxels in a hundred volumes depend on the number of cores.
+    # With several BLAS threads, two voxels in a hundred volumes depend on the number of cores.
     with one_blas_thread():
         brain = LifelongTraits.draw(seed, preset).at(age, sex)
         mask = brain.regions.sum(axis=0) > BRAIN

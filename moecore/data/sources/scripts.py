@@ -27,12 +27,12 @@ COLUMNS = ("character", "script", "font", "style")
 ENDINGS = (".ttf", ".otf")
 NO_SCRIPT = {"Zinh", "Zyyy", "Zzzz"}  # Unicode's codes for inherited, common and unknown
 OVERSAMPLING = 2  # pixels drawn per pixel of the image, along each axis
-EM = 0.8  # side of the font's em square in S, before the random scale
-LARGEST = 0.95  # side of the largest glyph in S, before the random scale
+EM = 0.8  # side of the font's em square / S, before the random scale
+LARGEST = 0.95  # side of the largest glyph / S, before the random scale
 SHRINKING = 0.3  # largest decrease of the scale from 1
 DEGREES = 15.0  # largest rotation
 SHEAR = 0.2
-SHIFT = 0.08  # largest shift in S
+SHIFT = 0.08  # largest shift / S
 
 Drawing = tuple[Path, tuple[int, int], bytes]  # font, width and height, pixels' checksum
 
@@ -57,7 +57,7 @@ Rendering = tuple[CharacterFonts, Font, np.random.Generator]
 
 
 class Scripts(Source):
-    """Renderings of letters: the label is the character, the truth of every pixel its script.
+    """Renderings of letters: the label is the character, each pixel's known group its script.
 
     Each image has a font, size, rotation, shear and shift drawn from the seed, the character and
     the image's number. A letter that a font leaves blank, or draws with the pixels of a letter
@@ -133,7 +133,7 @@ class Scripts(Source):
         return write_images(folder, self, card, parts, files=tables)
 
     def choose_characters(self) -> tuple[Path, str, tuple[CharacterFonts, ...]]:
-        """Return the folder of fonts, its checksum, and the classes by code.
+        """Return the folder of fonts, its checksum, and the characters (classes), by code.
 
         Raises:
             UserError: For a missing folder, files that are no fonts or have another checksum than
@@ -217,7 +217,7 @@ def _select_scripts_by_settings(settings: Scripts, letters: Mapping[str, int]) -
 
 
 def _hold_out_families(settings: Scripts, letters: list[tuple[str, list[Font]]]) -> set[str]:
-    """Draw font families for the test, if possible one per script of ``letters``."""
+    """Draw test font families, if possible one per script; letters: (script, fonts) pairs."""
     families: dict[str, set[str]] = {}
     for script, script_fonts in letters:
         families.setdefault(script, set()).update(font.family for font in script_fonts)
@@ -246,7 +246,7 @@ def read_font_folder(folder: Path) -> tuple[str, list[Font]]:
 
 @lru_cache(maxsize=2048)
 def _read_font(path: Path, checksum: str) -> Font:
-    """Read a font; the file's checksum is a key of the cache, so that a changed file is read."""
+    """Read a font; ``checksum`` is a key of the cache, so that a changed file is read again."""
     from fontTools import ttLib  # takes 0.1 s to import
     from fontTools import unicodedata as scripts
 

@@ -16,7 +16,7 @@ MAX_DEVIATIONS = 4.0  # standard deviations of a pixel that are stored unclipped
 class Subspaces(DrawnSource):
     """Images B_k z plus noise: B_k one of D random orthonormal bases, z of r normal numbers.
 
-    The label is the largest entry of z, the truth is k. An image and its negative are equally
+    The label is the largest entry of z, the known group is k. An image and its negative are equally
     likely, so a linear router never sends both to one expert.
     """
 

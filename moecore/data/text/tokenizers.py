@@ -61,7 +61,7 @@ class BpeTokenizer:
     """Tokenizer of byte pairs, read from a ``tokenizer.json`` such as CLIP's."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """Load tokenizer.json; UserError if missing, invalid, or without ``size`` words."""
+        """Load tokenizer.json; UserError unless it has ``size`` words and CLIP's special tokens."""
         tokenizers = source_layout.import_optional_library("tokenizers", "text")  # slow to import
         self.path = path
         if not path.is_file():

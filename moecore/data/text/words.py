@@ -37,7 +37,7 @@ class TextSource(Source):
 
     @property
     def size(self) -> tuple[int]:
-        """Size that a model is built for: blocks of M tokens."""
+        """Size of an item for models: (M,), the tokens of a block."""
         return (self.block,)
 
     def text_card(self, name: str, licence: str, source: str, vocabulary_size: int = 2) -> Card:

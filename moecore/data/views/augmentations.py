@@ -129,7 +129,7 @@ def jitter_colours(pixels: Tensor, jitter: DrawnJitter) -> Tensor:
 
 
 def _change_chosen(pixels: Tensor, chosen: Tensor, operation: Operation, strengths: Tensor) -> None:
-    """Apply an operation in place to the images where ``chosen`` (B,), with ``strengths`` (B,)."""
+    """Apply an operation in place to images where ``chosen`` (B,) is True; strengths: (B,)."""
     # Rows are selected on the CPU, so that nothing waits for the device.
     rows = chosen.nonzero()[:, 0]
     if len(rows):

@@ -114,7 +114,7 @@ class ViewSettings(Config):
                 yield ("randaugment", "names"), f"found saturation, {why}; allowed: others"
 
     def pixel_misfits(self, around: Surroundings) -> Misfits:
-        """Yield (key, message) per colour setting that would change a channel of token kinds."""
+        """Yield (key, message) per colour setting that would change the channel of kinds."""
         for key in ("randaugment", "jitter", "erasing"):
             if around.has_truth and getattr(self, key):
                 yield ("views", key), f"found a change of pixels, {describe_truth_conflict(around)}"
@@ -199,7 +199,7 @@ def evaluation_images(images: Tensor | warping.MixedSizeImageList) -> Tensor:
 def _frame_affines(
     settings: ViewSettings, original: Sequence[Any], size: tuple[int, int], draws: BatchDraws
 ) -> Tensor:
-    """Return affines (B, 3, 3) from the image, or from a random crop, to a view of ``size``."""
+    """Return affines (B, 3, 3) from images of size ``original``, or random crops, to ``size``."""
     count = draws.images
     if settings.crop is None:
         return warping.scaling_affines(size[0] / original[0], size[1] / original[1], count)

@@ -71,7 +71,7 @@ def recentre_affines(affines: Tensor, height: float, width: float) -> Tensor:
 def draw_crop_windows(
     draws: BatchDraws, size: Sequence[Any], scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draw crop windows: first row, first column, height and width, (B,) each, in pixels."""
+    """Draw windows in images of ``size`` (H, W): first row and column, height, width, (B,) each."""
     # Area is uniform in ``scale`` (share of the image), width / height log-uniform in ``ratio``; a
     # side longer than the image's is cut to it (our choice: Inception draws again up to ten times).
     area = uniform_draws(draws, *scale) * (size[0] * size[1])

@@ -52,7 +52,7 @@ def describe_invalid_id(name: str, value: str) -> str | None:
 
 
 def find_only_file(root: Path, pattern: str, subject: VolumeSubject) -> Path:
-    """Find the only file of ``subject`` that fits ``pattern``; UserError for none or several."""
+    """Find the one file at the glob ``pattern``, filled with the subject's ids; else UserError."""
     parts = [escape(subject.participant_id)]
     if session := subject.session_id:
         parts.append(escape(f"ses-{session.removeprefix('ses-')}"))
@@ -74,7 +74,7 @@ def find_only_file(root: Path, pattern: str, subject: VolumeSubject) -> Path:
 class SubjectProblem(NamedTuple):
     participant_id: str
     session_id: str  # ``*``: all sessions
-    reason: str  # why they cannot be used
+    reason: str  # why the session cannot be used
 
 
 class CohortTable(NamedTuple):
@@ -133,7 +133,7 @@ def table_of_usable_rows(
     problems: list[SubjectProblem],
     places: dict[str, str],
 ) -> CohortTable:
-    """Return the table of subjects without problems and duplicates; ``people`` maps ids to rows."""
+    """Return the table without duplicates and subjects with problems; people: id → table rows."""
     splits = {}
     split_problems = []
     for who, rows in people.items():
@@ -156,7 +156,7 @@ def table_of_usable_rows(
 
 
 def describe_absent_diagnoses(diagnoses: tuple[str, ...] | None, counts: Counter[str]) -> str:
-    """Return the error text if no row has one of ``diagnoses``; it lists the existing ones."""
+    """Return the error text if no row has one of ``diagnoses``; counts: rows per diagnosis."""
     counted = ", ".join(f"{name} ({number})" for name, number in sorted(counts.items()))
     listed = ", ".join(diagnoses or ())
     return f"no participant's diagnosis is one of {listed} (`diagnoses`); found: {counted}"
@@ -272,7 +272,7 @@ def split_cohort(
 def held_out_participants(
     subjects: Sequence[VolumeSubject], settings: CohortSettings, places: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return participant → reason, for participants that must be in the test split."""
+    """Return participant → why it must be in the test split: its site or its diagnosis."""
     sites = set(settings.test_sites)
     cohort_sites = {subject.site for subject in subjects}
     if unknown := sorted(sites - cohort_sites):
@@ -330,7 +330,7 @@ def draw_splits(people: Sequence[VolumeSubject], settings: CohortSettings) -> di
     test_share = 0.0 if settings.test_sites else settings.test
     shares = {"test": test_share, "validation": settings.validation}
     remaining = np.arange(len(people))
-    # a group per quantile of age, and sex
+    # one group per quantile of age and sex
     ages = np.array([person.age for person in people])
     rank = np.argsort(np.argsort(ages, kind="stable"), kind="stable")
     sexes = np.unique([person.sex for person in people], return_inverse=True)[1]

@@ -16,7 +16,7 @@ from moecore.core.files import UserError
 from moecore.core.source_layout import import_optional_library
 from moecore.data.layouts.volumes import BRAIN, describe_unusual_tissues
 
-AFFINE_TOLERANCE_MM = 0.1  # largest distance of a corner of the volume between equal affines
+AFFINE_TOLERANCE_MM = 0.1  # affines are equal if no corner of the volume lies farther apart
 MAX_VOXELS = 512**3  # a head at 0.5 mm, half a gigabyte of values
 MAX_HEADER = 2**26  # bytes before the values; extensions of scanners take a few thousand
 NUMBERS = "biuf"  # numpy's kinds of real numbers; without complex numbers and colours
@@ -157,7 +157,7 @@ def resample_volume(volume: np.ndarray, zooms: tuple[float, ...], voxel_mm: floa
     factors = voxel_mm / np.asarray(zooms, np.float64)  # old voxels per new one
     if np.all(np.abs(factors - 1) * voxel_mm < VOXEL_TOLERANCE_MM):
         return volume.astype(np.float32, copy=False)
-    # A voxel of the old grid counts as smoothed with a FWHM of 1.
+    # The old grid counts as already smoothed with a FWHM of one voxel.
     smoothing = np.sqrt(np.maximum(factors**2 - 1, 0)) / FWHM_TO_SD
     smooth = scipy.ndimage.gaussian_filter(volume.astype(np.float32), smoothing, mode="constant")
     shape = tuple(int(length) for length in np.ceil(np.array(volume.shape) / factors - 1e-6))
@@ -196,9 +196,9 @@ def cut_window(volume: np.ndarray, start: tuple[int, ...], size: tuple[int, ...]
 # possible shares of the head
 POSSIBLE = {"wm": (0.1, 0.7), "gm": (0.15, 0.85), "csf": (0.0, 0.7)}
 HEAD_ML = (500, 3000)  # tissue and fluid in an adult's head, with room for any segmentation
-SHARE_TOLERANCE = 0.02  # of a tissue share outside 0 to 1
-SUM_TOLERANCE = 0.1  # of a sum of shares above 1 ...
-MAX_OVERFULL = 0.01  # ... and the share of voxels that may exceed it
+SHARE_TOLERANCE = 0.02  # a tissue share may lie this far outside 0 to 1
+SUM_TOLERANCE = 0.1  # a voxel's shares may sum to 1 plus this
+MAX_OVERFULL = 0.01  # share of voxels that may exceed that sum
 BRIGHT = 0.1  # voxels above this × the brain's 99th percentile count as bright
 MAX_OUTSIDE = 0.15  # bright voxels outside the tissue, relative to the brain
 MAX_FILLED = 0.7  # share of voxels that a stripped brain may fill
@@ -220,7 +220,7 @@ def describe_impossible_tissue(regions: np.ndarray, voxel_ml: float) -> str | No
 
 
 def describe_visible_skull(volume: np.ndarray, mask: np.ndarray, from_maps: bool) -> str | None:
-    """Describe why a volume seems to show a skull; None if it does not."""
+    """Describe a visible skull, or None; from_maps: whether ``mask`` is from tissue maps."""
     remedy = "strip the skull, or give a brain mask (`mask`)"
     if not mask.any():
         return "there is no brain in it (no voxel inside the mask)"
@@ -274,7 +274,7 @@ def read_volume(path: str | Path, grid: VoxelGrid, mask: str | Path | None = Non
 
 
 def normalise_intensities(volume: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Map the 1st to 99th percentile inside ``mask`` to [0.01, 1], fp32 (D, H, W); 0 outside."""
+    """Map percentiles 1 to 99 inside ``mask`` to [0.01, 1], clipped, fp32 (D, H, W); 0 outside."""
     inside = volume[mask].astype(np.float64)
     low, high = np.percentile(inside, PERCENTILES)
     if not high > low:
