@@ -19,16 +19,16 @@ class LossFree(_LossFree):
     """share of training when the bias changes"""
 
 class Quantile(_Quantile):
-    """Set each bias so that the expert's score reaches the cuts of its even share of tokens.
+    """After each step, set each expert's bias so that an even share of the tokens chooses it.
 
-    Done after each step. A token's cut is its largest biased score that was not chosen; cuts are
-    held fixed, though changing biases moves them (Kimi K3's report, §2.3.3). The bias shifts the
-    choice in evaluation too, but never the weights."""
+    A token chooses an expert whose biased score reaches the token's cut, its largest biased score
+    that was not chosen. Cuts are held fixed, though changing biases moves them (Kimi K3's report,
+    §2.3.3). The bias shifts the choice in evaluation too, but never the weights."""
     decay: float = 0.0
     """share of the old bias; 0: last batch only"""
 
 class Sinkhorn(_Sinkhorn):
-    """Choose by the matrix nearest to exp(logits) with even shares of all tokens and experts.
+    """Choose by exp(logits), rescaled so that all tokens and all experts have even totals.
 
     This holds in training; evaluation chooses by the logits."""
     group_size: int = 8

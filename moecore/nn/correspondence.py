@@ -34,7 +34,7 @@ class TokenPairs(NamedTuple):
 
 def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> PatchPartners:
     """Map patch centres of image 1 by R₂ · R₁⁻¹; return the nearest patch of image 2 for each."""
-    # affines_1, affines_2: R (B, D+1, D+1), original to view, of both views. Source: PRC, §III-C.
+    # affines_1, affines_2: R (B, D+1, D+1) of both views, original to view, D axes (PRC, §III-C).
     first = affines_1.double()
     second = affines_2.double()
     _check_axes(first, second, layout)
@@ -46,7 +46,7 @@ def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> 
     fine = torch.where(swap, second, first)
     # inv_ex: plain inv would make the host wait for the device
     transform = torch.where(swap, first, second) @ torch.linalg.inv_ex(fine).inverse
-    # A centre midway between patches goes to the higher one.
+    # A centre on the border of two patches gets the patch with the higher index.
     return PatchPartners(*_patches_at_mapped_centres(transform, layout), swapped)
 
 
@@ -105,7 +105,7 @@ def values_of_pairs(
 
 
 def teacher_probs_for_tokens(teacher: Tensor, student: torch.Size) -> Tensor:
-    """Rearrange a teacher's probs to the student's tokens, whose shape is ``student``."""
+    """Return the teacher's probs in shape ``student``; a distillation token gets CLS's probs."""
     batch, tokens, experts = student
     if teacher.shape == student:
         return teacher

@@ -1,17 +1,17 @@
 """Sound bounds of how far a change of the pixels moves the tokens of a vision transformer.
 
-The change of each number is its derivative by the pixels times theirs, which is exact, and a rest
-of second order. Operation by operation the rest is bounded for each number (interval bound
-propagation, Gowal et al. 2018) and for each token in ℓ2 (a product of Lipschitz constants), while
-the pixels stay in a ball. Each bound limits the other, so every step has the tighter of both. J
-balls around each of B images, P pixels, T tokens, E experts.
+The change of each activation is a linear part, its derivative by the pixels times their change,
+which is exact, plus a rest of second order. While the pixels stay in a ball, each operation bounds
+the rest of each number (interval bound propagation, Gowal et al. 2018) and of each token in ℓ2 (a
+product of Lipschitz constants), and keeps the tighter of the two bounds. J balls around each of B
+images, P pixels, T tokens, E experts.
 
-Every bound is the bound of the input times factors that only grow with the ball, and a rest needs
-two changes. So in a ball of a share s < 1 of the radius the linear part is at most s times as far,
-and the rest s² times; without derivatives s times. Derivatives are computed in fp32.
+Every bound is the input's bound times factors that only grow with the ball, and the rest is of
+second order. So in a ball of s < 1 times the radius, the linear part is at most s times as large
+and the rest s² times; without derivatives all is rest, s times. Derivatives are in fp32.
 
-In a stem a number depends on the pixels of a window, and by an image's mean and variance, of
-which each normalisation adds two linear maps that all numbers share.
+In a convolutional stem a number depends on the pixels of a window, and through an image's mean and
+variance on all pixels: each normalisation adds two linear maps that all numbers share.
 """
 
 import math
@@ -35,15 +35,15 @@ MAX_SECOND, MAX_THIRD = 0.7979, 0.779  # of GELU's derivatives: |(2 − x²) φ|
 
 
 class Deviation(NamedTuple):
-    """Numbers at the images, and their change in each ball: linear in the pixels, and a rest."""
+    """Activations at the images, and bounds of their change in each ball: linear part and rest."""
 
     centre: Tensor  # (B, T, d), or (B, C, H, W) in a stem
     # derivatives by the pixels, (P, B, …); in a stem (K + R, B, C, H, W): by the K pixels of a
     # window around each position, and factors of the R rows ``shared``; (0, B, …): all is rest
     tangent: Tensor
-    radius: Tensor  # of each number's rest, (J, B, …)
-    length: Tensor  # of each token's rest in ℓ2, (J, B, T, 1); in a stem image's, (J, B, 1, 1, 1)
-    balls: tuple[Tensor, Tensor]  # radii in ℓ∞, and in ℓ2; J of both together
+    radius: Tensor  # bound of each number's rest, (J, B, …)
+    length: Tensor  # ℓ2 bound of each token's rest, (J, B, T, 1); (J, B, 1, 1, 1) in a stem
+    balls: tuple[Tensor, Tensor]  # radii of ℓ∞ balls, and of ℓ2 balls; J in total
     shared: Tensor  # (R, B, *pixels); means over an image depend on all pixels
     border: int = 0  # pixels by which the first window exceeds the image
 
@@ -64,7 +64,7 @@ class Deviation(NamedTuple):
     def reach(self, tangent: Tensor) -> Tensor:
         """Return how far a linear part (P, B, …) moves each number at most, (J, B, …)."""
         count = len(tangent) - len(self.shared)
-        norms = tangent.new_zeros(2, *tangent.shape[1:])  # the dual ones, of ℓ∞ and ℓ2
+        norms = tangent.new_zeros(2, *tangent.shape[1:])  # dual norms, of ℓ∞ and ℓ2
         for part in tangent[:count].split(1 + CHUNK // norms.numel()):
             norms[0] += part.abs().sum(dim=0)
             norms[1] += part.square().sum(dim=0)
@@ -77,19 +77,19 @@ class Deviation(NamedTuple):
 
     @property
     def moved(self) -> tuple[Tensor, Tensor]:
-        """Return radius and length of the whole change, linear part and rest."""
+        """Bound the total change, linear part and rest, of each number, and of each token in ℓ2."""
         linear_part = self.reach(self.tangent)
         return linear_part + self.radius, self.norm(linear_part) + self.length
 
     def follow(self, centre: Tensor, tangent: Tensor, radius: Tensor, length: Tensor) -> Self:
-        """Return the numbers after a function, whose rest has these bounds."""
-        # Each limits the other.
+        """Return the deviation after a function with this output, derivative and rest's bounds."""
+        # Each of the two bounds limits the other.
         at = self._replace(centre=centre, tangent=tangent)
         length = torch.minimum(length, at.norm(radius))
         return at._replace(radius=torch.minimum(radius, length), length=length)
 
     def spread_windows(self, tangent: Tensor) -> Tensor:
-        """Return derivatives by all pixels, (P, B, …, H, W), of windows and factors."""
+        """Expand a stem's derivatives ``tangent`` to derivatives by all pixels, (P, B, …, H, W)."""
         channels, height, width = self.shared.shape[2:]
         count = len(tangent) - len(self.shared)
         side = math.isqrt(count // channels)
@@ -104,7 +104,7 @@ class Deviation(NamedTuple):
         return rest + dense[1:].view_as(rest)
 
     def project_out(self, unit: Tensor) -> "Deviation":
-        """Return derivatives without their part along vectors (B, …) of ``axes``."""
+        """Subtract from the derivatives their projection on unit vectors (B, …) along ``axes``."""
         unit = unit.to(self.tangent)
         if not self.has_windows:
             along = (self.tangent * unit).sum(dim=self.axes, keepdim=True)
@@ -136,7 +136,7 @@ def bound_convolution(at: Deviation, layer: nn.Conv2d) -> Deviation:
 
 
 def convolve_windows(at: Deviation, layer: Any) -> Deviation:
-    """Return derivatives after a convolution: a window is the union of the kernel's windows."""
+    """Convolve the derivatives; an output's window is the union of its inputs' windows."""
     batch, outputs, height, width = layer(at.centre).shape
     if not at.has_windows:
         return at._replace(tangent=at.tangent.new_zeros(0, batch, outputs, height, width))
@@ -237,8 +237,8 @@ def bound_attention(at: Deviation, layer: Attention) -> Deviation:
     scaling = weights.shape[2] ** -0.5
     probs = (query @ key.mT * scaling).softmax(dim=-1)
     norm = lambda values: values.norm(dim=-1, keepdim=True)
-    # A vector that all keys share changes no probability. The score of tokens i and j moves along
-    # ``by_key`` of i with token j and along ``by_query`` of j with token i.
+    # Keys are centred: a vector that all share changes no probability. The score of query i and key
+    # j moves with token j along ``by_key`` of i, and with token i along ``by_query`` of j.
     by_query, by_key = key @ weights[0], query @ weights[1]
     steps = torch.einsum("pbjd,bhid->pbhij", at.tangent, (by_key * scaling).to(at.tangent))
     steps = steps - steps.mean(dim=-1, keepdim=True)
@@ -280,7 +280,7 @@ def bound_attention(at: Deviation, layer: Attention) -> Deviation:
 
 
 def deciding_map(at: Deviation, router: nn.Module) -> tuple[Deviation, Tensor, Tensor | None]:
-    """Return what a router's last linear map gets, and that map's weight (E, d) and bias (E,)."""
+    """Return the input of a router's last linear map, its weight (E, d), and bias (E,) or None."""
     projection = getattr(router, "projection", None)
     if projection is None:
         return at, router.get_parameter("weight"), getattr(router, "bias", None)
@@ -311,7 +311,7 @@ def bound_after_unrouted(at: Deviation, layer: Any) -> Deviation:
 
 
 def deviation_of_pixels(pixels: Tensor, linf: Tensor, l2: Tensor) -> Deviation:
-    """Return the pixels (B, C, H, W) of images, which may move inside balls."""
+    """Return pixels (B, C, H, W) as a Deviation, in ℓ∞ and ℓ2 balls of radii ``linf``, ``l2``."""
     shape, number = pixels.shape, pixels[0].numel()
     shared = pixels.new_zeros(0, *shape, dtype=torch.float32)
     radius = torch.cat([linf, l2]).view(-1, 1, 1, 1, 1).expand(-1, *shape)
@@ -341,7 +341,7 @@ def bound_embedding(model: PatchTransformer, at: Deviation) -> Deviation:
 
 
 def routing_shares(model: PatchTransformer, at: Deviation, chosen: Tensor, guard: float) -> Tensor:
-    """Return s (J, B, T): in s times a ball a token keeps its experts in the first MoE layer."""
+    """Return the share s (J, B, T) of each ball's radius in which a token keeps its experts."""
     # model: a frozen fp64 copy; at: pixels in [0, 1] and balls; chosen: (B, T, E) of the first MoE
     # layer; guard: taken off margins. Only s up to 1 is proven, and NaN proves nothing.
     at = bound_embedding(model, at)
@@ -357,7 +357,7 @@ def routing_shares(model: PatchTransformer, at: Deviation, chosen: Tensor, guard
 
 
 def margin_to_bound_ratio(at: Deviation, router: nn.Module, chosen: Tensor, guard: float) -> Tensor:
-    """Return the smallest margin / bound of its change, over pairs of chosen and other experts."""
+    """Return the share s (J, B, T) of a ball in which no other expert overtakes a chosen one."""
     at, weight, bias = deciding_map(at, router)
     logits = linear(at.centre, weight, bias)
     shares = torch.full_like(at.length[..., 0], torch.inf)

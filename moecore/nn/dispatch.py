@@ -58,7 +58,7 @@ class SparsePlan(NamedTuple):
 
     @classmethod
     def build(cls, experts: Tensor, weights: Tensor, processed: Tensor | None, number: int) -> Self:
-        """Return the plan for the chosen of ``number`` experts, (B, T, k), and their weights."""
+        """Return the plan for expert ids (B, T, k), below ``number``, and their ``weights``."""
         # processed: (B, T, k) bool, pairs within capacity; None for all.
         # stable: within an expert tokens keep their order, so sums do not depend on the sort
         keys = experts.flatten()
@@ -121,7 +121,7 @@ class SparsePlan(NamedTuple):
         return tokens.view(*self.weights.shape[:2], rows.shape[-1])
 
     def outputs_by_choice(self, rows: Tensor) -> Tensor:
-        """Return each token's rows (R, d) without weighting them: (B, T, k, d), by choice."""
+        """Return the unweighted outputs (B, T, k, d) of each token's choices, from rows (R, d)."""
         return rows.index_select(0, self.rows).view(*self.weights.shape, rows.shape[-1])
 
 

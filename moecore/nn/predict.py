@@ -178,7 +178,7 @@ def logits_chunk_size(outputs: int, device: torch.device) -> int:
 def read_block(
     model: LanguageTransformer, images: Tensor, labels: Tensor
 ) -> Callable[[int], Tensor]:
-    """Read all blocks but the last; return a function (copies of the last) → nats per word."""
+    """Read all blocks but the last; return a function: number of its copies → nats per word."""
     # images: (1, C, M); all blocks but the last are read once, here. labels: (1, M), next words.
     word_ids, kinds = model.split_kinds(images)
     states = model.read_earlier(word_ids, kinds)

@@ -51,8 +51,8 @@ def routing_collector(
         The list of records, which grows with each call.
 
     Raises:
-        UserError: no router was seen, weights are no scores of the logits, and adapters that are
-            not functions, do not return records, or are for classes that the model lacks.
+        UserError: if no router was seen or weights are no score of the logits; for adapters that
+            are not functions, do not return records, or are for classes that the model lacks.
     """
     check_adapters(adapters or {}, model)
     all_adapters = {**FOREIGN_ROUTERS, **(adapters or {})}
@@ -114,7 +114,7 @@ def _find_routers(
     routers: dict[nn.Module, nn.Module | None],
     candidates: dict[nn.Module, nn.Module | None],
 ) -> None:
-    """Fill ``routers`` and ``candidates`` with router → parent module of all outermost routers."""
+    """Add module → parent: sure routers to ``routers``, possible routers to ``candidates``."""
     is_ours = isinstance(module, Model) and module.moe is not None
     if is_ours or isinstance(module, MoELayer) or type(module).__name__ in adapters:
         routers.setdefault(module, block)
@@ -161,7 +161,7 @@ class RecordCollector:
             self.records.append(RoutingRecord(*map(self.split_batch, record[:5])))
 
     def split_batch(self, field: Tensor) -> Tensor:
-        """Reshape a field (B · T, E) to (B, T, E), or (1, B · T, E) for other block shapes."""
+        """Reshape a field (B · T, E) to (B, T, E), or (1, B · T, E) if ``shape`` does not fit."""
         if field.ndim > 2:
             return field.flatten(1, -2)
         if len(self.shape) == 2 and prod(self.shape) == len(field):
@@ -240,7 +240,7 @@ def check_record(record: Any, place: str) -> RoutingRecord:
 
 
 def find_routing_tensors(output: Any) -> tuple[Tensor, ...] | None:
-    """Find logits (…, E), weights (…, k) and expert ids (…, k) in a module's output, or None."""
+    """Return logits (…, E), weights (…, k) and ids (…, k) in a tuple or list; None without all."""
     values = output if isinstance(output, tuple | list) else ()
     tensors = [value for value in values if isinstance(value, Tensor) and value.ndim > 1]
     ids = [value for value in tensors if value.dtype in (torch.int64, torch.int32)]
@@ -260,7 +260,7 @@ def find_routing_tensors(output: Any) -> tuple[Tensor, ...] | None:
 
 @torch.no_grad()
 def identify_score(logits: Tensor, weights: Tensor, experts: Tensor) -> Score | None:
-    """Return the score function by which logits give these weights, up to a factor, or None."""
+    """Return the score of logits that gives these weights up to a factor; None if none does."""
     # A bias or groups may change the choice, not the weights: ids need not be the highest scores.
     # One weight per token that is always the same tells nothing: ids must be, and softmax is taken.
     bits = min(torch.finfo(part.dtype).bits for part in (logits, weights))
@@ -326,7 +326,7 @@ def read_capacity_router(router: nn.Module, inputs: tuple, output: Any, k: int) 
     first, weights, logits = output
     if weights.shape[-1] == 1:
         weights = first * weights
-    experts = (logits.softmax(-1) + (weights > 0)).topk(k).indices  # of ties those with a weight
+    experts = (logits.softmax(-1) + (weights > 0)).topk(k).indices  # prefer those with a weight
     return build_record(logits, experts, weights.gather(-1, experts))
 
 

@@ -94,8 +94,8 @@ class Depth(_Depth):
     """Let the ``share`` of an image's tokens with the largest scores r use experts, weighted by r.
 
     An inner router chooses their experts; the output of all other tokens is 0. Participation
-    depends on all tokens of the image. For text, each token must learn to predict it alone
-    (``sampling``), and evaluation uses the prediction."""
+    depends on all tokens of the image. For text, ``sampling`` trains a prediction from each token
+    alone, and evaluation uses the prediction."""
     share: float = 0.125
     """share of images' tokens that use experts"""
     sampling: Literal['bce', 'predictor'] | None = None
@@ -145,8 +145,8 @@ class ExpertChoice(_ExpertChoice):
 class Folded(_Folded):
     """Route among the experts before merging; weights and probs are summed within clusters.
 
-    The stage ``merge`` writes this section. Each expert's cluster is a buffer, initially equal runs
-    of experts."""
+    The stage ``merge`` writes this section. The buffer ``clusters`` has each expert's cluster; at
+    first, clusters are equal runs of experts."""
     router: Router = ...
     """the router before experts were merged"""
     experts: int = 8
@@ -188,7 +188,7 @@ class Hash(_Hash):
     """seed of the hash"""
 
 class Merged(_Merged):
-    """Merge experts per image: the mean token decides the shares of their weights and biases.
+    """Average the experts' parameters per image, with shares that its mean token decides.
 
     All tokens of an image use the merged expert. A token costs as much as with one expert; merging
     costs as much as E additional tokens per image, plus memory for the merged parameters."""
@@ -246,8 +246,8 @@ class Relu(_Relu):
 class SoftSlots(_SoftSlots):
     """Mix an image's tokens into slots, and the slots' outputs into each token's output.
 
-    Both are weighted means. The papers give an expert p = round(T · capacity factor / E) slots, T
-    tokens per image: at ViT-S/16 on 224 pixels (T = 197), E = 8 and k = 2 chosen elsewhere, 49."""
+    Both are weighted means. The papers give each expert p = round(T · capacity factor / E) slots:
+    49 for the T = 197 tokens of ViT-S/16 on 224 pixels, E = 8 and a factor of 2."""
     slots: int = 1
     """slots per expert: round(tokens·k / experts)"""
 
@@ -273,7 +273,7 @@ class Told(_Told):
     """adjacent kinds that share an expert, a family"""
 
 class TopKSoftmax(_TopKSoftmax):
-    """Choose the k largest logits of a linear map with bias; their softmax weighs (sum 1).
+    """Choose the k largest logits of a linear map with bias; weights are the softmax of these.
 
     All else is as in noisy_top_k, without noise by default. With k = 1 the weight is always 1, so
     that only regularizers teach the router, not the task."""
@@ -311,7 +311,7 @@ class TopKSoftmax(_TopKSoftmax):
     """add a map, first 0, of the last layer's logits"""
 
 class TopP(_TopP):
-    """Choose the fewest most probable experts whose probs sum to more than ``threshold``.
+    """Choose the most probable experts, as few as reach a sum of probs above ``threshold``.
 
     Their probs are their weights. Certain tokens use one expert, uncertain ones several; the loss
     ``entropy`` makes tokens more certain. All ``k`` slots are computed, so fewer experts save no

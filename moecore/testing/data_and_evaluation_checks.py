@@ -289,7 +289,7 @@ def _check_declarations(settings: Measurement, found: Found) -> None:
 
 
 def _check_places(settings: Measurement, result: Found) -> None:
-    """Raise AssertionError for results and charts at places that ``places`` does not declare."""
+    """Raise AssertionError unless values and charts are at the ``places`` of their metrics."""
     metrics = settings.all_metrics()
     used: dict[str, list[set[str]]] = {}  # metric → places of its values
     for value in result.values:

@@ -180,7 +180,7 @@ def _check_gradients(part: Any, model: BackboneModel, images: Tensor) -> None:
 
 
 IMAGE_WITH_TRUTH = IMAGE.model_copy(update={"truth": EXPERTS})  # with a channel of true experts
-# what a step of ``small_vit`` provides
+# words of ``needs`` that a step of ``small_vit`` meets
 PROVIDED = frozenset({"routing", "load", "basis", "orthonormal", "guidance", "truth", "two_views"})
 ZERO_COMPUTATION = Mlp(number=EXPERTS, zero_computation=ZeroComputation())
 

@@ -61,14 +61,14 @@ class ImageSpec(Config):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Pixels along each axis: two axes for images, three for volumes, one for text."""
+        """Pixels along each axis, two for images, three for volumes; for text words per block."""
         if isinstance(self.size, int):
             return (self.size, self.size)
         return self.size
 
     @property
     def stored_channels(self) -> int:
-        """Channels of a stored image, which a model takes, including the channel of the truth."""
+        """Channels of a model's input: ``channels``, and with ``truth`` the tokens' true kinds."""
         if not self.truth:
             return self.channels
         if len(self.shape) == 1:
@@ -119,7 +119,7 @@ class EncodeOptions(NamedTuple):
 
     at: Feature | None = None
     blocks: tuple[int, ...] = ()  # blocks whose features are returned
-    guidance: Guidance | None = None  # the teacher's, for routers that read it
+    guidance: Guidance | None = None  # a teacher's routing, if routers read it
     progress: float = 1.0  # share of the training that is done
 
     def select_tokens(self, entering: Tensor, leaving: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class Encoded(NamedTuple):
 
 
 class Backbone(Part, ABC):
-    """Settings of a backbone; ``depth`` is a setting or a property. Base of all kinds."""
+    """Base class of the settings of backbones; ``depth`` is a setting or a property."""
 
     # Settings that only training reads, or that names and shapes of weights determine: models with
     # equal other settings compute the same function of equal weights (upcycling requires this).
@@ -188,7 +188,7 @@ class Backbone(Part, ABC):
         return (self.depth,)
 
     def trained_on(self, image: ImageSpec) -> Self:
-        """Return the settings for fine-tuning, on other images, a model trained on ``image``."""
+        """Return these settings, of a model trained on ``image``, for fine-tuning on others."""
         return self
 
 
@@ -238,11 +238,11 @@ class Model(nn.Module, ABC):
         return self.image.task.loss(output.prediction, labels, label_smoothing, reduction)
 
     def routing_of(self, images: Tensor) -> tuple[RoutingRecord, ...]:
-        """Return one routing record per MoE layer for images, if possible without a prediction."""
+        """Return a routing record per MoE layer; a subclass can skip computing the prediction."""
         return self(images).routing
 
     def moe_settings_of(self, name: str) -> MoESettings | None:
-        """Return the MoE settings of the tower to which parameter or module ``name`` belongs."""
+        """Return MoE settings of the tower with parameter or module ``name``; None if dense."""
         return self.moe
 
     @property
@@ -261,7 +261,7 @@ class Model(nn.Module, ABC):
 class BackboneModel(Model):
     """A model built by a backbone: ``model(images, guidance, progress)``.
 
-    guidance: the teacher's, for routers that read it.  progress: share of the training that is
+    guidance: a teacher's routing, if routers read it.  progress: share of the training that is
     done.
     """
 
@@ -308,7 +308,7 @@ class BackboneModel(Model):
         """Return the output of the blocks for images (B, C, *pixels)."""
 
     def routing_contexts(self, images: Tensor, options: EncodeOptions) -> dict[int, RoutingContext]:
-        """Return block index → additional inputs of its router; blocks add attention themselves."""
+        """Return each MoE block's index → its router's inputs, except attention: blocks add it."""
         if self.moe is None:
             return {}
         router = self.moe.router
@@ -338,15 +338,15 @@ class BackboneModel(Model):
     def adapt_weights(
         self, weights: Weights, config: Any, image: ImageSpec, mode: Interpolation = "bilinear"
     ) -> Weights:
-        """Return weights of a model trained on ``image`` for this model's images.
+        """Convert ``weights`` of a model that was trained on ``image`` for this model's images.
 
-        weights: of a model of this backbone with settings ``config``. Positions are interpolated.
-        Raises ValueError if that is impossible.
+        config: that model's settings, of the same kind. mode: how to interpolate position
+        embeddings; ValueError if that is impossible.
         """
         return weights
 
     def renormalise_weights(self, weights: Weights, image: ImageSpec) -> Weights:
-        """Convert ``patch_embed`` weights of a model that normalises as ``image`` to this model."""
+        """Adapt ``patch_embed`` of ``weights`` from mean and std of ``image`` to this model's."""
         weight, bias = "patch_embed.proj.weight", "patch_embed.proj.bias"
         if weight not in weights:
             return {}
@@ -355,7 +355,7 @@ class BackboneModel(Model):
         return dict(zip((weight, bias), patch_weights, strict=True))
 
     def remember(self, streams: int, length: int | None = None) -> None:
-        """Cache earlier text of ``streams`` streams between steps (0: none); by default nothing."""
+        """Cache earlier words of ``streams`` texts between steps (0: none); by default nothing."""
 
     def beside(self, labels: Tensor) -> tuple[Tensor, ...]:
         """Return additional inputs of ``forward`` in training, from the labels; by default none."""
@@ -430,7 +430,7 @@ def majority_token_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
 
 
 def parameter_counts(model: Model) -> dict[str, int]:
-    """Count a model's ``parameters``, and its ``active_parameters``, which one token uses."""
+    """Return two counts by name: ``parameters`` and ``active_parameters``, which one token uses."""
     total = sum(parameter.numel() for parameter in model.parameters())
     idle = 0.0
     for name, parameter in model.named_parameters():

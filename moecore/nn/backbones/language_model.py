@@ -1,8 +1,8 @@
 """Language models SMoE, MomentumSMoE, AdamSMoE (MoGE, §3.2, table 10), as in MomentumSMoE's code.
 
-Their blocks (Teo & Nguyen 2024) are post-norm, with a second residual around the feed-forward. B
-streams or windows, C blocks of M tokens, L tokens of the span, width d, V words. f is the
-feed-forward after dropout.
+Their layers (Teo & Nguyen 2024) are post-norm, with a second residual around the feed-forward f,
+which includes dropout. B streams (parallel parts of a text) or windows, each of C blocks of M
+tokens; attention spans L tokens; width d, V words in the vocabulary.
 """
 
 import math
@@ -98,7 +98,6 @@ class ReluMlp(FeedForward):
         return self.fc2(self.dropout(relu(self.fc1(tokens)))), ()
 
 
-# f: the feed-forward layer. With momentum, m ← μ m + γ₂ f(h) and s = LN(h − m).
 class LanguageBlock(nn.Module):
     """h ← LN₁(h + attention(h)), then h ← LN₂(h + s), of tokens h, with s = LN(h + f(h))."""
 
@@ -132,7 +131,7 @@ class LanguageBlock(nn.Module):
 
 
 class MomentumBlock(LanguageBlock):
-    """A block with the momentum of previous blocks, 0 in the first."""
+    """A layer with momentum over layers: m ← μ m + γ₂ f(h), first γ₂ f(h), and s = LN(h − m)."""
 
     def inner_residual(
         self, tokens: Tensor, change: Tensor, momentum: Tensor | None
@@ -142,7 +141,7 @@ class MomentumBlock(LanguageBlock):
 
 
 class AdamBlock(MomentumBlock):
-    """The first block of AdamSMoE: s = LN(−γ₁ p / √(v + ε)). Later ones are a MomentumBlock."""
+    """AdamSMoE's first layer: s = LN(−γ₁ (1 − β₁) f / √((1 − β₂) f² + ε)); then MomentumBlock."""
 
     def inner_residual(
         self, tokens: Tensor, change: Tensor, momentum: Tensor | None
@@ -156,7 +155,7 @@ class AdamBlock(MomentumBlock):
 
 
 class SegmentMemory(nn.Module):
-    """The cache of training: each block's last L inputs per stream, (depth, streams, L, d) fp32."""
+    """Training's cache: each layer's last L inputs per stream, (depth, streams, L, d) fp32."""
 
     states: Tensor
 
@@ -168,14 +167,14 @@ class SegmentMemory(nn.Module):
         self.states.zero_()
 
     def local_states(self) -> Tensor:
-        """Return the states of this rank's streams, (depth, b, L, d)."""
+        """Return the states of the b streams of this rank, (depth, b, L, d)."""
         rows = ranks.current_ranks().rows(self.states.shape[1])
         if rows is None:
             return self.states
         return self.states[:, rows.to(self.states.device)]
 
     def store_states(self, local: Tensor) -> None:
-        """Store this rank's new states (depth, b, L, d), and gather the states of other ranks."""
+        """Store all ranks' new states; ``local``: (depth, b, L, d) of this rank's b streams."""
         self.states = ranks.all_gather_rows(local.transpose(0, 1)).transpose(0, 1).contiguous()
 
 
@@ -239,7 +238,7 @@ class LanguageTransformer(BackboneModel):
         self.memory: SegmentMemory | None = None
 
     def remember(self, streams: int, length: int | None = None) -> None:
-        """Create a cache for ``streams`` streams, or remove it; UserError if ``length`` < span."""
+        """Create a cache of ``streams`` streams (0: none); UserError if their ``length`` < span."""
         config = self.config
         if length is not None and config.span > length:
             raise files.UserError.at(
@@ -278,7 +277,7 @@ class LanguageTransformer(BackboneModel):
     def read_earlier(
         self, word_ids: Tensor, kinds: Tensor, options: EncodeOptions = EncodeOptions()
     ) -> Tensor:
-        """Read word ids (B, C, M) except the last M; return the cache (depth, B, L, d)."""
+        """Read ids and kinds (B, C, M), except the last block; return states (depth, B, L, d)."""
         states = self.initial_states(len(word_ids), word_ids.device)
         no_features = options._replace(blocks=())
         for distance in range(word_ids.shape[1] - 1, 0, -1):
@@ -308,7 +307,7 @@ class LanguageTransformer(BackboneModel):
         kinds: Tensor | None = None,  # true kinds of the words, (B, M)
     ) -> tuple[Encoded, Tensor]:
         """Return the blocks' output for words (B, M), and the new states without gradient."""
-        # Layers that it cannot depend on are skipped, and their cache is unchanged.
+        # Layers on which no predicted word depends are skipped; their cache does not change.
         layers = self.config.depth - math.ceil(before * self.config.depth / self.reach)
         word_ids = word_ids.long()
         is_word = (word_ids >= 0).unsqueeze(-1)

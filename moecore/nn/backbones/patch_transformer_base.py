@@ -162,7 +162,7 @@ def scale_initial_weights(blocks: nn.Module, factor: float) -> None:
     weights = dict(blocks.named_parameters())
     for name in weights:
         if name.endswith(DRAWN) and ".router." not in name:
-            # of a factored output of eigen experts, the factor that is drawn in proportion
+            # eigen experts with a factored W2: only its factor ``_inner``, so W2 is scaled once
             weights.get(f"{name}_inner", weights[name]).data.mul_(factor)
 
 

@@ -43,7 +43,7 @@ class Sfcn(base_model.Backbone):
 
     @property
     def depth(self) -> int:
-        """Number of layers that can have experts: 1, before the convolution of 1³."""
+        """Number of layers that can have experts: 1, before the last convolution, of kernel 1³."""
         return 1
 
     @property
@@ -160,7 +160,7 @@ class ConvolutionalNetwork(base_model.BackboneModel):
 
 
 def soft_labels(labels: Tensor, edges: Tensor, deviation: float) -> Tensor:
-    """Return bin probabilities (B, K) of normal distributions around ``labels`` (B,)."""
+    """Return probabilities (B, K) of N(label, ``deviation``²) in K bins with these K + 1 edges."""
     # the outer bins get the probability outside the outer edges: rows sum to 1
     distances = (edges[None, 1:-1] - labels.float()[:, None]) / (deviation * math.sqrt(2))
     below = (1 + torch.erf(distances)) / 2

@@ -71,7 +71,7 @@ class SwinSettings(base_model.Backbone):
         return self.depths
 
     def trained_on(self, image: ImageSpec) -> Self:
-        """Return a copy whose ``pretrained_windows`` are those on ``image``; V1 is unchanged."""
+        """Return a copy with ``pretrained_windows`` as on ``image``; unchanged if V1, or set."""
         if self.kind == "swin" or self.pretrained_windows is not None:
             return self
         windows = tuple(max(size) for size in self.windows(image))
@@ -171,7 +171,7 @@ class SwinTransformer(base_model.BackboneModel):
     def encode(
         self, images: Tensor, options: base_model.EncodeOptions = base_model.EncodeOptions()
     ) -> base_model.Encoded:
-        """Return the blocks' output; features have the tokens and the width of their stage."""
+        """Return the blocks' output; features have their stage's number and width of tokens."""
         tokens = self.patch_embed(self.normalised(images))
         contexts = self.routing_contexts(images, options)
         records: tuple[RoutingRecord, ...] = ()

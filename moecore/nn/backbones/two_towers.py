@@ -1,7 +1,7 @@
 """Image–text models with an image and a text tower (CLIP; LiT, 2022; SigLIP).
 
 The image tower is any backbone of images with any method; the text tower is a transformer over a
-caption's tokens, dense or with experts. C captions per image, w numbers of an embedding.
+caption's tokens, dense or with experts. C captions per image, M tokens each, embedding width w.
 """
 
 import math
@@ -26,7 +26,7 @@ from moecore.tasks.image_text import NONE, ImageText
 ImageTower = Annotated[vit.Vit | Swin | SwinMoe | swin_v2.SwinV2, Field(discriminator="kind")]
 MAX_LOGIT_SCALE = math.log(100.0)  # as in CLIP
 VISUAL = "visual."  # the prefix of the image tower's weights
-TEXTS = 1024  # per forward pass without gradients
+TEXTS = 1024  # captions per forward pass without gradients
 PRIMES = (2_654_435_761, 40_503_001)  # hash a caption's token ids
 FINGERPRINT_RANGE = 2**23  # integers below are exact in fp32
 
@@ -201,7 +201,7 @@ class TwoTowers(base_model.Backbone):
 # In training, with captions (B, M), the output also has their text side and routing. See
 # moecore/tasks/image_text.py for the two sides.
 class TwoTowerModel(base_model.BackboneModel):
-    """``model(images)`` returns the image side (B, w + 1) and the routing of the image tower."""
+    """``model(images)`` returns scaled embeddings and a bias (B, w + 1), and image routing."""
 
     moves = True
 
@@ -305,7 +305,7 @@ class TwoTowerModel(base_model.BackboneModel):
         return (self.image_side(self.visual.predict(tokens)),)
 
     def image_side(self, embedding: Tensor) -> Tensor:
-        """Scale image embeddings (B, w) to one length and append the bias: (B, w + 1) fp32."""
+        """Normalise (B, w), multiply by exp(``logit_scale``), append the bias: (B, w + 1) fp32."""
         with torch.autocast(embedding.device.type, enabled=False):
             scale = self.logit_scale.float().exp()
             unit = normalize(embedding.float(), dim=1)
@@ -315,8 +315,8 @@ class TwoTowerModel(base_model.BackboneModel):
     def text_side(
         self, captions: Tensor, progress: float = 1.0
     ) -> tuple[Tensor, tuple[routing_records.RoutingRecord, ...]]:
-        """Return embeddings and fingerprints (B, w + 3) of captions (B, M), and routing records."""
-        # A side is a unit vector (0 if the caption is missing), 1 (0), and a hash of the tokens.
+        """Return embedding, presence and fingerprint (B, w + 3) of captions (B, M), and records."""
+        # A row: unit embedding, 1, hash of the tokens. A missing caption has 0 for the first two.
         exists = (captions[:, :1] != NONE).float()
         embedding, records = self.text(captions.clamp_min(0), progress)
         with torch.autocast(embedding.device.type, enabled=False):
@@ -325,7 +325,7 @@ class TwoTowerModel(base_model.BackboneModel):
 
     @torch.no_grad()
     def targets(self, labels: Tensor) -> Tensor:
-        """Embed captions (N, C, M) or (N, M) for the loss: (N, C, w + 3) on the CPU."""
+        """Return ``text_side`` of captions (N, C, M) or (N, M) for the loss: (N, C, w + 3), CPU."""
         if labels.ndim == 2:
             labels = labels[:, None]
         mode = self.text.training

@@ -18,10 +18,10 @@ class Balance(Part, ABC):
         """Return the module that balances the load of ``experts`` experts, k per token."""
 
     def check_k(self, k: int, experts: int) -> None:
-        """Raise UserError if there is nothing to balance for this ``k`` and number of experts."""
+        """Raise UserError if the balance cannot work with k of ``experts``; by default never."""
 
     def check_causal(self, key: str) -> None:
-        """Raise UserError if the choice for a token depends on other tokens of the batch."""
+        """Raise UserError, at ``key``, if a token's choice depends on other tokens of the batch."""
 
 
 class BalanceModule(nn.Module, ABC):

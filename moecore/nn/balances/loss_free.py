@@ -55,7 +55,7 @@ class LossFreeBias(BalanceModule):
 
 def compute_bias_change(counts: Tensor, rule: Rule) -> Tensor:
     """Return each bias's change (E,), in units of the rate, from the experts' token counts (E,)."""
-    # n̄ the even share: 1 − n/n̄, sign(n̄ − n), or this minus its mean (2408.15664; torchtitan)
+    # n̄: the mean count. 1 − n/n̄, sign(n̄ − n), or this minus its mean (2408.15664; torchtitan)
     if rule == "proportional":
         return 1 - len(counts) * counts / counts.sum()
     change = torch.sign(counts.sum() - len(counts) * counts).float()  # exact, in integers

@@ -13,11 +13,11 @@ from moecore.nn.balances.base import Balance, BalanceModule
 
 
 class Quantile(Balance):
-    """Set each bias so that the expert's score reaches the cuts of its even share of tokens.
+    """After each step, set each expert's bias so that an even share of the tokens chooses it.
 
-    Done after each step. A token's cut is its largest biased score that was not chosen; cuts are
-    held fixed, though changing biases moves them (Kimi K3's report, §2.3.3). The bias shifts the
-    choice in evaluation too, but never the weights.
+    A token chooses an expert whose biased score reaches the token's cut, its largest biased score
+    that was not chosen. Cuts are held fixed, though changing biases moves them (Kimi K3's report,
+    §2.3.3). The bias shifts the choice in evaluation too, but never the weights.
     """
 
     kind: Literal["quantile"] = "quantile"
@@ -68,7 +68,7 @@ class QuantileBias(BalanceModule):
 
 def quantile_biases(scores: Tensor, bias: Tensor, k: int) -> Tensor:
     """Return the biases (E,) that give each expert N·k/E tokens if the tokens' cuts stay fixed."""
-    # scores: (N tokens, E). bias: (E,), of the choice.
+    # scores: (N tokens, E). bias: (E,), by which k experts per token were chosen.
     tokens, experts = scores.shape
     if tokens * k < experts:
         raise files.UserError.at(
@@ -76,7 +76,7 @@ def quantile_biases(scores: Tensor, bias: Tensor, k: int) -> Tensor:
             found=f"a step of {tokens} tokens of {k} choices, fewer than {experts} experts",
             allowed="a larger batch",
         )
-    # The (k + 1)-th largest of a token's scores + bias; an expert reaches it with bias cut − score.
+    # Cut: a token's (k + 1)-th largest score + bias; an expert reaches it with bias cut − score.
     needed = ((scores + bias).topk(k + 1, dim=-1).values[:, -1:] - scores).T
     # The quantile at N·k/E + 1/2, counted from 1 and interpolated linearly (Hazen).
     place = tokens * k / experts + 0.5

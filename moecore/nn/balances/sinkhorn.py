@@ -14,7 +14,7 @@ EPSILON = 1e-8  # added to a divisor
 
 
 class Sinkhorn(Balance):
-    """Choose by the matrix nearest to exp(logits) with even shares of all tokens and experts.
+    """Choose by exp(logits), rescaled so that all tokens and all experts have even totals.
 
     This holds in training; evaluation chooses by the logits.
     """

@@ -1,6 +1,7 @@
 """The base class of experts, and experts without a network (MoE++).
 
-The latter cost almost nothing: MoE++ (2410.07348). Z of them, C constants, R rows.
+Experts without a network cost almost nothing (2410.07348). Z of them, C of which mix the token with
+a learned vector (constants); R rows.
 """
 
 import math
@@ -16,7 +17,7 @@ from moecore.nn.kernels.grouped import full_precision
 
 
 class Experts(Part, ABC):
-    """Settings of all experts of a layer, which ``build`` their module. Base of all kinds.
+    """Base class of the settings of a layer's experts; ``build`` returns their module.
 
     Experts with bases (``provides`` contains "basis") have a parameter ``basis`` (E, d, r).
     """
@@ -39,7 +40,7 @@ class Experts(Part, ABC):
         return self.networks
 
     def scale_k(self, k: int) -> int:
-        """Return how many experts, or pieces of split ones, a token uses at a router's ``k``."""
+        """Return how many experts, or pieces of split experts, a token uses for a router's k."""
         return k
 
     @abstractmethod
@@ -51,7 +52,7 @@ class Experts(Part, ABC):
         return None
 
     def build_zero_computation(self, width: int) -> "ZeroComputationExperts | None":
-        """Return the ``choices`` − ``networks`` experts that have no network, or None."""
+        """Return the experts without a network (``choices`` − ``networks``); None for 0."""
         return None
 
 
@@ -66,7 +67,7 @@ class ExpertsModule(nn.Module):
 
 
 def map_shape(experts: int) -> tuple[int, int]:
-    """Return rows and columns of the map of experts, as square as possible (MoGE, algorithm 1)."""
+    """Return rows and columns of the grid of experts, as square as possible (MoGE, algorithm 1)."""
     # 8 → (2, 4), 400 → (20, 20), prime p → (1, p).
     rows = next(rows for rows in range(math.isqrt(experts), 0, -1) if experts % rows == 0)
     return rows, experts // rows

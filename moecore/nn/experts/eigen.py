@@ -79,7 +79,7 @@ class EigenExperts(ExpertsModule):
 
     @torch.no_grad()
     def reorthonormalise(self) -> None:
-        """Make bases orthonormal, B = QR, B ← Q, R goes to s and U: the function is the same."""
+        """Replace bases B = QR by Q and absorb R into s and U: outputs do not change."""
         # In fp64. Each column of the new U diag(s) gives its direction to U, which keeps its length
         # (and s its sign), and its length to s; zeros leave U unchanged with s = 0. The scores of a
         # router that shares the basis change as far as B had departed from orthonormality.

@@ -40,7 +40,7 @@ class ExpertGroup(NamedTuple):
         return isinstance(self.experts, int)
 
 
-# of a group's rows with its experts' weights, written to the last argument, if there is one
+# Multiplies a group's rows by its experts' weights; writes to the last argument unless it is None
 Product = Callable[[Tensor, ExpertGroup, Tensor | None], Tensor]
 
 

@@ -31,7 +31,7 @@ class ShardedExperts:
         return _AllGather.apply(self._local_part("basis"), self.group)
 
     def __call__(self, rows: Rows) -> Tensor:
-        """Return outputs (R, d) for rows (R, d), in the same order; waits once for the device."""
+        """Return outputs (R, d) of rows (R, d), in their order; the host waits once for the GPU."""
         sizes = rows.offsets.diff(prepend=rows.offsets.new_zeros(1))
         sizes_sent = sizes.view(distributed.get_world_size(self.group), -1).contiguous()
         sizes_received = torch.empty_like(sizes_sent)
@@ -95,7 +95,7 @@ class _AverageGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        # of this group's tokens; ``copies`` are the groups with the same experts
+        # the gradient is of this group's tokens; ``copies``: all ranks that hold the same experts
         total = grads[0].clone(memory_format=torch.contiguous_format)
         distributed.all_reduce(total, group=ctx.copies)
         return total.div_(ctx.ranks), None, None

@@ -50,7 +50,7 @@ class FusedKernels:
 
 @contextmanager
 def plain_operations_context() -> Iterator[None]:
-    """Compute MoE layers inside by batched products, so that traced graphs take any batch size."""
+    """Compute MoE layers by batched products inside, so that traced graphs take any batch size."""
     PlainOperationsFlag.is_on = True
     try:
         yield
@@ -135,7 +135,7 @@ def experts_of_rows(offsets: Tensor, rows: int) -> Tensor:
 
 
 def rows_at_once(rows: Tensor) -> int:
-    """Return how many rows (R, d) to process at once; on CPU as many as fit the cache."""
+    """Return how many rows (R, d) to process at once: on CPU as many as fit the cache, else all."""
     if rows.device.type == "cpu":
         return _CACHED_ROWS
     return max(1, len(rows))
@@ -191,14 +191,14 @@ class _AddBias(Function):
         if not ctx.needs_input_grad[1]:
             return grad, None, None
         # The product with ones is an fp32 sum in a fixed order. Ones are as narrow as grouped_mm
-        # allows, and the second factor because torch.compile changes the layout of a transposed
-        # constant: an expert's ones would lose their 16-byte alignment.
+        # allows. They are the second factor: torch.compile changes the layout of a transposed
+        # constant, so that an expert's ones would lose their 16-byte alignment.
         ones = grad.new_ones(len(grad), _ALIGNMENT // grad.element_size())
         return grad, grouped_mm(grad.t(), ones, offs=ctx.saved_tensors[0])[:, :, 0], None
 
 
 class Tiles(NamedTuple):
-    """The rows of each tile. Of one expert only the last tile can be partly empty."""
+    """Which rows are in which tile; only the last tile of an expert can be partly empty."""
 
     experts: Tensor  # (n,) int64, ascending
     rows: Tensor  # (n·m,) the row at each place; 0 at empty places

@@ -40,7 +40,7 @@ class Tiling(NamedTuple):
     stages: int
 
 
-# Per bytes of an operand's entry. The first is used where the file names no other; it needs at most
+# By an operand's bytes per entry. The first is used unless the file names another; it needs at most
 # 99 KiB of shared memory. None spills registers (`python -m benchmarks.triton_resources`).
 TILINGS = {
     2: (Tiling(128, 64, 8, 3), Tiling(128, 32, 8, 4), Tiling(64, 64, 8, 3)),
@@ -49,7 +49,7 @@ TILINGS = {
 
 
 class _Launcher:
-    """Launches the products of a layer, in tiles that fit its rows per expert and the card."""
+    """Launches the products of a layer, in tiles that fit its rows per expert and the GPU."""
 
     def __init__(self, tokens: Tensor, routes: list[Tensor]) -> None:
         self.sources, _, self.rows, self.offsets, self.tiles = routes
@@ -91,7 +91,7 @@ class _Launcher:
 
 
 def choose_height(rows: int, experts: int) -> int:
-    """Return the rows of a tile."""
+    """Return the rows per tile, the most for which experts have 4 full tiles on average."""
     fitting = [size for size in _HEIGHTS if size * _TILES_PER_EXPERT * experts <= rows]
     return max(fitting, default=_HEIGHTS[0])
 
@@ -103,7 +103,7 @@ def limit_block(columns: int, width: int) -> int:
 
 @cache
 def read_tiling(card: str, kind: str, size: int) -> Tiling:
-    """Return the tiling of a card by its file: {card: {"product 2": [128, 64, 8, 3], …}}."""
+    """Read a GPU's tiling from {card: {"product 2": [128, 64, 8, 3]}}; size: bytes of an entry."""
     path = Path(os.environ.get(TILINGS_FILE) or ".state/triton.json")
     choices = read_json(path).get(card, {}) if path.exists() else {}
     values = choices.get(f"{kind} {size}", TILINGS[size][0])
@@ -175,8 +175,8 @@ def compute_backward(
     return gradients
 
 
-# torch.compile does not look into operators. Eager calls go around them: the host needs more time
-# for an operator that is written in Python.
+# torch.compile does not trace into operators. Eager calls do not use them: calling an operator that
+# is written in Python takes the host longer.
 forward_operator = custom_op("moecore::triton_experts", compute_forward, mutates_args=())
 backward_operator = custom_op("moecore::triton_experts_grad", compute_backward, mutates_args=())
 
@@ -198,7 +198,7 @@ def allocate_backward(grad: Tensor, leaves: list[Tensor], *_: Any) -> list[Tenso
 
 
 class TritonExperts(Function):
-    """Compute outputs (N, d) from tokens, gates, a plan's routes, and low and full parameters."""
+    """Compute outputs (N, d); parameters are given in the tokens' dtype (``low``), and in full."""
 
     @staticmethod
     def forward(tokens: Tensor, gates: Tensor, *arguments: Any) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ import triton.language as tl  # pyrefly: ignore[missing-import]
 
 @triton.jit
 def _place_program(tiles, width: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """Return a program's expert, first row, end of the expert's rows, rows, columns, if any."""
+    """Return a program's expert, first row, end of its rows, row and column numbers, and mask."""
     # Offsets of a tile's entries count from its first row and fit 32 bits: with 64 bits for each
     # entry, registers are spilled.
     tile = tiles + 3 * (tl.program_id(0) // tl.cdiv(width, N))
@@ -122,7 +122,7 @@ def differentiate_hidden(
     is_row = row < end
     source = tl.load(sources + row, mask=is_row, other=0)
     pair = tl.load(order + row, mask=is_row, other=0)
-    # a row of padding (on a CPU) names a pair whose row is another
+    # a padding row (on a CPU only) has the pair of another row, and is not read
     is_read = is_row & (tl.load(rows + pair) == row)
     gate = tl.load(gates + pair, mask=is_read, other=0).to(tl.float32)
     if tl.program_id(0) % tl.cdiv(H, N) == 0:
@@ -168,10 +168,10 @@ def differentiate_weights(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Sum lhs (…, D)ᵀ times rhs (…, O) over each expert's rows, and rhs alone: the bias.
+    """Write each expert's weight gradient lhsᵀ · rhs (D, O) and bias gradient, the sum of rhs.
 
-    Up: the lhs is gathered from tokens. Down: the rhs is, from the outputs' gradient, and its
-    sum for the bias is weighted by gates.
+    For the first map, lhs is gathered from tokens. For the second, rhs is gathered from the
+    outputs' gradient, and its sum for the bias is weighted by gates.
     """
     blocks: tl.constexpr = tl.cdiv(D, M) * tl.cdiv(O, N)
     expert = (tl.program_id(0) // blocks).to(tl.int64)

@@ -28,7 +28,7 @@ def check_hidden_width(ratio: float, settings: ValidationInfo) -> float:
     return ratio
 
 
-# For a field after ``width``
+# HiddenRatio is for a setting declared after ``width``, which its check reads.
 BlockOutput = tuple[Tensor, Tensor, tuple]  # tokens, input of the feed-forward, records
 HiddenRatio = Annotated[float, Field(gt=0, le=1000), AfterValidator(check_hidden_width)]
 
@@ -84,7 +84,7 @@ def attention_weights(query: Tensor, key: Tensor, causal: bool = False) -> Tenso
 
 
 class Attention(nn.Module):
-    """Self-attention of (B, T, width); with ``weights`` also (B, T, T), averaged over heads."""
+    """Self-attention of (B, T, width); ``weights``: also return (B, T, T), averaged over heads."""
 
     def __init__(
         self,

@@ -124,7 +124,7 @@ def row_jacobians(function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tenso
 
 def soften_model(model: nn.Module, temperature: float | None = None) -> nn.Module:
     """Return a copy, sharing parameters, whose MoE layers weigh all experts smoothly."""
-    # w: probs, or ``soft_top_k_weights`` at a temperature. With probs it equals the model if all
+    # Weights: probs, or ``soft_top_k_weights`` at a temperature. Probs give the same model if all
     # experts are chosen with their probs as weights (noisy top-k at k = E). Soft slots and merged
     # experts do not change: every expert already contributes to every token.
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -158,9 +158,9 @@ class AllExpertsRouter(nn.Module):
 
 def soft_top_k_weights(record: RoutingRecord, temperature: float) -> Tensor:
     """Return weights (B, T, E) of all experts; they tend to ``combine`` at low temperature."""
-    # Each expert's gate is σ(d / temperature), d: how far its logit lies above the midpoint of the
-    # k-th and the next logit. A gate times the weight that the expert has, or would have (its share
-    # of probs, as of the processed experts); a token's total weight stays. Pairs over capacity
+    # An expert's weight is its gate σ(d / temperature) times its combine weight or, if it was not
+    # chosen, its prob in the scale of these weights; then rescaled to the token's total weight. d:
+    # how far its logit lies above the midpoint of the k-th and the next logit. Pairs over capacity
     # keep weight 0.
     logits, chosen, combine = record.logits, record.chosen, record.combine
     processed = combine != 0
@@ -169,7 +169,7 @@ def soft_top_k_weights(record: RoutingRecord, temperature: float) -> Tensor:
     midpoint = (lowest + highest) / 2
     is_mixed = midpoint.isfinite()  # some experts are chosen, and some are not
     distance = logits - midpoint.where(is_mixed, 0)
-    # Where a balance or the experts decide, the sign is that of the choice; the gradient stays.
+    # If a balance or the experts decided, d gets the sign of the choice; its gradient stays.
     signed = distance.abs().where(chosen, -distance.abs())
     gate = ((distance + (signed - distance).detach()) / temperature).sigmoid()
     gate = gate.where(is_mixed, chosen.to(gate.dtype))

@@ -159,7 +159,7 @@ class MoEFeedForward(FeedForward):
         if rows.shares is None:
             return plan.combine(experts(rows))
         assert isinstance(experts, nn.Module)  # check_expert_parallel refuses others
-        merged = {  # each group's expert
+        merged = {  # the one expert of each group
             name: torch.tensordot(rows.shares.to(parameter.dtype), parameter, dims=1)
             for name, parameter in experts.named_parameters()
         }
@@ -242,7 +242,7 @@ def _join_records(records: Sequence[RoutingRecord]) -> RoutingRecord:
 
 
 def scale_router_k(router: Router, experts: Experts) -> Router:
-    """Return the router, with k in pieces if ``fine`` splits experts; UserError if k < 1 then."""
+    """Convert k to pieces if ``fine`` splits experts; UserError without a k, or for a k below 1."""
     fine = getattr(experts, "fine", None)
     if fine is None:
         return router

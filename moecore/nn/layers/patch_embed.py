@@ -66,10 +66,10 @@ class PooledLinearStem(nn.Module):
 class ConvStem(nn.Module):
     """Map images (B, C, H, W) to (B, P, width): 3×3 convolutions of stride 2, a linear map.
 
-    A convolution for each factor 2 of the patch (of an odd patch one, of stride 1); the linear map
-    takes what remains of it, so the grid is the patches'. Channels double from ``hidden``. As in
-    ConvStem3d the norm is over an image; the source's batch norm couples images. Source: Xiao et
-    al. (2021), §4.
+    There is a convolution per factor 2 of the patch side (for an odd side one, of stride 1); the
+    linear map covers the remaining factor, so each patch gives a token. Channels double from
+    ``hidden``. The norm is over an image, as in ConvStem3d; the source's batch norm couples
+    images. Source: Xiao et al. (2021), §4.
     """
 
     def __init__(self, channels: int, patch: int, width: int, hidden: int) -> None:

@@ -81,7 +81,7 @@ class Windows(nn.Module):
 
 
 class _GatherWindowTokens(Function):
-    """Return ``values[:, index]``, 0 at T; as no index repeats, its gradient is a gather, too."""
+    """Return ``values[:, index]``, 0 for index T; its gradient is a gather, as no index repeats."""
 
     @staticmethod
     # a context has no common type  # pyrefly: ignore[bad-override]

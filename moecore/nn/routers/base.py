@@ -34,7 +34,7 @@ class Router(Part, ABC):
     looks_ahead: ClassVar[str | None] = None
 
     def surround(self, around: Surroundings) -> Surroundings:
-        """Return the surroundings of settings inside this router, such as its balance."""
+        """Return ``around`` with this router, to check settings inside it, such as its balance."""
         return around._replace(router=self)
 
     def misfits(self, around: Surroundings) -> Misfits:
@@ -173,7 +173,7 @@ def within_capacity(
 
 
 def group_images(values: Tensor, group_size: int) -> list[Tensor]:
-    """Split values (B, T, …) into groups of ``group_size`` images, (G, S, …), and a rest."""
+    """Return values (B, T, …) in groups of ``group_size`` images, (G, S, …); a smaller one last."""
     full = len(values) // group_size * group_size
     parts = ((values[:full], group_size), (values[full:], len(values) - full))
     return [part.unflatten(0, (-1, size)).flatten(1, 2) for part, size in parts if len(part)]

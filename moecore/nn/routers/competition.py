@@ -75,8 +75,8 @@ class Competition(base.Router):
         return CompetitionRouter(self, width, experts)
 
 
-# With ``context.outputs`` (B, T, E, d) their strengths decide, else the softmax of the logits. In
-# training the record has a penalty, 0 without a competition.
+# With ``context.outputs`` (B, T, E, d), experts' strengths (mean softplus of these) decide, else
+# the softmax of the logits. In training the record has a penalty, 0 without a competition.
 class CompetitionRouter(NoisyTopKRouter):
     """``router(tokens, context)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord)."""
 

@@ -22,8 +22,8 @@ class Depth(Router):
     """Let the ``share`` of an image's tokens with the largest scores r use experts, weighted by r.
 
     An inner router chooses their experts; the output of all other tokens is 0. Participation
-    depends on all tokens of the image. For text, each token must learn to predict it alone
-    (``sampling``), and evaluation uses the prediction.
+    depends on all tokens of the image. For text, ``sampling`` trains a prediction from each token
+    alone, and evaluation uses the prediction.
     """
 
     kind: Literal["depth"] = "depth"
@@ -126,9 +126,7 @@ class DepthRouter(nn.Module):
             record = record.map_tensors(
                 lambda field: scatter_tokens(field, places, shape, next(blanks))
             )
-            if (
-                self.training and self.config.sampling is not None
-            ):  # of scores against who is chosen
+            if self.training and self.config.sampling is not None:  # predict which tokens take part
                 signs, took_part = signs.squeeze(-1), record.chosen.any(dim=-1).to(signs.dtype)
                 losses = binary_cross_entropy_with_logits(signs, took_part, reduction="none")
                 record = record.with_penalty(self.config.sampling_weight * losses)
@@ -138,13 +136,13 @@ class DepthRouter(nn.Module):
         self.router.after_step(records, place, progress)
 
     def _places(self, scores: Tensor, signs: Tensor, padding: Tensor | None) -> Tensor:
-        """Return indices, among B·T, of the tokens that use experts: (B, C), or (1, n) unranked."""
+        """Return indices, among B·T, of tokens that use experts: (B, C), or (1, n) by signs."""
         if self.config.sampling and not self.training and not scores.is_meta:
             return (signs.flatten() > 0).nonzero().T
         images, tokens = scores.shape
         number = max(1, tokens * self.share.numerator // self.share.denominator)
         ranked = scores.argsort(dim=1, descending=True, stable=True)
-        if padding is not None:  # the share of a caption's text, padding, other text
+        if padding is not None:  # first the share of a caption's text, then padding, other text
             is_text = ~padding.gather(1, ranked)
             limit = is_text.sum(dim=1, keepdim=True) * self.share.numerator
             limit = (limit // self.share.denominator).clamp_min(1)

@@ -1,6 +1,6 @@
 """Expert Choice (Zhou et al. 2022), a baseline of TGR-MoE: experts choose tokens.
 
-N = B·T tokens, G groups of S, C tokens per expert and group, M per expert, R = E·M rows.
+N = B·T tokens in G groups of S. An expert takes C tokens per group, M in total; R = E·M rows.
 """
 
 from fractions import Fraction
@@ -80,7 +80,7 @@ class ExpertChoiceRouter(nn.Module):
 
 
 def top_tokens_per_expert(gates: Tensor, share: Fraction, group_size: int) -> Tensor:
-    """Return the tokens of each expert: in each group, those with its C largest gates."""
+    """Return each expert's tokens: in each group, the C tokens with its largest gates."""
     # gates: (B, T, E). share: mean experts per token. group_size: images per group; remaining
     # images form a smaller group. Returns indices (E, G·C) of the B·T tokens, ascending.
     chosen = []

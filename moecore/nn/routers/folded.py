@@ -17,8 +17,8 @@ from moecore.nn.routers.token_choice import PlanAndRecord, plan_and_record, safe
 class Folded(Router):
     """Route among the experts before merging; weights and probs are summed within clusters.
 
-    The stage ``merge`` writes this section. Each expert's cluster is a buffer, initially equal runs
-    of experts.
+    The stage ``merge`` writes this section. The buffer ``clusters`` has each expert's cluster; at
+    first, clusters are equal runs of experts.
     """
 
     has_expert_rows: ClassVar[bool] = False  # rows belong to the experts before merging
@@ -34,14 +34,14 @@ class Folded(Router):
 
     @property
     def wants(self) -> frozenset[str]:
-        """Fields of RoutingContext that the inner router reads, except ``outputs`` (training)."""
+        """Fields of RoutingContext that the inner router reads, without training's ``outputs``."""
         return self.router.wants - {"outputs"}
 
     def check_causal(self, key: str = "router") -> None:
         self.router.check_causal(f"{key}.router")
 
     def active(self, experts: int) -> float:
-        """Return how many clusters a token uses at most."""
+        """Return the maximum number of clusters that a token uses."""
         return min(self.router.active(self.experts), experts)
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "FoldedRouter":

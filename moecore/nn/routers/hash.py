@@ -79,7 +79,7 @@ class HashRouter(nn.Module):
             return plan_and_record(logits=logits, probs=probs, chosen=chosen, weights=weights)
 
     def _by_position(self, tokens: Tensor) -> Tensor:
-        """Return expert ids (B, T, k) by position: its expert, and the next ones, modulo E."""
+        """Return ids (B, T, k): each position's expert and the k − 1 following ones, modulo E."""
         first = self.places
         if first is None or len(first) != tokens.shape[1] or first.device != tokens.device:
             seed = self.config.seed
@@ -120,7 +120,7 @@ def hash_directions(seed: int, pixels: int, experts: int, device: torch.device) 
 
 
 def experts_by_position(seed: int, tokens: int, experts: int, device: torch.device) -> Tensor:
-    """Return each position's expert (T,): every E positions have each expert once, shuffled."""
+    """Return each position's expert (T,); each run of E positions has all experts, shuffled."""
     generator = torch.Generator("cpu").manual_seed(seed)
     rounds = range(-(-tokens // experts))
     shuffles = [torch.randperm(experts, generator=generator, device="cpu") for _ in rounds]

@@ -15,7 +15,7 @@ from moecore.nn.routers import base, token_choice
 
 
 class Merged(base.Router):
-    """Merge experts per image: the mean token decides the shares of their weights and biases.
+    """Average the experts' parameters per image, with shares that its mean token decides.
 
     All tokens of an image use the merged expert. A token costs as much as with one expert; merging
     costs as much as E additional tokens per image, plus memory for the merged parameters.

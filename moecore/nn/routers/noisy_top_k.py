@@ -223,7 +223,7 @@ class NoisyTopKRouter(nn.Module):
         super().__init__()
         self.config = config
         factors = (config.eval_capacity_factor, config.capacity_factor)
-        # in evaluation, in training
+        # capacity factors in evaluation, and in training
         self.factors = tuple(None if value is None else exact_fraction(value) for value in factors)
         self.balance = None if config.balance is None else config.balance.build(experts, config.k)
         # like the other linear maps of the ViT

@@ -65,7 +65,7 @@ class ReluRouter(noisy_top_k.NoisyTopKRouter):
 
     @torch.no_grad()
     def after_step(self, records: Sequence[RoutingRecord], place: int, progress: float) -> None:
-        """Raise λ if a step used more than k experts per token on average; lower it if fewer."""
+        """Increase λ if a step used more than k experts per token on average; decrease if fewer."""
         if self.is_learning:
             chosen = [record.chosen for record in records]
             used = torch.stack([mask.sum() for mask in chosen]).sum()

@@ -18,8 +18,8 @@ EPSILON = 1e-6
 class SoftSlots(Router):
     """Mix an image's tokens into slots, and the slots' outputs into each token's output.
 
-    Both are weighted means. The papers give an expert p = round(T · capacity factor / E) slots, T
-    tokens per image: at ViT-S/16 on 224 pixels (T = 197), E = 8 and k = 2 chosen elsewhere, 49.
+    Both are weighted means. The papers give each expert p = round(T · capacity factor / E) slots:
+    49 for the T = 197 tokens of ViT-S/16 on 224 pixels, E = 8 and a factor of 2.
     """
 
     chooses_per_token: ClassVar[bool] = False

@@ -86,9 +86,9 @@ def top_k(scores: Tensor, k: int) -> Tensor:
 def top_k_and_open_slots(
     preferences: Tensor, k: int, barred: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return ``top_k`` of preferences, and which slots hold no barred expert, (B, T, k) bool."""
-    # barred: bool, broadcast to (B, T, E), experts that must not be chosen. They come last, in
-    # closed slots. None: all slots are open, and None is returned for them.
+    """Return ``top_k`` expert ids (B, T, k), and which of these are allowed, (B, T, k) bool."""
+    # barred: bool, broadcast to (B, T, E), experts that a measurement forbids; they rank last.
+    # None: all experts are allowed, and the mask is None.
     if barred is None:
         return top_k(preferences, k), None
     chosen = top_k(preferences.masked_fill(barred, torch.finfo(preferences.dtype).min), k)
@@ -102,10 +102,10 @@ def plan_and_record(
     chosen: Tensor,  # (B, T, k) expert ids, best first
     weights: Tensor,  # (B, T, k) of their outputs
     load: Tensor | None = None,  # (B, T, E); None: 1 for chosen experts, else 0
-    valid: Tensor | None = None,  # (B, T, k) bool, slots that are chosen at all; None: all
-    kept: Tensor | None = None,  # (B, T, k) bool, slots within capacity; None: all
+    valid: Tensor | None = None,  # (B, T, k) bool, choices that count; None: all
+    kept: Tensor | None = None,  # (B, T, k) bool, choices within capacity; None: all
 ) -> PlanAndRecord:
-    """Return the plan and the record of a choice per token."""
+    """Return the plan and the record for k chosen experts per token."""
     processed = valid
     if valid is None:
         processed = kept

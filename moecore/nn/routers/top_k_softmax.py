@@ -12,7 +12,7 @@ from moecore.nn.routers.token_choice import Renormalise, router_logits
 
 
 class TopKSoftmax(NoisyTopK):
-    """Choose the k largest logits of a linear map with bias; their softmax weighs (sum 1).
+    """Choose the k largest logits of a linear map with bias; weights are the softmax of these.
 
     All else is as in noisy_top_k, without noise by default. With k = 1 the weight is always 1, so
     that only regularizers teach the router, not the task.

@@ -12,7 +12,7 @@ from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 
 
 class TopP(Router):
-    """Choose the fewest most probable experts whose probs sum to more than ``threshold``.
+    """Choose the most probable experts, as few as reach a sum of probs above ``threshold``.
 
     Their probs are their weights. Certain tokens use one expert, uncertain ones several; the loss
     ``entropy`` makes tokens more certain. All ``k`` slots are computed, so fewer experts save no
