@@ -40,7 +40,7 @@ class AscentResult(NamedTuple):
     values: Tensor  # (B,), their objective
     history: Tensor  # (N, B), the objective after each step
     sizes: Tensor  # (N, B), the step size of each step
-    wrong: Tensor  # (B, C, H, W), the last images that ``is_wrong`` said of; without any the start
+    wrong: Tensor  # (B, C, H, W), the last misclassified images, by ``is_wrong``, or the start
 
 
 def step_checkpoints(steps: int) -> Iterator[int]:

@@ -93,7 +93,7 @@ class BFloat16Model(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.image = getattr(model, "image", None)  # its ``truth``: is the last channel the truth?
+        self.image = getattr(model, "image", None)  # ``changeable_pixels`` reads it
 
     def forward(self, images: Tensor) -> routing_records.ModelOutput:
         with torch.autocast(images.device.type, dtype=torch.bfloat16):

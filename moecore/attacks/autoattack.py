@@ -75,7 +75,7 @@ def climb_to_error(
     rank: int = 0,
     samples: int = 1,
 ) -> Tensor:
-    """Return the last misclassified images of an APGD ascent, or its start without any."""
+    """Return each image's last misclassified version in an APGD ascent, or its start if none is."""
     # rank: of the other class that targeted_dlr aims at; 0 is the most likely.
     # samples: passes whose gradients are averaged.
     labels = victims.labels

@@ -45,7 +45,7 @@ class Attack(Part, ABC):
 
     @property
     def packs(self) -> bool:
-        """True if the attack takes all images in one call, with ``batch``, and packs survivors."""
+        """True if one call takes all images and forms batches of those not yet misclassified."""
         return False
 
     def radii(self, epsilons: Iterable[float]) -> tuple[float, ...]:
@@ -53,7 +53,7 @@ class Attack(Part, ABC):
         return tuple(epsilons)
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield (key, reason) if the attack cannot be used with the task's labels."""
+        """Yield (settings key, reason) if the attack cannot be used with the task's labels."""
         if around.source is not None and (reason := self.refuses(around.task)):
             yield ("kind",), f"found {self.kind}: {reason}; allowed: another attack"
 
@@ -181,12 +181,12 @@ class Ball(NamedTuple):
 
 
 def spread(values: Tensor, like: Tensor) -> Tensor:
-    """Return one value per image (B,) in a shape that broadcasts over pixels (B, …)."""
+    """Return values (B,), one per image, in a shape that broadcasts to ``like`` (B, …)."""
     return values.view(-1, *[1] * (like.ndim - 1))
 
 
 def where_chosen(chosen: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Return ``new`` for the chosen images (B,), else ``old``."""
+    """Return ``new`` (B, …) for images whose ``chosen`` (B,) is true, else ``old`` (B, …)."""
     return torch.where(spread(chosen, new), new, old)
 
 
@@ -201,7 +201,7 @@ def random_start(ball: Ball, generator: ImageGenerators, who: str = "apgd") -> T
 
 
 class BallAttack(Attack):
-    """An attack within a ball of a norm; base of all attacks but those of other packages."""
+    """An attack within a ball of a norm; base of all attacks except those of other packages."""
 
     eps: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="Own radius, in its norm; null: `epsilons`."
@@ -214,7 +214,7 @@ class BallAttack(Attack):
         return tuple(epsilons)
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield (key, reason) for an L2 ball without a radius, and a radius above the range."""
+        """Yield (settings key, reason) for L2 without a radius, and a radius above the range."""
         if self.norm == "l2" and self.eps is None:
             allowed = "eps, the radius in L2, in addition; epsilons are radii in L∞"
             yield ("norm",), describe_refusal(found="l2 without eps", allowed=allowed)

@@ -78,7 +78,7 @@ def search_boundary(victims: Victims, rank: int | None, steps: int, is_random: b
 
 
 def linearise_boundary(victims: Victims, targets: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Return normals (B, n) and offsets (B,) of the nearest hyperplane to a target (B, T)."""
+    """Return normals (B, n), offsets (B,) of the nearest linear boundary to ``targets`` (B, T)."""
     differences = []
     gradients = []
     with torch.enable_grad(), torch.autocast(images.device.type, enabled=False):

@@ -32,7 +32,7 @@ Goal = Callable[[ModelOutput], Tensor]  # a model's output for B images → the 
 MIN_CLASSES = {"dlr": 3, "targeted_dlr": 4}  # for the third and the fourth largest logit
 Targets = int | Literal["all"] | None
 TARGETS = 9  # of each image, as in the authors' standard version
-# In logits. Beyond it a token counts as turned, so that others decide the gradient.
+# In logits. A token with a larger excess has no gradient, so that other tokens decide it.
 MAX_EXCESS = 0.1
 
 
@@ -72,7 +72,7 @@ class GradientAttack(base.BallAttack):
         return self.objective in ("task", "cross_entropy")
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield (key, reason) if the data's labels or classes do not allow the objective."""
+        """Yield (settings key, reason) if labels or classes do not allow the objective."""
         allowed = "allowed: task (the loss that is learned), balance, routing_change"
         reason = None if around.source is None else objective_refusal(self.objective, around.task)
         classes = len(getattr(around.preview, "classes", None) or ())
@@ -132,7 +132,7 @@ class GradientAttack(base.BallAttack):
     def _perturb_best(
         self, gradients: Sequence["ModelGradient"], ball: base.Ball, generator: base.ImageGenerators
     ) -> Tensor:
-        """Return each image's attempt of the largest objective."""
+        """Return, per image, the result with the largest objective over starts and targets."""
         first, *repeats = gradients
         best = ball.confine(self.perturb_images(first, ball, generator))
         if not repeats:
@@ -166,7 +166,7 @@ class ModelGradient:
     ) -> None:
         self.model = model
         self.goal = goal
-        self.ball = ball  # whose pixels that may not change are kept, with gradient 0
+        self.ball = ball  # pixels that it does not let change have gradient 0
         self.samples = samples  # passes whose gradients are averaged, of a model with noise
         self.prediction = torch.empty(0)  # (B, K), of the last pass
         # Per call, whether the gradient is finite, and the summed objective. Read once, at the end:
@@ -223,8 +223,8 @@ def image_gradient(model: nn.Module, task: Task, images: Tensor, labels: Tensor)
 
 
 def changeable_pixels(model: nn.Module, images: Tensor, inside: bool = False) -> Tensor | None:
-    """Return the pixels (B, C, H, W) that may change, bool: no truth, no background if inside."""
-    # The last channel of some images holds the true kinds of patches, no pixels.
+    """Return which pixels may change, (B, C, H, W) bool, no background if ``inside``; None: all."""
+    # The last channel of some images holds the true kinds of patches: it may not change.
     says_truth = bool(getattr(getattr(model, "image", None), "truth", 0))
     if not inside and not says_truth:
         return None
@@ -286,7 +286,7 @@ def count_targets(targets: Targets, classes: int) -> int:
 
 
 def lacking_targets(targets: Targets, classes: int) -> str | None:
-    """Return that there are fewer other classes than ``targets``, in words; None if not."""
+    """Return a sentence if there are fewer other classes than ``targets``, else None."""
     if isinstance(targets, int) and not 1 <= targets < classes:
         allowed = f"1 to {classes - 1} or all, the other classes of {classes}"
         return f"targets: {describe_refusal(found=targets, allowed=allowed)}"
@@ -294,7 +294,7 @@ def lacking_targets(targets: Targets, classes: int) -> str | None:
 
 
 def other_classes(prediction: Tensor, labels: Tensor) -> Tensor:
-    """Return the classes but each image's label, the most likely first, (B, K − 1)."""
+    """Return all classes except each image's label, the most likely first, (B, K − 1)."""
     right = labels[:, None].long()
     ordered = prediction.scatter(1, right, -torch.inf).sort(dim=1)[1].flip(1)
     return ordered[:, :-1]
@@ -377,7 +377,7 @@ def total_balance_loss(routing: Sequence[RoutingRecord]) -> Tensor | float:
 
 
 def routing_change_surrogate(output: ModelOutput, before: Sequence[Tensor]) -> Tensor:
-    """Return how much probability has left the experts chosen ``before``, (B,)."""
+    """Return the mean −log probability of the experts chosen ``before``, (B,)."""
     # A differentiable surrogate of 1 − IoU of chosen experts. before: (B, T, E) bool per MoE layer.
     # Sum over layers of the mean over tokens of −Σ_e (chosen_e / number chosen)·log p_e (none: 0).
     # A hash router has no gradient; adding 0 · prediction makes it 0 instead of undefined.
@@ -390,10 +390,10 @@ def routing_change_surrogate(output: ModelOutput, before: Sequence[Tensor]) -> T
 
 
 def routing_margin_loss(output: ModelOutput, before: Sequence[Tensor]) -> Tensor:
-    """Return by how much the next expert exceeds the k-th, (B,): a token's choice turns above 0."""
-    # before: (B, T, E) bool per MoE layer, the clean choice. Its lowest logit is the k-th. Sum over
-    # layers of the mean over tokens; 0 for a token that chose no or every expert. 0 · prediction,
-    # as a hash has no gradient.
+    """Return the largest logit of other experts − the smallest of experts ``before``, (B,)."""
+    # before: (B, T, E) bool per MoE layer, the clean choice, which changes above 0. Sum over layers
+    # of the mean over tokens; 0 for a token that chose no or every expert. 0 · prediction, as a
+    # hash has no gradient.
     values = 0.0 * output.prediction.float().sum(dim=1)
     for record, chosen in zip(output.routing, before, strict=True):
         excess = -choice_margin(record.logits, chosen).nan_to_num(0.0)

@@ -28,7 +28,7 @@ class Square(survivors.SurvivorAttack):
 
 
 def search_squares(victims: survivors.Victims, queries: int) -> Tensor:
-    """Return the images (B, C, H, W) of the smallest margin; those that become wrong stop."""
+    """Return images (B, C, H, W) of the smallest margin found; misclassified ones stop early."""
     ball = victims.ball
     channels, height, width = ball.centre.shape[1:]
     if ball.norm == "linf":
@@ -129,7 +129,7 @@ def tiled_start(ball: base.Ball, generator: base.ImageGenerators) -> Tensor:
 
 
 def propose_pyramid(ball: base.Ball, best: Tensor, side: int, draws: Tensor) -> Tensor:
-    """Return images whose change in a window is erased; another gets its norm as two pyramids."""
+    """Move the norm of a window's change to another window, as two pyramids; return the images."""
     # draws: (B, 5 + C): of two corners, then as in ``pyramid_pairs``
     images, channels, height, width = best.shape
     side = max(side, MIN_SIDE)

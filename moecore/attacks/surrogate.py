@@ -37,7 +37,7 @@ class Surrogate(GradientAttack):
 
     def perturb_images(self, at: ValueGradient, ball: Ball, generator: ImageGenerators) -> Tensor:
         assert isinstance(at, ModelGradient)
-        soft = copy(at)  # checks of both are in one list
+        soft = copy(at)  # shares the list of checks that gradients are finite
         temperature = None if self.temperature == "probs" else self.temperature
         soft.model = soften_model(at.model, temperature)
         images = apgd_ascent(soft, ball, random_start(ball, generator), self.steps).images

@@ -15,7 +15,7 @@ from moecore.tasks.base import Task
 
 
 class Victims(NamedTuple):
-    """Images that are still right, and the model."""
+    """The model, and a batch of images that it still classifies correctly."""
 
     model: nn.Module
     ball: base.Ball
@@ -35,7 +35,7 @@ class Victims(NamedTuple):
         return gradient.predict_logits(self.model, images).argmax(dim=1) != self.labels
 
 
-Trial = Callable[[Victims], Tensor]  # attacked images (B, C, H, W), right or wrong
+Trial = Callable[[Victims], Tensor]  # → attacked images (B, C, H, W), misclassified or not
 
 
 class SurvivorAttack(base.BallAttack):
@@ -47,18 +47,18 @@ class SurvivorAttack(base.BallAttack):
 
     @abstractmethod
     def trials(self, classes: int) -> list[Trial]:
-        """Return what is tried in turn, for a model of that many classes."""
+        """Return the trials, in their order, for a model with that number of classes."""
 
     def lacks_classes(self, classes: int) -> str | None:
         """Return why the attack needs more classes, in words; None if it does not."""
         return None
 
     def refuses_model(self, model: nn.Module, images: Tensor) -> str | None:
-        """Return why the attack is pointless for a model, seen on some images, or None."""
+        """Return why the attack is pointless, from the model's output for ``images``, or None."""
         return None
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield (key, reason) if the data's labels, classes or shape do not allow the attack."""
+        """Yield (settings key, reason) if labels, classes or shape do not allow the attack."""
         yield from super().misfits(around)
         card = around.preview
         if card is not None and card.classes and (reason := self.lacks_classes(len(card.classes))):

@@ -29,7 +29,7 @@ from moecore.tasks.base import Task
 
 
 class ScoresAtEpsilon(Config):
-    """Scores at one epsilon: their mean with its 95 % interval, and each image's."""
+    """Scores at one epsilon: mean with 95 % interval, and the score of each image."""
 
     epsilon: float = Field(description="radius of the L∞ ball, in pixel units")
     score: float
@@ -39,7 +39,7 @@ class ScoresAtEpsilon(Config):
 
     @classmethod
     def of(cls, epsilon: float, task: Task, scores: Tensor, people: People = None, **more) -> Self:
-        """Return a row with mean, interval and scores (N,) at an epsilon; more: other fields."""
+        """Return the row of scores (N,) at an epsilon; more: a subclass's additional fields."""
         interval = task.interval(scores, people)._asdict()
         more |= {"score": interval.pop("value"), "scores": task.encode_scores(scores)}
         return cls(epsilon=epsilon, **interval, **more)
@@ -60,7 +60,7 @@ Curves = Mapping[str, Curve]  # attack name → curve, of attacks that were run
 def worst_case(
     curves: Curves, task: Task, images: int, people: People = None
 ) -> tuple[ScoresAtEpsilon, ...]:
-    """Return a row per epsilon with each image's worst score over all attacks, () for none."""
+    """Return a row per epsilon with each image's worst score over attacks; () without curves."""
     if len({tuple(row.epsilon for row in rows) for rows in curves.values()}) > 1:
         raise ValueError("worst_case: the attacks were run at different epsilons")
     worst = []
@@ -87,9 +87,9 @@ class WorstAttackGallery(Config):
 def worst_attack_gallery(
     target: Target, attacks: Sequence[Attack], number: int, curves: Curves
 ) -> WorstAttackGallery | None:
-    """Return ``number`` images, evenly spread, at each epsilon under the strongest attack."""
+    """Return ``number`` images, evenly spread, per epsilon under the strongest attack, or None."""
     last = {attack.name: curves[attack.name][-1] for attack in attacks if attack.name in curves}
-    if not number or not last or target.images.ndim != 4:
+    if not number or not last or target.images.ndim != 4:  # volumes have no pictures
         return None
     sign = 1 if target.task.score.better == "higher" else -1
     # worst score at the largest epsilon, in a tie the larger loss
@@ -152,7 +152,7 @@ def interval_limits(interval: Interval) -> tuple[float, float]:
 
 
 FRACTIONS = (0.25, 0.5, 1.0)  # of ε, at which the loss is compared along two directions
-BLACK_BOXES = ("square",)  # kinds that read no gradient; of another model: transferred attacks
+BLACK_BOXES = ("square",)  # kinds of attacks that read no gradient
 LARGE_EPSILON = 0.5  # radius at which accuracy must be down to chance
 BOTH = "are not both among the attacks"
 # Attacks of many small steps; fgsm's single step may overshoot, which a larger ball makes worse.
@@ -263,8 +263,8 @@ def check_huge_radius(target: Target, attack: Pgd, epsilon: float) -> AuditLine:
 def check_unchanged(
     name: str, target: Target, scores: Tensor, others: Mapping[str, Tensor]
 ) -> AuditLine:
-    """Return an ``AuditLine`` on whether PGD in other forms stays within the worse limit."""
-    # scores, and each of others: (N,), the latter by the form's difference in words
+    """Return an ``AuditLine`` on whether no variant of PGD scores worse than PGD's interval."""
+    # scores: (N,), under PGD; others: how a variant differs, in words → its scores (N,)
     task = target.task
     interval = task.interval(scores, target.people)
     means = {words: float(other.double().mean()) for words, other in others.items()}
@@ -276,8 +276,8 @@ def check_unchanged(
 
 
 def check_surrogate(target: Target, attack: Pgd, epsilon: float, direct: Tensor) -> AuditLine:
-    """Return an ``AuditLine`` on whether attacks on a soft surrogate do no more harm."""
-    # The surrogate uses all experts. direct: (N,), scores under attacks on the model itself.
+    """Return an ``AuditLine`` on whether attacks on a soft copy harm no more than direct ones."""
+    # The copy uses all experts. direct: (N,), scores under attacks on the model itself.
     if getattr(target.model, "moe", None) is None:
         return unevaluated_audit_line("surrogate", "the model has no MoE layer")
     soft = target._replace(model=soften_model(target.model))
@@ -289,8 +289,8 @@ def check_surrogate(target: Target, attack: Pgd, epsilon: float, direct: Tensor)
 def check_black_box(
     target: Target, tries: int, epsilon: float, direct: Tensor, listed: Sequence[Tensor]
 ) -> AuditLine:
-    """Return an ``AuditLine`` on whether attacks without a gradient do no more harm than others."""
-    # direct: (N,), the worst scores by gradient; listed: (N,) each, under attacks without
+    """Return an ``AuditLine`` on whether gradient-free attacks harm no more than gradient ones."""
+    # tries: random corners of the ball; direct: worst (N,) by gradient; listed: (N,) per black box.
     corners = (move_to_random_corner(target, epsilon, seed) for seed in range(tries))
     worst = reduce(target.task.worse_scores, [*map(target.worse_scores, corners), *listed])
     text = f"{tries} random corners of the ball and {len(listed)} listed black boxes"
@@ -300,7 +300,7 @@ def check_black_box(
 def check_no_more_harm(
     name: str, target: Target, words: str, other: Tensor, direct: Tensor
 ) -> AuditLine:
-    """Return an ``AuditLine`` on whether ``other`` scores (N,) are no worse than the direct."""
+    """Return an ``AuditLine`` on whether scores ``other``, (N,), are no worse than ``direct``."""
     task = target.task
     means = [float(scores.double().mean()) for scores in (other, direct)]
     number = int((task.worse_scores(other, direct) != direct).sum())
@@ -340,7 +340,7 @@ def mean_loss(target: Target, images: ImageSequence) -> float:
 
 
 def move_to_random_corner(target: Target, epsilon: float, seed: int = 0) -> Tensor:
-    """Return the images with every pixel moved by ε up or down at random, in [0, 1]."""
+    """Return the images with ε added to or subtracted from each pixel at random, in [0, 1]."""
     clean = target.clean_images()
     noise = uniform_noise_like(clean, image_generators(seed, range(len(clean))), "corners").sign()
     if getattr(getattr(target.model, "image", None), "truth", 0):

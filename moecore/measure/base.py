@@ -37,7 +37,7 @@ class Skipped(Config):
 
 
 class MeasuredModel(NamedTuple):
-    """A trained model on its device in evaluation mode, and the data of its phase."""
+    """A trained model on its device in evaluation mode, and the data of its training phase."""
 
     model: Model  # on ``device``, in evaluation mode
     data: Prepared  # of its phase; measurements read the test split
@@ -51,13 +51,13 @@ class MeasuredModel(NamedTuple):
 class MeasuredPart(Config):
     """Base of the settings of a measurement, or of an optional part; declares metrics and page."""
 
-    metrics: ClassVar[Mapping[str, Metric]] = {}  # what it puts, by name
-    page: ClassVar[OnPage] = OnPage("")  # its title, place and charts
+    metrics: ClassVar[Mapping[str, Metric]] = {}  # name → metric, for which it puts values
+    page: ClassVar[OnPage] = OnPage("")  # title, place and charts of its section of the report
     no_dense: ClassVar[str] = ""  # the reason why a dense model cannot be measured; "": it can
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        """Return the reason why such a model cannot be measured, or None.
+        """Return the reason why such a model cannot be measured; None if it can.
 
         ``moecore check`` calls it with models on the meta device, before anything is trained.
         """
@@ -76,7 +76,7 @@ class MeasuredPart(Config):
         return 0
 
     def places(self) -> Mapping[str, Iterable[Place]]:
-        """Return the places that the settings determine: name → values, as in "k" → (1, 2)."""
+        """Return key of ``Value.at`` → its places, as far as the settings say: "k" → (1, 2)."""
         return {}
 
 
@@ -97,7 +97,7 @@ class Measurement(MeasuredPart, ABC):
     tasks: ClassVar[tuple[str, ...]] = ()  # kinds of tasks that it applies to; (): any
     flat_classes: ClassVar[bool] = False  # whether it needs flat images with classes
     classes_for: ClassVar[str] = "classes"  # what it needs them for, as in Task.needs_classes
-    changes_images: ClassVar[bool] = False  # which would falsify a channel of truth
+    changes_images: ClassVar[bool] = False  # refused if a channel holds the true kinds of patches
 
     @classmethod
     def data_refusal(cls, source: Source) -> str | None:
@@ -190,7 +190,7 @@ def read_result(path: str | Path, model: type[R], stage: str) -> R | Skipped:
         ) from None
 
 
-NO_TASK = Classification(classes=("", "."))  # Values asks it for scores, which are of models
+NO_TASK = Classification(classes=("", "."))  # ``Values`` needs a task; a calculation has none
 
 
 class Calculation(Measurement):
@@ -214,7 +214,7 @@ class Calculation(Measurement):
 
     def collect_values(self, parts: PartStore) -> Found:
         """Return all values that ``calculate`` puts; parts: the store of finished pieces."""
-        # UserError for two values whose places give one name of a column.
+        # UserError if the places of two values give the same column name.
         out = Values(self.metrics, NO_TASK, parts)
         self.calculate(out)
         result = out.found()

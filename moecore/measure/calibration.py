@@ -53,7 +53,7 @@ class FinalTokens(NamedTuple):
         return total / self.labels.numel()
 
     def answers(self, *temperatures: float) -> list["TokenLossAndConfidence"]:
-        """Return each token's loss and confidence with the logits divided by each temperature."""
+        """Return, per temperature, each token's loss and confidence with logits divided by it."""
         by_temperature: list[list[tuple[Tensor, ...]]] = [[] for _ in temperatures]
         for logits, targets in self.parts():
             for answers, value in zip(by_temperature, temperatures, strict=True):
@@ -137,7 +137,7 @@ class CalibrationPaths(NamedTuple):
 
 
 class ModelCalibration(Measurement, ABC):
-    """Base of what the stage ``calibrate`` measures: it fits, writes files and puts values."""
+    """Base of the stage ``calibrate``'s measurements, which fit a calibrator and write files."""
 
     settings: Calibrate
     files: CalibrationPaths

@@ -147,7 +147,7 @@ class CohortChecks(Measurement):
 
 
 def put_single_tissue_errors(subject: MeasuredModel, settings: CohortChecks, out: Values) -> None:
-    """Put MAE of model and probe on complete volumes and, with tissue maps, on single tissues."""
+    """Put MAE of model and linear probe: complete volumes and, with tissue maps, single tissues."""
 
     def load_errors(name: str, region: int | None) -> linear_probe.ModelAndProbeErrors:
         def compute() -> list[list[float]]:

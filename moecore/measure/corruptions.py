@@ -29,7 +29,7 @@ Name = Literal[Noise, Blur, Weather, Digital]
 
 
 def relative_mce(result: Found, dense: Sequence[Found]) -> float | None:
-    """Return the mCE relative to dense models; None if they make no error under a corruption."""
+    """Return the mCE relative to ``dense`` results; None if these have error 0 for a corruption."""
     baseline = mean_dense_errors(dense)
     if baseline is None:
         return None
@@ -175,7 +175,7 @@ def put_corruption_errors(
 
 
 def mean_corruption_error(errors: Errors, baseline: Errors) -> float:
-    """Return mCE: mean over corruptions of Σ_s error / Σ_s baseline error; below 1: better."""
+    """Return mCE: mean over corruptions of Σ_s error / Σ_s baseline error, s the severities."""
     severities = {name: set(row) for name, row in errors.items()}
     baseline_severities = {name: set(row) for name, row in baseline.items()}
     if severities != baseline_severities or not errors:

@@ -135,7 +135,7 @@ def forward_pass_times(model: nn.Module, images: Images, rounds: int) -> list[fl
 
 
 def peak_memory_and_counting_method(model: nn.Module, images: Tensor) -> tuple[int, str]:
-    """Return peak bytes of a pass without gradients, with weights, and how they were counted."""
+    """Return peak bytes of a pass without gradients, weights included, and the counting method."""
     tensors = (*model.parameters(), *model.buffers(), images)
     device = model_device(model)
     with eval_mode(model), torch.no_grad(), meter.measure_peak_memory(tensors, device) as peak:

@@ -1,7 +1,7 @@
 """Measure the score that a model loses without some of its experts (2411.00918).
 
-Tokens choose among the remaining experts by the router's rule. Also the loss without a token's
-first, second … choice. L MoE layers.
+Tokens choose among the remaining experts by the router's rule. Also the loss if every token drops
+its first, second … choice. L MoE layers of E experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -144,7 +144,7 @@ class ExpertWorth(Measurement):
         out.facts["load"] = counts / counts.sum(dim=1, keepdim=True)
 
 
-# name of a part and a change of the model → loss of score per image, (N,)
+# name of the stored result, context that changes the model → loss of score per image, (N,)
 MeasureLoss = Callable[[str, AbstractContextManager], np.ndarray]
 
 
@@ -152,7 +152,7 @@ def put_removal_losses(
     model: Model, measure_loss: MeasureLoss, counts: Tensor, draws: int, out: Values
 ) -> None:
     """Put the loss of score without the most used, least used or random experts of every layer."""
-    # counts: (L, E), choices of each expert; draws: random sets per number of experts.
+    # counts: (L, E), tokens per expert; draws: random sets per number of removed experts.
     layers, experts = counts.shape
     by_use = counts.argsort(dim=1, descending=True, stable=True).tolist()
     numbers = expert_counts_to_remove(alternative_choices.removable_expert_count(model))
@@ -189,7 +189,7 @@ def remove_experts(model: Model, removed: Sequence[Sequence[int]]) -> AbstractCo
 def scores_without_experts(
     subject: MeasuredModel, settings: ExpertWorth, change: AbstractContextManager
 ) -> list[float]:
-    """Return the score of each measured test image, (N,), inside the context ``change``."""
+    """Return each measured test image's score, (N,); change: a context that alters the model."""
     model = subject.model
     split = subject.data.test
     task = subject.model.image.task
@@ -208,7 +208,7 @@ def evenly_spaced_images(split: Split, settings: ExpertWorth) -> np.ndarray:
 
 
 def draw_experts(layers: int, experts: int, number: int, draw: int) -> list[list[int]]:
-    """Draw ``number`` experts per layer; of one ``draw``, larger sets include smaller ones."""
+    """Draw ``number`` experts per layer; with equal ``draw``, larger sets include smaller ones."""
     generator = np.random.default_rng([SEED, draw])
     return [generator.permutation(experts)[:number].tolist() for _ in range(layers)]
 

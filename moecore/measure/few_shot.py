@@ -123,7 +123,7 @@ class FewShot(Measurement):
 
 
 def draw_few_shots(subject: MeasuredModel, shots: int, seed: int, draw: int) -> np.ndarray:
-    """Draw ``shots`` training images per class; return their indices (K, shots)."""
+    """Draw training images for repetition ``draw``; return (K, shots) indices, a row per class."""
     # Each class is permuted once per draw: fewer shots are a subset of more, for all methods.
     task = subject.data.task
     members = task.by_class(torch.from_numpy(np.array(subject.data.train.labels)))

@@ -127,7 +127,7 @@ class FewerExperts(Measurement):
                     out.put("reduced_score", value, **{way: 100 * (1 - share)})
 
     def planned_reductions(self) -> list[tuple[WayOrAll, float]]:
-        """Return each model's (way, remaining share of experts); first ("all", 1.0), unreduced."""
+        """Return (way, remaining share of experts) per model; first ("all", 1.0), unreduced."""
         ways = [(way, share) for way in self.ways for share in sorted(self.left, reverse=True)]
         return [("all", 1.0), *ways]
 

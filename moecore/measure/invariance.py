@@ -108,7 +108,7 @@ class Invariance(Measurement):
 
 
 def normalise_imed(lengths: np.ndarray, between: np.ndarray) -> Interval | None:
-    """Return mean IMED under a transform / mean IMED between images, both (N,), with interval."""
+    """Return mean IMED under a transform / mean IMED between images (None if 0), both (N,)."""
     # 0: unchanged; 1: routed like another image. Near-uniform probabilities make both small, so the
     # ratio, unlike IMED, distinguishes invariant routing from uniform routing.
     if not between.any():

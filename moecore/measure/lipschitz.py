@@ -98,7 +98,7 @@ def lemma_terms_by_layer(
 def sample_layer_inputs(
     model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str
 ) -> list[Tensor]:
-    """Return inputs (n, d) of each MoE layer at random positions, the same for every method."""
+    """Return ``tokens`` random inputs (n, d) per MoE layer, the same positions for any method."""
     if not isinstance(model, BackboneModel):
         raise TypeError("layer_tokens: a guided model has no encoding block by block")
     blocks = model.experts_and_router.indices(model.depth)
@@ -111,7 +111,7 @@ def sample_layer_inputs(
     samples = []
     for layer in zip(*encoded, strict=True):
         sample_layer_inputs = torch.cat(layer).flatten(0, 1)
-        # Layers with as many tokens get the same places.
+        # Layers with equally many tokens get the same positions.
         generator = np.random.default_rng(derived_seed("measured_tokens", seed))
         places = np.sort(generator.permutation(len(sample_layer_inputs))[:tokens])
         samples.append(sample_layer_inputs[torch.from_numpy(places).to(sample_layer_inputs.device)])

@@ -53,13 +53,13 @@ class PixelValues(NamedTuple):
 def measure_baselines(
     data: Prepared, settings: Baselines, shots: int | None, seed: int, parts: PartStore
 ) -> Found | Skipped:
-    """Fit on the images that a phase trains on, and score the test split.
+    """Fit each classifier to the images of a training phase, and score it on the test split.
 
     Args:
         data: Prepared data; other than flat images with one class each are skipped.
         settings: Caps, and penalties that the validation images choose from.
         shots: Training images per class of the phase, drawn by ``seed``; None: all.
-        seed: Of the training whose images are taken.
+        seed: Seed of the training run whose images are used.
         parts: Store of finished pieces; each classifier is one.
 
     Returns:
@@ -74,7 +74,7 @@ def measure_baselines(
         learned = np.arange(len(data.train.labels))
     learned = learned[evenly_spaced_indices(len(learned), settings.images)]
     checked = evenly_spaced_indices(len(data.validation.labels), settings.images)
-    channels = data.card["channels"]  # without that of the truth
+    channels = data.card["channels"]  # without the channel of the patches' true kinds
     train = read_pixel_values(data.train, learned, channels, settings.pixels)
     validation = read_pixel_values(data.validation, checked, channels, settings.pixels)
     test = read_pixel_values(data.test, np.arange(len(data.test.labels)), channels, settings.pixels)

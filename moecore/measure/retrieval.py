@@ -130,8 +130,8 @@ def put_recall(
     name: str, hits: Tensor, at: tuple[int, ...], gallery: int, right: Tensor, out: Values
 ) -> None:
     """Put recall ``{name}`` at each k of ``at``, mean of hits (N, k), and ``{name}_chance``."""
-    # gallery: its size; right: number of right answers in it, per image, or (1,) if equal for all.
-    # By chance all of the gallery are tied.
+    # N queries; gallery: number of candidates; right: (N,), right candidates of each query, or (1,)
+    # if equal for all. By chance, all candidates are tied.
     ties = (torch.zeros_like(right), gallery - right, right, at)
     chances = image_text.tie_hit_probability(*ties).mean(dim=0).tolist()
     for k, chance, values in zip(at, chances, hits.unbind(1), strict=True):
@@ -172,7 +172,7 @@ def summarize_caption_routing(
     record: RoutingRecord, tokens: Tensor, tokenizer: Tokenizer
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return metric → value of one layer, and its most frequent words with shares of experts."""
-    # record: fields (n, 1, E); tokens: (n,) int64.
+    # record: fields (n, 1, E); tokens: (n,) int64, the word index of each.
     experts = record.probs.shape[-1]
     first = first_choices(record)[:, 0]
     tokens, first = tokens[first >= 0], first[first >= 0]
@@ -196,7 +196,7 @@ def summarize_caption_routing(
 
 
 def occurrence_pair_agreement(table: Tensor) -> float:
-    """Return the share of pairs of occurrences with the same expert, from counts (rows, E)."""
+    """Return the share of pairs of a word's tokens with the same expert; counts (words, E)."""
     counts = table.sum(dim=1)
     pairs = (counts * (counts - 1)).sum()
     if pairs == 0:

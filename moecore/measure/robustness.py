@@ -26,10 +26,10 @@ from moecore.tasks.base import Task
 
 PICTURES = 3  # attacked images shown, under the strongest attack
 CHANGES = ("routing_change", "processing_change")
-ROUTERS = "router_attacks"  # the worst of them, in place of an attack
+ROUTERS = "router_attacks"  # place "attack" of the worst score under all attacks on the routers
 TRANSFERS = ("transfer-dense", "transfer-seed")  # images attacked on another model
-TRANSFERRED = "images.safetensors"  # such images (N, C, H, W), by epsilon
-MEAN = "{} epsilons"  # also a place on "epsilon": the mean over this many of them
+TRANSFERRED = "images.safetensors"  # file of transferred images (N, C, H, W), by epsilon
+MEAN = "{} epsilons"  # place "epsilon" of the mean over this number of epsilons
 Epsilon = Annotated[float, Field(ge=0, le=1)]
 ATTACKED = Metric(
     "{title}, ε\u00a0=\u00a0{epsilon}",  # never broken into two lines
@@ -141,19 +141,19 @@ class Robustness(Measurement):
 
     @property
     def router_parts(self) -> tuple[Attack, ...]:
-        """Attacks on the routers; () without."""
+        """Attacks on the routers; () if ``routers`` is None."""
         if self.routers is None:
             return ()
         return self.routers.parts
 
     @property
     def single_attacks(self) -> dict[str, Attack]:
-        """Name → attack, of all that are run on the model."""
+        """Name → attack, for all attacks that run on the measured model, also on its routers."""
         return {attack.name: attack for attack in (*self.attacks, *self.router_parts)}
 
     @property
     def transferred_names(self) -> tuple[str, ...]:
-        """Names of the transferred attacks; () without."""
+        """Names of the transferred attacks; () if ``transfer`` is None."""
         if self.transfer is None:
             return ()
         return TRANSFERS
@@ -196,7 +196,7 @@ class Robustness(Measurement):
             tensors, _ = read_tensors(subject.transferred[name] / TRANSFERRED)
             source = TransferredImages(name, tensors)
             curves[name] = measure_curve(source, target, clean, epsilons, out)
-        # What compares attacks leaves out those with their own radius.
+        # Comparisons of attacks leave out attacks that have a radius of their own.
         compared = [attack for attack in self.single_attacks.values() if not attack.radii(())]
         separate = {attack.name for attack in self.attacks if attack.radii(())}
         shared = {name: curve for name, curve in curves.items() if name not in separate}
@@ -245,7 +245,7 @@ def check_attack_settings(settings: Robustness, task: Task) -> None:
 
 
 class TransferredImages(NamedTuple):
-    """Images that were attacked on another model, in place of an attack."""
+    """Images that were attacked on another model, measured like the result of an attack."""
 
     name: str
     images: Mapping[str, Tensor]  # epsilon, as text → (N, C, H, W) in [0, 1]
@@ -267,7 +267,7 @@ def measure_curve(
 
 
 def put_router_attacks(curves: attack_audit.Curves, images: int, out: Values) -> None:
-    """Put the worst of the attacks on the routers, and each one's scores as ``part``."""
+    """Put each image's worst score under attacks on routers, and each attack's as ``part``."""
     worst = attack_audit.worst_case(curves, out.task, images, out.people)
     put_scores("attacked", worst, images, out, attack=ROUTERS)
     for name, rows in curves.items():
@@ -282,7 +282,7 @@ def put_scores(
     out: Values,
     **attack: Place,
 ) -> None:
-    """Put ``{key}`` at each epsilon, and ``{key}_at`` at each above 0 and as their mean."""
+    """Put ``{key}`` at each epsilon, and ``{key}_at`` at each epsilon above 0 and as their mean."""
     scores_by_row = [out.task.decode_scores(row.scores, images).double().numpy() for row in rows]
     for row, scores in zip(rows, scores_by_row, strict=True):
         interval = Interval(row.score, row.low, row.high)

@@ -5,7 +5,7 @@ all other tokens and layers are fixed; their values are recomputed. The smallest
 label, which no router knows: compare it with the gain of one set for all tokens. The loss is the
 task's, per item; of a text, the mean over the block's words.
 
-N images (blocks of a text), n of their tokens are drawn, S sets.
+N images (blocks of a text), n drawn tokens per image, S sets of k experts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -132,7 +132,7 @@ class RouterRegret(Measurement):
     def draw_tokens(
         self, model: Model, layer: int, images: np.ndarray, *stream: int
     ) -> "DrawnTokens":
-        """Draw ``self.tokens`` tokens of a layer for each image; stream: added to the seed."""
+        """Draw ``self.tokens`` tokens of a layer per image; stream: added integers of the seed."""
         generator = np.random.default_rng([SEED, layer, *stream])
         layout = model.layouts[layer]
         length = layout.special + prod(layout.grid)
@@ -188,7 +188,7 @@ def subset_losses(
 
 
 def build_item_loss(model: Model, pixels: Tensor, label: Tensor) -> Callable[[int], Tensor]:
-    """Return a function: number of passes → loss of the item (1, …) in each pass, (passes,)."""
+    """Return a function: number of passes → loss in each, (passes,); pixels, label: of one item."""
     if isinstance(model, LanguageTransformer):
         return read_block(model, pixels, label)
 
@@ -222,7 +222,7 @@ def find_best_choices(
 
 
 def regret_metrics_by_image(losses: np.ndarray, people: People = None) -> dict[str, np.ndarray]:
-    """Return each metric's values per image, (N,), from losses (N, n, S + 1) by expert set."""
+    """Return metric → (N,) by image, from losses (N, n, S + 1) per set, the chosen set last."""
     images, tokens = losses.shape[:2]
     sets = losses[..., :-1].reshape(images * tokens, -1)
     chosen = losses[..., -1].ravel()

@@ -73,7 +73,7 @@ def layer_metric(label: str, better: str, form: str, note: str, paper: str) -> M
 
 
 def expert_map_part_metrics(place: str, description: str) -> dict[str, Metric]:
-    """Return name → metric: load, mass and share of experts of a part of the map of experts."""
+    """Return the metrics of one part of the expert map, such as its border: load, mass, cells."""
     metrics = {}
     for share, (name, quantity) in MAP_SHARES.items():
         label, note = f"{name}, {place}", f"{quantity} {description}"
@@ -315,7 +315,7 @@ def routing_metrics_by_layer(
     images: np.ndarray,
     settings: Routing,
 ) -> tuple[Layers, LayerItems]:
-    """Return, per MoE layer, metric → mean and → (N,) by image: load, matches of views, teacher."""
+    """Return, per MoE layer, metric → mean over ``images``, and metric → (N,) by image."""
     router = subject.model.experts_and_router.scaled_router
     threshold = alternative_choices.score_threshold(router)
     k = getattr(router, "k", None)
@@ -345,7 +345,7 @@ def put_means(layers: Layers, by_image: LayerItems, key: str, out: Values, **at:
 
 
 def put_augmented_views(model: Model, images: np.ndarray, settings: Routing, out: Values) -> None:
-    # a change would falsify a channel of truth
+    # A text has no views; a view would falsify a channel that holds the true kinds of patches.
     if images.ndim == TEXT or model.image.truth:
         return
     few = evenly_spaced_indices(len(images), settings.augmentation_images)

@@ -156,7 +156,7 @@ def certified_radii(model: Model, images: np.ndarray) -> dict[str, Tensor]:
 
 
 def select_balls(sizes: Tensor, radii: Tensor) -> Tensor:
-    """Return the sizes that decide radii like these; every ball that is left out costs time."""
+    """Return the ball sizes from 1/16 of the median to 4 times the largest of the radii above 0."""
     proven = radii[radii > 0]
     if len(proven):
         sizes = sizes[(sizes > proven.median() / 16) & (sizes < proven.amax() * 4)]
@@ -166,7 +166,7 @@ def select_balls(sizes: Tensor, radii: Tensor) -> Tensor:
 def attack_tokens(
     model: Model, images: np.ndarray, tokens: Tensor, radii: Tensor, norm: Any, steps: int
 ) -> Tensor:
-    """Return whether an attack within their radii gives tokens other experts, (n,) bool."""
+    """Return whether an attack within a token's radius changes its experts, (n,) bool."""
     # tokens: (n, 2), image and position; radii: (N, T). PGD on each token's margin, in fp64.
     exact: Any = frozen_double_copy(model)
     few = images[tokens[:, 0].numpy()]

@@ -145,7 +145,7 @@ def count_jumps(probs: Tensor, labels: Tensor, threshold: float) -> Tensor:
 
 
 def label_probability(probs: Tensor, labels: Tensor) -> Tensor:
-    """Return the probability of each image's true class along its ramp, (N, S + 1) fp64."""
+    """Return the true class's probability, (N, S + 1) fp64, along ramps (N, S + 1, K)."""
     return probs.double().gather(2, labels[:, None, None].expand(-1, probs.shape[1], 1)).squeeze(2)
 
 

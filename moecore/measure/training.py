@@ -41,7 +41,7 @@ def training_overhead(trained: Found, baseline: Sequence[Found], _: Found | None
 def steps_to_baseline_loss(
     trained: Found, _: Sequence[Found], same_seed: Found | None
 ) -> int | None:
-    """Return the step at which the loss reaches the same-seed baseline's final one, or None."""
+    """Return ``steps_until_baseline_loss`` of the same seed's baseline; None without one."""
     if same_seed is None:
         return None
     return steps_until_baseline_loss(outcome_of(trained), outcome_of(same_seed))
@@ -49,7 +49,7 @@ def steps_to_baseline_loss(
 
 def hits_reader(fact: str) -> Callable[[Mapping[type, Any]], np.ndarray | None]:
     """Return a function that reads from results which test images are correct, (N,) bool."""
-    # fact: "scores" or "top5"
+    # fact: "scores" or "top5". The function returns None if the results do not say it.
 
     def read(results: Mapping[type, Any]) -> np.ndarray | None:
         trained, calibrated = results.get(Trained), results.get(calibration.ClassCalibration)

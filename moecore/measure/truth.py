@@ -135,7 +135,7 @@ class Truth(Measurement):
 class TruthLayer(Config):
     """Agreement of one layer's experts with the truth."""
 
-    values: dict[str, Interval]  # metric → number; that of the purity has limits, over images
+    values: dict[str, Interval]  # metric → number; the purity has limits over images
     counts: tuple[tuple[int, ...], ...]  # (E, D), in the matching's order of experts
 
 
@@ -145,7 +145,7 @@ def change_key(kind: str, strength: float) -> str:
 
 
 def measure_truth(experts: Tensor, kinds: Tensor, expert_count: int, kind_count: int) -> TruthLayer:
-    """Return the agreement of experts (N, T) int64 and kinds (N, T), 1 to D; kind 0 is ignored."""
+    """Return the agreement of experts (N, T), −1 for none, and kinds (N, T), 1 to D, 0 unknown."""
     from sklearn.metrics import adjusted_mutual_info_score, normalized_mutual_info_score
 
     chosen, truth = experts.numpy(), kinds.numpy()

@@ -100,7 +100,7 @@ class OnPage(NamedTuple):
     place: int = 100  # on the page, ascending; equal places are ordered by name
     heading: str = ""  # of its section; "" for the title
     charts: tuple[Chart, ...] = ()  # in their order on the page
-    about: str = ""  # metric, or column (fog_0_75) of one with places; "": first with a direction
+    about: str = ""  # metric or column shown while folded; "": the first column with a direction
 
 
 class Value(config.Config):
@@ -111,7 +111,7 @@ class Value(config.Config):
     value: float
     low: float | None = None  # its 95 % limits
     high: float | None = None
-    items: str | None = None  # one value per item, packed; their mean is ``value``
+    items: str | None = None  # one value per item (or person), encoded; their mean is ``value``
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Found(config.Config):
         return None if value is None else value.interval
 
     def curve(self, metric: str, over: str) -> dict[Any, float]:
-        """Return place → value, for values whose only place is ``over``."""
+        """Return place → value of a metric, for its values that have the single place ``over``."""
         return {row.at[over]: row.value for row in self.all(metric) if set(row.at) == {over}}
 
     def numbers(self) -> dict[str, float]:
@@ -179,7 +179,7 @@ class Values:
         self.metrics = metrics
         self.task = task
         self.parts = parts
-        self.people: People = None  # (N,), where a person has several items
+        self.people: People = None  # (N,), the person of each item; None: each is another person's
         self.values: list[Value] = []
         self.facts: dict[str, Any] = {}
         self.skipped: list[str] = []
@@ -220,7 +220,7 @@ class Values:
         return mean(items, people=self.people)
 
     def piece(self, name: str, compute: Callable[["Values"], None]) -> None:
-        """Add the values that ``compute`` puts, or those that an earlier process stored."""
+        """Add the values that ``compute`` puts, or that an earlier process stored as ``name``."""
 
         def fresh() -> dict[str, Any]:
             part = Values(self.metrics, self.task, self.parts)

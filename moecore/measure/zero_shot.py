@@ -125,7 +125,8 @@ class ZeroShot(Measurement):
 def class_vectors_and_unknown_words(
     subject: MeasuredModel, names: tuple[str, ...], templates: tuple[str, ...]
 ) -> tuple[Tensor, list[int]]:
-    """Return the mean unit vectors of classes' prompts, (K, w + 3), and unknown words per class."""
+    """Return classes' mean unit prompt vectors, (K, w + 3), and numbers of unknown words."""
+    # w columns of the embedding, 3 of the first prompt's fingerprint (see ``two_towers``)
     task = subject.model.image.task
     assert isinstance(task, ImageText)
     tokenizer = load_tokenizer(subject.data.folder, task)

@@ -43,7 +43,7 @@ class Temperature(Calibrator):
     def fit(
         self, predictions: Tensor, labels: Tensor, groups: Sequence[str] | None = None
     ) -> FittedTemperature:
-        """Return the temperature with the smallest NLL."""
+        """Return the temperature with the smallest NLL of logits (N, K); groups have no effect."""
         _check_logits(predictions, labels)
         logits = predictions.detach().double().cpu()
         labels = labels.long().cpu()
@@ -92,6 +92,6 @@ def _check_logits(logits: Tensor, labels: Tensor) -> None:
 
 
 def nll_derivative_by_row(logits: Tensor, labels: Tensor, beta: float) -> Tensor:
-    """Return each row's dNLL/dβ = z̄ − z_label, z̄ the mean of logits under softmax(βz)."""
+    """Return dNLL/dβ = z̄ − z_label per row z of logits (N, K); z̄: mean of z under softmax(βz)."""
     mean = (torch.softmax(beta * logits, dim=1) * logits).sum(dim=1)
     return mean - logits.gather(1, labels[:, None])[:, 0]

@@ -29,7 +29,7 @@ ORDER = ("csf", "gm", "wm")  # by how much the tissue's shape tells about age, m
 def predict_with_features(
     model: Model, images: np.ndarray | Tensor, batch: int = BATCH
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a number model's predictions (N,), and its head's inputs (N, F); both fp64."""
+    """Return a regression model's predictions (N,), and its head's inputs (N, F); both fp64."""
     features: list[Tensor] = []
     hook = model.head.register_forward_pre_hook(
         lambda head, inputs: features.append(inputs[0].detach().cpu())
@@ -45,8 +45,7 @@ def fit_ridge_probe(
     train: tuple[np.ndarray, np.ndarray], validation: tuple[np.ndarray, np.ndarray]
 ) -> tuple[Pipeline, float]:
     """Fit a ridge on standardised features (N, F) and targets (N,); return it and its penalty."""
-    # It is the penalty with the smallest mean absolute error on ``validation``; in a tie the
-    # largest.
+    # The penalty has the smallest mean absolute error on ``validation``; in a tie the largest.
     # Imported here, as sklearn is slow to import and all stages import the measurements.
     from sklearn.linear_model import Ridge
     from sklearn.pipeline import make_pipeline

@@ -1,10 +1,9 @@
 """Test brain-age models on simulated people: ageing, rescans, and experts of tissues.
 
-Agreement is that of a cube's first region expert with the cube's largest tissue. N people with one
-volume each, R tissues that have an expert, P cubes (tokens) per volume. The amount of a tissue in a
-cube is the sum of its shares over foreground voxels. Cubes with any amount above 0 count; *own* is
-the tissue with the largest amount (in a tie the first). *First* is the tissue whose expert has the
-highest score in the last MoE layer; free experts are left out.
+N people with one volume each, R tissues that have an expert, P cubes (tokens) per volume. A cube
+agrees if its largest tissue (*own*; in a tie the first) is the tissue whose expert has the highest
+score in the last MoE layer (*first*); experts without a tissue are left out. A tissue's amount is
+the sum of its shares over the cube's foreground voxels; cubes without any amount do not count.
 Formulas: docs/methods.md, `Generalisation of region experts`.
 """
 
@@ -87,7 +86,7 @@ def rising_step_share(predictions: np.ndarray) -> float:
 
 
 def rank_correlations(ages: Sequence[float], predictions: np.ndarray) -> list[float]:
-    """Return each subject's Spearman correlation of ages (A,), predictions (S, A); 0: constant."""
+    """Return each subject's Spearman correlation of ages (A,), predictions (S, A); constant: 0."""
     age_ranks = scipy.stats.rankdata(ages) - (len(ages) + 1) / 2
     ranks = scipy.stats.rankdata(predictions, axis=1) - (len(ages) + 1) / 2
     lengths = np.sqrt((age_ranks @ age_ranks) * (ranks * ranks).sum(axis=1))
@@ -117,7 +116,7 @@ def measure_simulated_rescans(
 def mean_session_gap_change(
     model: Model, data: Prepared, pairs: Sequence[tuple[int, int]], batch: int
 ) -> Interval:
-    """Return the mean |change of predicted age − years between|; pairs: of test sessions."""
+    """Return the mean |change of predicted age − years between|; pairs: test indices."""
     indices, inverse = np.unique(pairs, return_inverse=True)
     gaps = predict_years(model, data.test.images[indices], batch) - data.test.labels[indices]
     earlier, later = gaps[inverse.reshape(-1, 2)].T
@@ -177,7 +176,7 @@ def tissue_sums_by_cube(shares: np.ndarray, grid: tuple[int, ...]) -> np.ndarray
 
 
 def cube_tissue_agreement(sorts: Sequence[RoutedCubes]) -> TissueAgreement:
-    """Return how often a cube's best expert is its tissue's, over several versions of volumes."""
+    """Return how often a cube's best expert is its tissue's; sorts: versions of N volumes."""
     cube_tissues = np.concatenate([cubes.largest_tissue for cubes in sorts], axis=1)
     first = np.concatenate([cubes.best_expert for cubes in sorts], axis=1)
     tissues = np.arange(sorts[0].amounts.shape[-1])

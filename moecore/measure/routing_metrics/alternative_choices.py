@@ -130,7 +130,7 @@ TOLERANCE = 1e-6  # differences of losses below it are rounding
 
 
 def expert_subsets(experts: int, k: int, seed: int = 0) -> np.ndarray:
-    """Return sets of k experts, (S, E) bool: all in order, or a sample of more than MAX_SUBSETS."""
+    """Return sets of k experts, (S, E) bool: all, or a sample if they are more than MAX_SUBSETS."""
     if comb(experts, k) <= MAX_SUBSETS:
         chosen = np.array(list(combinations(range(experts), k)))
     else:
@@ -142,8 +142,9 @@ def expert_subsets(experts: int, k: int, seed: int = 0) -> np.ndarray:
 
 
 def fixed_subset_gain(losses: np.ndarray, chosen: np.ndarray, is_first: np.ndarray) -> np.ndarray:
-    """Return each token's gain with one set for all tokens, (n,); below 0 if routing is better."""
-    # is_first: (n,) bool, the tokens of one half. Each half uses the set that is best on the other.
+    """Return each token's loss with its chosen experts − with one set for all tokens, (n,)."""
+    # losses: (n, S), by set; chosen: (n,), with the router's choice; is_first: (n,) bool, tokens of
+    # one half. Each half uses the set that is best on the other. Below 0: routing is better.
     gain = np.empty(len(chosen))
     for half in (is_first, ~is_first):
         gain[half] = chosen[half] - losses[half, losses[~half].mean(axis=0).argmin()]
@@ -294,7 +295,7 @@ def sweep_chart(name: str, over: str, label: str, share: bool | None) -> Chart:
 
 
 def slope_metric(side: str, end: str) -> Metric:
-    """Return the ``Metric`` of the fallback's slope below or above the trained threshold."""
+    """Return the ``Metric`` of the fallback's slope; side: "below", "above"; end: in words."""
     note = f"increase of the fallback per 1 of T, from {AT} to the {end} T tried (figure S3)"
     label = f"Fallback, slope {side} {AT}"
     return Metric(label, note=note, paper="ermoe", detail=True, needs="thresholds")

@@ -24,7 +24,7 @@ from moecore.training.surgery.expert_reduction import watching_layers
 
 
 def count_coactivation(chosen: Tensor) -> Tensor:
-    """Count, per image and pair of experts, the tokens that chose both, (B, E, E) fp64."""
+    """Count the tokens that chose each pair of experts, (B, E, E) fp64; chosen: (B, T, E)."""
     ones = chosen.double()
     return ones.mT @ ones
 
@@ -51,7 +51,7 @@ def coactivation_lift(counts: Tensor, tokens: int) -> Tensor:
 
 
 def mean_pair_lift_by_image(chosen: Tensor) -> Tensor:
-    """Return the mean lift of the pairs that tokens chose, as one value per image, (B,) fp64."""
+    """Return the mean lift of chosen pairs as values per image, (B,) fp64; chosen: (B, T, E)."""
     experts = chosen.shape[-1]
     rows = count_coactivation(chosen).flatten(1)
     is_used = rows.any(dim=0)  # linearize_at_mean leaves out the other columns
@@ -87,7 +87,8 @@ def uses_per_window(chosen: Tensor, length: int) -> Tensor:
 
 def consistency_f1_scores(uses: np.ndarray) -> np.ndarray:
     """Return F1 for each threshold θ = 0 … m, (m + 1,), from a histogram ``uses`` (m + 1,)."""
-    # Each window loads the experts with at least θ uses: F1 = 2·served / (m·loaded + needed).
+    # A window loads experts with at least θ uses: F1 = 2·served / (m·loaded + needed), with served
+    # the uses of loaded experts and needed all uses.
     served, needed_and_loaded = _served_and_f1_denominator(uses[None])
     return 2 * served[0] / needed_and_loaded[0]
 
@@ -111,7 +112,7 @@ def _served_and_f1_denominator(uses: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def window_consistency(
     patches: Tensor, windows: Sequence[int]
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Return name → F1 per image (B,), and → F1 by chance, per window < T; patches (B, T, E)."""
+    """Return "consistency_{m}" → F1 by image, (B,), and → by chance, for m < T of (B, T, E)."""
     values, chances = {}, {}
     number, length = patches.shape[:2]
     order = np.random.default_rng(SEED).permuted(np.tile(np.arange(length), (number, 1)), axis=1)
@@ -151,7 +152,7 @@ def cumulative_load_shares(counts: Tensor) -> Tensor:
 
 
 def token_margins(scores: Tensor, chosen: Tensor) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Return tokens' margins: "margin" → means per image (B,), "smallest_margin" → 1 % quantile."""
+    """Return "margin" → ``choice_margin`` by image, (B,), and "smallest_margin" → 1 % quantile."""
     margins = choice_margin(scores, chosen)
     is_known = margins.isfinite()
     if not is_known.any():
@@ -168,7 +169,7 @@ EXPERTS_PER_HOT = 8  # one of this many experts counts as hot, at least one in a
 
 @contextmanager
 def record_early_choices(model: Model) -> Iterator[dict[str, list[Tensor]]]:
-    """Record, inside the ``with``, what each router chooses from the tokens of the layer before."""
+    """Record layer name → its router's choices for the layer before's tokens, inside ``with``."""
     early: dict[str, list[Tensor]] = {}  # layer, in order → (B, T, E) bool per call
     latest: dict[str, Tensor] = {}  # name → latest tokens of the layer
 
@@ -193,7 +194,7 @@ def choice_predictability(
     predicted: Tensor, chosen: Tensor
 ) -> tuple[dict[str, np.ndarray], dict[str, float], dict[str, float]]:
     """Measure how well the early choices predict a layer's choices, both (B, T, E) bool."""
-    # Name → (B,) with the metric as mean, → chance, and → metric without values per image.
+    # Returns name → (B,) with the metric as mean; name → chance; name → metric of the whole layer.
     # early_choice: share of a token's experts that are among its early ones; by chance k / E.
     # early_load: cosine of both loads; by chance with an even load. early_load_rank: Spearman's
     # correlation of the loads (mean ranks for ties), left out if either is constant. early_hottest:

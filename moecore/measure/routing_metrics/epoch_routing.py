@@ -30,7 +30,7 @@ from moecore.training.single_tissue_volumes import keep_only_tissue
 
 
 def count_matching_pairs(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Tensor:
-    """Count each image's pairs that agree, (B, 3) int64; in a tie the lowest expert is best."""
+    """Count each image's pairs that agree, (B, 3) int64; the lowest index is best in a tie."""
     # Columns: best expert, best and second in this order, two best as a set. probs_1, probs_2:
     # (B, P, E), both sides of each pair; is_pair: (B, P) bool, which pairs exist.
     if probs_1.shape[-1] < 2 or not is_pair.any():
@@ -257,9 +257,9 @@ def saturation_by_image(chosen: Sequence[np.ndarray]) -> list[np.ndarray]:
 def encode_agreement_items(
     first: Sequence[np.ndarray], people: np.ndarray | None
 ) -> dict[str, str]:
-    """Encode, per pair of epochs, each image's share of tokens with the same first expert."""
-    # "with_final" and "consecutive" at a quarter and half of the epochs, the latter also at the end
-    # and as mean. first: per epoch, (N, L, T) integers; people: (N,).
+    """Return name → (N,) share of tokens with equal first experts in two epochs, encoded."""
+    # "with_final" and "consecutive" at a quarter and half of the epochs; "consecutive" also at the
+    # end and as mean. first: per epoch, (N, L, T) integers; people: (N,).
     last = len(first) - 1
 
     def encode_agreement(*pairs: tuple[int, int]) -> str:

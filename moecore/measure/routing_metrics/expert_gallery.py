@@ -200,8 +200,6 @@ def _grid_rows(grid: np.ndarray) -> list[str]:
 
 
 class FavouritePatch(Config):
-    """A patch of a test image."""
-
     image: int  # index in the split
     patch: int  # on the finest grid of all layers, the first that it covers
     probability: float  # of the expert
@@ -344,7 +342,7 @@ def largest_shares(shares: Tensor, number: int = CLASSES) -> tuple[tuple[int, fl
 
 def last_block_words(blocks: np.ndarray, has_truth: bool) -> np.ndarray:
     """Return the vocabulary indices (N, T) of the words of the last block of the context."""
-    # blocks: (N, C, T); channels: blocks of context, with known truth followed by as many of kinds.
+    # blocks: (N, C, T), C blocks of context; if ``has_truth``, C / 2, then C / 2 of true kinds.
     return blocks[:, blocks.shape[1] // (1 + has_truth) - 1].astype(np.int64)
 
 

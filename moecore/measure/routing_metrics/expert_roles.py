@@ -377,7 +377,7 @@ def encode_choice_sample(chosen: Tensor, people: People) -> expert_similarity.En
 def selection_scores(
     model: Model, layers: Sequence[str], records: Sequence[routing_records.RoutingRecord]
 ) -> list[Tensor]:
-    """Return the scores that each layer's router chose by, (N, T, E) on the CPU."""
+    """Return the scores by which the router of each layer (a module name) chose, (N, T, E)."""
     device = model_device(model)
     scores = []
     for name, record in zip(layers, records, strict=True):

@@ -64,7 +64,7 @@ class LayerTokens(NamedTuple):
 
 def cat_last_calls(parts: list[Tensor], images: int) -> Tensor:
     """Concatenate each image's last call, (N, …), from ``parts`` (B, …) per call of a router."""
-    # A text is read with the blocks before it, which are calls, too: the last call is its own.
+    # Blocks of a text before the measured one are calls, too: the last call is the measured one.
     calls = sum(map(len, parts)) // images
     return torch.cat(parts[calls - 1 :: calls])
 
@@ -98,7 +98,7 @@ class ExpertSimilarity(NamedTuple):
     cka: Tensor  # (E, E) fp64
     cosine: Tensor  # (E, E) fp64
     by_image: dict[str, np.ndarray]  # NAMES → mean over pairs without NaN, (N,)
-    chances: dict[str, float]  # one of a pair reads another image's, or person's, tokens
+    chances: dict[str, float]  # the same if one of a pair reads other images' tokens
 
 
 def compare_experts(outputs: Sequence[Tensor], people: People = None) -> ExpertSimilarity | None:

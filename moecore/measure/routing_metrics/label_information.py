@@ -177,7 +177,8 @@ def _information_by_image(
 def _largest_expert_share(
     chosen: np.ndarray, labels: np.ndarray, table: np.ndarray, common: np.ndarray, null: np.ndarray
 ) -> tuple[LargestExpertShare, np.ndarray]:
-    """Return specialisation over labels ``common`` (K,) bool, also per image; null: sums."""
+    """Return ``LargestExpertShare`` over labels ``common`` (K,) bool, and excess by image."""
+    # null: per permutation of the labels, the sum of their largest shares.
     number = int(common.sum())
     tokens = np.bincount(labels[labels >= 0], minlength=len(common))
     shares = np.zeros(len(common))

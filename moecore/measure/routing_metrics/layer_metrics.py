@@ -1,6 +1,6 @@
 """Routing metrics: pure functions of one MoE layer's tensors, or of several layers' records.
 
-IMED is a distance of two maps of experts, row by row, that accounts for neighbours.
+IMED is a distance of two vectors of expert probabilities in which neighbours on a grid are close.
 """
 
 import math
@@ -68,7 +68,7 @@ def dead_expert_share(counts: Tensor, below: float = 0.01) -> float:
 
 
 def routing_confidence(probs: Tensor) -> dict[str, float]:
-    """Return "confidence_highest", "…_second" and "…_others" → probability, mean over tokens."""
+    """Return "confidence_highest", "…_second", "…_others" → mean probability; probs: (B, T, E)."""
     ordered = probs.double().flatten(0, -2).sort(dim=-1, descending=True).values.mean(dim=0)
     return {
         "confidence_highest": float(ordered[0]),

@@ -102,7 +102,7 @@ def look_up_augmentation(
 def draw_two_views(
     images: np.ndarray, augmentation: TwoViewAugmentation, seed: int, *stream: int
 ) -> ViewsWithAffines:
-    """Return both views of images uint8 (N, C, H, W), all first views first."""
+    """Draw two views per image, uint8 (N, C, H, W); return all first views, then all second."""
     # Pixels fp32 (2N, C, h, w) in [0, 1] with affines (2N, 3, 3); for volumes, float16
     # (N, C, D, H, W), fp32 volumes with affines (2N, 4, 4). Drawn from (seed, index, view,
     # ``stream``): whole chunks of 100 images keep their views if images are added.
@@ -132,17 +132,17 @@ class LayerMatches(NamedTuple):
 
     counts: Tensor  # (N, 3) int64, for each of NAMES
     switched: Tensor  # (N, T) fp64, switch fraction of each pair's chosen experts; 0: no pair
-    number: Tensor  # (N,) int64, pairs
+    number: Tensor  # (N,) int64, of all pairs
 
     def shares(self) -> dict[str, float]:
-        """Return match or switch metric → share of all pairs."""
+        """Return each of SHARES → its share of all pairs."""
         pairs = int(self.number.sum())
         ratios = [count / pairs for count in self.counts.sum(dim=0).tolist()]
         switched = self.switched.sum() / self.number.sum()
         return dict(zip(SHARES, (*ratios, float(switched)), strict=True))
 
     def by_image(self) -> dict[str, Tensor]:
-        """Return match or switch metric → (N,) by image, with the means of ``shares``."""
+        """Return each of SHARES → values by image, (N,), with the means of ``shares``."""
         number = self.number.double().numpy()
         sums = [*self.counts.double().T, self.switched.sum(dim=1)]
         return {
@@ -154,7 +154,7 @@ class LayerMatches(NamedTuple):
 def view_match_shares(
     model: Model, images: np.ndarray, views: ViewSettings, batch: int
 ) -> Sequence[tuple[Mapping[str, float], Mapping[str, Tensor]]]:
-    """Return, per MoE layer, match or switch metric → share, and → (N,) by image; {} for text."""
+    """Return, per MoE layer, each of SHARES → share, and → values by image, (N,); {} for text."""
     if images.ndim == TEXT:
         return [({}, {})] * len(model.experts_and_router.indices(model.config.depth))
     pictures = draw_two_views(images, TwoViewAugmentation(name="views", views=views), SEED)
@@ -165,7 +165,7 @@ def view_match_shares(
 def match_two_views(
     model: Model, views: ViewsWithAffines, batch: int, people: People = None
 ) -> dict[str, tuple[np.ndarray, Interval]]:
-    """Return match or switch metric → (N,) by image, and mean over layers with its interval."""
+    """Return each of SHARES → values by image, (N,), and mean with interval, over all layers."""
     layers = count_matches_by_layer(model, views, batch)
     means = layer_metrics.average_layers([layer.shares() for layer in layers])
     images = mean_items_over_layers([layer.by_image() for layer in layers])
