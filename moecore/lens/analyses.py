@@ -54,7 +54,7 @@ class TokenLabels:
             self.remarks.append("purity: found one label; allowed: two or more")
 
     def by_kind(self, number: int, previous_experts: Tensor | None) -> dict[str, Tensor]:
-        """Return kind of label → a layer's token labels, (N or 1, T or 1), −1 if unknown."""
+        """Return kind of label → labels of layer ``number``, (N or 1, T or 1); −1: unknown."""
         # previous_experts: the first experts of the previous layer's tokens, (N, T').
         tokens = self.layers[number].tokens
         labels = {"position": torch.arange(tokens)[None]}
@@ -77,9 +77,9 @@ CONTEXT = 4  # words before and after an example
 
 
 class TopTokens(NamedTuple):
-    """Each expert's K tokens with the highest keys, at most one per item, best first; (K, E)."""
+    """The K tokens per expert with the highest sort keys, at most one per item; (K, E) each."""
 
-    keys: Tensor  # −1: no token
+    keys: Tensor  # descending along K; −1: no token
     items: Tensor
     patches: Tensor
     probabilities: Tensor  # of the expert
@@ -179,13 +179,13 @@ class TraceQuantities(NamedTuple):
 
 
 def record_of_layer(routing: LayerRouting) -> RoutingRecord:
-    """Build a record for metrics that read no logits; its logits are the probabilities."""
+    """Build a record whose logits are the probabilities, for metrics that do not read logits."""
     chosen, probs, combine = routing
     return RoutingRecord(probs, probs, chosen.float(), chosen, combine)
 
 
 def expert_use_metrics_by_item(record: RoutingRecord) -> dict[str, np.ndarray]:
-    """Return metric → value per item (N,), for all metrics of the use of experts in a layer."""
+    """Return expert-use metric → value per item (N,), for the record of one layer."""
     k = int(record.chosen.sum(dim=-1).max())
     metrics = layer_metrics.measure_layer_use_by_image(record, None, k)
     counts = record.chosen.sum(dim=1).double()
@@ -260,7 +260,7 @@ def analyse_layer(
     analyses: Sequence[Analysis],
     context: expert_roles.RoleAnalysisInputs,  # choices of the previous layer
 ) -> tuple[LayerQuantities, expert_roles.ByImage]:
-    """Analyse a layer; return its quantities, and, by name, the values (N,) of those per item."""
+    """Return a layer's quantities, and name → values (N,) of those measured per item."""
     record = record_of_layer(routing)
     counts = layer_metrics.expert_counts(routing.chosen)
     dead = layer_metrics.dead_expert_share(counts)  # refuses a layer in which nothing was chosen
@@ -324,7 +324,7 @@ def check_same_items(trace: Trace, against: Trace, indices: np.ndarray) -> None:
 
 
 def mean_over_items(values: np.ndarray) -> Interval:
-    """Return the mean of values (N,) with its 95 % interval; without limits for one item."""
+    """Return the mean of values (N,) with its 95 % interval; if N is 1, without an interval."""
     if len(values) == 1:
         return Interval(float(values[0]))
     return crossed_difference(values[None]).interval()
@@ -346,7 +346,7 @@ def compare_matched_experts(
     ours: LayerRouting, theirs: LayerRouting
 ) -> tuple[tuple[int, ...], dict[str, np.ndarray], dict[str, float]]:
     """Match the experts of two traces on half of the items, and compare them on the other half."""
-    # Returns each expert's partner (E,), and name → the other half's agreement by item, by chance.
+    # Returns each expert's match (E,), and on the other half: agreement per item, and by chance.
     pair = ours.chosen.numpy(), theirs.chosen.numpy()
     items = len(pair[0])
     is_fit = np.random.default_rng(base.SEED).permutation(items) < items // 2

@@ -38,18 +38,18 @@ ROTATIONS = 50  # of the phases of a request, for the chance level
 
 
 class EngineFormat(NamedTuple):
-    """Facts that engine files lack: k, number of layers, first MoE layer, number of experts."""
+    """Facts about the model that engine files lack; None: unknown."""
 
     top_k: int | None = None
     layers: int | None = None
-    first_layer: int = 0
+    first_layer: int = 0  # the first MoE layer
     experts: int | None = None
 
 
 class EngineRequest(NamedTuple):
-    """One request: its place in a file, and expert ids (T, L, k), −1 if not recorded."""
+    """One request: its place in the input, and expert ids (T, L, k), −1 if not recorded."""
 
-    place: str
+    place: str  # as in messages: a path, and for JSON the line, response and choice
     ids: np.ndarray
     prompt: int | None  # leading tokens of the prompt, before generated ones; None: unknown
 
@@ -132,7 +132,7 @@ def read_engine_response(response: Any, place: str, form: EngineFormat) -> Itera
 
 
 def decode_expert_ids(choice: Mapping[str, Any], place: str, form: EngineFormat) -> np.ndarray:
-    """Decode expert ids (T, L, k) from lists, a base64 .npy file, or base64 integers."""
+    """Decode ``routed_experts`` (lists, base64 of .npy or of integers) to ids (T, L, k)."""
     payload = choice.get("routed_experts")
     dtype = choice.get("routed_experts_dtype", DTYPES[0])
     try:
@@ -153,7 +153,7 @@ def decode_expert_ids(choice: Mapping[str, Any], place: str, form: EngineFormat)
 
 
 def read_llama_cpp_csv(path: Path, content: str, form: EngineFormat) -> EngineRequest:
-    """Read a request from llama.cpp's lines, which have k ids per token and layer of each pass."""
+    """Read a request from ``content``, the lines "layer,expert" of llama.cpp's forward passes."""
     # The prompt is what is evaluated before the last passes of one token each.
     lines = [line.split(",") for line in content.splitlines()]
     for line, cells in enumerate(lines, 1):
@@ -217,18 +217,18 @@ Quantities = dict[str, tuple[np.ndarray, float]]
 
 
 def linearize_loads(function: Callable[[Tensor], Tensor], rows: np.ndarray) -> np.ndarray:
-    """Linearise f(mean of rows (R, D)) to one value per request, for intervals."""
+    """Linearise ``function`` (of the mean of rows, (R, D)) to one value per request."""
     return linearize_at_mean(function, torch.from_numpy(rows + 1e-12)).numpy()
 
 
 def phase_distance(row: Tensor) -> Tensor:
-    """Return the total variation distance between two phases' loads, concatenated in ``row``."""
+    """Return the total variation distance of prompt and generated loads; row: both, (2 E,)."""
     prompt, generated = row.chunk(2)
     return (prompt / prompt.sum() - generated / generated.sum()).abs().sum() / 2
 
 
 def measure_engine_layer(chosen: np.ndarray, sizes: Sequence[int]) -> Quantities:
-    """Measure load and cache hits of a layer from choices (R, T, E) bool, padded."""
+    """Measure a layer's load, and the hits of caches of ``sizes`` experts; chosen: (R, T, E)."""
     experts = chosen.shape[2]
     loads = chosen.sum(axis=1, dtype=float)
     k = int(chosen.sum(axis=2).max())
@@ -276,7 +276,7 @@ def compare_phases(chosen: np.ndarray, lengths: np.ndarray, prompts: np.ndarray)
 
 
 def measure_engine_agreement(ours: np.ndarray, theirs: np.ndarray) -> Quantities:
-    """Measure the share of equal choices of two engines, and its value by chance."""
+    """Measure the share of equal choices (R, T, E) of two engines, and its chance level."""
     both = ours.any(axis=2, keepdims=True) & theirs.any(axis=2, keepdims=True)
     first, second = (np.logical_and(part, both) for part in (ours, theirs))
     choices = first.sum(axis=(1, 2))
@@ -290,14 +290,14 @@ def pad_choices(requests: Sequence[EngineRequest], layer: int, experts: int) -> 
     chosen = np.zeros((len(requests), longest, experts + 1), bool)
     for row, request in zip(chosen, requests, strict=True):
         np.put_along_axis(row[: len(request.ids)], request.ids[:, layer], True, axis=1)
-    return chosen[..., :-1]  # −1 is the last column
+    return chosen[..., :-1]  # id −1 set the last column
 
 
 def analyse_engines(
     files: Sequence[Path], against: Sequence[Path], form: EngineFormat
 ) -> list[dict[str, Any]]:
     """Analyse engine files; return table rows per layer and for the mean over layers."""
-    # files: of one engine, requests in their order; against: the same requests in another, or ().
+    # files: recorded by one engine; against: the same requests, in order, by another, or ().
     requests = read_engine_files(files, form)
     theirs = read_engine_files(against, form) if against else []
     shapes, their_shapes = ([part.ids.shape for part in parts] for parts in (requests, theirs))

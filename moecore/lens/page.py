@@ -264,7 +264,7 @@ def draw_trace_pictures(trace: traces.Trace) -> Iterator[tuple[str, Figure]]:
 
 
 def main_experts(trace: traces.Trace, number: int) -> np.ndarray:
-    """Return the main expert of each patch of ``SHOWN_ITEMS`` items, (items, *grid); −1: none."""
+    """Return each patch's expert of largest weight in layer ``number``, (N, *grid); −1: none."""
     shape = trace.card.layers[number]
     items = evenly_spaced_indices(trace.items, SHOWN_ITEMS)
     combine = trace.layer(number, items).combine[:, shape.special :]

@@ -87,7 +87,7 @@ def record_python_file(path: Path, out: Path) -> int:
 
 
 def iterate_batches(batches: Iterable[Any], path: Path) -> Iterator[Batch]:
-    """Yield (inputs, item tensors) per batch of a user's file; UserError for any error in it."""
+    """Yield (inputs, item tensors) per batch that the file ``path`` defines; errors: UserError."""
     with explaining_errors(path):
         for batch in batches:
             pair = batch if isinstance(batch, tuple) else (batch, {})
@@ -100,7 +100,7 @@ def iterate_batches(batches: Iterable[Any], path: Path) -> Iterator[Batch]:
 
 @contextmanager
 def explaining_errors(path: Path | None) -> Iterator[None]:
-    """Turn errors in the ``with`` block into a UserError with the line of ``path``, if given."""
+    """Turn errors in the ``with`` block into a UserError with ``path`` and line; None: do not."""
     try:
         yield
     except UserError:
@@ -134,7 +134,7 @@ def record_batches(
 
 
 def tokens_of_arguments(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return {"tokens": input_ids} from a model's arguments, or {}; UserError for padding."""
+    """Return {"tokens": input_ids} of a model's arguments, {} without; UserError if padded."""
     mask = inputs.get("attention_mask")
     if mask is not None and not mask.all():
         allowed = "1; cut texts to parts of one length, without padding"

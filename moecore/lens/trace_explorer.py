@@ -44,7 +44,7 @@ class ExploredLayer(NamedTuple):
 
 
 class TraceExplorer:
-    """Collects counts and examples of a trace that ``can_explore`` for the explorer page."""
+    """Collects a trace's counts and examples for the explorer page; see ``can_explore``."""
 
     def __init__(self, trace: Trace, items: int | None = None) -> None:
         """Read up to ``items`` items, evenly spread (None: all), and explore every layer."""
@@ -136,7 +136,7 @@ class TraceExplorer:
     def _profiles(
         self, load: Tensor, places: Tensor | None, uses: dict[str, Tensor]
     ) -> list[expert_gallery.ExpertProfile]:
-        """Return each expert's profile for loads (E,) and the ``uses`` of ``count_expert_uses``."""
+        """Return a profile per expert; load: (E,); places, uses: as in ``_explore_layer``."""
         counts = torch.from_numpy(self.numbers["tokens"])
         common = (counts >= expert_gallery.RARE).nonzero().flatten()
         shares_by_word = uses["tokens"][1:][common].double() / counts[common, None]
@@ -171,7 +171,7 @@ class ExploredTrace(NamedTuple):
 def build_explorer_data(
     side: ExploredTrace, name: str, pool: dict[str, int], items: int, examples: int
 ) -> dict[str, Any]:
-    """Return a trace's part of the page's data, with texts replaced by indices in ``pool``."""
+    """Return a trace's data for the page; packed arrays are indices in ``pool`` (text → index)."""
     explorer = side.explorer
     roles = [layer.roles for layer in side.numbers.layers]
     answers = explorer_page.collect_expert_role_facts(roles, min(examples, explorer_page.PARTNERS))
@@ -220,14 +220,14 @@ def render_traces(
 
 
 def can_explore(layers: Sequence[LayerShape]) -> bool:
-    """Return whether all layers have the same tokens, or grids of patches over the same picture."""
+    """Return whether one explorer can show all layers: equal tokens, or patches of one picture."""
     layouts = [layer.layout() for layer in layers]
     rows = {layout for layout in layouts if len(layout.grid) == 1}
     return len({(layout.special, len(layout.grid)) for layout in layouts}) == 1 and len(rows) < 2
 
 
 def count_item_numbers(trace: Trace, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Count each number ≥ 0 in item tensor ``name``, (V,); empty if the tensor is missing."""
+    """Count the numbers 0 to V − 1 in the trace's tensor ``name``, (V,); without one, (0,)."""
     counts = np.zeros(0, int)
     for places in parts:
         values = trace.beside(name, places)
@@ -239,9 +239,9 @@ def count_item_numbers(trace: Trace, name: str, parts: Sequence[np.ndarray]) -> 
 
 
 def count_expert_uses(uses: Tensor, numbers: Tensor | None, chosen: Tensor) -> None:
-    """Add to ``uses`` (1 + V, E) how often tokens with each of V numbers chose each expert."""
-    # Row 1 + n counts tokens whose word or label is n, row 0 unknown ones; chosen: (N, T, E).
-    # Numbers (N,) or (N, T) are ignored if T is another than in ``chosen``.
+    """Add to ``uses`` (1 + V, E) how often tokens with each word or label chose each expert."""
+    # Row 1 + n counts tokens with number n, row 0 those with an unknown one; chosen: (N, T, E).
+    # numbers: of words or labels, (N,) or (N, T); ignored if T differs from ``chosen``.
     if numbers is not None and numbers.shape[1:] in ((), chosen.shape[1:2]):
         rows = (numbers.view(len(numbers), -1).expand(chosen.shape[:2]).clamp(min=-1) + 1).flatten()
         uses.index_add_(0, rows, chosen.flatten(0, 1).int())

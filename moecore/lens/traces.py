@@ -61,7 +61,7 @@ class LayerShape(config.Config):
         return self
 
     def layout(self, size: Sequence[int] = ()) -> TokenLayout:
-        """Return the layout of tokens in pictures of ``size`` (height, width) pixels, if any."""
+        """Return the tokens' layout; size: (height, width) of pictures in pixels, () without."""
         return TokenLayout(self.special, self.grid or (self.tokens - self.special,), tuple(size))
 
 
@@ -90,7 +90,7 @@ class TraceCard(config.Config):
 
 
 def check_tokens_in_vocabulary(tokens: Tensor, size: int, place: str) -> None:
-    """Raise UserError, starting with ``place``, for tokens not below ``size``, unless it is 0."""
+    """Raise UserError at ``place`` for tokens ≥ ``size`` (of the vocabulary; 0: none)."""
     wrong = tokens[(tokens < 0) | (tokens >= size)]
     if size and wrong.numel():
         allowed = f"0 to {size - 1}, the words of the vocabulary: is it of another tokenizer?"
@@ -131,7 +131,7 @@ def check_item_tensor(
 
 
 def check_pictures(values: Tensor, items: int, layers: Sequence[LayerShape], place: str) -> None:
-    """Raise UserError unless pictures are uint8 (items, 1 or 3, H, W) that grids divide."""
+    """Raise UserError unless pictures are uint8 (items, 1 or 3, H, W), divisible by grids."""
     size = values.shape[2:]
     fits = values.ndim == 4 and len(values) == items and values.shape[1] in (1, 3)
     if not fits or values.dtype != torch.uint8 or max(size) > MAX_SIDE:
@@ -254,7 +254,7 @@ class Trace:
     def _read_parts(
         self, names: list[str], items: np.ndarray | None
     ) -> Iterator[tuple[Path, list[Tensor]]]:
-        """Yield each file's path and the tensors ``names`` of those ``items`` that it has."""
+        """Yield (path, items' tensors ``names``) per file that has any of ``items``; None: all."""
         items = np.arange(self.items) if items is None else items
         first = 0
         for chunk in self.card.chunks:
@@ -301,7 +301,7 @@ def read_trace_card(path: Path) -> TraceCard:
 
 
 def decode_layer_routing(experts: Tensor, weights: Tensor, probs: Tensor) -> LayerRouting:
-    """Convert expert ids (−1: none) and weights, (N, T, S), to dense routing (N, T, E)."""
+    """Convert a file's expert ids and weights (N, T, S) to dense routing (N, T, E)."""
     number = probs.shape[-1]
     # Empty slots, −1, are written into one additional column, which is cut off.
     columns = experts.long().where(experts >= 0, number)
@@ -439,7 +439,7 @@ class TraceWriter:
 
 
 def build_layer_shapes(sizes: Sequence[tuple[int, ...]], layouts: Layouts) -> list[LayerShape]:
-    """Build a LayerShape per (tokens, experts) and layout; ``layouts`` as in ``write_trace``."""
+    """Build a LayerShape per layer; sizes: (tokens, experts); layouts: as in ``write_trace``."""
     layouts = list(layouts) or [(0, ())]
     if len(layouts) == 1:
         layouts = layouts * len(sizes)

@@ -105,7 +105,7 @@ def _innermost_line(error: BaseException) -> str:
 
 
 def refuse_unexportable(folder: Path, model: Model, purpose: str = "exported") -> None:
-    """Raise UserError if a prediction of ``model`` depends on more than its own input."""
+    """Raise UserError if routing needs a teacher, the truth or other inputs of the batch."""
     why = None
     wants = frozenset() if model.moe is None else model.moe.router.wants
     if isinstance(model, method.GuidedModel):
@@ -121,7 +121,7 @@ def refuse_unexportable(folder: Path, model: Model, purpose: str = "exported") -
 
 
 def draw_inputs(model: Model, number: int) -> Tensor:
-    """Return ``number`` random inputs (number, C, *pixels): values in [0, 1], or a text's words."""
+    """Return ``number`` random inputs (number, C, *shape): values in [0, 1], or word indices."""
     image = model.image
     generator = torch.Generator().manual_seed(number)
     if image.task.long:
@@ -133,7 +133,7 @@ def draw_inputs(model: Model, number: int) -> Tensor:
 def trace_module(
     module: nn.Module, inputs: tuple[Tensor, ...], shapes: Sequence[Mapping[int, Any]]
 ) -> ExportedProgram:
-    """Return the program of a module with dynamic axes, without operations no output needs."""
+    """Trace a module, without unused operations; shapes: per input, axis → dynamic size."""
     with plain_operations_context():
         # strict: else ``len`` of a tensor would fix the batch size
         program = torch.export.export(module, inputs, dynamic_shapes=tuple(shapes), strict=True)
@@ -167,7 +167,7 @@ def _write_onnx(program: ExportedProgram, path: Path, wrapped: TensorsOnly) -> R
 
 
 def compare_outputs(wrapped: TensorsOnly, run: Run | None) -> str:
-    """Return a phrase with the largest error of ``run``, the exported model; UserError if large."""
+    """Return a phrase with the largest error of ``run``, if any; UserError above ``TOLERANCE``."""
     if run is None:
         return "not compared with the model: onnxruntime is not installed"
     largest = 0.0

@@ -182,7 +182,7 @@ def new_age_rows(
 
 
 def load_age_calibration(folder: Path, model_folder: Path) -> AgeCalibrator:
-    """Load training ranges and calibrator of a model; UserError if they are of another model."""
+    """Load reference.json and, if any, calibrator.json; UserError if made for another model."""
     place = folder / "reference.json"
     if not place.is_file():
         lacking = "holds no reference.json, with the preparation and the ranges of training volumes"

@@ -82,7 +82,7 @@ def render_predictions(content: PredictionsPage) -> str:
 
 
 def build_picture_tile(pixels: np.ndarray, experts: Sequence[np.ndarray], label: str = "") -> Tile:
-    """Return a picture with its experts: uint8 (1 or 3, H, W); per layer (rows, columns, k)."""
+    """Build a tile; pixels: uint8 (1 or 3, H, W); experts: per layer (rows, columns, k)."""
     image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
     kind = "png" if max(image.size) <= MAX_PNG_SIDE else "jpeg"
     buffer = io.BytesIO()
@@ -92,7 +92,7 @@ def build_picture_tile(pixels: np.ndarray, experts: Sequence[np.ndarray], label:
 
 
 def middle_slice_tiles(volume: np.ndarray, experts: Sequence[np.ndarray]) -> list[Tile]:
-    """Return tiles of a volume's 3 middle slices, (1, D, H, W); experts per layer (d, h, w, k)."""
+    """Build a tile per axis of volume (1, D, H, W): the middle slice; experts: (d, h, w, k)."""
     tiles = []
     for axis, label in enumerate(("first axis", "second axis", "third axis")):
         cut = np.take(volume[0], volume.shape[axis + 1] // 2, axis=axis)
@@ -214,7 +214,7 @@ def _outputs_with_experts(
 
 
 def tabulate_files(columns: Sequence[str], rows: Sequence[FileRow]) -> Iterator[Sequence[str]]:
-    """Yield the table's header, and per file: name, prediction, probability, numbers, error."""
+    """Yield the table's header, and a line per row; columns: names of ``FileRow.numbers``."""
     yield "file", "prediction", "probability", *columns, "error"
     for row in rows:
         numbers = [f"{value:.6g}" for value in row.numbers] or [""] * len(columns)
@@ -257,7 +257,7 @@ def embed_text_file(path: Path, model: two_towers.TwoTowerModel, folder: Path) -
 
 def build_nearest_text_reader(texts: EmbeddedTexts, pairs: str) -> OutputReader:
     """Return a reader that turns an image embedding into a row: nearest text, all cosines."""
-    # pairs: the loss of the model's training, ``sigmoid`` or ``softmax``.
+    # pairs: the loss of the model's training, sigmoid or softmax.
 
     def row(side: Tensor) -> FileRow:
         cosines = cosine_matrix(side[None], texts.sides)[0]
@@ -280,7 +280,7 @@ def build_nearest_text_reader(texts: EmbeddedTexts, pairs: str) -> OutputReader:
 def rank_pictures(
     model: two_towers.TwoTowerModel, texts: EmbeddedTexts, rows: Sequence[FileRow]
 ) -> tuple[list[Sequence[str]], list[RoutedText]]:
-    """Rank pictures per text; return table lines (text, place, file, cosine) and page entries."""
+    """Rank pictures per text; return table lines (text, rank, file, cosine) and page entries."""
     readable = [row for row in rows if not row.error]
     lines: list[Sequence[str]] = [("text", "place", "file", "cosine")]
     shown = []

@@ -88,7 +88,7 @@ class Column(NamedTuple):
     of_pairs: bool = False
 
     def read(self, model: ModelResults) -> Interval | None:
-        """Return the value of one model; None if not measured, or if the metric compares seeds."""
+        """Return a model's value; None if it was not measured, or if ``of_pairs``."""
         result = model.of(self.kind)
         if result is None or self.of_pairs:
             return None
@@ -98,7 +98,7 @@ class Column(NamedTuple):
         return value
 
     def pair_values(self, models: Sequence[ModelResults]) -> np.ndarray | None:
-        """Return the values (S, S) of all pairs of S ≥ 2 seeds; None if a result is missing."""
+        """Return the values (S, S) of pairs of S seeds; None if S < 2 or a result is missing."""
         results = list_without_none(model.of(self.kind) for model in models)
         if len(results) < max(2, len(models)):
             return None
@@ -110,7 +110,7 @@ class Column(NamedTuple):
         return values
 
     def seed_numbers(self, models: Sequence[ModelResults]) -> np.ndarray:
-        """Return one number per model (S,) for tests; for pairs, jackknife pseudo-values."""
+        """Return one number per seed (S,), for tests; if ``of_pairs``, jackknife pseudo-values."""
         if self.of_pairs:
             pairs = self.pair_values(models)
             assert pairs is not None, f"{self.name} is read of models that lack it"
@@ -224,7 +224,7 @@ class MetricColumns(NamedTuple):
 
     stage: str  # the measurement's name
     kind: type[base.MeasuredPart]
-    within: str = ""  # the setting of the measurement, for a part of one
+    within: str = ""  # for a part of a measurement: the setting that adds it
     fill_in: FillIn | None = None  # for words that depend on several places, or the kind of score
 
     def columns(self, context: ColumnContext) -> list[Column]:
@@ -250,7 +250,7 @@ class MetricColumns(NamedTuple):
         ]
 
     def _named(self, key: str, metric: Metric, score: str, at: At | None) -> Metric:
-        """Return the metric with its column's name, label and note; at None: of the mean."""
+        """Return the metric with its column's name, label and note for ``at``; None: the mean."""
         if at is None:
             name = column_name(key, metric, score)
             note = f"{metric.note}; mean over {metric.over}s"
@@ -360,7 +360,7 @@ class MetricColumns(NamedTuple):
 
 
 def add_chance_metric(key: str, metric: Metric) -> list[tuple[str, Metric]]:
-    """Return [(key, metric)], and the metric's value by chance as a second pair if declared."""
+    """Return [(key, metric)]; if ``metric.chance`` is set, also the pair of its chance level."""
     if not metric.chance:
         return [(key, metric)]
     name = metric.name or (f"{key}_{{}}" if metric.over else key)
@@ -370,13 +370,13 @@ def add_chance_metric(key: str, metric: Metric) -> list[tuple[str, Metric]]:
 
 
 def column_name(key: str, metric: Metric, score: str, *places: Place) -> str:
-    """Return the column's name: ``metric.name`` or the key, with the places filled in."""
+    """Return the column's name: ``metric.name`` or ``key``, filled with score and places."""
     name = metric.name or "_".join([key, *["{}"] * len(places)])
     return name.replace("{score}", score).replace("{}", "_".join(map(place_slug, places)))
 
 
 def fill_score_words(text: str, score: Score, baseline: str = "") -> str:
-    """Return ``text`` with {score}, {unit}, {baseline} etc. filled in; other {words} stay."""
+    """Replace {score}, {unit}, {baseline} etc. in ``text``; other words in braces stay."""
     tested = {"mae": "Test MAE", "precision_at_1": "Precision at 1"}
     texts = {
         "": "",
@@ -391,7 +391,7 @@ def fill_score_words(text: str, score: Score, baseline: str = "") -> str:
 
 
 def list_metric_places(results: Iterable[Found], key: str, metric: Metric) -> list[At]:
-    """Return the distinct places {name: place} at which ``results`` have values of the metric."""
+    """Return each distinct combination of places (such as attack and epsilon) with values."""
     places: dict[tuple[Place, ...], At] = {}
     for result in results:  # of ``metric.last``: the last place of the first result with the others
         of_result = {
@@ -404,7 +404,7 @@ def list_metric_places(results: Iterable[Found], key: str, metric: Metric) -> li
 
 
 def find_metric_values(result: Found, key: str, metric: Metric, at: At | None) -> list[Value]:
-    """Return the metric's values at the places ``at``; all values if ``at`` is None."""
+    """Return the values at the places ``at`` (for ``metric.last`` the last one); None: all."""
     if at is not None and not metric.last:
         return list_without_none([result.find(key, **at)])
     values = [value for value in result.all(key) if set(value.at) == set(metric.places)]

@@ -68,7 +68,7 @@ SCORED = ("on clean test data", "under the worst attack", "under attack")
 class QuantityByMethod(NamedTuple):
     """One main quantity of a phase, such as the score, with a table cell per method."""
 
-    phrase: str  # within a sentence; for steadiness with {} for the values
+    phrase: str  # within a sentence, in which {} stands for the values of steadiness
     column: Column
     cells: Mapping[str, Cell]
     unit: str = ""
@@ -152,7 +152,7 @@ def cells_by_method(name: str, cells: Cells) -> dict[str, Cell]:
 
 
 def headline_attack_columns(phase: PhaseResults) -> tuple[str, str]:
-    """Return the columns of the score under attack and of the routing change, or ""."""
+    """Return the columns of score under attack and routing change; ("", "") without attacks."""
     # The score is of the worst case, if measured, else of the last attack; the change of the last.
     attack = choose_headline_attack(phase)
     if not attack:

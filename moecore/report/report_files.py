@@ -177,10 +177,10 @@ def round_significant(value: float, digits: int = SIGNIFICANT_DIGITS) -> float:
 def read_mlflow_headline_numbers(
     study: Path, method: str, seed: int, items: Items
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Return a model's headline numbers by their names in MLflow, and its counts."""
+    """Return a model's headline numbers by name in MLflow, and counts by phase.column."""
     # The last training comes first, and of each phase the score, then the score under attack.
-    # items: method → the items whose results are of its present model, for the method and the dense
-    # one, to which some numbers are relative. Results of other code are omitted.
+    # items: method (this one, and dense, to which some numbers are relative) → paths of up-to-date
+    # results, such as routing/pretrain/vmoe/0. Results of other code are omitted.
     numbers: dict[str, float] = {}
     counts: dict[str, int] = {}
     for name in (*reversed(TRAINING_PHASES), *REDUCING_PHASES):
@@ -226,7 +226,7 @@ def read_current_results(
     displays: Iterable[results_and_displays.MeasurementDisplay],
     items: Collection[str],
 ) -> ModelResults:
-    """Return a model's results that are up to date: those whose paths are in ``items``."""
+    """Return a model's results whose paths are in ``items``; model: method/seed, as vmoe/0."""
     results: dict[type[Config], Config] = {}
     for shown in displays:
         if Path(shown.stage, phase, model).as_posix() in items:

@@ -60,7 +60,7 @@ class MeasurementDisplay(NamedTuple):
     stage: str  # folder of the results below artifacts/measured; "" for trainings
     kind: type[base.MeasuredPart]
     pictures: Pictures
-    within: str = ""  # the setting of the measurement, for a part of one
+    within: str = ""  # for a part of a measurement: the setting that adds it
 
     @property
     def title(self) -> str:
@@ -74,7 +74,7 @@ class MeasurementDisplay(NamedTuple):
         return self.pictures.applies(task)
 
     def read(self, path: Path, stage: str) -> Found | base.Skipped | None:
-        """Return the result at ``path``, or ``Skipped``; None for a part without settings."""
+        """Return the result at ``path``; None for a part (``within``) that the result lacks."""
         result = self.pictures.read(path, stage)
         if not self.within or isinstance(result, base.Skipped):
             return result
@@ -138,7 +138,7 @@ def measurements_putting_values() -> list[str]:
 
 
 def list_calculations(results: StudyResults) -> list[tuple[MeasurementDisplay, PhaseResults]]:
-    """Return (display, values) of each calculation; the values have the form of a phase."""
+    """Return (display, result) of each calculation, its result as the model of a made-up phase."""
     if not results.calculations:
         return []
     displays = {display.stage: display for display in list_displays() if not display.within}
@@ -169,7 +169,7 @@ def first_seed_pictures(phase: PhaseResults, kind: Kind, figures: Draw) -> list[
 
 
 def pictures_by_name(phase: PhaseResults, kind: Kind, figures: Draw) -> dict[str, list[Picture]]:
-    """Return figure name → one picture per method, of its first seed."""
+    """Return figure name → a picture per method; figures: draws the first seed's result."""
     pictures = defaultdict(list)
     for method, result in phase.first(kind).items():
         for name, figure in figures(result):

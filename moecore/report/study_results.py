@@ -103,7 +103,7 @@ class StudyResults(NamedTuple):
 
     @property
     def controls(self) -> frozenset[str]:
-        """Names of control methods, which are never marked as best nor compared."""
+        """Names of control methods, which are neither marked as best nor compared."""
         # With ``permuted: true`` training labels are shuffled, so nothing can be learned. A router
         # that is fixed, another model's, or given the truth is steady without deciding anything.
         return frozenset(

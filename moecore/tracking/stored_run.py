@@ -51,7 +51,7 @@ def mlflow_safe_name(name: str) -> str:
 
 
 def training_curve_points(lines: list[dict]) -> list[Point]:
-    """Return the logged values of a training as points named ``train/…``, ``loss/…`` etc."""
+    """Convert a training's history lines to points named ``train/…``, ``loss/…`` etc."""
     points = []
     for step, t, values in logged_points(lines):
         for name, value in values.items():
@@ -73,7 +73,7 @@ def routing_curve_points(lines: list[dict]) -> list[Point]:
 
 
 def parent_run_curve_points(lines: list[dict], phase: str) -> list[Point]:
-    """Return the points that a training adds to its parent run, with the phase in their names."""
+    """Return the points for the parent run: names with the phase, no pace, only main losses."""
     pace = [f"train/{name}" for name in PACE]
     return [
         (name.replace("/", f"/{phase} ", 1), value, at, step)
@@ -163,7 +163,7 @@ class StoredRun:
             self.models = {model.model_id for model in run.outputs.model_outputs}
 
     def set_tags(self, tags: Mapping[str, Any]) -> None:
-        """Set the tags whose values differ; None: no tag."""
+        """Set the tags whose values differ from the store's; a value None is ignored."""
         from mlflow.entities import RunTag
 
         texts = {

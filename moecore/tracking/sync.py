@@ -49,7 +49,7 @@ class ModelHistories(NamedTuple):
         return f"{self.method}/{self.seed}"
 
     def training_tags(self) -> dict[str, str]:
-        """Return tag → uid of each training; a parent run is found by these tags."""
+        """Return tag → uid per training; an import finds the parent run by these tags."""
         return {f"moecore.{stage}": run.header["uid"] for stage, run in self.trainings.items()}
 
     def is_outdated(self, history: ExecutionHistory) -> bool:
@@ -63,7 +63,7 @@ class ModelHistories(NamedTuple):
 
 
 def group_by_method_and_seed(histories: Iterable[ExecutionHistory]) -> list[ModelHistories]:
-    """Group histories by method and seed; dense models come first, shared stages last."""
+    """Group histories by method and seed: dense first, stages without a single model last."""
     groups = defaultdict(list)
     for history in histories:
         method, seed = history.header["method"], history.header["seed"]
@@ -258,9 +258,7 @@ class StudyImporter:
     def _import_history(
         self, history: ExecutionHistory, generation: ModelHistories, newest: StoredRun
     ) -> OptionalRun:
-        """Send new lines of one stage's history; return its run if the stage has ended."""
-        # An outdated history (of an earlier training in ``generation``) stays where it is. Returns
-        # the run if its stage ended since the last import, else None.
+        """Import a stage's history; return its run if it ended since the last import, else None."""
         header = history.header
         run = self.runs.get(header["uid"])
         parent: OptionalRun = newest

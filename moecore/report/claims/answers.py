@@ -69,7 +69,7 @@ class Answer(NamedTuple):
 
     @property
     def verdict_holm(self) -> str:
-        """The printed text of the verdict, after Holm's correction if the answer has one."""
+        """The verdict as printed: with Holm's correction if stored, else without."""
         verdict = self.entry.get("verdict_holm") or self.entry.get("verdict", "not run yet")
         return self.words.get(verdict, verdict)
 
@@ -206,7 +206,7 @@ def _describe_comparison(answer: Answer) -> str:
 def _describe_table(
     place: str, claims: Sequence[tuple[Answer, float]], studies: Studies
 ) -> tuple[float, str]:
-    """Return the minutes of training that a table's claims need (inf: unknown), and its line."""
+    """Return the minutes of training (inf: unknown) until a table is precise enough; its line."""
     # claims: (answer, effect printed in the paper) of the table.
     samples = []
     widths = []  # (half-width / half of the effect, its text)

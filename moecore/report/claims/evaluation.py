@@ -106,12 +106,11 @@ def holm_by_paper(
 
 
 def verdict_on_difference(difference: Difference, comparison: Comparison, good: str = "") -> str:
-    """Return the verdict on a claim: "holds", "differs", or "open" (also without an interval)."""
-    # higher, lower: the 95 % interval lies on the claimed side of 0, on the other, or includes 0.
-    # equivalent: the 90 % interval lies within ±margin (two one-sided tests at 5 %); the 95 %
-    # interval lies wholly outside; else open. no_worse: the one-sided 95 % limit lies on the good
-    # side of −margin; the 95 % interval wholly on the bad side; else open. good: whether "higher"
-    # or "lower" is better for the metric.
+    """Return the verdict on a claim: "holds", "differs" or "open"; without an interval, "open"."""
+    # Conditions of holds / differs; else open. higher, lower: the 95 % interval lies on the claimed
+    # / the other side of 0. equivalent: the 90 % interval lies within ±margin (two one-sided tests
+    # at 5 %) / the 95 % interval outside. no_worse: the one-sided 95 % limit lies on the good side
+    # of −margin / the 95 % interval on the bad side. good: the metric's better direction.
     return verdict_from_p(
         verdict_p_value(difference, comparison, good), difference, comparison, good
     )
@@ -130,7 +129,7 @@ def verdict_from_p(
 
 
 def verdict_p_value(difference: Difference, comparison: Comparison, good: str = "") -> float | None:
-    """Return the p-value of the claim's test; below 5 % exactly if the verdict is not "open"."""
+    """Return the p-value of the claim's test (< 5 %: not "open"); None without an interval."""
     # A direction has a two-sided test. With a margin the test is one-sided if the difference lies
     # on the margin's good side (equivalence: the larger p of two one-sided tests), else two-sided.
     if comparison.margin is None:
@@ -165,7 +164,7 @@ def claims_for_compare_json(
 ) -> dict[str, dict[str, Any]]:
     """Build the sections ``claims`` and ``questions`` of compare.json: text of a claim → numbers.
 
-    An empty section is left out. study: params.yaml as plain data, whose digest each claim has.
+    Empty sections are left out. study: parsed params.yaml, to add digests of claims' settings.
     """
     entries_by_section: dict[str, dict[str, Any]] = defaultdict(dict)
     for answer in evaluated:
@@ -272,7 +271,7 @@ AnyComparison = TypeVar("AnyComparison", bound=Comparison)
 def split_answerable_comparisons(
     comparisons: Iterable[AnyComparison], run: RunSelection
 ) -> tuple[list[AnyComparison], list[AnyComparison]]:
-    """Return the claims and questions whose methods, phase and seeds are run, and all others."""
+    """Split by whether ``run`` has the methods and phase (claims: 2 seeds), or the calculations."""
     answerable: list[AnyComparison] = []
     waiting: list[AnyComparison] = []
     for comparison in comparisons:
@@ -326,7 +325,7 @@ class RouterControl(NamedTuple):
 
 
 def find_router_control(methods: Mapping[str, Mapping[str, Any] | None]) -> RouterControl | None:
-    """Return the two methods of a params.yaml that differ only in their router; None if none do."""
+    """Return a learned and a hash-routed method, equal in k and ``SHARED_SETTINGS``, or None."""
     settings = {name: method or {} for name, method in methods.items()}
     routers = {name: method.get("router") or {} for name, method in settings.items()}
     for fixed in (name for name, router in routers.items() if router.get("kind") == FIXED):
@@ -348,7 +347,7 @@ def find_trained_control_pair(results: StudyResults) -> RouterControl | None:
 
 
 def list_unasked_controls(results: StudyResults, asked: Sequence[Comparison]) -> list[Question]:
-    """Return a question per phase, learned router against hash, if ``asked`` lacks it."""
+    """Return the questions "learned router against hash", one per phase, that ``asked`` lacks."""
     pair = find_trained_control_pair(results)
     if pair is None:
         return []
@@ -367,7 +366,7 @@ def list_unasked_controls(results: StudyResults, asked: Sequence[Comparison]) ->
 
 
 def describe_sensitivity(results: StudyResults, phase: PhaseResults) -> str:
-    """Return a sentence on learned router − hash: do these data tell routers apart? "": unknown."""
+    """Return a sentence on learned router − hash with its interval; "" without an interval."""
     pair = find_trained_control_pair(results)
     score = f"test_{score_slug(phase.task.score)}"
     column = next((column for column in phase_result_columns(phase) if column.name == score), None)

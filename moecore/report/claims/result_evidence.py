@@ -315,7 +315,7 @@ def asked_answered_commits(study: QuestionRound) -> list[QuestionCommits]:
 
 
 def _list_stored_numbers(study: QuestionRound) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (commit, the round's numbers) of HEAD and of each change before, the newest first."""
+    """Yield (commit, the round's compare.json) of HEAD, then of each commit that changed it."""
     root = study.question.root
     results = study.question.results.relative_to(root)
     paths = [results.as_posix(), results.with_stem(study.name.rpartition("/")[2]).as_posix()]
@@ -332,7 +332,7 @@ def _list_stored_numbers(study: QuestionRound) -> Iterator[tuple[str, dict[str, 
 
 
 def _find_answering_commit(study: QuestionRound, numbers: Mapping[str, Any]) -> str:
-    """Return the commit that stored a round's present numbers first; "" if none did."""
+    """Return the commit that first stored ``numbers``; "" if HEAD has other numbers."""
     same = takewhile(lambda stored: stored[1] == numbers, _list_stored_numbers(study))
     return next((commit for commit, _ in reversed([*same])), "")
 
@@ -351,7 +351,7 @@ def read_replaced_answers_file(root: Path) -> list[dict[str, Any]]:
 def find_overwritten_answers(
     study: QuestionRound, earlier: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Return a line per answer in git's history that was overwritten and that ``earlier`` lacks."""
+    """Return a line per claim with an answer in git's history that HEAD and ``earlier`` lack."""
     root = study.question.root
     listed = {round(answer["mean"], 9) for answer in earlier}
     asked = {compared_quantity_key(DEFAULTS | c) for c in papers.load_named_claims(root).values()}
@@ -388,7 +388,7 @@ def find_reused_seeds(study: QuestionRound, earlier: Sequence[Mapping[str, Any]]
 
 
 def digest_design(study: QuestionRound, claim: Comparison) -> str:
-    """Return a digest of the settings that define a claim's design; for calculations a name."""
+    """Return a digest of a claim's settings; the round's name if no stage gives its metric."""
     composed = study.compose()
     if "." in claim.method or claim.phase not in composed.document.data.get("data", {}):
         return study.name
@@ -399,7 +399,7 @@ def digest_design(study: QuestionRound, claim: Comparison) -> str:
 
 
 def _is_asked_before(root: Path, record: Mapping[str, Any], question: Mapping[str, Any]) -> bool:
-    """Return whether the recorded commit has the question and precedes the answer's commit."""
+    """Return whether the asking commit in ``record`` has the question and precedes the answer's."""
     commit = record.get("commit")
     answered = record["answered"]
     if not commit or commit == answered:
@@ -421,7 +421,7 @@ def _question_keys_at_commit(root: Path, commit: str, file: str) -> frozenset[tu
 
 
 def _find_named_claims(root: Path, commit: str, asks: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the values of the papers' claims that ``asks`` names, read from files of ``commit``."""
+    """Yield the settings of the claims that ``asks`` names, from the paper files of ``commit``."""
     for reference in asks:
         folder, name, changes = papers.parse_asked_claim(reference)
         file = papers.PIPELINES / folder / papers.PAPER_FILE

@@ -40,7 +40,7 @@ class TestedDifference(NamedTuple):
 
 
 def choose_test(metric: Column, methods: Sequence[Seeds]) -> str:
-    """Choose the test that the results allow; "" if the metric has no better direction."""
+    """Choose a test by what results store; "" if neither direction of the metric is better."""
     # Several seeds: BOTH if all results have a value per item, else SEEDS. One seed: "mcnemar" if
     # all have hits (which images are right), else "intervals".
     if not metric.better:
@@ -89,7 +89,7 @@ def find_significant_leader(
 
 
 def crossed_or_paired_difference(ours: np.ndarray, theirs: np.ndarray) -> comparisons.Difference:
-    """Return the mean of ours − theirs, over seeds and items for (S, N), over seeds for (S,)."""
+    """Return the mean of ours − theirs with its interval; (S seeds, N items), or (S,)."""
     if ours.ndim == 1:
         return comparisons.paired_seed_difference((ours - theirs).tolist())
     return comparisons.crossed_difference(ours - theirs)

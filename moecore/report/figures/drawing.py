@@ -221,7 +221,7 @@ def displayable_image(image: np.ndarray) -> np.ndarray:
 
 
 def patch_expert_colours(grid: np.ndarray, colours: Sequence[str]) -> np.ndarray:
-    """Return a half-transparent RGBA colour per patch, by its expert; −1: no colour."""
+    """Return a half-transparent RGBA colour per patch; grid: each patch's expert, −1: none."""
     from matplotlib.colors import to_rgba
 
     return np.array([to_rgba(colour, 0.55) for colour in colours] + [(0.0, 0.0, 0.0, 0.0)])[grid]

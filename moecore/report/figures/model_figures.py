@@ -63,7 +63,7 @@ def draw_training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
 
 
 def _plot_log(axes: Axes, result: Outcome, name: str, style: Mapping) -> tuple[float, float] | None:
-    """Plot the logged value ``name`` over epochs; return its last point (x, y), or None."""
+    """Plot the logged value ``name`` over epochs; return its last point, None if never logged."""
     logged = np.array([(row["epoch"], row.get(name)) for row in result.curve], dtype=float)
     logged = logged.reshape(-1, 2)
     epochs, values = logged[np.isfinite(logged).all(axis=1)].T
@@ -97,7 +97,7 @@ def draw_filter_sigma_schedule(settings: GroupSparsity, method: str) -> Figure:
 
 
 def agreement_points(seeds: Sequence[Outcome], name: str) -> list[charts.CurvePoint]:
-    """Return a point per epoch: routing agreement ``name``, mean over seeds; [] if missing."""
+    """Return routing agreement ``name`` per epoch, mean over seeds; [] if any seed lacks it."""
     # name: a key of AGREEMENTS. Lists shorter than the training end with the last epoch.
     lists = [getattr(result, name) or () for result in seeds]
     if not all(lists):
@@ -238,7 +238,7 @@ def draw_patch_correspondence(pair: MatchedCrops) -> Figure:
 def patch_experts_tile(
     image: np.ndarray, grid: np.ndarray, colours: Sequence[str]
 ) -> drawing.ImageTile:
-    """Return an image (C, H, W) as a tile, its patches coloured and numbered by their expert."""
+    """Return an image (C, H, W) as a tile; grid: the expert of each patch, −1: none."""
     tint = drawing.patch_expert_colours(grid, colours)
     texts = np.where(grid < 0, "", grid.astype(str))
     return drawing.ImageTile(drawing.displayable_image(image), tint, texts)

@@ -45,7 +45,7 @@ def skip_reason(measured: ModelResults, kind: type[base.MeasuredPart]) -> str:
 def collect_expert_facts(
     measured: ModelResults, score: Score, layers: int, images: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Return facts about experts per MoE layer ("layers"), and what was not measured ("open")."""
+    """Return facts on experts: "layers" (one dict per MoE layer), "open" (what is unmeasured)."""
     facts: list[dict[str, Any]] = [{} for _ in range(layers)]
     if roles := measured.of(ExpertRoles):
         facts = collect_expert_role_facts(expert_roles.read_layer_roles(roles))
@@ -69,7 +69,7 @@ def collect_expert_facts(
 def collect_expert_role_facts(
     layers: Sequence[LayerRoles], partners: int = PARTNERS
 ) -> list[dict[str, Any]]:
-    """Return per layer: each expert's partners, and what experts reveal about tokens."""
+    """Return per layer: experts' partners in it and adjacent layers, and what they reveal."""
     facts: list[dict[str, Any]] = []
     for layer in layers:
         shares = [
@@ -109,7 +109,7 @@ def describe_unmeasured(measured: ModelResults) -> list[str]:
 
 
 def list_partners(shares: Sequence[Sequence[float]], number: int) -> list[list[tuple[int, float]]]:
-    """Return for each expert its ``number`` most frequent partners, as (expert, share)."""
+    """Return per row of ``shares`` (E, E) the ``number`` largest above 0, as (expert, share)."""
     rows = [sorted(enumerate(row), key=lambda pair: -pair[1])[:number] for row in shares]
     return [[(expert, round(share, 4)) for expert, share in row if share > 0] for row in rows]
 
@@ -265,13 +265,13 @@ def match_models(models: Sequence[ExploredModel]) -> list[tuple[str, str, list[l
 
 
 def match_experts_by_choices(ours: np.ndarray, theirs: np.ndarray) -> list[int]:
-    """Return for each expert the index of its match; choices: (images, tokens, experts)."""
+    """Match experts by choices (images, tokens, experts); return, per expert, its match's index."""
     sides = [side.reshape(-1, side.shape[-1]) for side in (ours, theirs)]
     return expert_similarity.match_experts(expert_similarity.indicator_correlation(*sides)).tolist()
 
 
 def intern_texts(value: Any, pool: dict[str, int], key: str = "") -> Any:
-    """Return ``value`` with each text of a ``PACKED`` key replaced by its index in ``pool``."""
+    """Replace each text below a ``PACKED`` key by its index in ``pool`` (text → index)."""
     if isinstance(value, dict):
         return {name: intern_texts(inner, pool, name) for name, inner in value.items()}
     if isinstance(value, list):

@@ -293,7 +293,7 @@ def phase_title(phase: PhaseResults) -> str:
 
 
 def describe_leader_or_range(column: Column, cells: Cells, controls: Collection[str] = ()) -> str:
-    """Return a line on a column: its significant leader, else its range over methods."""
+    """Return a line on a column: its significant leader, else the two extreme methods; "": none."""
     having = cells_by_method(column.name, cells)
     compared = {name: cell for name, cell in having.items() if name not in controls}
     quantity = QuantityByMethod("", column, compared)

@@ -304,7 +304,7 @@ def region_expert_agreement(phase: PhaseResults) -> PageTable | None:
 
 
 def tissue_mixture_agreement(result: Found, method: str) -> PageTable:
-    """Return a table of expert agreement: rows are tissue pairs, columns the second one's share."""
+    """Return a table of expert agreement: tissue pairs × remaining share of the second tissue."""
     shares = result.all("mixture_agreement")
     chances = result.all("mixture_permuted")
     remaining: list[Any] = sorted({value.at["left"] for value in shares})

@@ -96,7 +96,7 @@ def step_time_over_k_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     yield PageBlock("Step time over k", pictures=pictures)
 
 
-Pairs = Sequence[Sequence[float | None]]  # (E, E')
+Pairs = Sequence[Sequence[float | None]]  # (E, E′): experts of a layer × of it or another layer
 SIGNIFICANT_P = 0.05  # p-value below which a figure marks the information
 SEEDS_WORDS = (
     "The experts of two seeds are matched one to one on half of the images and compared on the "
@@ -148,7 +148,7 @@ def draw_expert_information(layers: Sequence[expert_roles.LayerRoles]) -> drawin
 def draw_expert_pair_heatmap(
     pairs: Pairs, title: str, axes: tuple[str, str], caption: str, minimum: float = 0.0
 ) -> drawing.Figure:
-    """Draw a heatmap of one share per pair of experts (E, E'); numbers from ``minimum`` on."""
+    """Draw a heatmap of one share per pair of experts; shares below ``minimum`` have no number."""
     values = np.array(pairs, dtype=float)
     texts = charts.percent_annotations(values, minimum, charts.MAX_ANNOTATED_COLUMNS)
     rows, columns = ([str(expert) for expert in range(number)] for number in values.shape)
@@ -188,8 +188,8 @@ def draw_expert_worth(result: Found) -> Figures:
 def collect_loss_curves(
     result: Found, names: Mapping[Any, str], metric: str, over: str
 ) -> charts.Curves:
-    """Return label → points: the metric over the values of the place ``over``."""
-    # names: end of the metric's name → label of its curve.
+    """Return label → curve of a metric over a place, such as the number of removed experts."""
+    # names: suffix of ``metric`` → label of its curve; over: name of the place.
     return {
         label: [
             charts.point_from_interval(float(value.at[over]), value.interval)
@@ -280,7 +280,8 @@ def draw_true_kinds_by_expert(result: Found) -> Figures:
 
 
 def routing_gain_share(phase: PhaseResults, method: str) -> Difference | None:
-    """Return how much of the gain from dense (0) to true routing (1) a method reaches; or None."""
+    """Return a method's test score, scaled so that dense is 0 and true routing (told) is 1."""
+    # None unless every seed of the three methods has a score per test item.
     trained = phase.of(training.Trained)
     sign = -1 if phase.task.score.better == "lower" else 1
     sides = []
@@ -294,7 +295,7 @@ def routing_gain_share(phase: PhaseResults, method: str) -> Difference | None:
 
 
 def describe_routing_gain(phase: PhaseResults, method: str) -> str | None:
-    """Return a sentence on the share of the gain by true routing that a method reaches; or None."""
+    """Return a sentence on ``routing_gain_share``; None if it is None or has no interval."""
     share = routing_gain_share(phase, method)
     if share is None or (half := share.half_width()) is None:
         return None
@@ -335,7 +336,7 @@ def draw_lipschitz_lemma_terms(result: Found) -> Figures:
 
 @drawing.styled_drawing
 def draw_lemma_terms(layers: list[dict[str, list[float]]]) -> drawing.Figure:
-    """Plot ‖∇f(x)‖₂ and the router's term over the bound of lemma 1, one point per token."""
+    """Plot ‖∇f(x)‖₂ and the router term over lemma 1's bound; per layer: name → one per token."""
     # If the lemma holds, all points of the upper panel lie on or below the diagonal.
     figure = drawing.empty_figure(4.8, 5.6, "One point per token.")
     panels = figure.subplots(2, 1, sharex=True)

@@ -133,7 +133,7 @@ def names_of_attacks(phase: PhaseResults, metric: str = "attacked") -> list[str]
 
 
 def attacks_with_curves(result: Found) -> list[str]:
-    """Return the names of the attacks at the section's epsilons, not at a radius of their own."""
+    """Return the attacks that have a score at each epsilon of the worst case, and at no other."""
     radii = {value.at["epsilon"] for value in result.all("worst")}
     return [
         name
@@ -150,7 +150,7 @@ def scores_by_epsilon(result: Found, attack: str) -> list[Value]:
 
 
 def changes_by_epsilon(result: Found, attack: str, layer: int = 0) -> dict[float, float]:
-    """Return ε in 1/255 → routing change; layer: MoE layer from 1, 0 for the mean of all."""
+    """Return ε · 255 → routing change, of MoE layer ``layer`` from 1, or of their mean (0)."""
     return {
         float(value.at["epsilon"]) * PIXEL: value.value
         for value in result.all("routing_change_layer" if layer else "routing_change")
@@ -263,7 +263,7 @@ def robust_accuracy_block(phase: PhaseResults) -> PageBlock:
 
 
 def curves_by_title(results: Sequence[Found]) -> dict[str, list[list[Value]]]:
-    """Return title → the scores of each seed by epsilon: worst case, attacks, parts of attacks."""
+    """Return title of an attack, a part of it, or the worst case → per seed, scores by epsilon."""
     curves = {"Worst case": [result.all("worst") for result in results]}
     for attack in attack_names_of_result(results[0]):
         curves[attack_title(attack)] = [scores_by_epsilon(result, attack) for result in results]

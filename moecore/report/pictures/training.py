@@ -123,7 +123,7 @@ def confusion_table(shares: np.ndarray, classes: Sequence[str]) -> page_objects.
 
 
 def list_confusions(shares: np.ndarray) -> Iterator[tuple[float, int, int]]:
-    """Yield (share, true class, predicted class) of the largest errors, largest first."""
+    """Yield (share, true class, predicted class), largest first; shares: (K true, K predicted)."""
     wrong = shares * (1 - np.eye(len(shares)))
     order = np.argsort(-wrong, axis=None, kind="stable")[:LISTED]
     for true, predicted in zip(*np.unravel_index(order, wrong.shape), strict=True):

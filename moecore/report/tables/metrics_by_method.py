@@ -173,7 +173,7 @@ def read_compare_json(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def validate_comparison_tables(path: Path, compared: Any) -> dict[str, dict[str, Any]]:
-    """Return ``compared``, the content of ``path``; UserError unless it holds tables of a study."""
+    """Return ``compared``, the parsed JSON of ``path``; UserError unless it maps to mappings."""
     entries = compared.values() if isinstance(compared, dict) else [compared]
     if not all(isinstance(entry, dict) for entry in entries):
         raise UserError(f"{path}: found no tables of a study; run `dvc repro compare` again")
@@ -229,7 +229,7 @@ def _methods_without_metric(
     metrics: PlannedMetrics,
     previews: Mapping[str, Card],
 ) -> Iterator[tuple[str, str]]:
-    """Yield ("method" or "against", problem) for methods that will not have the compared metric."""
+    """Yield ("method" or "against", problem) for each side that will not have its metric."""
     ours = ("method", comparison.method, comparison.metric)
     theirs = ("against", comparison.against, comparison.against_metric or comparison.metric)
     for key, method, name in (ours, theirs):
@@ -253,7 +253,7 @@ def _methods_without_metric(
 def _metric_problems(
     comparison: Comparison, metrics: PlannedMetrics, seeds: int, absent: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (key, problem) if the comparison's metric is unknown, fixed or of the wrong kind."""
+    """Yield (key of the comparison, problem) if the metric is missing or cannot answer it."""
     # absent: metric → how to add the stage that measures it.
     for key, name in (("metric", comparison.metric), ("against_metric", comparison.against_metric)):
         if name and name not in metrics:

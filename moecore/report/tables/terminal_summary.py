@@ -68,8 +68,7 @@ def headline_rows(compared: Mapping[str, Any]) -> Rows:
 
 
 def best_rows_by_phase(compared: Mapping[str, Any], rows: Rows, limit: int) -> Rows:
-    """Return at most about ``limit`` rows: those with the best score in each phase."""
-    # The best have the best first score, and come first.
+    """Return all rows if at most ``limit``, else equally many per phase: those with best score."""
     if len(rows) <= limit:
         return rows
     score = next((name for name in rows[0] if name not in ("phase", "method")), "")
