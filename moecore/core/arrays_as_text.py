@@ -28,7 +28,7 @@ def decode_compressed_text(text: str) -> bytes:
 
 
 def encode_rounded(values: np.ndarray) -> str:
-    """Encode numbers (N,) as a text with the exact mean and deviations of about three digits."""
+    """Encode numbers (N,) as a text: the exact mean, and deviations to about three digits."""
     # Deviations from the mean are float16 shares of the largest, so they keep three digits.
     values = np.asarray(values, np.float64)
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all():

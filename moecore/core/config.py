@@ -35,7 +35,7 @@ Misfits = Iterator[tuple[tuple, str]]  # keys below the settings, and a message
 
 
 class Surroundings(NamedTuple):
-    """The method, model and data around a part; None, (), {} and "" mean absent or unknown."""
+    """Method, model and data that settings are used with; None, (), {}, "": absent or unknown."""
 
     # of a method, or of its text tower
     router: Any = None  # the nearest Router that contains the part, or of the same method
@@ -76,7 +76,7 @@ class Surroundings(NamedTuple):
         return self.preview is not None and bool(self.preview.truth)
 
     def lacks(self, what: str) -> str | None:
-        """Return the reason why the labels do not allow ``what``, or None if they do."""
+        """Return why the labels do not allow ``what`` (see ``needs_classes``); None if they do."""
         if self.source is None:
             return None
         return self.task.needs_classes(what)
@@ -119,7 +119,7 @@ class Config(BaseModel):
         yield from ()
 
     def surround(self, around: Surroundings) -> Surroundings:
-        """Return the surroundings of the settings inside these.
+        """Return the ``Surroundings`` of the settings that are nested in these.
 
         Args:
             around: The surroundings of these settings.
@@ -152,7 +152,7 @@ def replace_and_validate(
 
 
 def validate_again(settings: AnySettings, key: str) -> AnySettings:
-    """Validate changed settings by their class, and return them; UserError for ``key`` if not."""
+    """Return changed settings, validated by their class; UserError, naming ``key``, if invalid."""
     try:
         return settings.__class__.model_validate(settings.model_dump())
     except ValidationError as error:
@@ -161,7 +161,7 @@ def validate_again(settings: AnySettings, key: str) -> AnySettings:
 
 
 def read_json_settings(path: Path, kind: type[AnySettings], what: str) -> AnySettings:
-    """Read settings of class ``kind`` from a JSON file; ``what`` names them in the UserError."""
+    """Read settings of class ``kind`` from a JSON file; if invalid, UserError: not ``what``."""
     try:
         return kind.model_validate(read_json(path))
     except ValidationError as error:
@@ -264,7 +264,7 @@ def collect_constants_named(package: str, name: str) -> list[Any]:
 
 
 def lazy_classes(package: str, base: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a package that imports classes on first use."""
+    """Return ``__getattr__`` and ``__dir__`` for a package whose classes load on first use."""
     # base: ``module:name`` of the family's base class.
     module, _, base_name = base.partition(":")
 
@@ -298,7 +298,7 @@ def settings_classes_in(annotation: Any) -> Iterator[type[Config]]:
 
 
 def _settings_inside_parts(family: type[Config]) -> dict[str, type[Config]]:
-    """Return name → class of the settings in fields of a family's parts that are no parts."""
+    """Return name → class of all settings nested in a family's parts, except parts themselves."""
     inside: dict[str, type[Config]] = {}
     owners = [find_class(family, name) for name in builtin_kinds(family)]
     for owner in owners:  # the list grows in the loop
@@ -344,7 +344,7 @@ def _find_outside_class(family: type[AnySettings], name: str) -> type[AnySetting
 
 
 def check_is_in_family(key: str, value: Any, family: type[Part], example: str) -> None:
-    """Raise UserError unless ``value`` is an instance of ``family``; ``example`` shows one."""
+    """Raise UserError, with an ``example`` in its text, unless ``value`` is of ``family``."""
     if not isinstance(value, family):
         text = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
         raise UserError.at(key, found=text, allowed=f"settings, such as {example}")

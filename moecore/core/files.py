@@ -86,7 +86,7 @@ def _replace_when_done(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def explain_file_errors(path: Path | None = None) -> Iterator[None]:
-    """Raise UnusableFile instead of an OSError in the block that a user can fix (disk full, …)."""
+    """Turn an OSError of the block into UnusableFile, if a user can fix it (disk full, …)."""
     # path: the file that the block reads or writes, for errors that name no file.
     try:
         yield
@@ -193,7 +193,7 @@ def _content_seal(value: Any) -> str:
 
 
 def read_json(path: str | Path, sealed: bool = False) -> Any:
-    """Read a JSON file and verify its checksum, if it has one; ``sealed`` requires a checksum."""
+    """Return a JSON file's value; UserError for a wrong or, with ``sealed``, missing checksum."""
     again = "delete it and run `dvc repro` again"
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -229,7 +229,7 @@ def append_line(path: Path, line: str, sync: bool = False) -> None:
 
 
 def intact_lines(content: bytes, is_whole: Callable[[Any], bool]) -> Iterator[tuple[bytes, Any]]:
-    """Yield (line, JSON value) up to the first line that is incomplete or not ``is_whole``."""
+    """Yield (line, its JSON value) until a line is incomplete, or ``is_whole`` refuses a value."""
     for line in content.splitlines(keepends=True):
         try:
             value = json.loads(line)
@@ -244,7 +244,7 @@ class ResumableParts:
     """A stage's named results, stored in ``folder``/kept.jsonl, so that a killed stage resumes."""
 
     def __init__(self, folder: Path, inputs: Any = None) -> None:
-        """Read stored results; before each store, ``inputs`` raises UserError if it was edited."""
+        """Read stored results; ``inputs``: a StageInputs, which refuses to store after an edit."""
         self.folder = Path(folder)
         self.inputs = inputs
         self.path = self.folder / "kept.jsonl"
@@ -266,7 +266,7 @@ class ResumableParts:
         self.bar = bar
 
     def part(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Return the stored result ``name``, or compute and store it; types are those of JSON."""
+        """Return the result ``name``, decoded from JSON; if it is not stored, compute it first."""
         if name not in self.parts:
             part = compute()
             if self.inputs is not None:
@@ -308,7 +308,7 @@ def join_below_root(root: Path, name: str | Path) -> Path:
 
 
 def outermost_dvc_project() -> Path | None:
-    """Return the folder of the outermost DVC project around the running stage, or None."""
+    """Return the outermost DVC project around the running stage; None if DVC did not start it."""
     inner = os.environ.get("DVC_ROOT")
     if not inner:
         return None
@@ -328,7 +328,7 @@ def raw_data_folders(root: str | tuple[str, ...]) -> list[Path]:
 
 
 def find_raw_folder(root: str | tuple[str, ...], what: str) -> Path:
-    """Return the first existing folder of raw data; without one, a UserError asks for ``what``."""
+    """Return the first existing folder of raw data; if none, UserError says: set it to ``what``."""
     folders = raw_data_folders(root)
     if folder := next((path for path in folders if path.is_dir()), None):
         return folder

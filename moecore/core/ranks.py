@@ -44,7 +44,7 @@ class Ranks(NamedTuple):
         return self.rank == 0
 
     def rows(self, batch: int) -> Tensor | None:
-        """Return this rank's indices (b,) in a batch; None with one rank, UserError if uneven."""
+        """Return this rank's batch indices (b,); None for one rank; UserError if indivisible."""
         if self.size == 1:
             return None
         if batch % self.size:

@@ -14,7 +14,7 @@ Feature = Literal["mlp_input", "block_out", "final"]
 class RoutingRecord(NamedTuple):
     """The decisions of one MoE layer's router.
 
-    Fields are (B, T, E) fp32, except ``chosen`` (bool) and ``penalty``.
+    Fields are fp32 (B images, T tokens, E experts), except ``chosen`` (bool) and ``penalty``.
     """
 
     logits: Tensor  # scores before noise
@@ -82,7 +82,7 @@ class RoutingContext(NamedTuple):
     def with_attention(
         self, wants: Collection[str], weights: Tensor | None, attended: Tensor
     ) -> Self:
-        """Return a copy with the block's attention weights, and the attention output if wanted."""
+        """Return a copy with attention ``weights``, and ``attended`` if ``wants`` contains it."""
         if "attended" not in wants:
             return self._replace(attention=weights)
         return self._replace(attention=weights, attended=attended)
@@ -136,7 +136,7 @@ class Batch(NamedTuple):
 
 
 class Guidance(NamedTuple):
-    """A frozen teacher's output for a batch: prediction (B, K), its routers' probs (B, T, E)."""
+    """A frozen teacher's output for B images: K predictions per image, and its routers' probs."""
 
     prediction: Tensor  # (B, K)
     probs: tuple[Tensor, ...]  # (B, T, E) of each of its routers

@@ -62,7 +62,7 @@ def project_of_run_folder(folder: Path) -> Path:
 
 
 def find_question_and_project(folder: Path) -> tuple[Path, ...]:
-    """Return the question's folder in pipelines/ and the project for a run folder, otherwise ()."""
+    """Return a run folder's paper folder in pipelines/ and its project; () for other folders."""
     resolved = folder.resolve()
     if resolved.parent.name != RUNS:
         return ()
@@ -213,7 +213,7 @@ def list_allowed_modules(holds: Callable[[Path], bool]) -> list[str]:
 
 
 def last_traceback_line(error: BaseException, folder: Path | None = None) -> str:
-    """Return an error's ``message (file:line)``, preferably of ``folder`` or an allowed package."""
+    """Return an error's ``message (file:line)``, if possible in ``folder`` or allowed packages."""
     message = " ".join(traceback.format_exception_only(error)[-1].split())
     if isinstance(error, SyntaxError):
         return f"{message} ({error.filename}:{error.lineno})"

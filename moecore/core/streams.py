@@ -72,7 +72,7 @@ class BatchDraws(NamedTuple):
 
 
 def select_rank_rows(batch: Tensor, views: int) -> Tensor:
-    """Return this rank's part (views · b, …) of ``batch`` (views · B, …)."""
+    """Return this rank's rows (views · b, …) of ``batch`` (views · B, …); b = B / ranks images."""
     # All first views come before all second views, so the part of two views is not contiguous.
     ranks = current_ranks()
     if ranks.size == 1:
@@ -91,7 +91,7 @@ def uniform_like(values: Tensor, views: int) -> Tensor:
 
 
 def draw_bernoulli_mask(values: Tensor, probability: float, views: int) -> Tensor:
-    """Draw 1 with ``probability``, else 0, as in ``normal_like``; shaped as ``values``."""
+    """Draw 1 with ``probability``, else 0, for all ranks' batch; return this rank's part."""
     draws = torch.empty_like(_empty_whole_batch_like(values)).bernoulli_(probability)
     return select_rank_rows(draws, views)
 

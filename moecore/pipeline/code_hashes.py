@@ -106,7 +106,7 @@ def digest_code(document: YamlDocument, root: Path | None = None) -> str:
 
 
 def is_code_hashed(inputs: str, document: YamlDocument) -> bool:
-    """Return whether artifacts/code is up to date for the digest ``inputs``."""
+    """Return whether artifacts/code is up to date; inputs: what ``digest_code`` returns now."""
     # Importing torch and parsing all source would take longer than the rest of an idle ``dvc
     # repro``. Raw data, which the check also reads, do not matter once all data are prepared.
     if not CODE_STATE.is_file() or CODE_STATE.read_bytes() != _code_stage_digest(inputs):
@@ -232,7 +232,7 @@ def import_closure(
 
 
 def list_part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Path]:
-    """Return the files of all parts that a section names by ``kind``, and their imports."""
+    """Return the files of all parts that a parsed section names by ``kind``, and their imports."""
     # under: the key of ``section``, which decides if two families have a part of that name. A
     # ``kind`` without a file in a family (a plain choice) adds nothing: imports reach it.
     if isinstance(section, dict):
@@ -260,7 +260,7 @@ def list_outside_module_files(name: str, root: Path = ROOT) -> list[Path]:
 
 
 def hash_sources(files: Iterable[Path], root: Path = ROOT, shown: bool = False) -> dict[str, str]:
-    """Return path → sha256; shown: texts that only the page shows are hashed, too."""
+    """Return path → sha256; shown: include the texts that only the report's page shows."""
     return {file.as_posix(): _code_hash(file, root, shown) for file in sorted(files)}
 
 
@@ -305,7 +305,7 @@ def _imported_files(file: Path, root: Path, packages: tuple[str, ...]) -> tuple[
 
 
 def _defining_modules(package: str, name: str, root: Path) -> Iterator[tuple[str, str]]:
-    """Yield the (package, name) pairs where an imported public name is really defined."""
+    """Yield (package, name) where a name that a public module passes on is defined."""
     if f"{package}/{name}" in PUBLIC_MODULES:
         package = f"{package}/{name}"
         name = ""

@@ -28,7 +28,7 @@ MARKS = {"holds": "holds", "fails": "FAILS", "not promised": "–", "not run": "
 
 
 def find_targets(text: str) -> list[Target]:
-    """Return the targets that TARGET names: ours, of a module, or of a file with adapters."""
+    """Return the layers that ``text`` names: a router, a method, MODULE:NAME or FILE.py[:NAME]."""
     if text.endswith(".py"):
         return resolve_named_targets(text, run_python_file(Path(text)), "TARGETS")
     if ".py:" in text:
@@ -55,7 +55,7 @@ def find_targets(text: str) -> list[Target]:
 
 
 def resolve_named_targets(text: str, names: dict[str, Any], name: str) -> list[Target]:
-    """Return the targets under a name: a Target, several, or a function that returns them."""
+    """Return the targets called ``name``: a Target, several, or a function that returns them."""
     chosen = names.get(name)
     if inspect.isfunction(chosen):
         chosen = chosen()
@@ -103,7 +103,7 @@ def judge_target(target: Target, folder: Path) -> dict[str, Any]:
 
 
 def render_reproduction(target: Target, law: Law, note: str) -> tuple[str, str]:
-    """Return name and text of a script that shows a failure without moecore; "" for ours."""
+    """Return (name, text) of a script that shows a failure; "" if the target needs moecore."""
     setup = reproductions.read_setup(target)
     if "moecore" in setup:
         return "", ""
@@ -162,7 +162,7 @@ def check_and_store_target(text: str, json_file: Path | None, out: Path) -> bool
 
 
 def list_reasons(results: list[dict[str, Any]]) -> dict[tuple[str, str], list[str]]:
-    """Return (law, reason why it is not promised) → the targets."""
+    """Return (law, reason why it is not promised) → names of the targets with this verdict."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for result in results:
         for verdict in result["verdicts"]:

@@ -57,7 +57,7 @@ PROGRESS = re.compile(r".*: (\d+/\d+) \(\d+%\)(?:, ([\d:]+) left)?(?:, )?(.*)")
 def next_job_stages(
     above: Mapping[str, Collection[str]], done: Collection[str], begun: Collection[str]
 ) -> DvcJob | None:
-    """Return the stages that a free process should run now, or None if it has to wait."""
+    """Return the next stages to run; above: stage → stages it needs; None if none can start."""
     # A job is a stage whose ancestors are done, and stages of the same method and seed that depend
     # only on the job and on finished stages. Trainings come first, as they take longest; the
     # measurements then fill the processes evenly. Exclusive stages form one job when nothing runs.
@@ -90,7 +90,7 @@ def _row(stage: str) -> Stage:
 
 
 def _is_exclusive(stage: str, above: Collection[str]) -> bool:
-    """Return whether a stage must run alone; a teacher need not if ``above`` has several."""
+    """Return whether a stage must run alone; a teacher must if it is the only one in ``above``."""
     if _row(stage).alone and _row(stage).trains:
         return sum(_stage_kind(other) == _stage_kind(stage) for other in above) == 1
     return _row(stage).alone or stage.split("-")[0] == TIMED
@@ -329,7 +329,7 @@ def run_pipeline(jobs: int | None = None, is_verbose: bool = False) -> None:
 
 
 def choose_jobs(jobs: int | None, gpus: int, free: float, rates: Mapping[int, float]) -> int:
-    """Return ``jobs`` if they fit into ``free`` GB per GPU, by default the fastest by ``rates``."""
+    """Return ``jobs``, or the fastest by ``rates``; UserError if over ``free`` GB per GPU."""
     histories = [read_lines(file.parent) for file in Path("artifacts/history").rglob(HISTORY_FILE)]
     needs = [
         (line["tags"][CARD_MEMORY], lines[0]["stage"])
@@ -363,7 +363,7 @@ def read_job_rates(card: str) -> dict[int, float]:
 
 
 def read_card() -> tuple[str, float]:
-    """Return a GPU's name, and the GB free on the fullest one, as a process that ends sees them."""
+    """Return (a GPU's name, GB free on the fullest GPU), read by a process that then ends."""
     free = "min(free for free, _ in map(torch.cuda.mem_get_info, range(torch.cuda.device_count())))"
     code = f"import torch; print(torch.cuda.get_device_name(), {free}, sep='\\n')"
     command = [sys.executable, "-c", code]

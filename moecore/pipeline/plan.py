@@ -46,8 +46,8 @@ class DvcStatus(NamedTuple):
 
 def query_pipeline_status(is_locked: bool = True) -> DvcStatus:
     """Return DVC's status of the project in this folder, and the graph of stages."""
-    # is_locked: take DVC's locks. Without them the status is readable while stages run, which it
-    # names, and no stage waits for the reader.
+    # is_locked: take DVC's locks. Without them the status, which names running stages, can be
+    # read while stages run, and no stage waits for the reader.
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
 
@@ -121,7 +121,7 @@ def plan_stages(
 
 
 def stages_changed_by_code(pipeline: DvcStatus, root: Path = ROOT) -> dict[str, Reasons] | None:
-    """Return stage → edited files that it depends on; None if that is unknown."""
+    """Return stage → edited files that it depends on; None if stage ``code`` has other changes."""
     # DVC only knows that the stage ``code`` has to run. The code is hashed here as by that stage,
     # and compared with the stage's last result.
     entries = pipeline.status.get(CODE_STAGE, [])
@@ -153,7 +153,7 @@ def _stage_name(addressing: str) -> str:
 
 
 def _kind(stage: str) -> str:
-    """Return the kind of a stage, whose runs take about equally long: ``measure@cost``."""
+    """Return the kind of a stage, all of whose runs take similar time, such as ``measure@cost``."""
     return stage.split("-")[0] if stage.startswith("measure@") else stage.split("@")[0]
 
 

@@ -166,7 +166,7 @@ def write_or_delete_files(folder: Path, texts: Mapping[str, str | None]) -> None
 
 
 def render_project_template(name: str, is_of_user: bool) -> dict[str, str]:
-    """Return path → text of the template's files: the user's own, or moecore's."""
+    """Return path → text of the template's files that users edit, or that moecore upgrades."""
     requirement = project.moecore_requirement()
     texts = {}
     for file in sorted(TEMPLATE.rglob("*")):
@@ -202,8 +202,7 @@ def _add_example_method(text: str, study: Mapping[str, Any], name: str, is_run: 
 
 
 def upgrade_project(answers: project.ProjectAnswers, is_written: bool, more: Sequence[str]) -> None:
-    """Print the changes that an upgrade makes, and what reruns; write them if ``is_written``."""
-    # more: stages that its dvc.yaml gets.
+    """Print an upgrade's changes and reruns; write them if ``is_written``; more: stages to add."""
     changes = _rename_keys_in_files(answers)
     with _replaced_files(changes):  # an overlay must be valid to be read
         texts = upgradable_project_texts(answers.name, answers.study, more)
@@ -254,7 +253,7 @@ def _rename_keys_in_files(answers: project.ProjectAnswers) -> dict[str, str | No
 def _select_changed_texts(
     answers: project.ProjectAnswers, texts: Mapping[str, str]
 ) -> tuple[dict[str, str | None], dict[str, str | None]]:
-    """Return path → text of files to write, and of files that the user edited; None: remove."""
+    """Return path → text to write, and the same for files that the user edited; None: remove."""
     written: dict[str, str | None] = {}
     edited: dict[str, str | None] = {}
     for path in {**answers.files, **texts}:

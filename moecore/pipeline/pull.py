@@ -71,7 +71,7 @@ def find_archive_address(source: str | None) -> str:
 
 
 def fetch_archive(url: str, scratch: Path) -> Path:
-    """Download an archive and compare its sha256 with the file beside it; return its path."""
+    """Download an archive, verify its sha256 by the file URL.sha256, and return its path."""
     if not url.endswith(".tar"):
         url = f"{url.rstrip('/')}/{archive_name(Path())}"
     archive = scratch / "run.tar"

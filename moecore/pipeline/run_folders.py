@@ -126,7 +126,7 @@ def _compose_project(folder: Path) -> tuple[params_layers.ComposedParams, str]:
 
 
 def write_dvc_yaml_files(folder: Path, stages: Sequence[str] | None) -> None:
-    """Write the dvc.yaml of a run folder, and remove those that it no longer has."""
+    """Write the dvc.yaml files of a run folder; delete those of stages that it no longer has."""
     run = load_yaml_document(folder / "params.yaml").data["run"]
     texts = dvc_yaml.study_dvc_yaml_texts(dvc_yaml.build_stage_entries(stages), run)
     for file in folder.glob("steps/*/dvc.yaml"):
@@ -320,7 +320,7 @@ class SweepAxis(NamedTuple):
     values: list[Any]
 
     def name(self, number: int) -> str:
-        """Return the suffix of a method's name for the value ``number``, such as k2."""
+        """Return a method's suffix for the value at index ``number``, such as k2 for k = 2."""
         value = self.values[number]
         if isinstance(value, dict | list):
             value = value.get("kind", number) if isinstance(value, dict) else number
@@ -361,7 +361,7 @@ def write_data_or_sweep_run(data: Path | None, sets: Sequence[str], is_sweep: bo
 
 
 def _add_sweep(text: str, path: str, sets: Sequence[str]) -> tuple[str, dict[str, list[str]], str]:
-    """Return params.yaml with a method per grid point, their names, and the sweep's name."""
+    """Return params.yaml with a method per grid point, method → its points, the sweep's name."""
     values, swept = _split_assignments(parse_yaml_document(text, path).data, sets)
     text = params_writer.apply_assignments(text, values)
     document = parse_yaml_document(text, path)

@@ -3,8 +3,8 @@
 Each method is pretrained with each rate of one grid, by seeds that no round of the question has, in
 a run folder of its own. Scores, curves and choices are stored in pipelines/results/, from where the
 rounds take the chosen rates. Names hold the value: a grid that is shifted trains only what is new.
-A threshold of routers is chosen before, by its fallback: as ERMoE's paper (supplement, §6), but of
-models that were trained with it, whose fallback is another one.
+A router threshold is chosen before, by its share of fallbacks (ERMoE, supplement, §6). Unlike in
+the paper, a model is trained with each threshold, which changes that share.
 """
 
 import math
@@ -62,7 +62,7 @@ class TuningRun(NamedTuple):
 
 def plan_tuning(question: questions.QuestionFile, threshold: float | None = None) -> TuningRun:
     """Return the trainings that tune a question; UserError if it has no section ``tune``."""
-    # threshold: the chosen one; without it, of a question with ``tune.threshold``, its trainings.
+    # threshold: the chosen one; None: plan the trainings that choose it, if tuned.
     tuning = question.tuning
     if tuning is None:
         allowed = "tune: {learning_rates: [5.0e-4, 1.0e-3, 2.0e-3, 4.0e-3, 8.0e-3], seeds: [900]}"
@@ -126,7 +126,7 @@ def choose_threshold(run: TuningRun, tuned: questions.ThresholdTuning) -> dict[s
 
 
 def name_variant(method: str, value: float) -> str:
-    """Return the name of a method with a value of the grid; a shifted grid reuses trainings."""
+    """Return a method's name with a grid value, by which a shifted grid reuses trainings."""
     decimal = f"{Decimal(str(value)).normalize():f}"
     return f"{method}_at_{decimal.replace('-', 'minus_').replace('.', '_')}"
 
@@ -207,7 +207,7 @@ def list_tuning_problems(question: questions.QuestionFile) -> Iterator[str]:
 
 
 def list_edge_choices(question: questions.QuestionFile, stored: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line per method whose best rate is the grid's lowest or highest."""
+    """Yield an error line per method in ``stored`` whose best rate is an end of the grid."""
     rates = stored["learning_rates"]
     for name, choice in stored["methods"].items():
         if choice[questions.RATE] in (rates[0], rates[-1]):

@@ -61,7 +61,7 @@ def read_clocks() -> dict[str, float]:
 
 
 def execution_subpath(stage: str, phase: str | None, method: str | None, seed: int | None) -> str:
-    """Return ``stage/phase/method/seed`` without None: the run's path below artifacts/history."""
+    """Return a run's path below artifacts/history: ``stage/phase/method/seed``, omitting None."""
     return "/".join(str(part) for part in (stage, phase, method, seed) if part is not None)
 
 
@@ -258,7 +258,7 @@ class ExecutionHistory(NamedTuple):
         return "status" in self.lines[-1]
 
     def run_state(self) -> tuple[str, float]:
-        """Return (MLflow status, seconds since 1970); KILLED if the process is gone."""
+        """Return (MLflow status, last line's seconds since 1970); KILLED if the process is gone."""
         end = self.lines[-1]
         if self.has_ended:
             return end["status"], end["t"]
@@ -268,7 +268,7 @@ class ExecutionHistory(NamedTuple):
 
 
 def is_process_running(host: str, pid: int, at: float) -> bool:
-    """Return whether a process seen at ``at`` (s since 1970) still runs; other hosts: True."""
+    """Return whether a process seen ``at`` s since 1970 still runs; True if on another host."""
     # The system reuses process numbers: a process that began later is another one.
     if host != platform.node():
         return True
@@ -313,7 +313,7 @@ def _locked_paths(study: Path, written: int) -> frozenset[str]:
 
 
 def allow_packages_and_list_methods(study: Path) -> list[str]:
-    """Allow imports of the packages that a params.yaml lists; return its ``run.methods``."""
+    """Allow imports of the packages that a params.yaml lists; return ``run.methods``, or []."""
     # Without a readable file there are none: `moecore check` reports its errors.
     source_layout.allow_packages((), ())
     try:

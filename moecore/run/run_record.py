@@ -217,7 +217,7 @@ def record_resumable(
 
 @contextmanager
 def hold_lock(path: Path, describe_holder: Callable[[], str]) -> Iterator[None]:
-    """Hold the lock file ``path``; if another process has it, raise UserError."""
+    """Hold the lock file ``path``; if it is taken, UserError with ``describe_holder``'s text."""
     lock = FileLock(path, timeout=0)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -116,7 +116,7 @@ def hash_stage_inputs(
     phase: str | None = None,
     method: str | None = None,
 ) -> StageInputs:
-    """Return the hashed inputs of a stage or, by its name, of a measurement."""
+    """Return the hashed inputs of ``stage``, which may be the name of a measurement."""
     files = list_stage_hash_files(stage, phase, method)
     return StageInputs(params, artifacts, files, method=method, data=phase)
 
@@ -269,7 +269,7 @@ def parse_source(text: str, file: Path) -> ast.Module:
 
 @cache
 def read_wheel_hashes(package: str) -> dict[Path, str]:
-    """Return file → hash, from its RECORD, of an installed package's files other than Python."""
+    """Return the hash of each non-Python file that the RECORD of an installed package lists."""
     # Empty for moecore and for source trees. Files that a package writes into its folder at run
     # time are not in its RECORD.
     if package == OUR_PACKAGE:

@@ -55,7 +55,7 @@ PLAIN_NAME = re.compile(r"[a-z][a-z0-9_]{0,99}")
 
 
 class MissingData(UserError):
-    """Error for a study with one problem only: its data are missing or unreadable."""
+    """Error for a study whose only problem is that its data are missing or unreadable."""
 
 
 class CheckedStudy(NamedTuple):
@@ -123,7 +123,7 @@ def describe_checked_study(path: str | Path = "params.yaml", also: ExtraCheck | 
 
 
 def check_document(document: YamlDocument, stages: Sequence[str]) -> Study:
-    """Return the study of a params.yaml, checked without its data; else raise UserError."""
+    """Return the study of a params.yaml, checked without its data; UserError if invalid."""
     study, problems = read_study_and_problems(document, stages)
     if study is None or problems:
         raise UserError(cap_line_count(problems))
@@ -288,7 +288,7 @@ def run_section_misfits(data: Any) -> Misfits:
 
 
 def _outside_measurement_problems(sections: dict, name: str, key: str) -> Iterator[str]:
-    """Yield why ``name`` (package.module) cannot be an entry of ``run.<key>``."""
+    """Yield why ``name`` cannot be in ``run.<key>``; key: measurements or calculations."""
     package, _, module = name.partition(".")
     if "." in module:
         yield f"found {name!r}; allowed: package.module"

@@ -131,7 +131,7 @@ def describe_planned_data(preview: Card) -> str:
 
 
 def read_matching_data_card(card: Path, source: Any) -> Card | None:
-    """Return the card in a file if it was written with settings ``source``; else None."""
+    """Return the data card in the file ``card`` if its settings equal ``source``; else None."""
     if not card.is_file():
         return None
     try:
@@ -268,7 +268,7 @@ def _locate_refusal(
 
 
 def split_key_and_message(error: Exception) -> tuple[tuple[str, ...], str]:
-    """Split an error's text into the keys that it begins with, and its message."""
+    """Split an error's text into the words of the dotted key at its start, and its message."""
     text = str(error)
     if not isinstance(error, (UserError, ValueError)):
         return (), f"cannot be built: {last_traceback_line(error)}"

@@ -99,7 +99,7 @@ class NamedClaim(NamedTuple):
 
 
 def named_claims(paper: Mapping[str, Any]) -> dict[str, NamedClaim]:
-    """Return name → claim, with its paper and source; paper: the content of a paper.yaml."""
+    """Return name → claim, with its paper and source; paper: a paper.yaml, parsed."""
     return {
         name: NamedClaim(
             ("tables", index, "claims", name),
@@ -143,7 +143,7 @@ def parse_asked_claim(entry: Any) -> tuple[str, str, dict[str, Any]]:
 def resolve_asked_claims(
     document: YamlDocument, root: Path
 ) -> tuple[list[dict[str, Any]], dict[tuple, tuple[YamlDocument, tuple]]]:
-    """Return the claims that ``asks`` names, and for each key the file that has it."""
+    """Return the claims that ``asks`` names, and each key's source: (document, keys in it)."""
     asks = document.data[ASKS]
     if not isinstance(asks, list):
         text = f"found {show_value(asks)}; allowed: a list of claims, paper/name"

@@ -105,7 +105,7 @@ def load_overlay_layer(folder: Path, root: SettingsLayer) -> SettingsLayer:
 def read_layer(
     document: yaml_document.YamlDocument, packages: Sequence[str], directives: Sequence[str] = ()
 ) -> SettingsLayer:
-    """Return a YAML document as a layer; directives: keys that are not sections."""
+    """Return a YAML document as a layer; directives: allowed keys that are not sections."""
     # packages: packages of earlier layers, whose names are sections, too.
     # Sections of single stages and measurements last
     names = sorted(Study.model_fields, key=lambda name: name in StageSections.model_fields)
@@ -167,7 +167,7 @@ def compose_layers(layers: Sequence[SettingsLayer], root: Path) -> ComposedParam
 
 
 def merge_settings(base: Any, over: Any) -> Any:
-    """Return ``over`` merged over ``base``; lists and other kinds of parts are replaced."""
+    """Return ``over`` merged over ``base``; lists and parts of another kind replace the base."""
     if not (isinstance(base, dict) and isinstance(over, dict)):
         return over
     if base.get("kind") != over.get("kind", base.get("kind")):
@@ -179,7 +179,7 @@ def merge_settings(base: Any, over: Any) -> Any:
 
 
 def _compose_methods(layers: Sequence[SettingsLayer]) -> dict[str, Chain]:
-    """Return method → its entries in layers, lowest first; UserError for unknown names."""
+    """Return method → (layer, name) of entries merged to it, lowest first; UserError if none."""
     names: dict[str, str] = {}  # name → its place in a list
     for layer in layers:
         if "methods" in layer.replaced:
@@ -204,7 +204,7 @@ def _compose_methods(layers: Sequence[SettingsLayer]) -> dict[str, Chain]:
 def _method_chain(
     name: str, layers: Sequence[SettingsLayer], above: tuple[Place, ...] = ()
 ) -> Chain:
-    """Return the entries that are merged to a method, lowest first; () if it is unknown."""
+    """Return (layer, name) of the entries merged to a method, lowest first; () if it is unknown."""
     # above: the entries merged over this method.
     layers = layers_after_replacement(layers, "methods")
     for at, layer in reversed(list(enumerate(layers))):
@@ -242,7 +242,7 @@ def _known_methods(layers: Sequence[SettingsLayer]) -> list[str]:
 def _read_list(
     document: yaml_document.YamlDocument, key: str, allowed: Collection[str]
 ) -> tuple[str, ...] | None:
-    """Return the list at ``key``, or None; UserError for other values."""
+    """Return the list at ``key``; None if missing; UserError for entries not in ``allowed``."""
     entries = (document.data or {}).get(key)
     if entries is None:
         return None
@@ -270,7 +270,7 @@ def list_dvc_stages(folder: Path) -> tuple[str, ...]:
 
 
 def count_existing_keys(value: Any, keys: Sequence[str | int]) -> int:
-    """Return how many of the ``keys``, from the first on, exist in the nested ``value``."""
+    """Return how many leading ``keys`` exist in the nested ``value``."""
     for depth, key in enumerate(keys):
         if isinstance(value, dict) and key in value:
             value = value[key]

@@ -50,9 +50,8 @@ def params_keys_by_field(model: type[config.Config]) -> dict[str, str]:
 
 
 def read_params(model: type[AnySettings], path: str | None = None, **item: object) -> AnySettings:
-    """Read the settings ``model`` from params.yaml; UserError with one line per problem."""
-    # path: the file; default: $MOECORE_PARAMS, else ./params.yaml. item: values for the templates
-    # of the keys, such as ``method="vmoe"``.
+    """Read settings of class ``model``; item: values of {placeholders}; UserError if invalid."""
+    # path: by default $MOECORE_PARAMS, else ./params.yaml. item: such as ``method="vmoe"``.
     path = path or os.environ.get("MOECORE_PARAMS") or "params.yaml"
     return extract_settings(model, yaml_document.load_yaml_document(path), **item)
 
@@ -60,7 +59,7 @@ def read_params(model: type[AnySettings], path: str | None = None, **item: objec
 def extract_settings(
     model: type[AnySettings], document: yaml_document.YamlDocument, **item: object
 ) -> AnySettings:
-    """Read the settings ``model`` from their keys in a document; UserError: a line per problem."""
+    """Read settings of class ``model`` from a document, as ``read_params`` does from a file."""
     places: dict[str, Keys] = {
         name: tuple(template.format(**item).split("."))
         for name, template in params_keys_by_field(model).items()
@@ -79,7 +78,7 @@ def extract_settings(
 def validate_document(
     model: type[AnySettings], document: yaml_document.YamlDocument
 ) -> AnySettings:
-    """Return a whole document as settings ``model``; UserError with one line per problem."""
+    """Return a whole document as settings of class ``model``; UserError: a line per problem."""
     if not isinstance(document.data, dict):
         raise files.UserError.at(
             f"{document.path}:1:1",
@@ -203,7 +202,7 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
 
 
 def describe_allowed_values(model: type[BaseModel], loc: Sequence[str | int]) -> str:
-    """Return a text on the values allowed at pydantic's location ``loc``."""
+    """Describe the values that ``model`` allows at ``loc``, the location of a pydantic error."""
     if models := _models_at(model, loc):
         return _describe_models(models)
     owners = [owner for owner in _models_at(model, loc[:-1]) if loc[-1] in owner.model_fields]
@@ -218,7 +217,7 @@ def _describe_models(models: Sequence[type[BaseModel]]) -> str:
 
 
 def _models_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[BaseModel]]:
-    """Return the settings classes allowed at pydantic's location ``loc``; [] if none."""
+    """Return the settings classes that ``model`` allows at a pydantic error's ``loc``; or []."""
     models = [model]
     for part in loc:
         fields = [owner.model_fields[str(part)] for owner in models if part in owner.model_fields]
@@ -232,7 +231,7 @@ def _models_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[Ba
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return the settings classes that a type annotation contains; families give all parts."""
+    """Return the settings classes in a type annotation; all parts instead of a family's base."""
     models: list[type[BaseModel]] = []
     for settings in config.settings_classes_in(annotation):
         if config.is_family_base(settings):

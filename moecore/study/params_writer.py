@@ -54,7 +54,7 @@ class ParamsOrigin(NamedTuple):
 
 
 def params_text(composed: ComposedParams, origin: ParamsOrigin, presets: Sequence[str] = ()) -> str:
-    """Return a composed params.yaml as text; UserError if it is invalid."""
+    """Return a composed params.yaml as text, with ``presets`` in its head; UserError if invalid."""
     check.check_document(composed.document, composed.all_stages)
     head = HEAD.format(edited=origin.edited, base=origin.base, schema=origin.schema)
     if presets:
@@ -181,7 +181,7 @@ def round_trip_writer(text: str) -> YAML:
 
 
 def _set_value(data: Any, segments: Sequence[str], value: Any, assignment: str) -> None:
-    """Set the nested value at ``segments`` in place; only the last key may be new."""
+    """Set the nested value at ``segments`` in place; UserError if a key before the last is new."""
     for depth, segment in enumerate(segments):
         last = depth == len(segments) - 1
         keys = dict(enumerate(data)) if isinstance(data, list) else data

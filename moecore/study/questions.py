@@ -160,13 +160,13 @@ class QuestionFile:
         return self.root / PIPELINES / RESULTS / f"{self.name}.json"
 
     def find_earlier_files(self, suffix: str) -> dict[str, Path]:
-        """Return part → its file of moecore 0.3, ``<question>.2.json`` or ``.tuned.json``."""
+        """Return part (a round's number, or "tuned") → its file of moecore 0.3."""
         paths = sorted(self.results.parent.glob(f"{self.results.stem}.*{suffix}"))
         parts = {path.stem.rpartition(".")[2]: path for path in paths}
         return {part: path for part, path in parts.items() if _is_part(part)}
 
     def read_results(self) -> dict[str, Any]:
-        """Return the stored results: a round's by its number, and ``tuned``; {} without any."""
+        """Return part (a round's number as text, or "tuned") → stored results; {} without any."""
         parts = {part: read_json(path) for part, path in self.find_earlier_files(".json").items()}
         if self.results.is_file():
             parts |= split_results(read_json(self.results))
@@ -181,7 +181,7 @@ class QuestionFile:
         return FileLock(path)
 
     def store_part(self, part: str, value: Mapping[str, Any]) -> None:
-        """Write a round's results or ``tuned``; all other lines of the file stay as they are."""
+        """Store the results of ``part``, a round's number or "tuned", and keep the other parts."""
         with self.lock_results():
             parts = self.read_results() | {part: value}
             texts = [
@@ -210,7 +210,7 @@ class QuestionFile:
     def read_part(
         self, document: YamlDocument, directives: Sequence[str]
     ) -> params_layers.SettingsLayer:
-        """Return a round or preset as a layer, in which claims asked by name are complete."""
+        """Return a round or preset as a layer, with the claims that ``asks`` names in full."""
         # directives: keys of ``document`` that are not sections.
         packages = tuple(name for layer in self.layers for name in layer.document.packages)
         return self._expand(params_layers.read_layer(document, packages, directives))
@@ -337,7 +337,7 @@ def _is_part(key: str) -> bool:
 
 
 def split_results(content: Any) -> dict[str, Any]:
-    """Return a results file's content by part; one of moecore 0.3 is the first round's alone."""
+    """Return a file as part → results; a file of moecore 0.3 has only those of the first round."""
     if isinstance(content, dict) and all(map(_is_part, content)):
         return dict(content)
     return {"1": content}

@@ -176,7 +176,7 @@ def file_defines_measurement(file: Path) -> bool:
 
 
 def compared_quantity_key(comparison: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what decides a claim's numbers: metrics, methods and phase."""
+    """Return the values that select the two numbers of a claim: metrics, methods and phase."""
     keys = ("metric", "method", "against", "against_metric", "phase")
     return tuple(comparison[key] for key in keys)
 
@@ -184,7 +184,7 @@ def compared_quantity_key(comparison: Mapping[str, Any]) -> tuple[Any, ...]:
 def answer_settings_digest(
     study: Mapping[str, Any], comparison: Comparison, left_out: Sequence[str] = ("monitor",)
 ) -> str:
-    """Return a digest of all settings that an answer depends on; study: params.yaml."""
+    """Hash the settings that decide a comparison's result; study: params.yaml, parsed."""
     # These are all sections except run, claims, questions and ``left_out``, with only the two
     # methods that are compared.
     unread = ("run", "claims", "questions", "methods", *left_out)
@@ -195,10 +195,10 @@ def answer_settings_digest(
 
 
 def design_digest(study: Mapping[str, Any], comparison: Comparison, stage: str = "") -> str:
-    """Return a digest of the settings that define a design; study: params.yaml as data.
+    """Hash the settings that repetitions of a comparison share; study: params.yaml, parsed.
 
-    Answers with equal digests differ in their seeds, and in how many test items they measured.
-    They are the model, both methods, data and training of the first and the compared phase, the
+    Results with equal digests differ in their seeds, and in how many test items they measured.
+    Hashed are the model, both methods, data and training of the first and the compared phase, the
     teacher if a method needs one, and the section of the stage that measures the metric, if any.
     """
     phases = list(dict.fromkeys((PHASES[0], comparison.phase)))
@@ -227,7 +227,7 @@ def _without_keys(value: Any, names: Collection[str]) -> Any:
 def have_settings_changed(
     stored: str | None, study: Mapping[str, Any], comparison: Comparison
 ) -> bool:
-    """Return whether a study's settings differ from the digest ``stored``; None: False."""
+    """Return whether settings differ from those hashed in ``stored``; False if that is None."""
     # In older files the digest includes ``monitor``, which changes no result.
     same = [answer_settings_digest(study, comparison, left_out) for left_out in (("monitor",), ())]
     return stored is not None and stored not in same

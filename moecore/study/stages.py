@@ -29,7 +29,7 @@ EACH = {  # the matrix of DVC: the stage runs once per item
 
 
 class Stage(NamedTuple):
-    """A stage of the pipeline, as one row; {method}, {seed} etc. stand for a run's values."""
+    """One row of the table of stages; {method}, {seed} etc. in it stand for a run's values."""
 
     name: str
     says: str
@@ -64,7 +64,7 @@ class Stage(NamedTuple):
 
     @property
     def item_path(self) -> str:
-        """The path of result and history of a run: ``cost/{phase}/{method}/{seed}``."""
+        """Template of the path of a run's result and history: ``cost/{phase}/{method}/{seed}``."""
         return self.path or "/".join([self.name, *(f"{{{name}}}" for name in self.item)])
 
     @property
@@ -314,18 +314,18 @@ def describe_how_to_add(stage: str) -> str:
 
 
 def list_hash_files(name: str, **item: str | None) -> list[str]:
-    """Return the hash files, below artifacts/code, that a stage or measurement depends on."""
+    """Return a stage's or measurement's files in artifacts/code; item: values of {placeholders}."""
     stage = STAGES.get(name, STAGES[MEASURE if item.get("method") else CALCULATE])
     return [hash_file_name(path).format(what=name, **item) for path in stage.hashes]
 
 
 def hash_file_name(path: str) -> str:
-    """Return an entry of ``Stage.hashes`` as a file name; ``methods`` is a folder."""
+    """Return an entry of ``Stage.hashes`` with suffix .json; the folder ``methods`` gets none."""
     return path if path == "methods" else f"{path}.json"
 
 
 def find_stage_of_command(arguments: Sequence[str]) -> str:
-    """Return the name of the stage that ``python -m moecore.stages.SCRIPT WORD …`` runs."""
+    """Return the stage that Python's ``arguments``, -m moecore.stages.SCRIPT WORD …, run."""
     script, *rest = arguments[1:]
     script = script.rpartition(".")[2]
     names = [stage.name for stage in ROWS if stage.module == script]

@@ -47,7 +47,7 @@ OTHER_CHECKS: dict[Any, Callable[[Any], None]] = {
 
 
 def outside_source_misfits(study: Study, notes: list[str]) -> Misfits:
-    """Yield (keys, message) for outside data sources that fail; add untried ones to ``notes``."""
+    """Yield (keys, message) for failing sources of other packages; ``notes`` gets untried ones."""
     for phase, source in study.data.items():
         keys = ("data", phase)
         if _is_from_outside(source):
@@ -56,7 +56,7 @@ def outside_source_misfits(study: Study, notes: list[str]) -> Misfits:
 
 
 def outside_part_misfits(study: Study, previews: Mapping[str, Card], notes: list[str]) -> Misfits:
-    """Yield (keys, message) for other outside parts that fail; add untried ones to ``notes``."""
+    """Yield (keys, message) for other failing parts of such packages; ``notes``: untried ones."""
     for phase, preview in previews.items():
         if preview.task is not None and _is_from_outside(preview.task):
             attempt = partial(_try_task, preview.task)
@@ -75,7 +75,7 @@ def outside_part_misfits(study: Study, previews: Mapping[str, Card], notes: list
 
 
 def run_and_list_faults(attempt: Callable[[], Any], refusals: list[str]) -> Iterator[str]:
-    """Run ``attempt`` with seed 0; yield a line if it fails; ``refusals`` gets UserErrors."""
+    """Run ``attempt`` with seed 0; yield its error as a line; a UserError goes to ``refusals``."""
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -134,7 +134,7 @@ def _try_model(part: Any, images: ImageSpec | None) -> None:
 
 
 def _try_measurement(measurement: Measurement) -> None:
-    """Run a measurement on a small ViT; AssertionError if it breaks a promise."""
+    """Check a measurement on a small ViT; AssertionError if it is wrong, UserError if untried."""
     # A measurement that fails here may work with the study's models and images.
     subject = MeasuredModel(check_helpers.small_vit(), check_helpers.small_data())
     if refusal := measurement.applies(subject):

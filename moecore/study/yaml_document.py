@@ -186,7 +186,7 @@ class _PlainData:
         self.names: dict[int, list] = {}  # keys of a mapping by its id, as aliases repeat it
 
     def convert(self, node: Any, mark: Mark, level: int) -> Any:
-        """Return a node as plain data; UserError if it is no valid setting."""
+        """Return a node at ``mark`` and nesting ``level`` as plain data; UserError if invalid."""
         self.left -= 1
         if self.left < 0:
             raise self._refuse(mark, f"found more than {MAX_VALUES:,} values; allowed: fewer")
@@ -244,7 +244,7 @@ def _has_child(node: Any, key: str | int) -> bool:
 
 
 def _child(node: Any, key: Any, mark: Mark) -> tuple[Mark, Any]:
-    """Return (line, column) and value of ``key`` in a node; a merged key has ``mark``."""
+    """Return ((line, column), value) of ``key`` in a node; ``mark`` if ``<<`` merged the key."""
     if isinstance(node, CommentedSeq):
         return node.lc.item(key), node[key]
     name = key if key in node else next(name for name in node if str(name) == key)

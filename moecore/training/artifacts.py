@@ -224,7 +224,7 @@ def save_guide(folder: Path, guide: Guide) -> None:
 
 
 def save_no_guide(folder: Path) -> None:
-    """Record in ``folder`` that the method needs no teacher, so a new one does not rerun it."""
+    """Record in ``folder`` that the method needs no teacher, so a new teacher causes no rerun."""
     files.write_json(folder / "guide.json", {"needed": False})
 
 
@@ -272,7 +272,7 @@ def check_and_load_state_dict(
 
 
 def guide_folder(method: str, seed: int) -> Path:
-    """Return the folder of a method's guide: the model's, or that of the stage teacher_router."""
+    """Return a guide's folder: in the pretrained model's if it exists, else of teacher_router."""
     with_model = Path("artifacts/pretrain", method, str(seed), GUIDE)
     if with_model.exists():
         return with_model
@@ -306,7 +306,7 @@ class Checkpoint:
         self._group: Any = None  # process group of the saving thread
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, note: dict) -> None:
-        """Copy the state after ``step`` steps, and a ``note``; a thread writes it to the file."""
+        """Copy the state after ``step`` steps and ``note``, a JSON object; a thread writes both."""
         self.wait()
         if self.inputs is not None:  # first: the new code may have computed the state
             self.inputs.refuse_edited_code()

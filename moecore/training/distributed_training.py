@@ -44,7 +44,7 @@ def to_full_tensor(values: Tensor) -> Tensor:
 
 
 def shard_like(value: Tensor, target: Tensor) -> Tensor:
-    """Shard the first rank's full tensor like ``target``; unchanged if ``target`` is not."""
+    """Shard rank 0's full tensor like ``target``; return it as it is if ``target`` is unsharded."""
     mesh = getattr(target, "device_mesh", None)
     if mesh is None or hasattr(value, "device_mesh"):
         return value

@@ -64,7 +64,7 @@ class Objective(NamedTuple):
         return terms
 
     def score(self, step: ObjectiveInputs, terms: dict[str, Tensor]) -> Tensor:
-        """Return the sum of the task's scores of the batch's images, which may not be finite."""
+        """Return the task's score summed over the batch's images; it may be infinite or NaN."""
         task = step.model.image.task
         batch = step.batch
         if task.long and not self.label_smoothing:  # score = loss; saves a pass over 100 MB

@@ -60,7 +60,7 @@ class Meter:
 
     @contextmanager
     def measuring_memory(self, tensors: Iterable[Tensor], is_measured: bool) -> Iterator[None]:
-        """Measure the ``with`` block's peak memory, if ``is_measured``, for the next ``take``."""
+        """If ``is_measured``, measure the block's peak memory; the next ``take`` returns it."""
         if not is_measured:
             yield
             return
@@ -123,7 +123,7 @@ def sum_layer_routing(record: RoutingRecord) -> Tensor:
 def take_and_check_metrics(
     meter: Meter, model: nn.Module, step: int, rate: float, last_good: str
 ) -> tuple[dict[str, float], dict[str, LayerTotals]]:
-    """Return ``meter.take()`` and the learning rate; UserError if weights are not finite."""
+    """Return ``meter.take()`` with the learning rate; UserError if weights are not finite."""
     values, routing = meter.take(last_good)
     values["learning_rate"] = rate
     # A checkpoint must not hold weights that are not finite.

@@ -284,7 +284,7 @@ class Method(TowerRouting):
         return 1 + any("two_views" in regularizer.needs for regularizer in self.regularizers)
 
     def for_finetuning(self, k: int | None, guided: bool, same_classes: bool = False) -> "Method":
-        """Return the method for fine-tuning: with this ``k``, without upcycling and regions."""
+        """Return the method for fine-tuning: ``k``, if not None; no upcycling and no regions."""
         # ``guided_finetuning`` or ``guided``: whether losses that need a teacher are kept, not
         # replaced by ``unguided_regularizers``; hard distillation also needs the ``same_classes``.
         if self.guided_finetuning is not None:

@@ -108,7 +108,7 @@ def _layer_statistics(
 def _find_warnings(
     layer: LayerStatistics, last: LayerStatistics | None, dead_after: int
 ) -> list[str]:
-    """Warn of experts that died, and of a layer that collapsed, since the last point."""
+    """Return lines on experts newly without tokens for ``dead_after`` steps, and on a collapse."""
     idle_before = [0] * len(layer.idle) if last is None else last.idle
     died = [str(e) for e, steps in enumerate(layer.idle) if idle_before[e] < dead_after <= steps]
     lines = []

@@ -52,7 +52,7 @@ def iterate_router_fit(
 
 
 def count_words_per_stream(data: Prepared, batch: int) -> int | None:
-    """Return the training words per stream, of ``batch`` streams; None unless data are text."""
+    """Return training tokens per stream of ``batch`` streams; None if the task has no streams."""
     if not data.task.long:
         return None
     test_words = len(data.tokens("test"))

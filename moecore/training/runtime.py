@@ -180,7 +180,7 @@ def _bf16_speedup(device: str) -> float:
 
 
 def _shortest_call(call: Callable[[], object]) -> float:
-    """Return the shortest time of 40 calls, in s, or of those within 0.2 s (slow emulation)."""
+    """Return the shortest time (s) of 40 calls, or of as many as fit into 0.2 s (emulation)."""
     call()
     times: list[float] = []
     while len(times) < 40 and sum(times) < 0.2:
@@ -282,7 +282,7 @@ class CompiledBlocks:
 
     @contextmanager
     def using_compiled_blocks(self) -> Iterator[None]:
-        """Use the compiled blocks in the ``with`` block, except the first time."""
+        """Use the compiled blocks in the ``with`` block, except in the first such block."""
         blocks = self.blocks if self.begun else []
         self.begun = True
         for block, forward in zip(blocks, self.ready, strict=False):
@@ -314,7 +314,7 @@ class CompiledBlocks:
 
 
 def trace_file(title: str) -> Path | None:
-    """Return the trace file of a training below $MOECORE_TRACE; None without, or on other ranks."""
+    """Return a training's trace file below $MOECORE_TRACE; None if unset, or not on rank 0."""
     folder = os.environ.get(TRACE)
     if not folder or not current_ranks().first:
         return None

@@ -228,7 +228,7 @@ class TeacherRouterFit(config.Config):
 
 
 def local_image_generators(generator: Generator, batch: Batch) -> Generator | list[Generator]:
-    """Return ``generator``; with several ranks, one per image that draws the same numbers."""
+    """Return ``generator``; with several ranks, one per local image, with the same draws."""
     ranks = current_ranks()
     if ranks.size == 1:
         return generator

@@ -1,4 +1,4 @@
-"""Train on volumes reduced to one tissue (ERMoE-ba, algorithm 2, line 1); R tissues."""
+"""Train on volumes reduced to one of R tissues (ERMoE-ba, algorithm 2, line 1)."""
 
 from typing import NamedTuple
 
@@ -72,7 +72,7 @@ class TissueIsolationSchedule(NamedTuple):
 def build_tissue_isolation(
     method: Method, data: Prepared, subset: np.ndarray | None = None
 ) -> TissueIsolationSchedule | None:
-    """Build the schedule by which ``method`` reduces volumes to one tissue, or None."""
+    """Build the schedule by which ``method`` reduces volumes to one tissue; None if it does not."""
     regions = method.regions
     if regions is None or not method.isolates:
         return None

@@ -23,8 +23,8 @@ from moecore.training.regularizers.group_sparsity import GroupSparsity
 from moecore.training.runtime import GRAPH, Compile
 
 WARM_UP = 3  # eager steps before a capture; the second is the first with compiled blocks
-# Differences of a replay from the same step run eagerly. Adam makes full steps of gradients that
-# are only rounding, so another order of sums shows; another batch or noise exceeds both.
+# Allowed differences between a replay and the eager step. Adam makes full steps of gradients that
+# are only rounding, so the order of sums matters; another batch or noise exceeds both bounds.
 MAX_UPDATE_ERROR = 0.05  # relative, of the norm
 MAX_TERM_ERROR = 0.01  # of a term of the loss, relative if it is above 1
 WAIT = "called a synchronizing CUDA operation"  # torch's warning
@@ -207,7 +207,7 @@ class GraphedStepRunner:
 
 
 def progress_bounds(job: TrainingJob) -> list[float]:
-    """Return each part's ``until``: the share of the training at which it computes otherwise."""
+    """Return each part's ``until``, the share of training after which it computes differently."""
     modules = list(job.model.modules())
     parts: list[Any] = [*job.objective.regularizers, *job.objective.text, *modules]
     parts += [getattr(module, "config", None) for module in modules]
@@ -215,7 +215,7 @@ def progress_bounds(job: TrainingJob) -> list[float]:
 
 
 def find_obstacle(job: TrainingJob) -> str:
-    """Return why no step of a training can be captured, or ""; watched steps find others."""
+    """Return why no step can be captured; "" if nothing is known before steps are watched."""
     if has_process_group():
         return "several ranks share the training"
     if isinstance(job.train, TextStreams):

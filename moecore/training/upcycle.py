@@ -155,7 +155,7 @@ def _check_activation(layer: FeedForward, mlp: nn.Module | None, name: str) -> N
 def prepare_mlp_pieces(
     module: nn.Module, router: Router, experts: Experts, kind: upcycling_kinds.Upcycling
 ) -> upcycling_kinds.MlpPieceScales:
-    """Return the pieces of an MLP by ``kind``; give them equal rows in the router ``module``."""
+    """Return how ``kind`` cuts the MLP; give its pieces equal rows in the router ``module``."""
     if not isinstance(kind, upcycling_kinds.Granular):
         return upcycling_kinds.WHOLE_MLP
     for key, refusal in kind.list_parting_settings(router, experts):

@@ -104,7 +104,7 @@ Upcycling = bool | Annotated[Granular | Drop, Field(discriminator="kind")]
 
 
 def redraw_rows(values: Tensor, units: Tensor, normals: Tensor) -> None:
-    """Replace rows ``units`` of ``values`` (h, …) by ``normals`` with their mean and deviation."""
+    """Replace rows ``units`` of ``values`` by ``normals``, scaled to the rows' mean and spread."""
     if len(units):
         replaced = values[units]
         spread = replaced.std(correction=min(1, replaced.numel() - 1))  # 0 for a single number
@@ -118,5 +118,5 @@ def repeat_router_rows(router: nn.Module, pieces: int) -> None:
 
 
 def _is_renormalised(router: Router) -> bool:
-    """Return whether combine weights sum to 1: as set, or always, as for top_k_softmax."""
+    """Return whether combine weights sum to 1: ``renormalise``, or True without that setting."""
     return bool(getattr(router, "renormalise", True))

@@ -85,7 +85,7 @@ def check_has_experts(step: ObjectiveInputs) -> None:
 def probs_of_paired_tokens(
     part: str, step: ObjectiveInputs, special: bool
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield each MoE layer's probs (B, T', E) of paired tokens, two tensors, and a mask (B, T')."""
+    """Yield per MoE layer first and second probs (B, T', E) of T' token pairs, and their mask."""
     # A pair is one patch in two views. part: names the loss in messages. special: pair special
     # tokens (CLS) with themselves, too.
     if step.batch.views != 2:

@@ -109,7 +109,7 @@ def filter_weights(size: int, sigma: float) -> list[float]:
 
 
 def _convolve_axis(values: Tensor, axis: int, weights: list[float], padding: Padding) -> Tensor:
-    """Convolve along one axis with symmetric weights; circular keeps its length."""
+    """Convolve along one axis with symmetric weights; circular padding keeps the axis's length."""
     if padding == "circular" and len(weights) > 1:
         values = torch.cat([values, values.narrow(axis, 0, len(weights) - 1)], axis)
     length = values.shape[axis] - len(weights) + 1

@@ -94,7 +94,7 @@ def cluster_outputs(
 
 
 def cluster_shares(clusters: Tensor, counts: Tensor, number: int) -> Tensor:
-    """Return each expert's weight in its cluster, (M, E), by token counts; equal if all are 0."""
+    """Return experts' weights per cluster, (number, E), by token counts; equal if all are 0."""
     members = torch.nn.functional.one_hot(clusters, number).T.double()
     shares = members * counts.double()
     shares = torch.where(shares.sum(dim=1, keepdim=True) > 0, shares, members)
@@ -102,6 +102,6 @@ def cluster_shares(clusters: Tensor, counts: Tensor, number: int) -> Tensor:
 
 
 def merge_parameter(values: Tensor, shares: Tensor) -> Tensor:
-    """Average a parameter (E, …) over each cluster, weighted by ``shares`` (M, E): (M, …)."""
+    """Average a parameter (E, …) over M clusters by weights ``shares`` (M, E); return (M, …)."""
     flat = shares.to(values.device) @ values.flatten(1).double()
     return flat.unflatten(1, values.shape[1:]).to(values.dtype)
