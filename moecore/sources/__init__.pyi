@@ -149,7 +149,7 @@ class Clusters(_Clusters):
 
     Of P = g² patches of d = p² pixels, one is y·α times the feature of k, one β times the centre of
     k, one ε·γ times the feature of k', the others are noise, in random order. The label is y, the
-    truth k."""
+    known group k."""
     train: int = 16000
     """Number of images for training"""
     validation: int = 4000
@@ -432,7 +432,7 @@ class Phantom(_Phantom):
     """Voxel side, mm; 2: 3 mm scans resampled to 96³"""
 
 class Scripts(_Scripts):
-    """Renderings of letters: the label is the character, the truth of every pixel its script.
+    """Renderings of letters: the label is the character, each pixel's known group its script.
 
     Each image has a font, size, rotation, shear and shift drawn from the seed, the character and
     the image's number. A letter that a font leaves blank, or draws with the pixels of a letter
@@ -522,7 +522,7 @@ class Spreadsheet(_Spreadsheet):
 class Subspaces(_Subspaces):
     """Images B_k z plus noise: B_k one of D random orthonormal bases, z of r normal numbers.
 
-    The label is the largest entry of z, the truth is k. An image and its negative are equally
+    The label is the largest entry of z, the known group is k. An image and its negative are equally
     likely, so a linear router never sends both to one expert."""
     train: int = 16000
     """Number of images for training"""

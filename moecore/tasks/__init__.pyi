@@ -55,7 +55,7 @@ class NextToken(_NextToken):
     """of the vocabulary"""
 
 class Regression(_Regression):
-    """Predict a number; the loss is the absolute error in deviations, the score in the unit."""
+    """Predict a number; score: absolute error; loss: absolute error / ``deviation``."""
     classes: tuple[str, ...] = ...
     """none"""
     target: str
