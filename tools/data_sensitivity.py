@@ -43,7 +43,7 @@ class Control(NamedTuple):
         return excludes_zero(interval_from_json(self.entry["difference"]))
 
 
-# (settings of the data, or the name of a round that has an own control; phase; metric)
+# (settings of the data, or the name of a round that trained a control itself; phase; metric)
 Controls = Mapping[tuple[str, str, str], Control]
 
 
