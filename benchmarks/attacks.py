@@ -27,9 +27,9 @@ from benchmarks.layers import wait
 from benchmarks.timing import LEAST, Ratio, Run, take_turns
 from benchmarks.training_step import bench, sizes
 from moecore.attacks.apgd import Apgd
-from moecore.attacks.attack_setup import BFloat16Model
+from moecore.attacks.attack_target import BFloat16Model
 from moecore.attacks.autoattack import Autoattack
-from moecore.attacks.base import Attack, image_generators
+from moecore.attacks.base import Attack, seed_generator_per_image
 from moecore.attacks.pgd import Pgd
 from moecore.nn.backbones.base_model import BackboneModel
 from moecore.nn.predict import eval_mode
@@ -52,7 +52,9 @@ def contestants(
     def ours(attack: Attack, attacked: BackboneModel = model) -> Attacked:
         task = model.image.task
         indices = range(len(images))
-        return lambda: attack(attacked, task, images, labels, EPSILON, image_generators(0, indices))
+        return lambda: attack(
+            attacked, task, images, labels, EPSILON, seed_generator_per_image(0, indices)
+        )
 
     return {
         ALONE: lambda: run_package_apgd(model, images, labels, steps),
@@ -99,7 +101,7 @@ def ensembles(
 
     def ours() -> Tensor:
         attack = Autoattack(norm=norm, steps=steps, queries=queries)
-        generators = image_generators(0, range(len(images)))
+        generators = seed_generator_per_image(0, range(len(images)))
         options = (model.image.task, images, labels, epsilon, generators)
         return told("ours", attack(model, *options, batch=BATCH))
 

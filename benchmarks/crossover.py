@@ -56,15 +56,15 @@ def step(way: Experts, size: Size, dtype: torch.dtype, grouped: bool = True) -> 
     leaves = [rows, *experts.parameters()]
 
     def run() -> None:
-        usual = cpu_expert_loop.MANY_EXPERTS
+        usual = cpu_expert_loop.MIN_EXPERTS_TO_GROUP
         if not grouped:
-            cpu_expert_loop.MANY_EXPERTS = NEVER
+            cpu_expert_loop.MIN_EXPERTS_TO_GROUP = NEVER
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype != torch.float32):
             outputs = way(
                 rows, experts.up, experts.up_bias, experts.down, experts.down_bias, plan.offsets
             )
         torch.autograd.grad(outputs, leaves, towards)
-        cpu_expert_loop.MANY_EXPERTS = usual
+        cpu_expert_loop.MIN_EXPERTS_TO_GROUP = usual
 
     return run
 

@@ -13,7 +13,7 @@ from sklearn.datasets import load_sample_images
 
 from benchmarks.timing import time_fastest_call
 from moecore.core.streams import generator_for
-from moecore.data.files.decode import decode_image, decode_jpeg_to_pil, recompress_image
+from moecore.data.files.decode import decode_image, decode_jpeg_to_pil, resize_and_encode_jpeg
 from moecore.data.layouts.images import channel_moments
 from moecore.data.views.views import CropRanges, ViewSettings, make_random_views
 from moecore.data.views.warping import MixedSizeImageList, cut_parts_seen_by_views
@@ -50,7 +50,7 @@ def feeding(repeats: int = 60) -> Feeding:
 
 
 def _rates(paths: list[Path], repeats: int) -> Feeding:
-    packed = [recompress_image(path, 256, 3) for path in paths]
+    packed = [resize_and_encode_jpeg(path, 256, 3) for path in paths]
     whole = [np.asarray(decode_jpeg_to_pil(one.content, 3)) for one in packed] * (SEVERAL // 2)
     random = np.random.default_rng(0)
     raw = random.integers(0, 256, (4096, 3, 224, 224), np.uint8)  # more than a cache holds
@@ -67,7 +67,7 @@ def _rates(paths: list[Path], repeats: int) -> Feeding:
     return Feeding(
         a_second(lambda: [decode_image(path, 224, 3) for path in paths], each),
         a_second(lambda: [decode_image(path, 256, 3) for path in paths], each),
-        a_second(lambda: [recompress_image(path, 256, 3) for path in paths], each),
+        a_second(lambda: [resize_and_encode_jpeg(path, 256, 3) for path in paths], each),
         a_second(lambda: [np.asarray(decode_jpeg_to_pil(one.content, 3)) for one in packed], each),
         a_second(lambda: cut_parts_seen_by_views(uneven, affines, (224, 224), "zeros"), SEVERAL),
         a_second(lambda: np.take(raw, random.permutation(4096)[:128], 0, out, "clip"), 128),

@@ -40,7 +40,7 @@ from moecore.core.files import available_cores, read_json, write_json
 from moecore.core.source_layout import ROOT
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.pipeline import dvc_yaml
-from moecore.pipeline.parallel import JOB_RATES
+from moecore.pipeline.parallel import JOB_RATES_FILE
 from moecore.run.history_file import read_lines
 from moecore.study.stages import LAST_STAGES
 from moecore.training.meter import live_training_tensors, measure_peak_memory
@@ -435,9 +435,9 @@ def begin_study(folder: Path, params: Mapping[str, Any], stages: Mapping[str, An
     (folder / "params.yaml").write_text(yaml.safe_dump(dict(params)), encoding="utf-8")
     for name, text in dvc_yaml.study_dvc_yaml_texts(stages, params["run"]).items():
         (folder / name).write_text(text, encoding="utf-8")
-    if JOB_RATES.exists():
-        (folder / JOB_RATES).parent.mkdir(exist_ok=True)
-        shutil.copy(JOB_RATES, folder / JOB_RATES)
+    if JOB_RATES_FILE.exists():
+        (folder / JOB_RATES_FILE).parent.mkdir(exist_ok=True)
+        shutil.copy(JOB_RATES_FILE, folder / JOB_RATES_FILE)
     data = folder / "data"
     if (ROOT / "data").exists() and not data.exists():
         data.symlink_to((ROOT / "data").resolve())
@@ -536,11 +536,11 @@ def jobs_rows(scale: Scale) -> Iterator[dict]:
 
 def write_job_rates(rates: Mapping[int, float]) -> None:
     """Write the relative throughputs to the file by which `moecore run` chooses its jobs."""
-    table = read_json(JOB_RATES) if JOB_RATES.exists() else {}
+    table = read_json(JOB_RATES_FILE) if JOB_RATES_FILE.exists() else {}
     first = next(iter(rates.values()))
     times = {str(jobs): round(rate / first, 2) for jobs, rate in sorted(rates.items())}
-    JOB_RATES.parent.mkdir(parents=True, exist_ok=True)
-    write_json(JOB_RATES, table | {torch.cuda.get_device_name(): times})
+    JOB_RATES_FILE.parent.mkdir(parents=True, exist_ok=True)
+    write_json(JOB_RATES_FILE, table | {torch.cuda.get_device_name(): times})
 
 
 def training_seconds(folder: Path, seeds: Iterable[int]) -> float:

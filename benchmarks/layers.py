@@ -22,7 +22,7 @@ from moecore.nn.layers.block import DenseMlp
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.soft_slots import SoftSlots
-from moecore.training.runtime import KERNELS, choose_kernels
+from moecore.training.runtime import KERNELS_ENV, choose_and_set_kernels
 
 
 class Size(NamedTuple):
@@ -126,12 +126,12 @@ def dense(size: Size) -> nn.Module:
 @contextmanager
 def kernels_context(name: str, device: str) -> Iterator[None]:
     """Compute experts as with MOECORE_KERNELS=name within the block."""
-    with patch.dict(os.environ, {KERNELS: name}):
-        choose_kernels(device)
+    with patch.dict(os.environ, {KERNELS_ENV: name}):
+        choose_and_set_kernels(device)
     try:
         yield
     finally:
-        choose_kernels(device)
+        choose_and_set_kernels(device)
 
 
 def with_kernels(name: str, run: Callable[[], object], device: str) -> Callable[[], None]:

@@ -28,7 +28,7 @@ from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.tasks.classification import Classification
 from moecore.training.runtime import tune_runtime
-from moecore.training.teachers.timm import define_missing_operators, swin_weights
+from moecore.training.teachers.timm import define_missing_operators, rename_swin_weights
 
 SIZES = {"swin": (224, 7), "swin_v2": (256, 8)}  # sides of images and windows
 CLASSES = 1000
@@ -75,7 +75,7 @@ def contestant(name: str, kind: Any, batch: int, dtype: torch.dtype) -> Callable
         model = settings.build(image, moe if name == "experts" else None)
         logits = lambda said: said.prediction
         if name == "ours":
-            model.load_state_dict(swin_weights(theirs.state_dict()))
+            model.load_state_dict(rename_swin_weights(theirs.state_dict()))
     drawn = torch.Generator().manual_seed(0)
     images = torch.rand(batch, 3, size, size, generator=drawn)
     labels = torch.randint(CLASSES, (batch,), generator=drawn)

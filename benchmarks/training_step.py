@@ -31,7 +31,7 @@ from moecore.core.routing_records import (
     ObjectiveInputs,
     RoutingContext,
 )
-from moecore.data.loader import Loaded
+from moecore.data.loader import LoadedSplit
 from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp as MlpExperts
@@ -44,7 +44,7 @@ from moecore.training.loop import train_step
 from moecore.training.method import Method
 from moecore.training.regularizers.importance import Importance
 from moecore.training.regularizers.load import Load
-from moecore.training.runtime import KERNELS, Compile, CompiledBlocks, tune_runtime
+from moecore.training.runtime import KERNELS_ENV, Compile, CompiledBlocks, tune_runtime
 from moecore.training.settings import Training, build_optimizer
 from moecore.training.step_graph import WARM_UP, GraphedStepRunner, StepInputs, StepOutput
 
@@ -226,7 +226,7 @@ def sized(name: str, device: str) -> Size:
 def graph_step(size: Size, policy: Compile, device: str) -> Callable[[], None]:
     """Return V-MoE's step in bf16 with training's graph runner, after warm-up and capture."""
     made = bench(size, size.vmoe, torch.bfloat16, device=device)
-    data = Loaded(made.batch.images, made.batch.labels)
+    data = LoadedSplit(made.batch.images, made.batch.labels)
     job = TrainingJob(made.model, data, data, made.objective, None, 1)
     settings = Training(epochs=1, batch=size.batch, learning_rate=1e-3)
 
@@ -251,7 +251,7 @@ def contestant(name: str, size: str, device: str) -> Callable[[], None]:
     stock = name == "stock"
     words = name.split(", ")
     if TRITON in words:
-        os.environ[KERNELS] = "triton"
+        os.environ[KERNELS_ENV] = "triton"
     if stock:
         go_stock()
     else:

@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction  # pyrefly: ignore[missing-import]
 
 from benchmarks.layers import Size
 from moecore.nn.kernels import triton_experts, triton_products
-from moecore.nn.kernels.grouped import tile_count
+from moecore.nn.kernels.grouped import max_tile_count
 from moecore.nn.kernels.triton_experts import TILINGS, Tiling
 
 KIB = 1024
@@ -158,7 +158,7 @@ def record_launches(case: Case, tiling: Tiling) -> list[Launch]:
     gates = make(torch.float32, rows // size.k, size.k)
     routes = [make(torch.int64, rows) for _ in range(3)]
     height = triton_experts.choose_height(rows, size.experts)
-    tiles = tile_count(rows, size.experts, height)
+    tiles = max_tile_count(rows, size.experts, height)
     routes += [make(torch.int32, size.experts), make(torch.int32, tiles, 3)]
     up = make(dtype, size.experts, size.width, (1 + gated) * size.hidden)
     down = make(dtype, size.experts, size.hidden, size.width)

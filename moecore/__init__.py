@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # read by type checkers, by HOMES below, and by pipeline/code
     from moecore import tasks as tasks
     from moecore import teachers as teachers
     from moecore import testing as testing
-    from moecore.attacks.attack_setup import Target as Target
+    from moecore.attacks.attack_target import Target as Target
     from moecore.core.files import UserError as UserError
     from moecore.core.routing_records import ModelOutput as ModelOutput
     from moecore.core.routing_records import RoutingRecord as RoutingRecord

@@ -23,13 +23,13 @@ def baselines(phase: PhaseName) -> None:
     """Fit the classifiers on the images that the first seed of ``phase`` trains on."""
     params = read_params(Params, data=phase)
     folder = Path("artifacts/data", phase)
-    with run_record.record_resumable("baselines", params, [folder], phase=phase) as (run, work):
+    with run_record.record_resumable_run("baselines", params, [folder], phase=phase) as (run, work):
         parts = files.ResumableParts(work, run.inputs)
         data = Prepared.open(folder)
         shots = params.training.get("shots")
         with threadpool_limits(1):  # the last digits do not depend on the machine's cores
             result = measure_baselines(data, params.baselines, shots, params.seeds[0], parts.part)
-        run.result(result)
+        run.write_result(result)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from moecore.study import params_reader, run_and_claims
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 
-CALIBRATED: dict[str, type[calibration.ModelCalibration]] = {  # by what the calibrator predicts
+CALIBRATION_CLASSES: dict[str, type[calibration.CalibrationMeasurementBase]] = {  # by prediction
     "classes": calibration.ClassCalibration,
     "numbers": AgeCalibration,
 }
@@ -38,9 +38,9 @@ def calibrate(phase: run_and_claims.PhaseName, method: str, seed: int) -> None:
     used = stage_inputs.hash_stage_inputs("calibrate", params, artifacts, phase, method)
     with record_run("calibrate", params, phase=phase, method=method, seed=seed, inputs=used) as run:
         model = load_model(files.model).to(tune_runtime().device)
-        fit = CALIBRATED[settings.calibrator.predicts](settings=settings, files=files)
+        fit = CALIBRATION_CLASSES[settings.calibrator.predicts](settings=settings, files=files)
         subject = base.MeasuredModel(model, data)
-        run.result(fit.collect_result(subject, lambda name, compute: compute()))
+        run.write_result(fit.collect_result(subject, lambda name, compute: compute()))
 
 
 if __name__ == "__main__":

@@ -8,26 +8,26 @@ and the models. It does nothing if neither its inputs nor its result have change
 
 from pathlib import Path
 
-from moecore.core.source_layout import PROJECT_ANSWERS
-from moecore.pipeline import code_hashes, project
+from moecore.core.source_layout import PROJECT_ANSWERS_FILE
+from moecore.pipeline import code_hashes, project_record
 from moecore.run import stage_entry, stage_inputs
 from moecore.study.yaml_document import load_yaml_document
 
 
 def code() -> None:
-    if Path(PROJECT_ANSWERS).is_file():
-        project.read_answers(Path())  # refuses a newer project
+    if Path(PROJECT_ANSWERS_FILE).is_file():
+        project_record.read_answers(Path())  # refuses a newer project
     document = load_yaml_document(stage_inputs.params_path())
-    inputs = code_hashes.digest_code(document)
-    if code_hashes.is_code_hashed(inputs, document):
+    inputs = code_hashes.digest_code_inputs(document)
+    if code_hashes.is_code_up_to_date(inputs, document):
         return
-    check_models(document.path)
-    code_hashes.write_code_hashes(document.path)
+    check_params_data_models(document.path)
+    code_hashes.write_all_hashes(document.path)
     stage_inputs.refuse_changed_document(document)
-    code_hashes.remember_code(inputs)
+    code_hashes.store_code_digest(inputs)
 
 
-def check_models(path: str) -> None:
+def check_params_data_models(path: str) -> None:
     """Raise UserError if params.yaml, its data or its models do not fit."""
     from moecore.report.tables.metrics_by_method import unanswerable_claims  # imports torch
     from moecore.study.check import check_study

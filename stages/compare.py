@@ -9,7 +9,7 @@ from moecore.core.config import Config
 from moecore.core.files import atomic_file, write_json
 from moecore.core.safetensors_files import write_tensors
 from moecore.report.claims import evaluation
-from moecore.report.claims.result_evidence import ITEMS, NUMBERS, pack_item_values
+from moecore.report.claims.result_evidence import COMPARE_JSON_FILE, ITEMS_FILE, pack_item_values
 from moecore.report.report_files import render_report_files
 from moecore.report.results_and_displays import read_results
 from moecore.report.tables import metrics_by_method, terminal_summary
@@ -34,8 +34,8 @@ def compare() -> None:
     text = path.read_text(encoding="utf-8")
     results = read_results(params.run, text, stages=params_layers.list_dvc_stages(path.parent))
     asked = [*params.claims, *params.questions]
-    answerable = evaluation.choose_answerable_comparisons(asked, params.run, results)
-    answerable += evaluation.list_unasked_controls(results, answerable)
+    answerable = evaluation.print_and_drop_unanswerable(asked, params.run, results)
+    answerable += evaluation.list_control_questions(results, answerable)
     evaluated = evaluation.evaluate_claims(answerable, results)
     compared = metrics_by_method.compare_methods(results) | evaluation.claims_for_compare_json(
         evaluated, document.data
@@ -46,8 +46,8 @@ def compare() -> None:
     with ExitStack() as written:  # if the disk is full, the old numbers and page stay
         for name, text in render_report_files(results, evaluated).items():
             written.enter_context(atomic_file(Path("reports", name))).write_bytes(text.encode())
-        write_json(ARTIFACTS / NUMBERS.name, compared)
-        write_tensors(ARTIFACTS / ITEMS.name, pack_item_values(evaluated, compared))
+        write_json(ARTIFACTS / COMPARE_JSON_FILE.name, compared)
+        write_tensors(ARTIFACTS / ITEMS_FILE.name, pack_item_values(evaluated, compared))
 
 
 if __name__ == "__main__":

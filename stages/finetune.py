@@ -10,9 +10,8 @@ from moecore.nn.predict import predict_in_batches
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run
 from moecore.study.params_reader import ParamsKeyTemplate, read_params
-from moecore.training.artifacts import guide_folder, save_model, save_vocab
+from moecore.training import artifacts, outcome
 from moecore.training.method import Method
-from moecore.training.outcome import evaluate_trained, save_model_score
 from moecore.training.phase_trainings import build_finetuning
 from moecore.training.settings import AdversarialFinetuning, Finetuning
 
@@ -33,7 +32,7 @@ def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) 
     params = read_params(kind, method=method)
     settings = getattr(params, phase)
     start = Path("artifacts/pretrain", method, str(seed))
-    guide = guide_folder(method, seed)
+    guide = artifacts.guide_folder(method, seed)
     target = Path("artifacts", phase, method, str(seed))
     data = Prepared.open(Path("artifacts/data", phase))
     with training_run(phase, params, data, [guide, start], method, seed) as training:
@@ -44,13 +43,13 @@ def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) 
         training.train(job, settings, seed)
         _, after = predict_in_batches(model, data.test.images, batch=250)
         with files.atomic_folder(target) as folder:
-            save_model(folder, model)
-            save_vocab(folder, data)
-            result = evaluate_trained(model, data, settings, training.log())
-            save_model_score(folder, result, data)
+            artifacts.save_model(folder, model)
+            artifacts.save_vocab(folder, data)
+            result = outcome.evaluate_trained(model, data, settings, training.read_log())
+            outcome.save_model_score(folder, result, data)
         settling = finetuning_agreement(before, after, data.test.people)
-        training.run.result(result.with_routing(settling))
-        training.run.model(target)
+        training.record.write_result(result.with_routing(settling))
+        training.record.log_model_folder(target)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ import scipy.stats  # noqa: F401 - the first interval of a process would import 
 import torch
 
 from moecore.pipeline.stage_fork_server import serve_stages
-from moecore.study.stages import ROWS
+from moecore.study.stages import STAGE_ROWS
 
 STAGES: dict[str, Callable[..., None]] = {  # a script holds a function of its name
     stage.module: pkgutil.resolve_name(f"moecore.stages.{stage.module}:{stage.module}")
-    for stage in ROWS
+    for stage in STAGE_ROWS
     if "cmd" not in stage.entry
 }
 

@@ -12,7 +12,7 @@ class Params(Config):
 
 def merge_experts(method: str, seed: int) -> None:
     params = read_params(Params)
-    measurement_run.reduce_experts_and_record(params, params.merge, method, seed)
+    measurement_run.save_reduced_model_and_record(params, params.merge, method, seed)
 
 
 if __name__ == "__main__":

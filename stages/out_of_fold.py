@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from moecore.brain.prediction_table import FoldRecipe, OutOfFoldSettings, predict_out_of_fold
+from moecore.brain.age_predictions import FoldRecipe, OutOfFoldSettings, predict_out_of_fold
 from moecore.core.config import Config
 from moecore.core.files import atomic_folder, write_json
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
 from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import Backbone
-from moecore.run.run_record import record_resumable, report_progress
+from moecore.run.run_record import record_resumable_run, report_progress
 from moecore.run.stage_entry import run_stage
 from moecore.study.params_reader import ParamsKeyTemplate, read_params
 from moecore.training.method import Method
@@ -31,11 +31,11 @@ def out_of_fold(method: str, seed: int) -> None:
     named = {"phase": "pretrain", "method": method, "seed": seed}
     inputs = [Path("artifacts/data/pretrain")]
     item = f"out_of_fold/pretrain/{method}/{seed}"
-    with record_resumable("out_of_fold", params, inputs, **named) as (run, work):
+    with record_resumable_run("out_of_fold", params, inputs, **named) as (run, work):
         if params.calibrator.split != "out_of_fold":
             with atomic_folder(Path("artifacts", item)) as folder:
                 write_json(folder / "absent.json", {"calibrator": params.calibrator.model_dump()})
-            run.result(Skipped(skipped="the calibration is fitted on other predictions"))
+            run.write_result(Skipped(skipped="the calibration is fitted on other predictions"))
             return
         data = Prepared.open(inputs[0])
 
@@ -49,7 +49,7 @@ def out_of_fold(method: str, seed: int) -> None:
         runtime = tune_runtime(work=work)
         out = Path("artifacts", item)
         result = predict_out_of_fold(recipe, data, runtime, work, out, follow, run.log, run.inputs)
-        run.result(result)
+        run.write_result(result)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from moecore.core import config, files
-from moecore.data.raw_data_changes import scan_raw_folders
+from moecore.data.raw_data_changes import fingerprint_raw_folders
 from moecore.data.sources.base import Source
 from moecore.run import run_record, stage_entry, stage_inputs
 from moecore.study.params_reader import ParamsKeyTemplate, read_params
@@ -23,12 +23,12 @@ def prepare(name: str) -> None:
     target = Path("artifacts/data") / name
     inputs = stage_inputs.hash_stage_inputs("prepare", params, [], phase=name)
     with run_record.record_run("prepare", params, phase=name, inputs=inputs) as run:
-        if folders := scan_raw_folders(params.data):  # before they are read
-            run.table("raw", [folder._asdict() for folder in folders])
+        if folders := fingerprint_raw_folders(params.data):  # before they are read
+            run.write_table("raw", [folder._asdict() for folder in folders])
         with files.atomic_folder(target) as folder:
             card = params.data.write(folder)
-        run.dataset(card)
-        run.table("counts", [{"split": name, **counts} for name, counts in card["counts"].items()])
+        run.log_dataset(card)
+        run.write_table("counts", [{"split": key, **row} for key, row in card["counts"].items()])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from moecore.nn.backbones.base_model import Backbone
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run
 from moecore.study.params_reader import ParamsKeyTemplate, read_params
-from moecore.training.artifacts import GUIDE, save_guide, save_model, save_vocab
+from moecore.training.artifacts import GUIDE_FOLDER, save_guide, save_model, save_vocab
 from moecore.training.method import Method
 from moecore.training.outcome import evaluate_trained, save_model_score
 from moecore.training.phase_trainings import build_pretraining
@@ -45,11 +45,11 @@ def pretrain(method: str, seed: int) -> None:
             save_vocab(folder, data)
             # A model that routes by its teacher already contains it.
             if params.method.joint and job.guide is not None and model is job.model:
-                save_guide(folder / GUIDE, job.guide)
-            result = evaluate_trained(model, data, settings, training.log())
+                save_guide(folder / GUIDE_FOLDER, job.guide)
+            result = evaluate_trained(model, data, settings, training.read_log())
             save_model_score(folder, result, data)
-        training.run.result(result.with_routing(watch.collect_routing()))
-        training.run.model(target)
+        training.record.write_result(result.with_routing(watch.collect_routing()))
+        training.record.log_model_folder(target)
 
 
 if __name__ == "__main__":

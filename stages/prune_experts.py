@@ -12,7 +12,7 @@ class Params(Config):
 
 def prune_experts(method: str, seed: int) -> None:
     params = read_params(Params)
-    measurement_run.reduce_experts_and_record(params, params.prune, method, seed)
+    measurement_run.save_reduced_model_and_record(params, params.prune, method, seed)
 
 
 if __name__ == "__main__":

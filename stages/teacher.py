@@ -33,7 +33,7 @@ def teacher(seed: int) -> None:
         if isinstance(settings, no_teacher.NoTeacher):
             with files.atomic_folder(target) as folder:
                 files.write_json(folder / "absent.json", {"teacher": settings.kind})
-            training.run.result(Skipped(skipped=f"teacher.kind is {settings.kind}"))
+            training.record.write_result(Skipped(skipped=f"teacher.kind is {settings.kind}"))
             return
         data = settings.open_data(first, training.work)
         torch.manual_seed(teacher_seed)
@@ -45,11 +45,11 @@ def teacher(seed: int) -> None:
             device = training.runtime.device
             job = build_training_job(model, data, objective, device, subset=subset)
             training.train(job, settings.training, teacher_seed)
-            result = evaluate_trained(model, data, settings.training, training.log())
+            result = evaluate_trained(model, data, settings.training, training.read_log())
         with files.atomic_folder(target) as folder:
             save_model(folder, model)
-        training.run.result(result)
-        training.run.model(target)
+        training.record.write_result(result)
+        training.record.log_model_folder(target)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
 from moecore.nn.backbones.base_model import Backbone, ImageSpec
+from moecore.run import stage_entry, stage_inputs
 from moecore.run.run_record import record_run
-from moecore.run.stage_entry import run_stage
-from moecore.run.stage_inputs import hash_stage_inputs
 from moecore.run.training import log_points_with_progress
 from moecore.study.params_reader import ParamsKeyTemplate, read_params
 from moecore.training import runtime, settings
-from moecore.training.artifacts import load_teacher, save_guide, save_no_guide
+from moecore.training.artifacts import load_teacher, record_no_guide_needed, save_guide
 from moecore.training.method import Method
 from moecore.training.outcome import FinalRouterLosses
 from moecore.training.phase_trainings import build_unfitted_guide, iterate_router_fit
@@ -32,7 +31,7 @@ def teacher_router(method: str, seed: int) -> None:
     target = Path("artifacts/teacher_router", method, str(seed))
     paths = [Path("artifacts/data/pretrain"), Path("artifacts/teacher", str(seed))]
     needed = paths if params.method.guided or params.method.upcycle else []
-    inputs = hash_stage_inputs("teacher_router", params, needed, method=method)
+    inputs = stage_inputs.hash_stage_inputs("teacher_router", params, needed, method=method)
     with record_run("teacher_router", params, method=method, seed=seed, inputs=inputs) as run:
         guide = None
         result: config.Config = Skipped(skipped="the method needs no teacher")
@@ -49,9 +48,9 @@ def teacher_router(method: str, seed: int) -> None:
                 points = iterate_router_fit(guide, data, params.method.teacher_router, fit, seed)
                 result = FinalRouterLosses(**log_points_with_progress(points, fit.steps, name, run))
         with files.atomic_folder(target) as folder:
-            save_no_guide(folder) if guide is None else save_guide(folder, guide)
-        run.result(result)
+            record_no_guide_needed(folder) if guide is None else save_guide(folder, guide)
+        run.write_result(result)
 
 
 if __name__ == "__main__":
-    run_stage(teacher_router)
+    stage_entry.run_stage(teacher_router)

@@ -7,7 +7,7 @@ from typing import Annotated
 from moecore.core import config, files
 from moecore.data.prepared import Prepared
 from moecore.measure.transfer_attacks import Transfer, measure
-from moecore.run.run_record import record_resumable, report_progress
+from moecore.run.run_record import record_resumable_run, report_progress
 from moecore.run.stage_entry import run_stage
 from moecore.study import params_reader, run_and_claims
 from moecore.training import artifacts, runtime
@@ -23,7 +23,7 @@ def transfer(phase: run_and_claims.PhaseName, seed: int) -> None:
     folders = {name: Path("artifacts", phase, name, str(seed)) for name in params.methods}
     inputs = [Path("artifacts/data", phase), *folders.values()]
     with (
-        record_resumable("transfer", params, inputs, phase=phase, seed=seed) as (run, work),
+        record_resumable_run("transfer", params, inputs, phase=phase, seed=seed) as (run, work),
         report_progress(f"transfer {phase} seed {seed}", len(folders) ** 2) as bar,
     ):
         parts = files.ResumableParts(work, run.inputs)
@@ -32,7 +32,7 @@ def transfer(phase: run_and_claims.PhaseName, seed: int) -> None:
         models = {name: artifacts.load_model(folder).to(device) for name, folder in folders.items()}
         parts.attach_progress_bar(bar)
         result = measure(models, data, params.transfer, parts.part)
-        run.result(result)
+        run.write_result(result)
         print(result.facts["reading"]["text"], file=sys.stderr)
 
 

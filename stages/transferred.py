@@ -5,7 +5,7 @@ from pathlib import Path
 from moecore.core import config, files, safetensors_files
 from moecore.data.prepared import Prepared
 from moecore.measure.base import MeasuredModel
-from moecore.measure.robustness import TRANSFERRED, Robustness, target_on_drawn_images
+from moecore.measure.robustness import TRANSFERRED_IMAGES_FILE, Robustness, target_on_drawn_images
 from moecore.measure.values import Found
 from moecore.run import run_record, stage_entry, stage_inputs
 from moecore.study import params_reader, run_and_claims
@@ -33,8 +33,9 @@ def transferred(phase: run_and_claims.PhaseName, method: str, seed: int) -> None
         epsilons = params.robustness.epsilons
         images = {str(epsilon): target.attacked(attack, epsilon) for epsilon in epsilons}
         with files.atomic_folder(Path("artifacts/transferred", item)) as folder:
-            safetensors_files.write_tensors(folder / TRANSFERRED, images)
-        run.result(Found(values=(), facts={"attack": attack.name, "images": len(target.labels)}))
+            safetensors_files.write_tensors(folder / TRANSFERRED_IMAGES_FILE, images)
+        facts = {"attack": attack.name, "images": len(target.labels)}
+        run.write_result(Found(values=(), facts=facts))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ sys.path.append(f"{os.path.dirname(os.path.dirname(__file__))}/moecore/pipeline"
 from stage_client import run_on_server
 
 python, name, *words = sys.argv[1:]
-if words[:2] == ["-m", "moecore.pipeline.project"]:  # of `moecore run`
+if words[:2] == ["-m", "moecore.pipeline.project_record"]:  # of `moecore run`
     name, words = "dvc", words[2:]
 if name == "dvc":
     words = ["-m", "moecore.stages.command", json.dumps(["dvc", *words])]

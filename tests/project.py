@@ -17,14 +17,14 @@ from tempfile import TemporaryDirectory
 import psutil
 
 from moecore.core.files import UserError
-from moecore.core.source_layout import CODE
+from moecore.core.source_layout import HASHES_DIR
 from moecore.pipeline import code_hashes, run_folders, stage_client
-from moecore.pipeline.code_hashes import write_code_hashes
+from moecore.pipeline.code_hashes import write_all_hashes
 from moecore.pipeline.plan import plan_stages, query_pipeline_status, stages_changed_by_code
 from moecore.run.history_file import read_dvc_locks
 from moecore.run.stage_inputs import read_wheel_hashes
 from moecore.study import params_writer, questions, stages, study, yaml_document
-from moecore.study.check import check_document
+from moecore.study.check import check_without_data
 from moecore.study.params_layers import ComposedParams, list_dvc_stages
 from tests import forked
 
@@ -94,13 +94,22 @@ questions: []
 
 
 def check_params(path: Path) -> study.Study:
-    return check_document(yaml_document.load_yaml_document(path), list_dvc_stages(path.parent))
+    return check_without_data(yaml_document.load_yaml_document(path), list_dvc_stages(path.parent))
 
 
 def forget_files() -> None:
     """Make this process read files of code again, which a test has edited."""
-    caches = (code_hashes._read_source, code_hashes._imported_files, code_hashes._code_hash)
-    for cached in (*caches, code_hashes._module_file, code_hashes._data_files, read_wheel_hashes):
+    caches = (
+        code_hashes._read_and_analyse_source,
+        code_hashes._imported_files,
+        code_hashes._code_hash,
+    )
+    for cached in (
+        *caches,
+        code_hashes._module_file,
+        code_hashes._non_python_files,
+        read_wheel_hashes,
+    ):
         cached.cache_clear()
 
 
@@ -122,7 +131,7 @@ def compose_shipped(name: str, presets: Sequence[str] = (), number: int = 1) -> 
 def write_question(folder: Path, name: str, presets: Sequence[str] = ()) -> Path:
     """Write a question's params.yaml (returned) and dvc.yaml, two levels below the repository."""
     composed = compose_shipped(name, presets)
-    check_document(composed.document, composed.all_stages)
+    check_without_data(composed.document, composed.all_stages)
     path = folder / "params.yaml"
     params_writer.write_and_diff_params(
         path, params_writer.dump_inline_yaml(composed.document.data)
@@ -211,7 +220,7 @@ class Project:
         folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
         if self.forked:
             folders.insert(0, str(forked.server() / "bin"))
-            kept[stage_client.SOCKET] = str(forked.server() / "socket")
+            kept[stage_client.SOCKET_ENV] = str(forked.server() / "socket")
         return kept | {
             "PATH": os.pathsep.join(folders),
             "DVC_NO_ANALYTICS": "1",
@@ -260,7 +269,7 @@ class Project:
         """What the stage ``code`` does; nothing where params.yaml is wrong, as the stage says."""
         with contextlib.suppress(UserError):
             root = ROOT if self.forked else self.folder
-            write_code_hashes(self.folder / "params.yaml", self.folder / CODE, root)
+            write_all_hashes(self.folder / "params.yaml", self.folder / HASHES_DIR, root)
 
     def repro(self, *words: str) -> list[str]:
         done = self.run(["dvc", "repro", *words])

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from moecore.report.claims.answers import Answer, Studies
 from moecore.report.claims.claims_table import build_claim_row
-from moecore.report.claims.evaluation import ASKS, excludes_zero, find_router_control
-from moecore.report.claims.result_evidence import compare_stored_items
+from moecore.report.claims.evaluation import CONTROL_ASKS, excludes_zero, find_router_control
+from moecore.report.claims.result_evidence import compute_claim_from_items
 from moecore.report.tables.cells import interval_from_json
 from moecore.study.questions import QuestionRound
 from moecore.study.run_and_claims import Question, compared_quantity_key
@@ -76,7 +76,7 @@ def _list_measured_controls(
     for phase in run.get("phases", ()):
         for metric in SCORES:
             question = Question(
-                asks=ASKS,
+                asks=CONTROL_ASKS,
                 metric=metric,
                 method=pair.learned,
                 against=pair.fixed,
@@ -85,7 +85,7 @@ def _list_measured_controls(
             )
             asked = question.model_dump()
             entry = measured.get(compared_quantity_key(asked))
-            entry = entry or compare_stored_items(study, compared, question)
+            entry = entry or compute_claim_from_items(study, compared, question)
             if entry:
                 yield question, {"asked": asked} | dict(entry)
 

@@ -12,7 +12,12 @@ from typing import NamedTuple
 import numpy as np
 import scipy
 
-from moecore.statistics.comparisons import BOTH, SEEDS, Difference, VarianceSource
+from moecore.statistics.comparisons import (
+    OVER_ITEMS_AND_SEEDS,
+    OVER_SEEDS,
+    Difference,
+    VarianceSource,
+)
 from moecore.statistics.intervals import Interval
 
 MIN_P = 1e-300
@@ -117,7 +122,10 @@ def pool_differences(differences: Sequence[Difference], same_items: bool = True)
     """
     if len(differences) == 1:
         return differences[0]
-    if unfit := {difference.kind for difference in differences} - {BOTH, SEEDS}:
+    if unfit := {difference.kind for difference in differences} - {
+        OVER_ITEMS_AND_SEEDS,
+        OVER_SEEDS,
+    }:
         text = f"found variances over {sorted(unfit)}; over seeds is needed"
         raise ValueError(f"pool_differences: {text}")
     seeds = sum(difference.seeds for difference in differences)
@@ -129,10 +137,10 @@ def pool_differences(differences: Sequence[Difference], same_items: bool = True)
     if parts.sum() > 0:
         freedom = parts.sum() ** 2 / (parts**2 / freedoms).sum()
     sources = [VarianceSource(float(parts.sum()), float(freedom))]
-    kind = SEEDS
+    kind = OVER_SEEDS
     items = max(difference.items for difference in differences)
-    if by_items := [run.sources[1] for run in differences if run.kind == BOTH]:
-        kind = BOTH
+    if by_items := [run.sources[1] for run in differences if run.kind == OVER_ITEMS_AND_SEEDS]:
+        kind = OVER_ITEMS_AND_SEEDS
         largest = max(by_items)  # also of a run that measured no items
         deviations = weights * np.sqrt([(*run.sources, largest)[1].variance for run in differences])
         variance = float((deviations**2).sum())
@@ -167,7 +175,7 @@ def combined_p(
         assert p is not None
         scores.append(math.copysign(float(scipy.stats.norm.isf(max(p, MIN_P) / 2)), gap))
         variances = [source.variance for source in difference.sources]
-        has_shared = same_items and difference.kind == BOTH and sum(variances) > 0
+        has_shared = same_items and difference.kind == OVER_ITEMS_AND_SEEDS and sum(variances) > 0
         shares.append(variances[1] / sum(variances) if has_shared else 0.0)
     correlations = np.sqrt(np.outer(shares, shares))
     np.fill_diagonal(correlations, 1.0)

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import scipy
 
-from moecore.core.files import UserError, write_whole
+from moecore.core.files import UserError, write_atomic
 from moecore.core.source_layout import run_git
 from moecore.report.claims.answers import collect_answers
-from moecore.report.claims.result_evidence import DEFAULTS, EARLIER, has_full_git_history
+from moecore.report.claims.result_evidence import DEFAULTS, REPLACED_JSON, has_full_git_history
 from moecore.report.tables.metrics_by_method import expected_metrics
-from moecore.statistics.comparisons import BOTH, ITEMS, POWER, SEEDS
+from moecore.statistics.comparisons import OVER_ITEMS, OVER_ITEMS_AND_SEEDS, OVER_SEEDS, POWER
 from moecore.study import papers
 from moecore.study.questions import load_rounds
 from moecore.study.run_and_claims import Claim, Comparison, compared_quantity_key, design_digest
@@ -114,9 +114,9 @@ def derive_variances(
         return stored["variances"], stored["freedoms"]
     half = (stored["high"] - stored["low"]) / 2
     quantile = scipy.special.stdtrit
-    if stored["interval"] in ("t", SEEDS):
+    if stored["interval"] in ("t", OVER_SEEDS):
         return [(half / quantile(seeds - 1, 0.975)) ** 2], [seeds - 1]
-    if stored["interval"] == ITEMS:
+    if stored["interval"] == OVER_ITEMS:
         return [(half / quantile(stored["items"] - 1, 0.975)) ** 2], [stored["items"] - 1]
     freedoms = [seeds - 1, stored["items"] - 1]
     if entry.get("smallest") is not None:
@@ -160,7 +160,7 @@ def _read_params(root: Path, commit: str, path: str) -> dict[str, Any]:
 def list_answers(root: Path) -> list[dict[str, Any]]:
     """Return the entries of the file: one per claim and distinct answer, the oldest first."""
     named = {name: DEFAULTS | claim for name, claim in papers.load_named_claims(root).items()}
-    was = {study.name: study.was for study in load_rounds(root)}
+    was = {study.name: study.old_name for study in load_rounds(root)}
     _, answers = collect_answers(load_rounds(root))
     current = {
         (was[answer.study], round(answer.entry["difference"]["mean"], 9))
@@ -220,8 +220,8 @@ def _build_entry(
         )
     derived = derive_variances(entry, len(seeds), asked["margin"])
     variances, freedoms = derived or (None, None)
-    kind = {"t": SEEDS}.get(stored["interval"], stored["interval"])
-    if derived and not math.isclose(sum(variances), 0) and kind == BOTH:
+    kind = {"t": OVER_SEEDS}.get(stored["interval"], stored["interval"])
+    if derived and not math.isclose(sum(variances), 0) and kind == OVER_ITEMS_AND_SEEDS:
         _check_derived(answer, variances, freedoms)
     holm = entry.get("verdict_holm") or ""
     verdict = WORDS_OF_VERDICTS.get(entry["verdict"], entry["verdict"])
@@ -269,8 +269,8 @@ def main() -> None:
     answers = list_answers(root)
     lines = [json.dumps(answer, ensure_ascii=False) for answer in answers]
     text = '{"answers": [\n' + ",\n".join(lines) + "\n]}\n"
-    write_whole(root / EARLIER, text)
-    print(f"{EARLIER}: {len(answers)} earlier answers")
+    write_atomic(root / REPLACED_JSON, text)
+    print(f"{REPLACED_JSON}: {len(answers)} earlier answers")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
 from moecore.nn.predict import predict_in_batches
 from moecore.study.check import check_study
 from moecore.study.study import Study
-from moecore.training.artifacts import save_guide, save_no_guide
+from moecore.training.artifacts import record_no_guide_needed, save_guide
 from moecore.training.loop import iterate_training
 from moecore.training.phase_trainings import (
     build_pretraining,
@@ -125,7 +125,7 @@ def train_model(study: Study, data: Prepared, folder: Path) -> tuple[Any, Any, s
                 list(iterate_router_fit(made, train, weights, study.teacher_router, 0))
             save_guide(Path(guide), made)
         else:
-            save_no_guide(Path(guide))
+            record_no_guide_needed(Path(guide))
         settings = method.merge_pretrain_settings(study.pretrain)
         job = build_pretraining(method, study.model, settings, data, Path(guide), 0, "cpu")
     runtime = tune_runtime()

@@ -33,7 +33,7 @@ from moecore.run.stage_entry import run_stage
 from moecore.stages.fork_server import STAGES
 from moecore.study.check import check_study
 from moecore.study.params_layers import list_dvc_stages
-from moecore.study.stages import LAST_STAGES, SECTIONS
+from moecore.study.stages import LAST_STAGES, STAGE_SECTIONS
 from moecore.study.study import Study
 from moecore.study.yaml_document import load_yaml_document
 from tools.draw_study import StudyDrawer, write_raw_data
@@ -127,7 +127,9 @@ def _list_keys(value: Any) -> Sequence[Any]:
 
 def write_study_files(data: dict[str, Any], folder: Path) -> None:
     """Write params.yaml and a dvc.yaml of the stages whose sections the study has."""
-    stages = [name for name in SECTIONS if name in data or name in ALWAYS or name == "measure"]
+    stages = [
+        name for name in STAGE_SECTIONS if name in data or name in ALWAYS or name == "measure"
+    ]
     definitions = build_stage_entries(stages)
     for name, text in study_dvc_yaml_texts(definitions, data["run"]).items():
         (folder / name).write_text(text, encoding="utf-8")

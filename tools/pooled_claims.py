@@ -21,12 +21,17 @@ from moecore.report.claims import evaluation
 from moecore.report.claims.answers import Answer, Studies, apply_holm_per_paper, collect_answers
 from moecore.report.claims.result_evidence import (
     DEFAULTS,
-    EARLIER,
-    digest_design,
-    read_stored_values,
+    REPLACED_JSON,
+    design_digest_of_round,
+    read_values_of_both_sides,
 )
 from moecore.report.tables.cells import NumberFormat
-from moecore.statistics.comparisons import BOTH, SEEDS, Difference, VarianceSource
+from moecore.statistics.comparisons import (
+    OVER_ITEMS_AND_SEEDS,
+    OVER_SEEDS,
+    Difference,
+    VarianceSource,
+)
 from moecore.statistics.intervals import Interval
 from moecore.study import papers
 from moecore.study.params_reader import validate_document
@@ -125,7 +130,7 @@ def load_earlier_answers(
 
     named: the papers' claims by name, ``folder/name``.
     """
-    path = root / EARLIER
+    path = root / REPLACED_JSON
     if not path.is_file():
         return ()
     document = load_yaml_document(path)
@@ -159,7 +164,9 @@ def pool_by_design(runs: Sequence[Run]) -> dict[str, list[Run]]:
     chosen: dict[str, list[Run]] = defaultdict(list)
     for run in reversed(runs):
         taken = {seed for other in chosen[run.design] for seed in other.seeds}
-        if run.difference.kind in (BOTH, SEEDS) and taken.isdisjoint(run.seeds):
+        if run.difference.kind in (OVER_ITEMS_AND_SEEDS, OVER_SEEDS) and taken.isdisjoint(
+            run.seeds
+        ):
             chosen[run.design].insert(0, run)
     return {design: of_design for design, of_design in chosen.items() if of_design}
 
@@ -289,7 +296,7 @@ def _list_runs(
 ) -> dict[tuple[Any, ...], list[Run]]:
     """Return compared quantity → its runs, the earlier ones first."""
     runs: dict[tuple[Any, ...], list[Run]] = defaultdict(list)
-    by_former_name = {study.was: study for study in rounds.values() if study.was}
+    by_former_name = {study.old_name: study for study in rounds.values() if study.old_name}
     for before in earlier:
         difference = before.difference
         if difference is None or before.design == OTHER:
@@ -319,7 +326,7 @@ def _list_runs(
             # Settings that changed since the run do not say its design; one run needs none.
             design = study.name
             if not answer.changed and (runs[key] or times[key] > 1):
-                design = digest_design(study, answer.claim)
+                design = design_digest_of_round(study, answer.claim)
             run = Run(study.name, design, seeds, difference, sides, values)
             runs[key].append(run)
     return runs
@@ -329,7 +336,7 @@ def _kept_seed_means(
     study: QuestionRound, claim: Comparison, studies: Studies
 ) -> np.ndarray | None:
     """Return the difference of each seed (S,), if the round's result keeps these items."""
-    sides = read_stored_values(study, studies[study.name], claim)
+    sides = read_values_of_both_sides(study, studies[study.name], claim)
     if sides is None:
         return None
     ours, theirs = sides

@@ -19,7 +19,7 @@ from typing import Any
 
 from dvc.repo import Repo
 
-from moecore.core.files import UserError, atomic_file, file_checksum, read_json, write_whole
+from moecore.core.files import UserError, atomic_file, file_checksum, read_json, write_atomic
 from moecore.pipeline.plan import list_stale_stages
 from moecore.pipeline.pull import MODEL_CARDS, REMOTE, archive_name
 
@@ -46,7 +46,7 @@ def pack_run(folder: Path, out: Path) -> Path:
                 card = Path(scratch) / "card.md"
                 card.write_text(text, encoding="utf-8")
                 archive.add(card, f"{MODEL_CARDS}/{name}.md")
-    write_whole(f"{target}.sha256", f"{file_checksum(target)}  {target.name}\n")
+    write_atomic(f"{target}.sha256", f"{file_checksum(target)}  {target.name}\n")
     return target
 
 

@@ -16,18 +16,23 @@ from typing import Any, NamedTuple
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from moecore.core.files import UserError, write_whole
+from moecore.core.files import UserError, write_atomic
 from moecore.measure.values import place_slug
 from moecore.report.claims.answers import Answer, Studies
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
-from moecore.report.claims.result_evidence import read_stored_values
+from moecore.report.claims.result_evidence import read_values_of_both_sides
 from moecore.report.claims.significance import LEVEL
-from moecore.report.tables.cells import COSTS, NumberFormat, interval_from_json, markdown_table
+from moecore.report.tables.cells import (
+    REPORTED_COSTS,
+    NumberFormat,
+    interval_from_json,
+    markdown_table,
+)
 from moecore.study import papers
 from moecore.study.questions import (
     RATE,
-    THRESHOLD,
-    TUNED,
+    THRESHOLD_KEY,
+    TUNED_KEY,
     WORLDS,
     QuestionFile,
     QuestionRound,
@@ -113,7 +118,7 @@ def evaluate_rounds(
 def write_claims_page(root: Path = Path()) -> Path:
     """Write docs/claims.md below ``root``, return its path; UserError if a source is damaged."""
     target = root / CLAIMS_PAGE
-    write_whole(target, render_claims_page(root))
+    write_atomic(target, render_claims_page(root))
     return target
 
 
@@ -206,10 +211,10 @@ def describe_linearity(
             better="higher",
             phase=printed.phase,
         )
-        sides = read_stored_values(study, studies[printed.study], pair)
+        sides = read_values_of_both_sides(study, studies[printed.study], pair)
         if sides is None:
             raise UserError.at(
-                study.question.results,
+                study.question.results_path,
                 found=f"no items of {pair.words}",
                 allowed="items of all the levels",
             )
@@ -234,7 +239,7 @@ def describe_computed_pair(computed: papers.ComputedRatio, compared: Mapping[str
             continue
         pair = [interval_from_json(cells[name]) for name in names]
         ours = pair[1].value / pair[0].value
-        below, above = (COSTS[model].values[metric] for model in computed.printed)
+        below, above = (REPORTED_COSTS[model].values[metric] for model in computed.printed)
         theirs = above / below
         number_format = NumberFormat.of(cells[names[0]]["form"], pair)
         first, second = (number_format.value(number.value) for number in pair)
@@ -335,7 +340,7 @@ def describe_answer(answer: Answer) -> AnswerTexts:
     verdict = answer.verdict
     if row.detectable:
         verdict += f" ({row.detectable})"
-    if holm := row.holm_note(answer.words):
+    if holm := row.holm_note(answer.verdict_texts):
         verdict += f"; {holm}"
     if row.excludes:
         verdict += f"; {row.excludes}"
@@ -386,7 +391,7 @@ def write_study_pages(root: Path = Path()) -> list[Path]:
     """Write the READMEs of pipelines/ and its folders, all or none; return their paths."""
     pages = render_study_pages(root)
     for path, text in pages.items():
-        write_whole(root / path, text)
+        write_atomic(root / path, text)
     return list(pages)
 
 
@@ -441,7 +446,7 @@ def render_study_pages(root: Path) -> dict[Path, str]:
 
 def tuned_rates(study: QuestionRound) -> str:
     """Return a sentence with the learning rates that a round's question tuned, or ""."""
-    kept = study.question.read_results().get(TUNED)
+    kept = study.question.read_results().get(TUNED_KEY)
     if kept is None:
         return ""
     grid, seeds = (
@@ -450,7 +455,7 @@ def tuned_rates(study: QuestionRound) -> str:
     chosen = ", ".join(f"{name} {choice[RATE]:g}" for name, choice in kept["methods"].items())
     return (
         f"Learning rates, chosen from {grid} by {kept['score']} over seeds {seeds}, which no round "
-        f"has: {chosen}. {describe_threshold(kept.get(THRESHOLD))}".rstrip()
+        f"has: {chosen}. {describe_threshold(kept.get(THRESHOLD_KEY))}".rstrip()
     )
 
 
@@ -472,8 +477,10 @@ def describe_fallback(study: QuestionRound, answers: Sequence[Answer]) -> str:
     for name, phase in sorted(asked):
         router = (methods.get(name) or {}).get("router") or {}
         measured = results.get(name, {}).get(phase, {}).get("fallback")
-        if measured and THRESHOLD in router:
-            texts.append(f"{name} {measured['mean']:.1%} at T = {router[THRESHOLD]:g} ({phase})")
+        if measured and THRESHOLD_KEY in router:
+            texts.append(
+                f"{name} {measured['mean']:.1%} at T = {router[THRESHOLD_KEY]:g} ({phase})"
+            )
     return f"Tokens in fallback, of test images: {', '.join(texts)}." if texts else ""
 
 

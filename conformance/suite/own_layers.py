@@ -49,7 +49,7 @@ def describe_own_layer(router: Any, experts: Any = EXPERTS, name: str = "") -> T
         output, (record,) = layer(tokens, context)
         outcome = {**record._asdict(), "weights": record.combine, "record": record}
         counts = record.chosen.flatten(0, -2).sum(dim=0)
-        totals = LayerTotals.of(sum_layer_routing(record).tolist())
+        totals = LayerTotals.from_numbers(sum_layer_routing(record).tolist())
         point = build_routing_point(1, {"": totals}, None, Monitor()).layers[""]
         if point.max_violation is not None:
             outcome["statistics"] = {"max_violation": point.max_violation}
@@ -158,7 +158,7 @@ def is_causal(router: Any) -> bool:
         router.check_causal()
     except UserError:
         return False
-    return not router.wants & moe.NOT_IN_TEXTS
+    return not router.wants & moe.FIELDS_MISSING_IN_TEXTS
 
 
 def list_expert_outputs(experts: ExpertsModule, tokens: Tensor) -> Tensor:

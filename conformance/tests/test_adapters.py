@@ -15,7 +15,7 @@ from torch import distributed, nn
 
 from moecore.conformance.laws import LAWS, check_law
 from moecore.core.files import UserError
-from moecore.pipeline.conform import find_targets, judge_target
+from moecore.pipeline.conform import find_targets, judge_and_write_failures
 from tests.project import ROOT
 
 ADAPTERS = ROOT / "conformance/adapters"
@@ -426,7 +426,7 @@ def install(monkeypatch):
 def test_an_adapter_runs_every_law_against_its_librarys_interface(adapter, install, tmp_path):
     install(STUBS[adapter]())
     for target in find_targets(f"{ADAPTERS / adapter}.py"):
-        verdicts = judge_target(target, tmp_path)["verdicts"]
+        verdicts = judge_and_write_failures(target, tmp_path)["verdicts"]
         others = [each for each in verdicts if each["status"] == "not run"]
         assert not others
         failed = {(target.name, each["law"]) for each in verdicts if each["status"] == "fails"}
@@ -446,13 +446,15 @@ def test_every_adapter_has_at_most_30_lines_of_code():
 def test_a_family_of_transformers_and_one_that_cannot_be_built(install, monkeypatch, tmp_path):
     monkeypatch.setenv("FAMILIES", "olmoe")
     (target,) = find_targets(f"{ADAPTERS / 'hf_families'}.py")
-    verdicts = {each["law"]: each for each in judge_target(target, tmp_path)["verdicts"]}
+    verdicts = {
+        each["law"]: each for each in judge_and_write_failures(target, tmp_path)["verdicts"]
+    }
     failed = [law for law, each in verdicts.items() if each["status"] == "fails"]
     assert failed == ["sum load shares"]
     import family_blocks
 
     refused = family_blocks.refuse_family("new", "NewModel: ValueError: no width")
-    for each in judge_target(refused, tmp_path)["verdicts"]:
+    for each in judge_and_write_failures(refused, tmp_path)["verdicts"]:
         assert each["status"] == "not run" and "NewModel: ValueError: no width" in each["note"]
 
 

@@ -1,5 +1,5 @@
 """Attacks on images: a family of parts (base.py); ``moecore.attacks.Pgd`` is public."""
 
-from moecore.core.config import lazy_classes
+from moecore.core.config import lazy_getattr
 
-__getattr__, __dir__ = lazy_classes(__name__, "moecore.attacks.base:Attack")
+__getattr__, __dir__ = lazy_getattr(__name__, "moecore.attacks.base:Attack")

@@ -7,11 +7,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks.base import Ball, ImageGenerators, random_start, spread, where_chosen
+from moecore.attacks.base import Ball, ImageGenerators, pick_per_image, random_start, unsqueeze_like
 from moecore.attacks.gradient import GradientAttack, ValueGradient
 
-MOMENTUM = 0.75  # share of the new step; the rest is the previous step
-MIN_RISES = 0.75  # ρ: share of the steps that must raise the objective to keep the step size
+SHARE_OF_NEW_STEP = 0.75  # share of the new step; the rest is the previous step
+MIN_RISING_SHARE = 0.75  # ρ: of the steps, must raise the objective to keep the step size
 
 
 class Apgd(GradientAttack):
@@ -43,7 +43,7 @@ class AscentResult(NamedTuple):
     wrong: Tensor  # (B, C, H, W), the last misclassified images, by ``is_wrong``, or the start
 
 
-def step_checkpoints(steps: int) -> Iterator[int]:
+def yield_step_size_checks(steps: int) -> Iterator[int]:
     """Yield the steps at which step sizes may change: after 22 % of all, then ever more often."""
     length, shrinkage, min_length = (max(int(share * steps), 1) for share in (0.22, 0.03, 0.06))
     checkpoint = length
@@ -67,7 +67,7 @@ def apgd_ascent(
     best_values = values
     best_gradient = gradient
     size = torch.full_like(values, 2 * ball.epsilon)
-    checks = set(step_checkpoints(steps))
+    checks = set(yield_step_size_checks(steps))
     # Per image, what decides whether its step size still helps (conditions 1 and 2 of §3.1). The
     # first step is compared with 0, not with the start, as in the authors' code.
     last = rises = torch.zeros_like(values)
@@ -78,30 +78,30 @@ def apgd_ascent(
     sizes = []
     for step in range(1, steps + 1):
         # The first step has no previous step.
-        momentum = MOMENTUM if step > 1 else 1.0
-        target = ball.project(current + spread(size, start) * ball.direction(gradient))
+        momentum = SHARE_OF_NEW_STEP if step > 1 else 1.0
+        target = ball.project(current + unsqueeze_like(size, start) * ball.direction(gradient))
         moved = current + (target - current) * momentum + (current - previous) * (1 - momentum)
         previous = current
         current = ball.project(moved)
         values, gradient = at(current)
         if is_wrong is not None:
-            wrong = where_chosen(is_wrong(), current, wrong)
+            wrong = pick_per_image(is_wrong(), current, wrong)
         history.append(values)
         sizes.append(size)
         better = values > best_values
-        best = where_chosen(better, current, best)
-        best_gradient = where_chosen(better, gradient, best_gradient)
+        best = pick_per_image(better, current, best)
+        best_gradient = pick_per_image(better, gradient, best_gradient)
         best_values = torch.where(better, values, best_values)
         rises = rises + (values > last)
         last = values
         if step in checks:
             # Too few rises, or the step size was kept last time and the best value did not grow.
-            few = rises <= MIN_RISES * (step - checked_step)
+            few = rises <= MIN_RISING_SHARE * (step - checked_step)
             halved = few | ~halved & (checked_values >= best_values)
             rises = torch.zeros_like(rises)
             checked_step = step
             checked_values = best_values
             size = torch.where(halved, size / 2, size)
-            current = where_chosen(halved, best, current)
-            gradient = where_chosen(halved, best_gradient, gradient)
+            current = pick_per_image(halved, best, current)
+            gradient = pick_per_image(halved, best_gradient, gradient)
     return AscentResult(best, best_values, torch.stack(history), torch.stack(sizes), wrong)

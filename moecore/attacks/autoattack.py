@@ -13,12 +13,12 @@ from moecore.attacks.apgd import apgd_ascent
 from moecore.attacks.fab import Fab
 from moecore.attacks.gradient import Goal, ModelGradient, Targets, count_targets
 from moecore.attacks.square import Square
-from moecore.attacks.survivors import SurvivorAttack, Trial, Victims
+from moecore.attacks.survivor_attack import SurvivorAttack, Trial, Victims
 from moecore.nn import predict
 
 RESTARTS = 5  # of version plus
-SAMPLES = 20  # passes per gradient of version rand
-NO_NOISE = (
+PASSES_PER_GRADIENT = 20  # passes per gradient of version rand
+NO_NOISE_TEXT = (
     "version rand averages gradients over noise, and this model draws none in evaluation; "
     "allowed: standard or plus"
 )
@@ -37,27 +37,27 @@ class Autoattack(SurvivorAttack):
     queries: int = Field(5000, ge=1, description="Of Square.")
     targets: Targets = Field(None, description="Of APGD-T and FAB-T, as of `targeted_dlr`.")
 
-    def lacks_classes(self, classes: int) -> str | None:
+    def why_too_few_classes(self, classes: int) -> str | None:
         objective = "dlr" if self.version == "rand" else "targeted_dlr"
-        if reason := gradient.lacking_classes(objective, classes):
+        if reason := gradient.why_objective_lacks_classes(objective, classes):
             return (
                 f"autoattack's {objective} does not exist for {classes} classes: {reason}; "
                 "allowed: apgd with objective cross_entropy, fab and square, each of its own"
             )
-        return gradient.lacking_targets(self.targets, classes)
+        return gradient.why_too_many_targets(self.targets, classes)
 
-    def refuses_model(self, model: nn.Module, images: Tensor) -> str | None:
+    def why_pointless_for_model(self, model: nn.Module, images: Tensor) -> str | None:
         if self.version != "rand":
             return None
         with predict.eval_mode(model):
             first, second = (gradient.predict_logits(model, images) for _ in range(2))
-        return NO_NOISE if torch.equal(first, second) else None
+        return NO_NOISE_TEXT if torch.equal(first, second) else None
 
     def trials(self, classes: int) -> list[Trial]:
-        climb = partial(climb_to_error, steps=self.steps)
+        climb = partial(climb_to_last_misclassified_images, steps=self.steps)
         dlr = partial(climb, objective="dlr")
         if self.version == "rand":
-            return [partial(each, samples=SAMPLES) for each in (climb, dlr)]
+            return [partial(each, samples=PASSES_PER_GRADIENT) for each in (climb, dlr)]
         ranks = range(count_targets(self.targets, classes))
         targeted = [partial(climb, objective="targeted_dlr", rank=rank) for rank in ranks]
         fab = Fab(steps=self.steps, targets=self.targets).trials(classes)
@@ -68,7 +68,7 @@ class Autoattack(SurvivorAttack):
         return [*[climb] * RESTARTS, *[dlr] * RESTARTS, *free, *square, *targeted, *fab]
 
 
-def climb_to_error(
+def climb_to_last_misclassified_images(
     victims: Victims,
     steps: int,
     objective: Literal["cross_entropy", "dlr", "targeted_dlr"] = "cross_entropy",
@@ -86,7 +86,8 @@ def climb_to_error(
         "targeted_dlr": lambda output: gradient.targeted_dlr_loss(output, labels, aims),
     }
     at = ModelGradient(victims.model, goals[objective], victims.ball, samples)
-    start = victims.ball.confine(base.random_start(victims.ball, victims.generators, "autoattack"))
+    start = base.random_start(victims.ball, victims.generators, "autoattack")
+    start = victims.ball.restore_fixed_pixels(start)
     result = apgd_ascent(at, victims.ball, start, steps, lambda: at.prediction.argmax(1) != labels)
     at.check_finite()
     return result.wrong

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moecore.core.config import Misfits, Part, Surroundings
-from moecore.core.files import describe_refusal
+from moecore.core.files import format_found_and_allowed
 from moecore.tasks.base import Task
 
 Norm = Literal["linf", "l2"]
@@ -96,7 +96,7 @@ ImageGenerators = Sequence[torch.Generator] | None  # one per image
 Generators = torch.Generator | ImageGenerators  # or one for all images, in their order
 
 
-def image_generators(seed: int, indices: Iterable[int]) -> list[torch.Generator]:
+def seed_generator_per_image(seed: int, indices: Iterable[int]) -> list[torch.Generator]:
     """Return one CPU generator per image, a function of the seed and the image's index only."""
     sequences = (np.random.SeedSequence((seed, index)) for index in indices)
     states = (sequence.generate_state(1, np.uint64)[0] for sequence in sequences)
@@ -151,14 +151,14 @@ class Ball(NamedTuple):
             return images.clamp(low, high).clamp(0, 1)
         # In two steps as in the authors' code: to the ball, then to [0, 1].
         change = images - self.centre
-        length = spread(self.lengths(change).clamp(max=self.epsilon), change)
+        length = unsqueeze_like(self.lengths(change).clamp(max=self.epsilon), change)
         return (self.centre + self.direction(change) * length).clamp(0, 1)
 
     def direction(self, gradient: Tensor) -> Tensor:
         """Return the step of length 1 that raises the objective most, (B, C, H, W)."""
         if self.norm == "linf":
             return gradient.sign()
-        return gradient / (spread(self.lengths(gradient), gradient) + TINY)
+        return gradient / (unsqueeze_like(self.lengths(gradient), gradient) + TINY)
 
     def lengths(self, changes: Tensor) -> Tensor:
         """Return the norm (B,) of changes (B, …)."""
@@ -167,7 +167,7 @@ class Ball(NamedTuple):
             return changes.abs().amax(dim=1)
         return changes.square().sum(dim=1).sqrt()
 
-    def confine(self, images: Tensor) -> Tensor:
+    def restore_fixed_pixels(self, images: Tensor) -> Tensor:
         """Return the images with the clean value of all pixels that may not change."""
         if self.may_change is None:
             return images
@@ -180,14 +180,14 @@ class Ball(NamedTuple):
         return self._replace(centre=self.centre[rows], may_change=may_change)
 
 
-def spread(values: Tensor, like: Tensor) -> Tensor:
+def unsqueeze_like(values: Tensor, like: Tensor) -> Tensor:
     """Return values (B,), one per image, in a shape that broadcasts to ``like`` (B, …)."""
     return values.view(-1, *[1] * (like.ndim - 1))
 
 
-def where_chosen(chosen: Tensor, new: Tensor, old: Tensor) -> Tensor:
+def pick_per_image(chosen: Tensor, new: Tensor, old: Tensor) -> Tensor:
     """Return ``new`` (B, …) for images whose ``chosen`` (B,) is true, else ``old`` (B, …)."""
-    return torch.where(spread(chosen, new), new, old)
+    return torch.where(unsqueeze_like(chosen, new), new, old)
 
 
 def random_start(ball: Ball, generator: ImageGenerators, who: str = "apgd") -> Tensor:
@@ -196,7 +196,7 @@ def random_start(ball: Ball, generator: ImageGenerators, who: str = "apgd") -> T
         noise = uniform_noise_like(ball.centre, generator, who)
     else:
         noise = normal_noise_like(ball.centre, generator, who)
-    length = spread(ball.lengths(noise), noise) + TINY
+    length = unsqueeze_like(ball.lengths(noise), noise) + TINY
     return (ball.centre + ball.epsilon * noise / length).clamp(0, 1)
 
 
@@ -217,7 +217,7 @@ class BallAttack(Attack):
         """Yield (settings key, reason) for L2 without a radius, and a radius above the range."""
         if self.norm == "l2" and self.eps is None:
             allowed = "eps, the radius in L2, in addition; epsilons are radii in L∞"
-            yield ("norm",), describe_refusal(found="l2 without eps", allowed=allowed)
+            yield ("norm",), format_found_and_allowed(found="l2 without eps", allowed=allowed)
         largest = math.inf
         if self.norm == "linf":
             largest = 1.0
@@ -225,7 +225,7 @@ class BallAttack(Attack):
             largest = self.largest_radius((around.preview.channels, *around.preview.shape))
         if self.eps is not None and self.eps > largest:
             allowed = f"above 0, at most {largest:.4g} ({self.norm})"
-            yield ("eps",), describe_refusal(found=self.eps, allowed=allowed)
+            yield ("eps",), format_found_and_allowed(found=self.eps, allowed=allowed)
         yield from super().misfits(around)
 
     def largest_radius(self, shape: Iterable[int]) -> float:
@@ -234,7 +234,7 @@ class BallAttack(Attack):
             return 1.0
         return math.sqrt(math.prod(shape))
 
-    def clean_copy(self, images: Tensor, epsilon: float) -> Tensor:
+    def check_and_copy_images(self, images: Tensor, epsilon: float) -> Tensor:
         """Return the images as new fp32; ValueError if they or ε are out of range."""
         if not images.is_floating_point():
             raise ValueError(f"attack: images are {images.dtype}; floats in [0, 1] are needed")

@@ -8,16 +8,16 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moecore.attacks.base import TINY, Norm, random_start, spread, where_chosen
-from moecore.attacks.gradient import Targets, count_targets, lacking_targets, not_finite_error
-from moecore.attacks.survivors import SurvivorAttack, Trial, Victims
+from moecore.attacks.base import TINY, Norm, pick_per_image, random_start, unsqueeze_like
+from moecore.attacks.gradient import Targets, count_targets, not_finite_error, why_too_many_targets
+from moecore.attacks.survivor_attack import SurvivorAttack, Trial, Victims
 
 OVERSHOOT = 1.05  # η: of each step, over the hyperplane
-BACKWARD = 0.9  # β: share of the way from the clean image that a misclassified one keeps
-MAX_BIAS = 0.1  # α_max: towards the clean image's projection
+BACKWARD_STEP_FACTOR = 0.9  # β: share of its change that a misclassified image keeps
+MAX_CLEAN_BIAS = 0.1  # α_max: towards the clean image's projection
 MIN_LENGTH = 1e-8  # of a step, in the ratio of two
 MIN_WEIGHT = 1e-8  # of a pixel in a normal, for it to move in L2
-FAR = 1e10  # distance of an image that is not misclassified yet
+DISTANCE_IF_NOT_MISCLASSIFIED = 1e10
 
 
 class Fab(SurvivorAttack):
@@ -33,19 +33,19 @@ class Fab(SurvivorAttack):
     targets: Targets = Field(None, description="Other classes to aim at, as of `targeted_dlr`.")
     restarts: int = Field(1, ge=1, description="Starts; all but the first are random.")
 
-    def lacks_classes(self, classes: int) -> str | None:
-        return lacking_targets(self.targets, classes)
+    def why_too_few_classes(self, classes: int) -> str | None:
+        return why_too_many_targets(self.targets, classes)
 
     def trials(self, classes: int) -> list[Trial]:
         ranks: list[int | None] = [None]
         if self.aim == "classes":
             ranks = list(range(count_targets(self.targets, classes)))
-        search = partial(search_boundary, steps=self.steps)
+        search = partial(search_nearest_error, steps=self.steps)
         starts = [restart > 0 for restart in range(self.restarts)]
         return [partial(search, rank=rank, is_random=start) for rank in ranks for start in starts]
 
 
-def search_boundary(victims: Victims, rank: int | None, steps: int, is_random: bool) -> Tensor:
+def search_nearest_error(victims: Victims, rank: int | None, steps: int, is_random: bool) -> Tensor:
     """Return the nearest misclassified images (B, C, H, W) inside the ball, else the clean ones."""
     # rank: of the other class to aim at, 0 for the most likely; None: the nearest at each step.
     ball = victims.ball
@@ -56,25 +56,25 @@ def search_boundary(victims: Victims, rank: int | None, steps: int, is_random: b
     current = clean
     if is_random:
         half = ball._replace(epsilon=ball.epsilon / 2)
-        current = ball.confine(random_start(half, victims.generators, "fab"))
+        current = ball.restore_fixed_pixels(random_start(half, victims.generators, "fab"))
     best = clean
-    best_length = torch.full_like(victims.labels, FAR, dtype=clean.dtype)
+    best_length = torch.full_like(victims.labels, DISTANCE_IF_NOT_MISCLASSIFIED, dtype=clean.dtype)
     for _ in range(steps):
         normal, offset = linearise_boundary(victims, targets, current)
         both = torch.cat([current, clean]).flatten(1)
         moves = hyperplane_moves(both, normal.repeat(2, 1), offset.repeat(2), ball.norm)
         length, clean_length = ball.lengths(moves).clamp(min=MIN_LENGTH).chunk(2)
-        bias = spread((length / (length + clean_length)).clamp(0, MAX_BIAS), clean)
+        bias = unsqueeze_like((length / (length + clean_length)).clamp(0, MAX_CLEAN_BIAS), clean)
         move, clean_move = moves.view(-1, *clean.shape[1:]).chunk(2)
         near = (current + OVERSHOOT * move) * (1 - bias)
         current = (near + (clean + OVERSHOOT * clean_move) * bias).clamp(0, 1)
         wrong = victims.are_wrong(current)
         length = ball.lengths(current - clean)
         nearer = wrong & (length < best_length)
-        best = where_chosen(nearer, current, best)
+        best = pick_per_image(nearer, current, best)
         best_length = torch.where(nearer, length, best_length)
-        current = where_chosen(wrong, clean + (current - clean) * BACKWARD, current)
-    return where_chosen(best_length <= ball.epsilon, best, clean)
+        current = pick_per_image(wrong, clean + (current - clean) * BACKWARD_STEP_FACTOR, current)
+    return pick_per_image(best_length <= ball.epsilon, best, clean)
 
 
 def linearise_boundary(victims: Victims, targets: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,5 +132,4 @@ def hyperplane_moves(points: Tensor, normal: Tensor, offset: Tensor, norm: Norm)
     place = (closed < gap).sum(dim=1, keepdim=True)
     slope = rest.gather(1, place)
     pull = torch.where(slope > 0, (gap - done.gather(1, place)).clamp(min=0) / slope, torch.inf)
-    moves = torch.where(pace > 0, torch.minimum(pull * pace, room), 0)
-    return -normal.sign() * moves
+    return -normal.sign() * torch.where(pace > 0, torch.minimum(pull * pace, room), 0)

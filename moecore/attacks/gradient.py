@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moecore.attacks import base
 from moecore.core.config import Misfits, Surroundings
-from moecore.core.files import UserError, describe_refusal
+from moecore.core.files import UserError, format_found_and_allowed
 from moecore.core.routing_records import ModelOutput, RoutingRecord, choice_margin
 from moecore.statistics.intervals import squared_cv
 from moecore.tasks.base import Task
@@ -26,14 +26,14 @@ ValueGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 OnRouting = Literal["routing_change", "routing_margin", "task_and_routing"]
 Objective = Literal["task", "cross_entropy", "dlr", "targeted_dlr", "balance", OnRouting]
-ON_ROUTING = get_args(OnRouting)
-NO_ROUTING = "the model has no MoE layer whose routing could change"
+ROUTING_OBJECTIVES = get_args(OnRouting)
+NO_ROUTING_TEXT = "the model has no MoE layer whose routing could change"
 Goal = Callable[[ModelOutput], Tensor]  # a model's output for B images → the objective (B,)
 MIN_CLASSES = {"dlr": 3, "targeted_dlr": 4}  # for the third and the fourth largest logit
 Targets = int | Literal["all"] | None
-TARGETS = 9  # of each image, as in the authors' standard version
+DEFAULT_TARGETS = 9  # of each image, as in the authors' standard version
 # In logits. A token with a larger excess has no gradient, so that other tokens decide it.
-MAX_EXCESS = 0.1
+MAX_MARGIN_LOSS_PER_TOKEN = 0.1
 
 
 class GradientAttack(base.BallAttack):
@@ -55,7 +55,7 @@ class GradientAttack(base.BallAttack):
     targets: Targets = Field(
         None,
         description="Other classes that `targeted_dlr` aims at, one after the other, the most "
-        f"likely first: a number of 1 or more, or all; null: {TARGETS}, or all of fewer.",
+        f"likely first: a number of 1 or more, or all; null: {DEFAULT_TARGETS}, or all of fewer.",
     )
 
     @property
@@ -74,24 +74,24 @@ class GradientAttack(base.BallAttack):
     def misfits(self, around: Surroundings) -> Misfits:
         """Yield (settings key, reason) if labels or classes do not allow the objective."""
         allowed = "allowed: task (the loss that is learned), balance, routing_change"
-        reason = None if around.source is None else objective_refusal(self.objective, around.task)
+        reason = None if around.source is None else why_objective_fails(self.objective, around.task)
         classes = len(getattr(around.preview, "classes", None) or ())
         if reason:
             yield ("objective",), f"found {self.objective}: {reason} ({around.data}); {allowed}"
-        elif classes and (lack := lacking_classes(self.objective, classes)):
+        elif classes and (lack := why_objective_lacks_classes(self.objective, classes)):
             text = f"found {self.objective}, but {around.data} has {classes} classes: {lack}"
             yield ("objective",), f"{text}; {allowed}, cross_entropy"
-        elif classes and (lack := lacking_targets(self.targets, classes)):
+        elif classes and (lack := why_too_many_targets(self.targets, classes)):
             yield (), lack
         yield from super().misfits(around)
 
     def refuses(self, task: Task | type[Task]) -> str | None:
-        reason = objective_refusal(self.objective, task)
+        reason = why_objective_fails(self.objective, task)
         return f"{self.kind} with {reason}" if reason else None
 
     def does_not_apply(self, model: nn.Module, task: Task) -> str | None:
-        if self.objective in ON_ROUTING and getattr(model, "moe", None) is None:
-            return NO_ROUTING
+        if self.objective in ROUTING_OBJECTIVES and getattr(model, "moe", None) is None:
+            return NO_ROUTING_TEXT
         return self.refuses(task)
 
     def __call__(
@@ -103,7 +103,7 @@ class GradientAttack(base.BallAttack):
         epsilon: float,
         generator: base.Generators = None,
     ) -> Tensor:
-        centre = self.clean_copy(images, epsilon)
+        centre = self.check_and_copy_images(images, epsilon)
         if epsilon == 0 or not len(centre):
             return centre
         size = self.together or len(centre)
@@ -122,11 +122,10 @@ class GradientAttack(base.BallAttack):
 
     def _goals(self, model: nn.Module, task: Task, images: Tensor, labels: Tensor) -> list[Goal]:
         """Return the objective, one for each target class if it is targeted."""
-        if self.objective != "targeted_dlr" or objective_refusal(self.objective, task):
+        if self.objective != "targeted_dlr" or why_objective_fails(self.objective, task):
             return [make_objective(self.objective, self.weight, model, task, images, labels)]
-        rivals = other_classes(predict_logits(model, images), labels)
-        number = count_targets(self.targets, rivals.shape[1] + 1)
-        columns = rivals[:, :number].unbind(dim=1)
+        rivals = other_classes_by_likelihood(predict_logits(model, images), labels)
+        columns = rivals[:, : count_targets(self.targets, rivals.shape[1] + 1)].unbind(dim=1)
         return [partial(targeted_dlr_loss, labels=labels, targets=target) for target in columns]
 
     def _perturb_best(
@@ -134,16 +133,16 @@ class GradientAttack(base.BallAttack):
     ) -> Tensor:
         """Return, per image, the result with the largest objective over starts and targets."""
         first, *repeats = gradients
-        best = ball.confine(self.perturb_images(first, ball, generator))
+        best = ball.restore_fixed_pixels(self.perturb_images(first, ball, generator))
         if not repeats:
             first.check_finite()
             return best
         values, _ = first(best)
         for at in repeats:
-            images = ball.confine(self.perturb_images(at, ball, generator))
+            images = ball.restore_fixed_pixels(self.perturb_images(at, ball, generator))
             new_values, _ = at(images)
             better = new_values > values
-            best = base.where_chosen(better, images, best)
+            best = base.pick_per_image(better, images, best)
             values = torch.where(better, new_values, values)
             at.check_finite()
         return best
@@ -175,7 +174,7 @@ class ModelGradient:
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         if self.ball is not None:
-            images = self.ball.confine(images)
+            images = self.ball.restore_fixed_pixels(images)
         values, gradient = self._run(images)
         for _ in range(self.samples - 1):
             values, more = self._run(images)
@@ -255,7 +254,7 @@ def frozen_parameters(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def objective_refusal(objective: Objective, task: Task | type[Task]) -> str | None:
+def why_objective_fails(objective: Objective, task: Task | type[Task]) -> str | None:
     """Return why an objective cannot be computed for a task's labels, in words; None if it can."""
     of_classes = objective in ("cross_entropy", *MIN_CLASSES)
     if of_classes and (reason := task.needs_classes("classes")):
@@ -265,7 +264,7 @@ def objective_refusal(objective: Objective, task: Task | type[Task]) -> str | No
     return None
 
 
-def lacking_classes(objective: str, classes: int) -> str | None:
+def why_objective_lacks_classes(objective: str, classes: int) -> str | None:
     """Return why an objective needs more classes, in words; None if it does not."""
     needed = MIN_CLASSES.get(objective, 0)
     if classes >= needed:
@@ -276,28 +275,27 @@ def lacking_classes(objective: str, classes: int) -> str | None:
 
 def count_targets(targets: Targets, classes: int) -> int:
     """Return the number of other classes to aim at; UserError if there are fewer."""
-    if reason := lacking_targets(targets, classes):
+    if reason := why_too_many_targets(targets, classes):
         raise UserError(f"attack: {reason}")
     if targets is None:
-        return min(TARGETS, classes - 1)
+        return min(DEFAULT_TARGETS, classes - 1)
     if targets == "all":
         return classes - 1
     return targets
 
 
-def lacking_targets(targets: Targets, classes: int) -> str | None:
+def why_too_many_targets(targets: Targets, classes: int) -> str | None:
     """Return a sentence if there are fewer other classes than ``targets``, else None."""
     if isinstance(targets, int) and not 1 <= targets < classes:
         allowed = f"1 to {classes - 1} or all, the other classes of {classes}"
-        return f"targets: {describe_refusal(found=targets, allowed=allowed)}"
+        return f"targets: {format_found_and_allowed(found=targets, allowed=allowed)}"
     return None
 
 
-def other_classes(prediction: Tensor, labels: Tensor) -> Tensor:
+def other_classes_by_likelihood(prediction: Tensor, labels: Tensor) -> Tensor:
     """Return all classes except each image's label, the most likely first, (B, K − 1)."""
     right = labels[:, None].long()
-    ordered = prediction.scatter(1, right, -torch.inf).sort(dim=1)[1].flip(1)
-    return ordered[:, :-1]
+    return prediction.scatter(1, right, -torch.inf).sort(dim=1)[1].flip(1)[:, :-1]
 
 
 def make_objective(
@@ -309,9 +307,9 @@ def make_objective(
     labels: Tensor,
 ) -> Goal:
     """Return a function from the model's output for ``images`` to the objective of each, (B,)."""
-    if reason := objective_refusal(objective, task):
+    if reason := why_objective_fails(objective, task):
         raise UserError(f"attack: {reason}; choose objective task")
-    if objective in ON_ROUTING:
+    if objective in ROUTING_OBJECTIVES:
         with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
             before = [record.chosen for record in model(images).routing]
         if objective == "routing_change":
@@ -336,7 +334,7 @@ def dlr_loss(prediction: Tensor, labels: Tensor) -> Tensor:
     """Return the difference of logits ratio −(z_y − max_{i≠y} z_i) / (z_π1 − z_π3), (B,)."""
     # Positive where the image is misclassified; invariant to shift and scale of the logits (B, K).
     # Fewer than 3 classes have no third largest logit z_π3. Source: Croce & Hein (2020), eq. 6.
-    _check_classes("dlr", prediction)
+    _check_enough_classes("dlr", prediction)
     ordered, classes = prediction.sort(dim=1)
     right = prediction.gather(1, labels[:, None].long())[:, 0]
     other = torch.where(classes[:, -1] == labels, ordered[:, -2], ordered[:, -1])
@@ -347,17 +345,16 @@ def targeted_dlr_loss(output: ModelOutput, labels: Tensor, targets: Tensor) -> T
     """Return −(z_y − z_t) / (z_π1 − (z_π3 + z_π4) / 2), (B,), of target classes (B,)."""
     # Positive where the target beats the label. Source: Croce & Hein (2020), eq. 7.
     logits = output.prediction
-    _check_classes("targeted_dlr", logits)
+    _check_enough_classes("targeted_dlr", logits)
     ordered = logits.sort(dim=1)[0]
     right, target = (logits.gather(1, each[:, None].long())[:, 0] for each in (labels, targets))
     scale = ordered[:, -1] - 0.5 * (ordered[:, -3] + ordered[:, -4])
     return -(right - target) / (scale + 1e-12)
 
 
-def _check_classes(objective: str, prediction: Tensor) -> None:
-    """Raise UserError if predictions (B, K) have too few classes for an objective."""
+def _check_enough_classes(objective: str, prediction: Tensor) -> None:
     classes = prediction.shape[1]
-    if reason := lacking_classes(objective, classes):
+    if reason := why_objective_lacks_classes(objective, classes):
         raise UserError.at(
             "attack.objective",
             found=f"{objective}, but the model has {classes} classes: {reason}",
@@ -397,5 +394,5 @@ def routing_margin_loss(output: ModelOutput, before: Sequence[Tensor]) -> Tensor
     values = 0.0 * output.prediction.float().sum(dim=1)
     for record, chosen in zip(output.routing, before, strict=True):
         excess = -choice_margin(record.logits, chosen).nan_to_num(0.0)
-        values = values + excess.clamp(max=MAX_EXCESS).mean(dim=1).to(values.dtype)
+        values = values + excess.clamp(max=MAX_MARGIN_LOSS_PER_TOKEN).mean(dim=1).to(values.dtype)
     return values

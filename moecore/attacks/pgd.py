@@ -21,7 +21,7 @@ class Pgd(GradientAttack):
     length: float = Field(2.5, gt=0, description="Step of the strong form, in units of ε/τ.")
 
     @model_validator(mode="after")
-    def _restarts_differ(self) -> Self:
+    def _check_restarts_are_random(self) -> Self:
         if self.restarts > 1 and self.form == "paper":
             raise ValueError(f"found restarts {self.restarts}; allowed: 1 without form: strong")
         return self

@@ -8,26 +8,26 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks import base, gradient, survivors
+from moecore.attacks import base, gradient, survivor_attack
 
-AREA = 0.8  # share of the image that the first square covers
-HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)  # queries after which it is halved
-BLOCK = 100  # queries whose random numbers are drawn together
-TILES = 5  # along each axis of an L2 start
+INITIAL_AREA_SHARE = 0.8  # share of the image that the first square covers
+HALVING_QUERIES = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)  # after which it is halved
+QUERIES_PER_DRAW = 100  # queries whose random numbers are drawn together
+TILES_PER_AXIS = 5  # along each axis of an L2 start
 MIN_SIDE = 3  # pixels, of a square in L2
 
 
-class Square(survivors.SurvivorAttack):
+class Square(survivor_attack.SurvivorAttack):
     """Change squares of random place and sign, and keep what lowers the margin; no gradients."""
 
     kind: Literal["square"] = "square"
     queries: int = Field(5000, ge=1, description="Number of passes per image.")
 
-    def trials(self, classes: int) -> list[survivors.Trial]:
+    def trials(self, classes: int) -> list[survivor_attack.Trial]:
         return [partial(search_squares, queries=self.queries)]
 
 
-def search_squares(victims: survivors.Victims, queries: int) -> Tensor:
+def search_squares(victims: survivor_attack.Victims, queries: int) -> Tensor:
     """Return images (B, C, H, W) of the smallest margin found; misclassified ones stop early."""
     ball = victims.ball
     channels, height, width = ball.centre.shape[1:]
@@ -39,11 +39,11 @@ def search_squares(victims: survivors.Victims, queries: int) -> Tensor:
         start = tiled_start(ball, victims.generators)
         propose = propose_pyramid
         numbers = 5 + channels
-    best = ball.confine(start)
+    best = ball.restore_fixed_pixels(start)
     margin = margins(victims, best)
     result = best.clone()
     active = torch.arange(len(best), device=best.device)
-    draws = best.new_empty(len(best), BLOCK, numbers)
+    draws = best.new_empty(len(best), QUERIES_PER_DRAW, numbers)
     for query in range(queries):
         keep = margin > 0
         if not keep.all():
@@ -53,26 +53,26 @@ def search_squares(victims: survivors.Victims, queries: int) -> Tensor:
             best, margin, active, draws = (each[rows] for each in (best, margin, active, draws))
         if not len(active):
             return result
-        if query % BLOCK == 0:
-            shape = (min(BLOCK, queries - query), numbers)
+        if query % QUERIES_PER_DRAW == 0:
+            shape = (min(QUERIES_PER_DRAW, queries - query), numbers)
             draws = draw_uniform(victims.generators, shape).to(best.device)
-        area = AREA / 2 ** sum(query > halving for halving in HALVINGS)
+        area = INITIAL_AREA_SHARE / 2 ** sum(query > halving for halving in HALVING_QUERIES)
         side = round(math.sqrt(area * height * width))
-        proposal = victims.ball.confine(propose(victims.ball, best, side, draws[:, query % BLOCK]))
+        proposal = propose(victims.ball, best, side, draws[:, query % QUERIES_PER_DRAW])
+        proposal = victims.ball.restore_fixed_pixels(proposal)
         new_margin = margins(victims, proposal)
         better = new_margin < margin
-        best = base.where_chosen(better, proposal, best)
+        best = base.pick_per_image(better, proposal, best)
         margin = torch.where(better, new_margin, margin)
     result[active] = best
     return result
 
 
-def margins(victims: survivors.Victims, images: Tensor) -> Tensor:
+def margins(victims: survivor_attack.Victims, images: Tensor) -> Tensor:
     """Return z_y − max_{i≠y} z_i of images (B, C, H, W), (B,)."""
     logits = gradient.predict_logits(victims.model, images)
     label = victims.labels[:, None]
-    right = logits.gather(1, label)[:, 0]
-    return right - logits.scatter(1, label, -torch.inf).amax(dim=1)
+    return logits.gather(1, label)[:, 0] - logits.scatter(1, label, -torch.inf).amax(dim=1)
 
 
 def draw_uniform(generator: base.ImageGenerators, shape: tuple[int, ...]) -> Tensor:
@@ -82,14 +82,14 @@ def draw_uniform(generator: base.ImageGenerators, shape: tuple[int, ...]) -> Ten
     return torch.stack([torch.rand(shape, generator=each) for each in generator])
 
 
-def signs(draws: Tensor) -> Tensor:
+def to_signs(draws: Tensor) -> Tensor:
     return torch.sign(2 * draws - 1)
 
 
 def striped_start(ball: base.Ball, generator: base.ImageGenerators) -> Tensor:
     """Return the images ± ε in vertical stripes of one pixel, in [0, 1]."""
     _, channels, _, width = ball.centre.shape
-    stripes = signs(draw_uniform(generator, (channels, 1, width))).to(ball.centre.device)
+    stripes = to_signs(draw_uniform(generator, (channels, 1, width))).to(ball.centre.device)
     return (ball.centre + ball.epsilon * stripes).clamp(0, 1)
 
 
@@ -98,16 +98,16 @@ def propose_square(ball: base.Ball, best: Tensor, side: int, draws: Tensor) -> T
     # draws: (B, 2 + C): of the top and left edge, and of the signs
     height, width = best.shape[2:]
     side = min(max(side, 1), height, width)
-    top, leftmost = corners(draws, height - side, width - side)
+    top, leftmost = draws_to_corners(draws, height - side, width - side)
     rows, columns = (torch.arange(size, device=best.device) for size in (height, width))
     inside_rows = (rows >= top[:, None]) & (rows < top[:, None] + side)
     inside_columns = (columns >= leftmost[:, None]) & (columns < leftmost[:, None] + side)
     inside = inside_rows[:, None, :, None] & inside_columns[:, None, None, :]
-    change = 2 * ball.epsilon * signs(draws[:, 2:])[:, :, None, None]
+    change = 2 * ball.epsilon * to_signs(draws[:, 2:])[:, :, None, None]
     return ball.project(best + inside * change)
 
 
-def corners(draws: Tensor, last_row: int, last_column: int) -> tuple[Tensor, Tensor]:
+def draws_to_corners(draws: Tensor, last_row: int, last_column: int) -> tuple[Tensor, Tensor]:
     """Return the top and left edges (B,) of windows, from uniform draws (B, 2 or more)."""
     return (last_row * draws[:, 0]).long(), (last_column * draws[:, 1]).long()
 
@@ -115,13 +115,13 @@ def corners(draws: Tensor, last_row: int, last_column: int) -> tuple[Tensor, Ten
 def tiled_start(ball: base.Ball, generator: base.ImageGenerators) -> Tensor:
     """Return the images plus pairs of pyramids on all tiles, at distance ε, in [0, 1]."""
     images, channels, height, width = ball.centre.shape
-    side = max(height // TILES, 1)
-    first = (height - side * TILES) // 2
+    side = max(height // TILES_PER_AXIS, 1)
+    first = (height - side * TILES_PER_AXIS) // 2
     change = torch.zeros_like(ball.centre)
     for row in range(height // side):
         for column in range(width // side):
             draws = draw_uniform(generator, (1 + channels,)).to(change.device)
-            tiles = pyramid_pairs(side, draws)
+            tiles = orient_and_sign_pyramid_pairs(side, draws)
             top, leftmost = first + row * side, first + column * side
             part = change[:, :, top : top + side, leftmost : leftmost + side]
             part += tiles[:, :, : part.shape[2], : part.shape[3]]
@@ -130,7 +130,7 @@ def tiled_start(ball: base.Ball, generator: base.ImageGenerators) -> Tensor:
 
 def propose_pyramid(ball: base.Ball, best: Tensor, side: int, draws: Tensor) -> Tensor:
     """Move the norm of a window's change to another window, as two pyramids; return the images."""
-    # draws: (B, 5 + C): of two corners, then as in ``pyramid_pairs``
+    # draws: (B, 5 + C): of two corners, then as in ``orient_and_sign_pyramid_pairs``
     images, channels, height, width = best.shape
     side = max(side, MIN_SIDE)
     side = min(side + (side % 2 == 0), height, width)
@@ -138,7 +138,7 @@ def propose_pyramid(ball: base.Ball, best: Tensor, side: int, draws: Tensor) -> 
     span = torch.arange(side, device=best.device)
 
     def window(numbers: Tensor) -> tuple[Tensor, ...]:
-        top, leftmost = corners(numbers, height - side, width - side)
+        top, leftmost = draws_to_corners(numbers, height - side, width - side)
         image = torch.arange(images, device=best.device)[:, None, None, None]
         channel = torch.arange(channels, device=best.device)[None, :, None, None]
         row = (top[:, None] + span)[:, None, :, None]
@@ -148,11 +148,11 @@ def propose_pyramid(ball: base.Ball, best: Tensor, side: int, draws: Tensor) -> 
     in_windows = torch.zeros_like(change)
     in_windows[target] = 1
     in_windows[source] = 1
-    length = base.spread(ball.lengths(change), change)
+    length = base.unsqueeze_like(ball.lengths(change), change)
     unused = (ball.epsilon**2 - length.square()).clamp(min=0)
     budget = unused / channels + window_l2_norms(change * in_windows).square()
     old = change[target] / (base.TINY + window_l2_norms(change[target]))
-    new = pyramid_pairs(side, draws[:, 4:]) + old
+    new = orient_and_sign_pyramid_pairs(side, draws[:, 4:]) + old
     new = new / (base.TINY + window_l2_norms(new)) * budget.sqrt()
     change[source] = 0
     change[target] = new
@@ -164,23 +164,23 @@ def window_l2_norms(window: Tensor) -> Tensor:
     return window.square().sum(dim=(-2, -1), keepdim=True).sqrt()
 
 
-def pyramid_pairs(side: int, draws: Tensor) -> Tensor:
+def orient_and_sign_pyramid_pairs(side: int, draws: Tensor) -> Tensor:
     """Return a positive and a negative pyramid of L2 norm 1, one above or beside the other."""
     # draws: (B, 1 + C), of the direction and of the signs. Returns (B, C, side, side).
-    pair = pyramid_pair(side).to(draws.device)
+    pair = unit_norm_pyramid_pair(side).to(draws.device)
     is_upright = (draws[:, 0] > 0.5)[:, None, None]
-    return torch.where(is_upright, pair.T, pair)[:, None] * signs(draws[:, 1:])[:, :, None, None]
+    return torch.where(is_upright, pair.T, pair)[:, None] * to_signs(draws[:, 1:])[:, :, None, None]
 
 
 @cache
-def pyramid_pair(side: int) -> Tensor:
+def unit_norm_pyramid_pair(side: int) -> Tensor:
     """Return the pair of pyramids one above the other, (side, side)."""
     half = side // 2
-    pair = torch.cat([pyramid(half, side), -pyramid(side - half, side)])
+    pair = torch.cat([unit_norm_pyramid(half, side), -unit_norm_pyramid(side - half, side)])
     return pair / pair.square().sum().sqrt()
 
 
-def pyramid(height: int, width: int) -> Tensor:
+def unit_norm_pyramid(height: int, width: int) -> Tensor:
     """Return nested rectangles around the centre, the k-th adding 1 / k², of L2 norm 1."""
     steps = torch.zeros(height, width)
     top, leftmost = height // 2, width // 2

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from moecore.attacks.apgd import Apgd, apgd_ascent
 from moecore.attacks.base import Attack, Ball, ImageGenerators, random_start
-from moecore.attacks.gradient import NO_ROUTING, GradientAttack, ModelGradient, ValueGradient
+from moecore.attacks.gradient import NO_ROUTING_TEXT, GradientAttack, ModelGradient, ValueGradient
 from moecore.core.config import Config
 from moecore.nn.layers.lipschitz_lemma import soften_model
 from moecore.tasks.base import Task
@@ -32,7 +32,7 @@ class Surrogate(GradientAttack):
 
     def does_not_apply(self, model: nn.Module, task: Task) -> str | None:
         if getattr(model, "moe", None) is None:
-            return NO_ROUTING
+            return NO_ROUTING_TEXT
         return super().does_not_apply(model, task)
 
     def perturb_images(self, at: ValueGradient, ball: Ball, generator: ImageGenerators) -> Tensor:

@@ -4,19 +4,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moecore.brain import age_correction, age_errors, prediction_table
-from moecore.brain.age_correction import AgeData, AgeResult, fit_age_line
+from moecore.brain import age_correction, age_errors, age_predictions
+from moecore.brain.age_correction import AgeResult, ModelAges, fit_calibrator
 from moecore.brain.tissue_ridge import measure_tissue_ridge
-from moecore.core.files import atomic_folder, to_jsonable, write_checksummed, write_whole
+from moecore.core.files import atomic_folder, to_jsonable, write_atomic, write_json_sha256
 from moecore.data.prepared import SPLITS
 from moecore.measure.base import MeasuredModel
-from moecore.measure.calibration import ModelCalibration
+from moecore.measure.calibration import CalibrationMeasurementBase
 from moecore.measure.values import OnPage, Values
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import Estimate
 
 
-class AgeCalibration(ModelCalibration):
+class AgeCalibration(CalibrationMeasurementBase):
     """Measurement that calibrates predicted ages, and reports errors before and after it."""
 
     metrics = age_correction.METRICS
@@ -30,50 +30,49 @@ class AgeCalibration(ModelCalibration):
             volumes = getattr(data, split).images
             outputs, _ = predict_in_batches(subject.model, volumes, settings.batch, routing=False)
             predicted[split] = outputs[:, 0].double().numpy()
-        ages = AgeData.of(data, predicted, self.files.model / "model.safetensors")
-        line = fit_age_line(ages, settings.calibrator, self.files.out_of_fold, settings.on_refusal)
-        result = age_correction.summarize_age_errors(ages, line)
+        ages = ModelAges.of(data, predicted, self.files.model / "model.safetensors")
+        fit = fit_calibrator(ages, settings.calibrator, self.files.out_of_fold, settings.on_refusal)
+        result = age_correction.summarize_age_errors(ages, fit)
         if settings.tissue_ridge is not None:
             result = result._replace(tissue_ridge=measure_tissue_ridge(data, settings.tissue_ridge))
-        write_calibration_folder(self.files.out, ages, line, result, self.files.item)
+        write_calibration_folder(self.files.out, ages, fit, result, self.files.item)
         out.people = data.test.people
-        result.put(out)
+        result.put_metrics(out)
 
 
 def write_calibration_folder(
-    folder: Path, ages: AgeData, line: age_correction.CalibratorFit, result: AgeResult, item: str
+    folder: Path, ages: ModelAges, line: age_correction.CalibratorFit, result: AgeResult, item: str
 ) -> None:
     """Write calibrator.json, reference.json, predictions.csv and MODEL_CARD.md to ``folder``."""
     # item: phase/method/seed.
-    reference = prediction_table.collect_training_ranges(ages.data, result.interval, ages.sha256)
+    reference = age_predictions.collect_training_ranges(ages.data, result.interval, ages.sha256)
     rows = []
     for split in SPLITS:
         corrected = ages.correct_split(split, line.fitted)
         volumes = getattr(ages.data, split).images
         flags = [
-            prediction_table.flag_volume(volume, float(best), float(age), reference)
+            age_predictions.flag_volume(volume, float(best), float(age), reference)
             for volume, best, age in zip(volumes, corrected.best, ages.known(split), strict=True)
         ]
-        rows += prediction_table.prediction_rows(
-            ages.subjects[split], split, corrected, result.interval.radius, flags
-        )
+        subjects, radius = ages.subjects[split], result.interval.radius
+        rows += age_predictions.prediction_rows(subjects, split, corrected, radius, flags)
     with atomic_folder(folder) as target:
         if line.fitted:
-            write_checksummed(target / "calibrator.json", line.fitted.model_dump(mode="json"))
-        write_checksummed(target / "reference.json", to_jsonable(reference))
-        prediction_table.write_predictions(target / "predictions.csv", rows)
-        write_whole(target / "MODEL_CARD.md", render_model_card(ages.data.card, result, item))
+            write_json_sha256(target / "calibrator.json", line.fitted.model_dump(mode="json"))
+        write_json_sha256(target / "reference.json", to_jsonable(reference))
+        age_predictions.write_predictions(target / "predictions.csv", rows)
+        write_atomic(target / "MODEL_CARD.md", render_model_card(ages.data.card, result, item))
 
 
-SIMULATED = """\
+SIMULATED_DATA_WARNING = """\
 **The volumes are SIMULATED.** They show that the software works: that it finds an effect of age \
 that was put in, and how large its errors are on this simulation. They can support no statement \
 about people, patients, scanners or diseases. The error on this simulation does not tell the error \
 on real scans."""
-REAL = """\
+REAL_DATA_CAVEAT = """\
 The volumes are scans of people. The numbers hold only for people, scanners and preparations like \
 this cohort's."""
-NOT_FOR = """\
+MISUSE_WARNINGS = """\
 - **No diagnosis and no decision about a person.** The interval of one prediction is wide (see \
 above); a large brain-PAD is no finding.
 - **No use outside the age range, the scanners and the preparation of the training data.** Volumes \
@@ -87,14 +86,14 @@ fitted to.
 nor brain health, nor a biological age. It
   mixes individual anatomy, errors of the model and artefacts of the scan.
 - **No selection of people** (insurance, employment, asylum, access to treatment)."""
-TAKES_AGE = """\
+USES_AGE_NOTE = """\
 The correction uses the known age: it corrects the gap (brain-PAD) of people whose age is known, \
 and does not predict ages. It therefore has no MAE, and intervals are around the uncorrected \
 predictions."""
-TABLE_HEAD = """\
+ERRORS_HEAD = """\
 | Prediction | MAE, years | corr(ŷ − y, y) | slope | intercept |
 | --- | --- | --- | --- | --- |"""
-GAP_HEAD = """\
+GAPS_HEAD = """\
 | Gap against diagnosis | difference, years | at equal age and sex | AUC |
 | --- | --- | --- | --- |"""
 
@@ -117,13 +116,13 @@ def render_model_card(card: Mapping[str, Any], result: AgeResult, item: str) -> 
     ]
     sections = [
         f"{title} (SIMULATED data)" if result.simulated else title,
-        SIMULATED if result.simulated else REAL,
+        SIMULATED_DATA_WARNING if result.simulated else REAL_DATA_CAVEAT,
         "## Data",
         "\n".join(f"- {line}" for line in lines),
         "## Error on the test split",
         _model_card_error_lines(result),
         "## Not for",
-        NOT_FOR,
+        MISUSE_WARNINGS,
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -152,10 +151,10 @@ def _model_card_error_lines(result: AgeResult) -> str:
         split = result.fit_on.replace("_", " ")
         correction = f"The correction was fitted on {result.n_fit} predictions ({split})."
     if result.uses_age:
-        correction += f" {TAKES_AGE}"
-    lines = ["\n".join([TABLE_HEAD, *rows]), about, correction, _interval_line(result.interval)]
+        correction += f" {USES_AGE_NOTE}"
+    lines = ["\n".join([ERRORS_HEAD, *rows]), about, correction, _interval_line(result.interval)]
     if result.diagnosis_gaps:
-        lines.append("\n".join([GAP_HEAD, *map(_diagnosis_row, result.diagnosis_gaps)]))
+        lines.append("\n".join([GAPS_HEAD, *map(_diagnosis_row, result.diagnosis_gaps)]))
     return "\n\n".join(lines)
 
 
@@ -171,7 +170,7 @@ def _error_row(title: str, errors: age_errors.AgeErrors) -> str:
     return f"| {title} | {' | '.join(map(_format_estimate, cells))} |"
 
 
-def _interval_line(interval: prediction_table.ConformalInterval) -> str:
+def _interval_line(interval: age_predictions.ConformalInterval) -> str:
     if interval.radius is None or interval.coverage is None:
         return f"No interval for one prediction: {interval.n} validation participants are too few."
     return (

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from moecore.brain import age_errors, prediction_table
-from moecore.brain.prediction_table import ConformalInterval, CorrectedAges
+from moecore.brain import age_errors, age_predictions
+from moecore.brain.age_predictions import ConformalInterval, CorrectedAges
 from moecore.brain.tissue_ridge import RidgeResult
 from moecore.core.files import UserError, file_checksum
 from moecore.data.prepared import SPLITS, Prepared
@@ -22,7 +22,7 @@ from moecore.statistics.intervals import Estimate, Interval, mean_share
 from moecore.tasks.regression import Regression, median_predictor_mae
 
 
-class AgeData(NamedTuple):
+class ModelAges(NamedTuple):
     """Ages that one model predicts for the volumes of all splits, with data and subjects."""
 
     data: Prepared
@@ -31,7 +31,7 @@ class AgeData(NamedTuple):
     sha256: str  # of the model.safetensors
 
     @classmethod
-    def of(cls, data: Prepared, predicted: Mapping[str, np.ndarray], weights: Path) -> "AgeData":
+    def of(cls, data: Prepared, predicted: Mapping[str, np.ndarray], weights: Path) -> "ModelAges":
         """Add subjects and the sha256 of ``weights``; UserError for non-finite predictions."""
         for split, values in predicted.items():
             if bad := int((~np.isfinite(values)).sum()):
@@ -52,7 +52,7 @@ class AgeData(NamedTuple):
     def correct_split(self, split: str, fitted: FittedCalibrator | None) -> CorrectedAges:
         predicted = self.predicted[split]
         sexes = self.column(split, "sex")
-        return prediction_table.correct_ages(predicted, sexes, fitted, self.known(split))
+        return age_predictions.correct_ages(predicted, sexes, fitted, self.known(split))
 
 
 class CalibratorFit(NamedTuple):
@@ -68,12 +68,12 @@ class CalibratorFit(NamedTuple):
         return self.fitted is not None and self.fitted.uses_age
 
 
-def fit_age_line(
-    ages: AgeData, calibrator: Calibrator, out_of_fold: Path, on_refusal: OnRefusal = "stop"
+def fit_calibrator(
+    ages: ModelAges, calibrator: Calibrator, out_of_fold: Path, on_refusal: OnRefusal = "stop"
 ) -> CalibratorFit:
     # out_of_fold: that stage's predictions.csv. on_refusal "report": the reason is returned.
     if calibrator.split == "out_of_fold":
-        rows = prediction_table.read_predictions(out_of_fold)
+        rows = age_predictions.read_predictions(out_of_fold)
         predicted_volumes, training_volumes = (
             {(row["participant_id"], row["session_id"]) for row in table}
             for table in (rows, ages.subjects["train"])
@@ -191,7 +191,7 @@ class AgeResult(NamedTuple):
     absolute: dict[str, np.ndarray]  # |error| of each volume (N,), per variant that predicts ages
     tissue_ridge: RidgeResult | None = None  # ridge regression on tissue volumes, if set
 
-    def put(self, out: Values) -> None:
+    def put_metrics(self, out: Values) -> None:
         """Put the errors as values of METRICS, and the other fields into ``out.facts``."""
         out.put("median_mae", self.median_mae)
         if self.raw.mae is not None:
@@ -223,7 +223,7 @@ class AgeResult(NamedTuple):
             out.facts["tissue_ridge"] = ridge._replace(absolute=None)
 
 
-def summarize_age_errors(ages: AgeData, line: CalibratorFit) -> AgeResult:
+def summarize_age_errors(ages: ModelAges, line: CalibratorFit) -> AgeResult:
     task = cast(Regression, ages.data.task)
     test_ages = ages.known("test")
     test = ages.correct_split("test", line.fitted)
@@ -271,7 +271,7 @@ def summarize_age_errors(ages: AgeData, line: CalibratorFit) -> AgeResult:
     )
 
 
-def fit_conformal_interval(ages: AgeData, line: CalibratorFit) -> ConformalInterval:
+def fit_conformal_interval(ages: ModelAges, line: CalibratorFit) -> ConformalInterval:
     """Fit a prediction's conformal interval to validation errors; add its test coverage."""
     # Volumes of one person are not exchangeable with other people's: only the first one counts.
     places = np.unique(ages.column("validation", "participant_id"), return_index=True)[1]

@@ -52,7 +52,7 @@ def measure_age_errors(
     for name, predictions in variants.items():
         fit: Any = measure_age_bias(torch.from_numpy(predictions), torch.from_numpy(ages))
         estimates: dict[str, Estimate | None] = {
-            key: bootstrap_estimate(fit[key], values, *limits.get(key, ()))
+            key: resampled_estimate(fit[key], values, *limits.get(key, ()))
             for key, values in age_errors_by_resample(predictions, ages, weights).items()
         }
         if name in no_predictions:
@@ -76,7 +76,7 @@ def measure_group_errors(
         for name, predictions in variants.items():
             size = np.abs(predictions[members] - ages[members])
             resampled = weights @ size / weights.sum(1)
-            errors[name] = MeanAbsoluteError(mae=bootstrap_estimate(size.mean(), resampled, 0.0))
+            errors[name] = MeanAbsoluteError(mae=resampled_estimate(size.mean(), resampled, 0.0))
         rows.append(GroupErrors(group=group, n=len(members), **errors))
     return tuple(rows)
 
@@ -116,7 +116,7 @@ def age_errors_by_resample(
     return {"mae": mae, "corr": corr, "slope": slope, "intercept": intercept}
 
 
-def bootstrap_estimate(
+def resampled_estimate(
     value: float, resampled: np.ndarray, lowest: float = -np.inf, highest: float = np.inf
 ) -> Estimate:
     """Return ``value`` with the 95 % interval of finite resamples; no limits if they are equal."""
@@ -127,7 +127,7 @@ def bootstrap_estimate(
     return Estimate.of(interval)
 
 
-MIN_PARTICIPANTS = 2  # per diagnosis, to resample
+MIN_DIAGNOSIS_PARTICIPANTS = 2  # per diagnosis, to resample
 
 
 class DiagnosisGap(Config):
@@ -165,16 +165,16 @@ def measure_diagnosis_gaps(
     for name in sorted(set(names) - {reference, ""}):
         cases = np.flatnonzero(names == name)
         controls = np.flatnonzero(names == reference)
-        if any(len(set(people[side])) < MIN_PARTICIPANTS for side in (cases, controls)):
+        if any(len(set(people[side])) < MIN_DIAGNOSIS_PARTICIPANTS for side in (cases, controls)):
             continue
         gap: dict[str, Any] = {"diagnosis": name, "reference": reference, "corrected": corrected}
         gap |= {"n": len(cases), "n_reference": len(controls)}
-        gap |= _compare_sides(rows, cases, controls)
+        gap |= _compare_groups(rows, cases, controls)
         measured.append(DiagnosisGap.model_validate(gap))
     return tuple(measured)
 
 
-def _compare_sides(rows: AgeGaps, cases: np.ndarray, controls: np.ndarray) -> dict[str, Estimate]:
+def _compare_groups(rows: AgeGaps, cases: np.ndarray, controls: np.ndarray) -> dict[str, Estimate]:
     sides = (cases, controls)
     weights = [draw_resample_weights([rows.people[place] for place in side]) for side in sides]
     ones = [np.ones((1, len(side))) for side in sides]
@@ -182,13 +182,13 @@ def _compare_sides(rows: AgeGaps, cases: np.ndarray, controls: np.ndarray) -> di
         {
             "difference": _mean(rows.gaps[cases], first) - _mean(rows.gaps[controls], second),
             "adjusted": _adjusted_difference(rows, cases, controls, first, second),
-            "auc": _auc(rows.gaps[cases], rows.gaps[controls], first, second),
+            "auc": _weighted_auc(rows.gaps[cases], rows.gaps[controls], first, second),
         }
         for first, second in (ones, weights)
     )
     limits = {"auc": (0.0, 1.0)}
     return {
-        name: bootstrap_estimate(float(value[0]), resampled[name], *limits.get(name, ()))
+        name: resampled_estimate(float(value[0]), resampled[name], *limits.get(name, ()))
         for name, value in observed.items()
     }
 
@@ -215,7 +215,7 @@ def _adjusted_difference(
     return np.einsum("rij,rj->ri", np.linalg.pinv(products, hermitian=True), sums)[:, 1]
 
 
-def _auc(
+def _weighted_auc(
     cases: np.ndarray, controls: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> np.ndarray:
     """Return P(case > control) + ½ P(equal), (R,), by weights (R, n) of cases and controls."""

@@ -215,7 +215,6 @@ class Part(Config):
 
 
 def is_family_base(cls: type) -> bool:
-    """Return whether ``cls`` is the base class of a family, such as ``Router``."""
     return issubclass(cls, Part) and cls.family is cls
 
 
@@ -257,13 +256,12 @@ def collect_constants_named(package: str, name: str) -> list[Any]:
 
     files = filter(defines, sorted((ROOT / package.replace(".", "/")).glob("*.py")))
     modules = [importlib.import_module(f"{package}.{file.stem}") for file in files]
-    modules += map(
-        source_layout.import_module_of_package, source_layout.list_allowed_modules(defines)
-    )
+    allowed = source_layout.list_allowed_modules(defines)
+    modules += map(source_layout.import_module_of_package, allowed)
     return [getattr(module, name) for module in modules]
 
 
-def lazy_classes(package: str, base: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_getattr(package: str, base: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` for a package whose classes load on first use."""
     # base: ``module:name`` of the family's base class.
     module, _, base_name = base.partition(":")
@@ -289,12 +287,12 @@ def lazy_classes(package: str, base: str) -> tuple[Callable[[str], Any], Callabl
     return find_by_class_name, list_class_names
 
 
-def settings_classes_in(annotation: Any) -> Iterator[type[Config]]:
+def settings_classes_in_annotation(annotation: Any) -> Iterator[type[Config]]:
     """Yield the settings classes in a type annotation, such as ``tuple[Adam | Sgd, ...]``."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         yield annotation
     for inner in get_args(annotation):
-        yield from settings_classes_in(inner)
+        yield from settings_classes_in_annotation(inner)
 
 
 def _settings_inside_parts(family: type[Config]) -> dict[str, type[Config]]:
@@ -303,7 +301,7 @@ def _settings_inside_parts(family: type[Config]) -> dict[str, type[Config]]:
     owners = [find_class(family, name) for name in builtin_kinds(family)]
     for owner in owners:  # the list grows in the loop
         for field in owner.model_fields.values():
-            for settings in settings_classes_in(field.annotation):
+            for settings in settings_classes_in_annotation(field.annotation):
                 if not issubclass(settings, Part) and settings.__name__ not in inside:
                     inside[settings.__name__] = settings
                     owners.append(settings)
@@ -355,9 +353,8 @@ def _validate_part(family: type[Part], value: Any, info: pydantic.ValidationInfo
     if isinstance(value, family):
         return value
     if isinstance(value, type | Config):  # written in Python, not read from a file
-        check_is_in_family(
-            str(info.field_name), value, family, f"an object of a subclass of {family.__name__}"
-        )
+        example = f"an object of a subclass of {family.__name__}"
+        check_is_in_family(str(info.field_name), value, family, example)
     if not isinstance(value, dict):
         raise PydanticKnownError("dict_type")
     if KIND not in value:

@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any, Self
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-LOOP_OF_LINKS = "Symlink loop"  # what ``Path.resolve`` raises before Python 3.13: a RuntimeError
+SYMLINK_LOOP_MESSAGE = "Symlink loop"  # of the RuntimeError before Python 3.13
 # Caused by full disks, missing rights, and files where a folder is expected
-MENDABLE = {
+USER_FIXABLE_ERRNOS = {
     *NO_ROOM,
     *(errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ELOOP, errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
 }
-SEAL = "content_sha256"  # the last key that ``write_checksummed`` writes
+SHA256_KEY = "content_sha256"  # the last key that ``write_json_sha256`` writes
 PR_SET_PDEATHSIG = 1
 
 
-def describe_refusal(*, found: object, allowed: object) -> str:
+def format_found_and_allowed(*, found: object, allowed: object) -> str:
     return f"found {found}; allowed: {allowed}"
 
 
@@ -41,10 +41,10 @@ class UserError(Exception):
     @classmethod
     def at(cls, place: object, *, found: object, allowed: object) -> Self:
         """Return the error ``place: found …; allowed: …``; ``place`` is a key or a file."""
-        return cls(f"{place}: {describe_refusal(found=found, allowed=allowed)}")
+        return cls(f"{place}: {format_found_and_allowed(found=found, allowed=allowed)}")
 
 
-class UnusableFile(UserError):
+class FileAccessError(UserError):
     """Error for a file that the operating system does not let this process read or write."""
 
 
@@ -72,12 +72,12 @@ def _replace_when_done(path: Path) -> Iterator[Path]:
     temporary = None
     try:
         with explain_file_errors(path):
-            temporary = _temporary_path(path)
+            temporary = _prepare_temporary_path(path)
             yield temporary
             os.replace(temporary, path)
-    except UnusableFile as error:  # name the final path instead of the temporary one
+    except FileAccessError as error:  # name the final path instead of the temporary one
         text = str(error).replace(str(temporary or path), str(path))
-        raise UnusableFile(text) from error.__cause__
+        raise FileAccessError(text) from error.__cause__
     finally:
         if temporary is not None:
             with suppress(OSError):  # the reason is raised above; the next process removes the rest
@@ -86,7 +86,7 @@ def _replace_when_done(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def explain_file_errors(path: Path | None = None) -> Iterator[None]:
-    """Turn an OSError of the block into UnusableFile, if a user can fix it (disk full, …)."""
+    """Turn an OSError of the block into FileAccessError, if a user can fix it (disk full, …)."""
     # path: the file that the block reads or writes, for errors that name no file.
     try:
         yield
@@ -96,14 +96,14 @@ def explain_file_errors(path: Path | None = None) -> Iterator[None]:
         number = file_errno(error)
         if isinstance(error, shutil.Error):
             place = error.args[0][0][1]  # where a copy failed
-        elif str(error).startswith(LOOP_OF_LINKS):
+        elif str(error).startswith(SYMLINK_LOOP_MESSAGE):
             place = str(error).partition("'")[2].removesuffix("'")
         else:
             place = getattr(error, "filename2", None) or getattr(error, "filename", None)
         place = place or path or (Path.cwd() if number in NO_ROOM else None)
-        if number not in MENDABLE or place is None:
+        if number not in USER_FIXABLE_ERRNOS or place is None:
             raise
-        raise UnusableFile(f"{place}: {os.strerror(number).lower()}") from error
+        raise FileAccessError(f"{place}: {os.strerror(number).lower()}") from error
 
 
 def file_errno(error: BaseException) -> int | None:
@@ -112,12 +112,12 @@ def file_errno(error: BaseException) -> int | None:
     text = str(error)  # other libraries wrap system errors in classes without a number
     if match := re.search(r"(?:Errno|os error) (\d+)", text):
         return int(match[1])
-    if text.startswith(LOOP_OF_LINKS):
+    if text.startswith(SYMLINK_LOOP_MESSAGE):
         return errno.ELOOP
     return errno.ENOSPC if "disk is full" in text else None
 
 
-def _temporary_path(path: Path) -> Path:
+def _prepare_temporary_path(path: Path) -> Path:
     """Return ``.NAME.MACHINE.PID.part`` next to ``path``; remove such files of killed processes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     begins = f".{path.name}.{platform.node()}."
@@ -155,16 +155,16 @@ def to_jsonable(value: Any) -> Any:
 
 def write_json(path: str | Path, value: Any) -> None:
     """Write ``value`` as indented JSON, atomically; ValueError for NaN, which JSON lacks."""
-    write_whole(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+    write_atomic(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def write_csv(path: str | Path, rows: Iterable[Iterable[Any]]) -> None:
     text = StringIO(newline="")  # keeps line ends
     csv.writer(text, lineterminator="\n").writerows(rows)
-    write_whole(path, text.getvalue())
+    write_atomic(path, text.getvalue())
 
 
-def write_whole(path: str | Path, content: str | bytes) -> None:
+def write_atomic(path: str | Path, content: str | bytes) -> None:
     """Write bytes, or a text as UTF-8, to a file atomically."""
     if isinstance(content, str):
         content = content.encode()
@@ -172,22 +172,22 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
         temporary.write_bytes(content)
 
 
-def write_checksummed(path: str | Path, value: Mapping[str, Any]) -> None:
+def write_json_sha256(path: str | Path, value: Mapping[str, Any]) -> None:
     """Write a JSON object with a checksum of its content, which ``read_json`` verifies."""
     write_json(path, add_checksum(value))
 
 
 def add_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
-    return {**value, SEAL: _content_seal(value)}
+    return {**value, SHA256_KEY: _content_checksum(value)}
 
 
 def verify_and_remove_checksum(value: Any) -> bool:
     """Remove the checksum from ``value``, in place; return whether it existed and was correct."""
-    seal = value.pop(SEAL, None) if isinstance(value, dict) else None
-    return seal is not None and seal == _content_seal(value)
+    seal = value.pop(SHA256_KEY, None) if isinstance(value, dict) else None
+    return seal is not None and seal == _content_checksum(value)
 
 
-def _content_seal(value: Any) -> str:
+def _content_checksum(value: Any) -> str:
     text = json.dumps(json.loads(json.dumps(value)), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -197,7 +197,7 @@ def read_json(path: str | Path, sealed: bool = False) -> Any:
     again = "delete it and run `dvc repro` again"
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
-        has_seal = isinstance(value, dict) and SEAL in value
+        has_seal = isinstance(value, dict) and SHA256_KEY in value
         is_intact = has_seal and verify_and_remove_checksum(value)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; the stage that writes it has not run") from None
@@ -207,7 +207,7 @@ def read_json(path: str | Path, sealed: bool = False) -> Any:
     except (ValueError, RecursionError) as error:  # RecursionError: brackets nested too deeply
         raise UserError(f"{path}: not valid JSON ({error}); {again}") from error
     if sealed and not has_seal:
-        raise UserError(f"{path}: damaged, its checksum ({SEAL}) is missing; {again}")
+        raise UserError(f"{path}: damaged, its checksum ({SHA256_KEY}) is missing; {again}")
     if has_seal and not is_intact:
         raise UserError(f"{path}: damaged, its content is not what was written; {again}")
     return value
@@ -259,7 +259,7 @@ class ResumableParts:
         self.parts: dict[str, Any] = {part["key"]: part["part"] for _, part in lines}
         intact = b"".join(line for line, _ in lines)
         if intact != content:
-            write_whole(self.path, intact)
+            write_atomic(self.path, intact)
 
     def attach_progress_bar(self, bar: Any) -> None:
         """Show the number of stored results in ``bar``, now and after each new result."""
@@ -317,7 +317,7 @@ def outermost_dvc_project() -> Path | None:
     return above[-1] if above else home
 
 
-def raw_data_folders(root: str | tuple[str, ...]) -> list[Path]:
+def candidate_raw_folders(root: str | tuple[str, ...]) -> list[Path]:
     """Return the possible folders of raw data: each ``root`` here and in the outermost project."""
     roots = (root,) if isinstance(root, str) else root
     home = outermost_dvc_project()
@@ -329,7 +329,7 @@ def raw_data_folders(root: str | tuple[str, ...]) -> list[Path]:
 
 def find_raw_folder(root: str | tuple[str, ...], what: str) -> Path:
     """Return the first existing folder of raw data; if none, UserError says: set it to ``what``."""
-    folders = raw_data_folders(root)
+    folders = candidate_raw_folders(root)
     if folder := next((path for path in folders if path.is_dir()), None):
         return folder
     listed = " and ".join(map(str, folders))
@@ -337,7 +337,7 @@ def find_raw_folder(root: str | tuple[str, ...], what: str) -> Path:
 
 
 def find_raw_file(name: str) -> Path:
-    return next((path for path in raw_data_folders(name) if path.is_file()), Path(name))
+    return next((path for path in candidate_raw_folders(name) if path.is_file()), Path(name))
 
 
 def find_teacher_checkpoint(name: str) -> Path:

@@ -27,19 +27,19 @@ from moecore.core.torch_internals import count_begun_collectives
 
 PATIENCE = timedelta(hours=6)  # the other ranks wait while the first evaluates the model
 FAILURE_PATIENCE = timedelta(seconds=10)  # until all ranks with the same error have failed
-MEETING = "MOECORE_MEETING"  # a file where ranks of one machine meet, instead of a port
+MEETING_ENV = "MOECORE_MEETING"  # a file where ranks of one machine meet, instead of a port
 
-INTERVAL = 5.0  # seconds between two checks of the watch
-QUESTION_AFTER = 40.0  # seconds without a new collective, until the other ranks are asked
+WATCH_INTERVAL = 5.0  # seconds between two checks of the watch
+ASK_RANKS_AFTER = 40.0  # seconds without a new collective, until the other ranks are asked
 ANSWERS_AFTER = 60.0  # the same, until answers are read: several checks later
 
 
-class Ranks(NamedTuple):
+class RankAndSize(NamedTuple):
     rank: int = 0
     size: int = 1
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         """Return whether this is the first rank, which writes the files."""
         return self.rank == 0
 
@@ -58,11 +58,11 @@ def has_process_group() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def current_ranks() -> Ranks:
+def rank_and_size() -> RankAndSize:
     """Return this process's rank and the number of ranks; 0 and 1 without a process group."""
     if not has_process_group():
-        return Ranks()
-    return Ranks(distributed.get_rank(), distributed.get_world_size())
+        return RankAndSize()
+    return RankAndSize(distributed.get_rank(), distributed.get_world_size())
 
 
 def join_ranks() -> None:
@@ -89,7 +89,7 @@ def join_ranks() -> None:
 
 def _connect_to_store(patience: timedelta) -> distributed.Store:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    meeting = os.environ.get(MEETING)
+    meeting = os.environ.get(MEETING_ENV)
     if not meeting and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         lacking = "not where they meet (MASTER_ADDR, MASTER_PORT)"
         problem = f"RANK and WORLD_SIZE say that this is one of {size} ranks, but {lacking}"
@@ -146,7 +146,7 @@ def check_equal_across_ranks(what: str, text: str) -> None:
     if int(ends[0]) != -int(ends[1]):
         if _RankStore.store is not None:  # a rank that ends early aborts another's last sum
             _RankStore.store.add("know", 1)
-            _wait_for_count(_RankStore.store, "know", current_ranks().size)
+            _wait_for_count(_RankStore.store, "know", rank_and_size().size)
         mend = "start all of them in one folder, or in copies of the same state"
         raise UserError(f"ranks: found {what} that differ between ranks; {mend}")
 
@@ -166,8 +166,8 @@ def leave_ranks() -> None:
         distributed.destroy_process_group()
 
 
-def exit_other_ranks() -> None:
-    is_first = current_ranks().first
+def exit_unless_first_rank() -> None:
+    is_first = rank_and_size().is_first
     leave_ranks()
     if not is_first:
         sys.exit(0)
@@ -200,7 +200,7 @@ def all_gather_rows(rows: Tensor) -> Tensor:
     """Return the rows (B, …) of all ranks, given this rank's rows (b, …); without gradient."""
     if not has_process_group():
         return rows
-    parts = [rows.new_empty(rows.shape) for _ in range(current_ranks().size)]
+    parts = [rows.new_empty(rows.shape) for _ in range(rank_and_size().size)]
     distributed.all_gather(parts, rows.contiguous())
     return torch.cat(parts)
 
@@ -222,7 +222,7 @@ def broadcast_text(text: str) -> str:
     encoded = torch.tensor(list(text.encode()), dtype=torch.uint8)
     length = torch.tensor(len(encoded))
     distributed.broadcast(length, 0)
-    if not current_ranks().first:
+    if not rank_and_size().is_first:
         encoded = torch.empty(int(length), dtype=torch.uint8)
     distributed.broadcast(encoded, 0)
     return bytes(encoded.tolist()).decode()
@@ -267,14 +267,14 @@ class LateRankReporter(Thread):
             since = time.monotonic()
             question = None
             is_reported = False
-            while not self.ended.wait(INTERVAL):
+            while not self.ended.wait(WATCH_INTERVAL):
                 if (now := count_begun_collectives()) != begun:
                     begun = now
                     since = time.monotonic()
                     question = None
                     is_reported = False
                 waited = time.monotonic() - since
-                if question is None and waited >= QUESTION_AFTER:
+                if question is None and waited >= ASK_RANKS_AFTER:
                     question = self.answered
                     self.store.set(f"watch/{question}", "asked")
                 while self.store.check([f"watch/{self.answered}"]):
@@ -287,7 +287,7 @@ class LateRankReporter(Thread):
 
     def stop(self) -> None:
         self.ended.set()
-        self.join(INTERVAL)
+        self.join(WATCH_INTERVAL)
 
     def _print_late_ranks(self, begun: int, question: int) -> None:
         """Print, on the first waiting rank, which ranks began fewer than ``begun`` collectives."""

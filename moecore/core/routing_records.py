@@ -33,7 +33,7 @@ class RoutingRecord(NamedTuple):
         return RoutingRecord(*self[:-1], penalty)
 
 
-def chosen_first_scores(scores: Tensor, chosen: Tensor) -> Tensor:
+def raise_scores_of_chosen(scores: Tensor, chosen: Tensor) -> Tensor:
     """Return scores (B, T, E) fp64 in which chosen experts rank first, otherwise in score order."""
     # With a bias or groups of experts, the chosen experts may not be the most probable.
     scores = scores.double()
@@ -54,7 +54,7 @@ def choice_margin(scores: Tensor, chosen: Tensor) -> Tensor:
 
 def first_choices(record: RoutingRecord) -> Tensor:
     """Return each token's most probable chosen expert, (B, T) int64; −1 if none is chosen."""
-    first = chosen_first_scores(record.probs, record.chosen).argmax(dim=-1)
+    first = raise_scores_of_chosen(record.probs, record.chosen).argmax(dim=-1)
     return torch.where(record.chosen.any(dim=-1), first, -1)
 
 

@@ -10,10 +10,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moecore.core.files import MENDABLE, UserError, atomic_file, file_errno
+from moecore.core.files import USER_FIXABLE_ERRNOS, UserError, atomic_file, file_errno
 
-CONTENT = "sha256"  # metadata key in older files: checksum of the tensors alone
-WHOLE = "sha256_of_all"  # metadata key: checksum of the tensors and all other metadata
+TENSORS_SHA256 = "sha256"  # metadata key in older files: checksum of the tensors alone
+FULL_SHA256 = "sha256_of_all"  # metadata key: checksum of the tensors and all other metadata
 MAX_HEADER = 2**22  # bytes of names and metadata, for 40,000 tensors; our largest: 11,000 bytes
 
 
@@ -23,7 +23,7 @@ def write_tensors(
     """Write tensors from any device atomically, with a checksum; UserError on failure."""
     contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     about = dict(metadata or {})
-    about[WHOLE] = tensors_checksum(contiguous, about)
+    about[FULL_SHA256] = tensors_checksum(contiguous, about)
     with atomic_file(path) as temporary:
         try:
             temporary.touch()
@@ -31,7 +31,7 @@ def write_tensors(
             save_file(contiguous, temporary, metadata=about)
             temporary.chmod(mode)
         except SafetensorError as error:
-            if file_errno(error) in MENDABLE:
+            if file_errno(error) in USER_FIXABLE_ERRNOS:
                 raise  # explained by ``atomic_file``
             untouched = "what was there before is untouched"
             raise UserError(f"{path}: could not be written ({error}); {untouched}") from error
@@ -47,7 +47,7 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             metadata = file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: no readable weights ({error}); {again}") from error
-    checksum, tensors_only = metadata.pop(WHOLE, None), metadata.pop(CONTENT, None)
+    checksum, tensors_only = (metadata.pop(FULL_SHA256, None), metadata.pop(TENSORS_SHA256, None))
     differs = tensors_only is not None and tensors_checksum(tensors) != tensors_only
     if checksum is not None:
         differs = tensors_checksum(tensors, metadata) != checksum

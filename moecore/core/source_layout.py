@@ -20,13 +20,13 @@ from typing import Any
 from moecore.core.files import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("moecore", "moecore/stages", "moecore/conformance")  # the last two are links in a clone
-STAGE_MODULES = "moecore.stages."  # prefix of a stage's module
+SOURCE_FOLDERS = ("moecore", "moecore/stages", "moecore/conformance")  # two are links in a clone
+STAGES_PREFIX = "moecore.stages."  # prefix of a stage's module
 SHIPPED = ROOT / "moecore/pipeline/shipped"  # params.yaml, dvc.yaml, studies of this version
 RUNS = ".runs"  # in a project: folders in which the questions of pipelines/ run
-PROJECT_ANSWERS = ".moecore.json"  # in a project: the answers with which `moecore new` began it
-CODE = Path("artifacts/code")  # hashes of source files, written by the stage `code`
-FAMILIES = (  # folders of parts
+PROJECT_ANSWERS_FILE = ".moecore.json"  # in a project: with which `moecore new` began it
+HASHES_DIR = Path("artifacts/code")  # hashes of source files, written by the stage `code`
+FAMILY_FOLDERS = (  # folders of parts
     "nn/routers",
     "nn/experts",
     "nn/backbones",
@@ -43,9 +43,9 @@ PUBLIC_FAMILIES = (  # packages of moecore with a .pyi, which `python -m tools.s
 )
 OUR_PACKAGE = "moecore"
 DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
-_ALLOWED: ContextVar[tuple[str, ...]] = ContextVar("allowed packages", default=())
+_ALLOWED_PACKAGES: ContextVar[tuple[str, ...]] = ContextVar("allowed packages", default=())
 
-SOURCE_TREE = "source tree"  # instead of a version, of a package that is not installed
+SOURCE_TREE_VERSION = "source tree"  # instead of a version, of a package that is not installed
 
 
 def list_top_and_step_files(folder: Path, name: str = "dvc.yaml") -> list[Path]:
@@ -61,7 +61,7 @@ def project_of_run_folder(folder: Path) -> Path:
     return resolved
 
 
-def find_question_and_project(folder: Path) -> tuple[Path, ...]:
+def find_paper_folder_and_project(folder: Path) -> tuple[Path, ...]:
     """Return a run folder's paper folder in pipelines/ and its project; () for other folders."""
     resolved = folder.resolve()
     if resolved.parent.name != RUNS:
@@ -72,7 +72,7 @@ def find_question_and_project(folder: Path) -> tuple[Path, ...]:
 
 def moecore_source_hash(root: Path = ROOT) -> str:
     digest = hashlib.sha256()
-    files = {file for name in SOURCES for file in (root / name).rglob("*.py")}
+    files = {file for name in SOURCE_FOLDERS for file in (root / name).rglob("*.py")}
     for file in sorted(files):
         digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()
@@ -101,7 +101,7 @@ def refuse_other_checkout(folder: Path = Path()) -> None:
 
 def allow_packages(names: Iterable[str], folders: Iterable[Path]) -> None:
     """Allow imports from these packages only, and append ``folders`` and their src/ to sys.path."""
-    _ALLOWED.set(tuple(name for name in names if _is_outside_package_name(name)))
+    _ALLOWED_PACKAGES.set(tuple(name for name in names if _is_outside_package_name(name)))
     for folder in folders if allowed_packages() else ():
         for path in (folder.resolve(), folder.resolve() / "src"):
             if path.is_dir() and str(path) not in sys.path:
@@ -125,15 +125,15 @@ def allowing_packages(names: Iterable[str]) -> Iterator[None]:
         names = [check_package_name(name) for name in names]
     except ValueError as error:
         raise UserError(f"packages: {error}") from None
-    token = _ALLOWED.set((*_ALLOWED.get(), *names))
+    token = _ALLOWED_PACKAGES.set((*_ALLOWED_PACKAGES.get(), *names))
     try:
         yield
     finally:
-        _ALLOWED.reset(token)
+        _ALLOWED_PACKAGES.reset(token)
 
 
 def allowed_packages() -> tuple[str, ...]:
-    return _ALLOWED.get()
+    return _ALLOWED_PACKAGES.get()
 
 
 def check_package_name(name: str) -> str:
@@ -148,7 +148,7 @@ def check_package_name(name: str) -> str:
 
 def package_folder(name: str) -> Path:
     """Return the folder of a package, without importing it; ValueError if it is not found."""
-    if folder := _find_folder(name):
+    if folder := _find_package_folder(name):
         return folder
     allowed = "a package that Python finds, or in the folder of params.yaml or its src/"
     raise ValueError(f"found {name}, which is not installed; allowed: {allowed}")
@@ -159,7 +159,7 @@ def _is_outside_package_name(name: str) -> bool:
     return name.isidentifier() and name not in (OUR_PACKAGE, *sys.stdlib_module_names)
 
 
-def _find_folder(package: str) -> Path | None:
+def _find_package_folder(package: str) -> Path | None:
     spec = importlib.util.find_spec(package)
     places = spec.submodule_search_locations if spec else None
     return Path(next(iter(places))) if places else None
@@ -180,7 +180,7 @@ def import_module_of_package(name: str) -> ModuleType:
         if spec is not None and not is_hidden:
             return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{name} cannot be imported: {last_traceback_line(error)}") from error
+        raise ValueError(f"{name} cannot be imported: {format_error_with_line(error)}") from error
     if spec is not None:
         both = f"{folder} has a file and a folder of this name"
         raise ValueError(f"found {name}, but {both}; allowed: one")
@@ -203,7 +203,7 @@ def outside_kinds_in_settings(value: Any) -> Iterator[str]:
 
 
 def list_allowed_modules(holds: Callable[[Path], bool]) -> list[str]:
-    folders = {top: folder for top in allowed_packages() if (folder := _find_folder(top))}
+    folders = {top: folder for top in allowed_packages() if (folder := _find_package_folder(top))}
     return [
         ".".join((top, *file.relative_to(folder).with_suffix("").parts))
         for top, folder in folders.items()
@@ -212,13 +212,13 @@ def list_allowed_modules(holds: Callable[[Path], bool]) -> list[str]:
     ]
 
 
-def last_traceback_line(error: BaseException, folder: Path | None = None) -> str:
+def format_error_with_line(error: BaseException, folder: Path | None = None) -> str:
     """Return an error's ``message (file:line)``, if possible in ``folder`` or allowed packages."""
     message = " ".join(traceback.format_exception_only(error)[-1].split())
     if isinstance(error, SyntaxError):
         return f"{message} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
-    folders = tuple(f"{_find_folder(top)}/" for top in allowed_packages())
+    folders = tuple(f"{_find_package_folder(top)}/" for top in allowed_packages())
 
     def is_outside(file: str) -> bool:
         if file.startswith(folders):
@@ -244,4 +244,4 @@ def _distribution_version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
-        return SOURCE_TREE
+        return SOURCE_TREE_VERSION

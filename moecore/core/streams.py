@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from moecore.core.ranks import current_ranks
+from moecore.core.ranks import rank_and_size
 
 # Purposes of a training step, (seed, step, purpose)
 VIEWS = 1
@@ -21,7 +21,7 @@ ATTACK = 3
 
 # Purposes of numpy's generators, [seed, purpose]; 0 to 2, 5 and 6 split the data
 FEW_SHOT = 3
-PERMUTED = 4  # the permutation of a null control's labels
+PERMUTED_LABELS = 4  # the permutation of a null control's labels
 
 StreamOwner = Literal[
     "teacher",  # its initial weights, order, views and noise
@@ -55,7 +55,7 @@ class BatchDraws(NamedTuple):
         return cls(source, images)
 
     @property
-    def images(self) -> int:
+    def image_count(self) -> int:
         return self.batch_size if self.rows is None else len(self.rows)
 
     def select_rows(self, values: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class BatchDraws(NamedTuple):
 def select_rank_rows(batch: Tensor, views: int) -> Tensor:
     """Return this rank's rows (views · b, …) of ``batch`` (views · B, …); b = B / ranks images."""
     # All first views come before all second views, so the part of two views is not contiguous.
-    ranks = current_ranks()
+    ranks = rank_and_size()
     if ranks.size == 1:
         return batch
     return batch.unflatten(0, (views, ranks.size, -1))[:, ranks.rank].flatten(0, 1)
@@ -98,7 +98,7 @@ def draw_bernoulli_mask(values: Tensor, probability: float, views: int) -> Tenso
 
 def _empty_whole_batch_like(values: Tensor) -> Tensor:
     """Return a tensor (views · B, …), of any content, for this rank's ``values`` (views · b, …)."""
-    size = current_ranks().size
+    size = rank_and_size().size
     if size == 1:
         return values
     return values.new_empty(()).expand(size * values.shape[0], *values.shape[1:])

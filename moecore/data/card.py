@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, file_checksum, write_checksummed
+from moecore.core.files import UserError, file_checksum, write_json_sha256
 from moecore.tasks.base import Task
 
 SPLITS = ("train", "validation", "test")
@@ -35,7 +35,7 @@ class Card(NamedTuple):
     problem: str | None = None  # why the data cannot be written
 
     @property
-    def images(self) -> dict[str, int]:
+    def image_counts(self) -> dict[str, int]:
         """Split → number of images."""
         return {split: sum(numbers) for split, numbers in self.counts.items()}
 
@@ -55,14 +55,14 @@ class Card(NamedTuple):
     def stored_channels(self) -> int:
         return self.channels + bool(self.truth)
 
-    def complete_with(self, read_fields: Callable[[], Mapping[str, Any]]) -> Self:
+    def fill_or_set_problem(self, read_fields: Callable[[], Mapping[str, Any]]) -> Self:
         """Return a copy with ``read_fields()`` as fields, or with its UserError as ``problem``."""
         try:
             return self._replace(**read_fields())
         except UserError as error:
             return self._replace(problem=str(error))
 
-    def check_with(self, check: Callable[[], object]) -> Self:
+    def add_check_problem(self, check: Callable[[], object]) -> Self:
         """Return the card, or a copy with ``problem`` if ``check()`` raises a UserError."""
         try:
             check()
@@ -70,7 +70,7 @@ class Card(NamedTuple):
             return self._replace(problem=str(error))
         return self
 
-    def without_problem(self) -> Self:
+    def check_has_no_problem(self) -> Self:
         """Return the card itself. Raises UserError with the text of ``problem`` if it has one."""
         if self.problem is not None:
             raise UserError(self.problem)
@@ -101,7 +101,7 @@ def parse_card_task(settings: Any) -> Task:
     return Task.model_validate(settings)
 
 
-def count_classes(
+def count_per_class(
     name: str, task: Task, labels: Mapping[str, np.ndarray]
 ) -> dict[str, tuple[int, ...]]:
     """Return split → images per class, from split → labels; UserError if a split lacks a class."""
@@ -136,7 +136,7 @@ def write_card(
         "files": {name: file_checksum(folder / name) for name in files},
         "settings": values,
     }
-    write_checksummed(folder / "card.json", content)
+    write_json_sha256(folder / "card.json", content)
     return content
 
 

@@ -30,11 +30,11 @@ from moecore.core.streams import generator_for
 from moecore.data.views.augmentations import LUMA
 
 # image sides, in pixels, of the two sets of parameters
-SMALL = 32
-LARGE = 224
+SMALL_SIDE = 32
+LARGE_SIDE = 224
 PerSeverity = tuple[float, float, float, float, float]  # one positive value per severity, 1 to 5
-ZOOMS = 11  # enlargements averaged by zoom_blur
-SIGMAS = (0.05, 0.1, 0.2)  # default levels of Gaussian noise on pixels in [0, 1]
+NUMBER_OF_ZOOMS = 11  # enlargements averaged by zoom_blur
+NOISE_SIGMAS = (0.05, 0.1, 0.2)  # default levels of Gaussian noise on pixels in [0, 1]
 
 
 class Severity(NamedTuple):
@@ -43,13 +43,13 @@ class Severity(NamedTuple):
 
     def parameter(self, small: PerSeverity, large: PerSeverity) -> float:
         """Interpolate between values for sides of 32 (``small``) and 224 pixels (``large``)."""
-        position = math.log(self.side / SMALL) / math.log(LARGE / SMALL)
+        position = math.log(self.side / SMALL_SIDE) / math.log(LARGE_SIDE / SMALL_SIDE)
         low = small[self.step - 1]
         high = large[self.step - 1]
         return low * (high / low) ** min(max(position, 0.0), 1.0)
 
     def length(self, small: PerSeverity, large: PerSeverity) -> float:
-        return self.parameter(small, large) * max(1.0, self.side / LARGE)
+        return self.parameter(small, large) * max(1.0, self.side / LARGE_SIDE)
 
 
 def interpolate_at_rows_and_columns(image: ndarray, rows: ndarray, columns: ndarray) -> ndarray:
@@ -109,7 +109,7 @@ def glass_blur(image: np.ndarray, severity: Severity, random: Generator) -> np.n
     sigma = severity.length((0.25, 0.3, 0.32, 0.35, 0.4), (0.7, 0.9, 1.0, 1.1, 1.5))
     reach = round(severity.length((1, 1, 1, 1, 1), (1, 1, 2, 2, 3)))
     # One sweep per severity: in small images, with swaps of one pixel, only sweeps get stronger.
-    order = swap_pixels(image.shape[-2:], reach, severity.step, random)
+    order = swapped_order(image.shape[-2:], reach, severity.step, random)
     mixed = gaussian_smooth(image, sigma).reshape(len(image), -1)[:, order].reshape(image.shape)
     return gaussian_smooth(mixed, sigma)
 
@@ -125,13 +125,11 @@ def zoom_blur(image: np.ndarray, severity: Severity, random: Generator) -> np.nd
     largest = severity.parameter((1.05, 1.1, 1.15, 1.2, 1.25), (1.1, 1.15, 1.2, 1.25, 1.3))
     centres = [(number - 1) / 2 for number in image.shape[-2:]]
     total = image.copy()
-    for zoom in np.linspace(1, largest, ZOOMS):
-        places = (
-            centre + (np.arange(number) - centre) / zoom
-            for centre, number in zip(centres, image.shape[-2:], strict=True)
-        )
+    for zoom in np.linspace(1, largest, NUMBER_OF_ZOOMS):
+        axes = zip(centres, image.shape[-2:], strict=True)
+        places = (centre + (np.arange(number) - centre) / zoom for centre, number in axes)
         total += interpolate_at_rows_and_columns(image, *places)
-    return total / (ZOOMS + 1)
+    return total / (NUMBER_OF_ZOOMS + 1)
 
 
 def apply_kernel(image: np.ndarray, kernel: np.ndarray) -> np.ndarray:
@@ -170,7 +168,7 @@ def motion_kernel(sigma: float, degrees: float) -> np.ndarray:
     return kernel / kernel.sum()
 
 
-def swap_pixels(size: tuple[int, int], reach: int, sweeps: int, random: Generator) -> list[int]:
+def swapped_order(size: tuple[int, int], reach: int, sweeps: int, random: Generator) -> list[int]:
     """Swap each pixel with one within ``reach``, ``sweeps`` times; return flat source indices."""
     order = list(range(size[0] * size[1]))
     rows, columns = (axis.ravel() for axis in np.indices(size))

@@ -37,7 +37,7 @@ def steps_per_epoch(n: int, batch: int) -> int:
     return n // batch
 
 
-class Loaded(NamedTuple):
+class LoadedSplit(NamedTuple):
     images: Tensor | np.ndarray | JpegImages  # (N, C, *pixels); a tensor is on the device
     labels: Tensor  # on the device
 
@@ -49,7 +49,7 @@ class Loaded(NamedTuple):
         if isinstance(self.images, Tensor):
             return self.images.index_select(0, rows), labels
         if isinstance(self.images, JpegImages):  # each batch is decoded in threads
-            decoded = self.images.whole(indices.numpy())
+            decoded = self.images.decode_uncropped(indices.numpy())
             return MixedSizeImageList(decoded, self.images.size, device), labels
         shape = (len(indices), *self.images.shape[1:])
         kind = torch.from_numpy(self.images[:0].copy()).dtype
@@ -69,13 +69,13 @@ def image_memory_budget(device: torch.device | str) -> int:
 
 def load_split_where_it_fits(
     split: Split, device: torch.device | str, limit_bytes: int | None = None
-) -> Loaded:
+) -> LoadedSplit:
     """Copy a split to ``device`` if its images fit; otherwise copy labels, leave images on disk."""
     labels = torch.from_numpy(np.array(split.labels)).to(device)
     limit_bytes = image_memory_budget(device) if limit_bytes is None else limit_bytes
     if isinstance(split.images, JpegImages) or split.images.nbytes > limit_bytes:
-        return Loaded(split.images, labels)
-    return Loaded(torch.from_numpy(np.array(split.images)).to(device), labels)
+        return LoadedSplit(split.images, labels)
+    return LoadedSplit(torch.from_numpy(np.array(split.images)).to(device), labels)
 
 
 def few_shot_indices(
@@ -127,7 +127,7 @@ class TextStreams(NamedTuple):
             )
         return length
 
-    def steps(self, batch: int) -> int:
+    def steps_per_pass(self, batch: int) -> int:
         """Return the number of training steps per pass over the text."""
         return _pass_start_and_blocks(self.length(batch), self.block, 0, 0)[1]
 

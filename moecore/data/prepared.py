@@ -22,13 +22,13 @@ from moecore.data.card import PREPARE_AGAIN, SPLITS, parse_card_task
 from moecore.data.layouts.images import JpegImages, open_images
 from moecore.data.layouts.text import open_text, open_tokens_with_kinds
 from moecore.data.layouts.volumes import open_volumes
-from moecore.data.volumes.cohorts import read_prepared_csv_rows
+from moecore.data.volumes.participants import read_prepared_csv_rows
 from moecore.tasks.base import Task
 
 # by the number of axes of an item
 OPENERS: dict[int, Callable[..., tuple[Any, ...]]] = {1: open_text, 2: open_images, 3: open_volumes}
 FIELDS = "name kind task channels size images counts mean std licence source files settings".split()
-SMALL = 2**28  # bytes: checksums of smaller data are verified at every opening, in at most 0.2 s
+VERIFIED_BYTES = 2**28  # checksums of smaller data are verified at every opening, in ≤ 0.2 s
 
 
 class Split(NamedTuple):
@@ -77,7 +77,7 @@ class Prepared(NamedTuple):
         """Return a text split's tokens, int32 (n,), memory-mapped."""
         return np.load(self.folder / f"{split}_tokens.npy", mmap_mode="r", allow_pickle=False)
 
-    def text_rows(self, split: str) -> np.ndarray:
+    def tokens_with_kinds(self, split: str) -> np.ndarray:
         """Return a text split's tokens, int32 (1, n), or (2, n) with token kinds in row 2."""
         return open_tokens_with_kinds(self.folder, self.card, split)
 
@@ -85,8 +85,8 @@ class Prepared(NamedTuple):
     def open(folder: str | Path, verify: bool = False) -> "Prepared":
         """Return an opened folder whose arrays have the shapes and dtypes that the card states.
 
-        verify: also compare the sha256 of each file, which is always done for less than SMALL
-        bytes. Raises UserError naming the file, what the card says and what was found.
+        verify: also compare the sha256 of each file, always done up to VERIFIED_BYTES.
+        Raises UserError naming the file, what the card says and what was found.
         """
         folder = Path(folder)
         card = read_json(folder / "card.json")
@@ -104,7 +104,7 @@ class Prepared(NamedTuple):
             raise UserError(f"{folder / 'card.json'}: task: {why}; {PREPARE_AGAIN}") from error
         splits = [Split(*OPENERS[axes](folder, card, task, split)) for split in SPLITS]
         paths = [folder / name for name in card["files"]]
-        if verify or sum(path.stat().st_size for path in paths if path.is_file()) <= SMALL:
+        if verify or sum(path.stat().st_size for path in paths if path.is_file()) <= VERIFIED_BYTES:
             for path, expected in zip(paths, card["files"].values(), strict=True):
                 if not path.is_file():
                     raise UserError(f"{path}: no such file; {PREPARE_AGAIN}")

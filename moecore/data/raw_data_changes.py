@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moecore.core.files import raw_data_folders
+from moecore.core.files import candidate_raw_folders
 
 
 class FolderFingerprint(NamedTuple):
@@ -28,13 +28,13 @@ def fingerprint_folder(folder: Path) -> FolderFingerprint:
     return FolderFingerprint(str(folder), len(listing), total, digest.hexdigest())
 
 
-def scan_raw_folders(source: Any) -> list[FolderFingerprint]:
+def fingerprint_raw_folders(source: Any) -> list[FolderFingerprint]:
     source = getattr(source, "source", source)
     root = getattr(source, "root", None)
     if root is None:
         return []
     # Unlike ``Path.resolve``, realpath accepts a loop of links.
-    folders = {os.path.realpath(folder): folder for folder in reversed(raw_data_folders(root))}
+    folders = {os.path.realpath(folder): folder for folder in reversed(candidate_raw_folders(root))}
     return [fingerprint_folder(folder) for folder in folders.values() if folder.is_dir()]
 
 

@@ -23,7 +23,7 @@ class SplitSettings(Config):
     test_limit: int | None = Field(None, ge=1, description="Images, evenly from classes")
 
     @model_validator(mode="after")
-    def _whole_number(self) -> Self:
+    def _check_validation(self) -> Self:
         if self.validation >= 1 and not float(self.validation).is_integer():
             raise ValueError(f"validation is {self.validation}; allowed: a share < 1 or an integer")
         return self

@@ -24,7 +24,7 @@ from moecore.measure.routing_metrics import (
     layer_metrics,
 )
 from moecore.measure.routing_metrics.choice_patterns import chance_maxvio
-from moecore.measure.routing_metrics.expert_gallery import FavouritePatch, crop_patch
+from moecore.measure.routing_metrics.expert_profiles import FavouritePatch, crop_patch
 from moecore.measure.routing_metrics.label_information import MIN_IMAGES
 from moecore.nn.encoded_routing import coarse_patch_indices
 from moecore.statistics.comparisons import crossed_difference, linearize_ratio
@@ -40,7 +40,7 @@ class TokenLabels:
         self.values: dict[str, Tensor] = {}
         self.remarks: list[str] = []
         for name, kind in (("positions", "position"), ("labels", "label"), ("tokens", "word")):
-            values = trace.beside(name, items)
+            values = trace.item_tensor(name, items)
             if values is not None:
                 self.values[kind] = values
         if "word" in self.values:
@@ -72,8 +72,8 @@ class TokenLabels:
         return labels
 
 
-EXAMPLES = 8  # per expert and kind
-CONTEXT = 4  # words before and after an example
+MAX_EXAMPLES = 8  # per expert and kind
+CONTEXT_WORDS = 4  # words before and after an example
 
 
 class TopTokens(NamedTuple):
@@ -98,16 +98,15 @@ class Example(NamedTuple):
 def update_top_tokens(
     top: TopTokens, record: RoutingRecord, keys: Tensor, layout: TokenLayout, items: np.ndarray
 ) -> TopTokens:
-    """Merge new items into ``top``; keep each expert's ``EXAMPLES`` tokens with highest keys."""
+    """Merge new items into ``top``; keep each expert's ``MAX_EXAMPLES`` tokens of highest keys."""
     # Per item, an expert's candidate is its token with the highest key; ties go to the earlier
     # item. keys: (N, T, E or 1), ≥ 0; items: (N,), higher than in ``top``.
-    chosen_keys = torch.where(record.chosen, keys, -1)[:, layout.special :]
-    highest, patches = chosen_keys.max(dim=1)
+    highest, patches = torch.where(record.chosen, keys, -1)[:, layout.special :].max(dim=1)
     probabilities = record.probs[:, layout.special :].gather(1, patches[:, None])[:, 0]
     indices = torch.from_numpy(items)[:, None].expand_as(patches)
     pairs = zip(top, (highest, indices, patches, probabilities), strict=True)
     joined = [torch.cat([before.to(new.dtype), new]) for before, new in pairs]
-    order = joined[0].sort(dim=0, descending=True, stable=True).indices[:EXAMPLES]
+    order = joined[0].sort(dim=0, descending=True, stable=True).indices[:MAX_EXAMPLES]
     return TopTokens(*(field.gather(0, order) for field in joined))
 
 
@@ -119,7 +118,7 @@ def read_examples(
     items = top.items[top.keys >= 0].unique().numpy()
     if not len(items):
         return experts
-    pictures, tokens = (trace.beside(name, items) for name in ("pictures", "tokens"))
+    pictures, tokens = (trace.item_tensor(name, items) for name in ("pictures", "tokens"))
     covers = coarse_patch_indices(layout, fine)
     for rank, expert in (top.keys >= 0).nonzero().tolist():
         item, patch = (int(field[rank, expert]) for field in (top.items, top.patches))
@@ -130,9 +129,10 @@ def read_examples(
         context = ("", f"item {item}, token {patch + 1}", "")
         if tokens is not None and tokens.shape[1] == layout.special + len(covers):
             place = layout.special + patch
-            near = tokens[row, max(0, place - CONTEXT) : place + CONTEXT + 1].tolist()
+            near = tokens[row, max(0, place - CONTEXT_WORDS) : place + CONTEXT_WORDS + 1].tolist()
             near_words = words_of_tokens(trace, near)
-            before, after = near_words[: min(place, CONTEXT)], near_words[min(place, CONTEXT) :]
+            middle = min(place, CONTEXT_WORDS)
+            before, after = near_words[:middle], near_words[middle:]
             context = " ".join(before), after[0], " ".join(after[1:])
         crop = None
         if pictures is not None:  # a copy: a view would keep all pictures in memory
@@ -148,8 +148,8 @@ def words_of_tokens(trace: Trace, tokens: Sequence[int]) -> list[str]:
 
 # Of chosen, probs and combine of one layer: name → values (N,), whose mean is the quantity.
 Analysis = Callable[[Tensor, Tensor, Tensor], Mapping[str, Tensor]]
-PROBABILITIES = 2**23  # of one layer in memory, 32 MiB
-ROLES = expert_roles.ExpertRoles()
+MAX_PROBABILITIES = 2**23  # of one layer in memory, 32 MiB
+ROLE_SETTINGS = expert_roles.ExpertRoles()
 
 
 # values and levels under chance, by name of a quantity
@@ -178,7 +178,7 @@ class TraceQuantities(NamedTuple):
         return [(self.mean, self.chances), *layers]
 
 
-def record_of_layer(routing: LayerRouting) -> RoutingRecord:
+def convert_to_routing_record(routing: LayerRouting) -> RoutingRecord:
     """Build a record whose logits are the probabilities, for metrics that do not read logits."""
     chosen, probs, combine = routing
     return RoutingRecord(probs, probs, chosen.float(), chosen, combine)
@@ -189,7 +189,7 @@ def expert_use_metrics_by_item(record: RoutingRecord) -> dict[str, np.ndarray]:
     k = int(record.chosen.sum(dim=-1).max())
     metrics = layer_metrics.measure_layer_use_by_image(record, None, k)
     counts = record.chosen.sum(dim=1).double()
-    most_used = counts.sum(dim=0).topk(quarter_of_experts(counts.shape[1])).indices
+    most_used = counts.sum(dim=0).topk(count_quarter_of_experts(counts.shape[1])).indices
     choices = counts.sum(dim=1).numpy()
     dropped = (record.chosen & (record.combine == 0)).sum(dim=(1, 2)).double()  # over capacity
     parts = {"dropped": dropped, "coverage": counts[:, most_used].sum(dim=1)}
@@ -197,7 +197,7 @@ def expert_use_metrics_by_item(record: RoutingRecord) -> dict[str, np.ndarray]:
     return {name: values.numpy() for name, values in metrics.items()} | shares
 
 
-def quarter_of_experts(experts: int) -> int:
+def count_quarter_of_experts(experts: int) -> int:
     return max(1, experts // 4)
 
 
@@ -224,9 +224,9 @@ def analyse_trace(
         UserError: the traces differ in items or layers, or have too few items to match experts.
     """
     largest = max(layer.tokens * layer.experts for layer in trace.card.layers)
-    indices = evenly_spaced_indices(trace.items, items or max(1, PROBABILITIES // largest))
+    indices = evenly_spaced_indices(trace.items, items or max(1, MAX_PROBABILITIES // largest))
     if against is not None:
-        check_same_items(trace, against, indices)
+        check_traces_comparable(trace, against, indices)
     labels = TokenLabels(trace, indices)
     layers: list[LayerQuantities] = []
     values_by_layer: list[expert_roles.ByImage] = []
@@ -242,13 +242,13 @@ def analyse_trace(
         layer, by_item = analyse_layer(routing, layout, layer_labels, theirs, analyses, context)
         layers.append(layer)
         values_by_layer.append(by_item)
-        previous_experts = first_choices(record_of_layer(routing))
+        previous_experts = first_choices(convert_to_routing_record(routing))
         context = expert_roles.RoleAnalysisInputs(before=routing.chosen)
     chances = {
         name: fmean(layer.chances[name] for layer in layers if name in layer.chances)
         for name in dict.fromkeys(name for layer in layers for name in layer.chances)
     }
-    mean = average_quantities(layers, values_by_layer)
+    mean = average_quantities_over_layers(layers, values_by_layer)
     return TraceQuantities(len(indices), mean, chances, layers, labels.remarks)
 
 
@@ -261,13 +261,13 @@ def analyse_layer(
     context: expert_roles.RoleAnalysisInputs,  # choices of the previous layer
 ) -> tuple[LayerQuantities, expert_roles.ByImage]:
     """Return a layer's quantities, and name → values (N,) of those measured per item."""
-    record = record_of_layer(routing)
+    record = convert_to_routing_record(routing)
     counts = layer_metrics.expert_counts(routing.chosen)
     dead = layer_metrics.dead_expert_share(counts)  # refuses a layer in which nothing was chosen
     by_item = expert_use_metrics_by_item(record)
     for analyse in analyses:
         by_item |= {name: values.numpy() for name, values in analyse(*routing).items()}
-    roles, values = expert_roles.measure_layer_roles(record, layout, labels, ROLES, context)
+    roles, values = expert_roles.measure_layer_roles(record, layout, labels, ROLE_SETTINGS, context)
     by_item |= values
     choices = int(counts.sum())
     experts = len(counts)
@@ -275,7 +275,7 @@ def analyse_layer(
         **roles.chances,
         "max_violation": chance_maxvio(choices, experts),
         "load_cv2": (experts - 1) / choices,
-        "coverage": quarter_of_experts(experts) / experts,
+        "coverage": count_quarter_of_experts(experts) / experts,
         # Chance is already subtracted from the information.
         **{f"information_{name}": 0.0 for name in roles.labels},
     }
@@ -284,19 +284,19 @@ def analyse_layer(
         by_item["purity"], chances["purity"] = purity
     partners: tuple[int, ...] = ()
     if theirs is not None:
-        partners, matched, by_chance = compare_matched_experts(routing, theirs)
+        partners, matched, by_chance = match_and_compare_experts(routing, theirs)
         by_item |= matched
         chances |= by_chance
     names = [name for name in ("smallest_margin", "batch_violation") if name in roles.values]
     single = {"dead": dead} | {name: roles.values[name] for name in names}
     single |= {f"p_{name}": told.p for name, told in roles.labels.items()}
-    quantities = {name: mean_over_items(values) for name, values in by_item.items()}
+    quantities = {name: mean_and_limits(values) for name, values in by_item.items()}
     quantities |= {name: Interval(value) for name, value in single.items()}
     load = tuple((counts / counts.sum()).tolist())
     return LayerQuantities(quantities, chances, load, roles, partners), by_item
 
 
-def average_quantities(
+def average_quantities_over_layers(
     layers: Sequence[LayerQuantities], values_by_layer: Sequence[expert_roles.ByImage]
 ) -> dict[str, Interval]:
     """Average each quantity, except p values (``p_…``), over the layers that have it."""
@@ -304,26 +304,26 @@ def average_quantities(
     for name in dict.fromkeys(name for layer in layers for name in layer.quantities):
         by_item = [values[name] for values in values_by_layer if name in values]
         if by_item:
-            mean[name] = mean_over_items(np.mean(by_item, axis=0))
+            mean[name] = mean_and_limits(np.mean(by_item, axis=0))
         elif not name.startswith("p_"):
             having = [layer.quantities[name] for layer in layers if name in layer.quantities]
             mean[name] = Interval(fmean(quantity.value for quantity in having))
     return mean
 
 
-def check_same_items(trace: Trace, against: Trace, indices: np.ndarray) -> None:
+def check_traces_comparable(trace: Trace, against: Trace, indices: np.ndarray) -> None:
     if against.shape != trace.shape:
         shape = f"items, and (tokens, experts) of layers, {against.shape}"
         raise UserError.at(against.folder, found=shape, allowed=trace.shape)
     for name in ("tokens", "labels"):
-        ours, theirs = trace.beside(name, indices), against.beside(name, indices)
+        ours, theirs = (trace.item_tensor(name, indices), against.item_tensor(name, indices))
         if ours is not None and theirs is not None and not torch.equal(ours, theirs):
             text = f"other {name} than in {trace.folder}"
             raise UserError.at(against.folder, found=text, allowed="a trace of the same items")
     label_information.check_enough_images(len(indices))
 
 
-def mean_over_items(values: np.ndarray) -> Interval:
+def mean_and_limits(values: np.ndarray) -> Interval:
     """Return the mean of values (N,) with its 95 % interval; if N is 1, without an interval."""
     if len(values) == 1:
         return Interval(float(values[0]))
@@ -342,7 +342,7 @@ def measure_label_purity(first: Tensor, labels: Tensor, experts: int) -> tuple[n
     return epoch_routing.purity_by_image(tables), fmean(map(epoch_routing.expert_purity, null))
 
 
-def compare_matched_experts(
+def match_and_compare_experts(
     ours: LayerRouting, theirs: LayerRouting
 ) -> tuple[tuple[int, ...], dict[str, np.ndarray], dict[str, float]]:
     """Match the experts of two traces on half of the items, and compare them on the other half."""

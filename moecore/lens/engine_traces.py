@@ -24,20 +24,20 @@ import torch
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.lens.analyses import mean_over_items
+from moecore.lens.analyses import mean_and_limits
 from moecore.measure.routing_metrics.choice_patterns import chance_maxvio, mean_pair_lift_by_image
 from moecore.measure.routing_metrics.layer_metrics import linearize_at_mean
 from moecore.statistics.comparisons import linearize_ratio
 
 DTYPES = ("int32", "uint16", "uint8")
 SUFFIXES = (".json", ".jsonl", ".csv")
-ALLOWED = "(tokens, layers, k) integers, as lists or base64; did the engine record them?"
-BATCHES = (8, 64)  # tokens, each of another request
-POLICIES = ("lru", "lfu", "static", "belady")
-ROTATIONS = 50  # of the phases of a request, for the chance level
+ALLOWED_IDS = "(tokens, layers, k) integers, as lists or base64; did the engine record them?"
+BATCH_SIZES = (8, 64)  # tokens, each of another request
+CACHE_POLICIES = ("lru", "lfu", "static", "belady")
+CHANCE_ROTATIONS = 50  # of the phases of a request, for the chance level
 
 
-class EngineFormat(NamedTuple):
+class EngineFacts(NamedTuple):
     """Facts about the model that engine files lack; None: unknown."""
 
     top_k: int | None = None
@@ -54,7 +54,7 @@ class EngineRequest(NamedTuple):
     prompt: int | None  # leading tokens of the prompt, before generated ones; None: unknown
 
 
-def read_engine_files(paths: Sequence[Path], form: EngineFormat) -> list[EngineRequest]:
+def read_engine_files(paths: Sequence[Path], form: EngineFacts) -> list[EngineRequest]:
     requests: list[EngineRequest] = []
     for path in paths:
         for request in read_engine_file(path, form):
@@ -71,7 +71,7 @@ def read_engine_files(paths: Sequence[Path], form: EngineFormat) -> list[EngineR
     return requests
 
 
-def check_expert_ids(request: EngineRequest, form: EngineFormat) -> None:
+def check_expert_ids(request: EngineRequest, form: EngineFacts) -> None:
     ids = np.sort(request.ids, axis=-1)
     is_twice = np.diff(ids, axis=-1, append=2**31) == 0
     highest = (form.experts or 2**31) - 1
@@ -83,7 +83,7 @@ def check_expert_ids(request: EngineRequest, form: EngineFormat) -> None:
         raise UserError.at(place, found=text, allowed=allowed)
 
 
-def read_engine_file(path: Path, form: EngineFormat) -> Iterator[EngineRequest]:
+def read_engine_file(path: Path, form: EngineFacts) -> Iterator[EngineRequest]:
     if path.suffix not in SUFFIXES:
         raise UserError.at(path, found=f"suffix {path.suffix!r}", allowed=", ".join(SUFFIXES))
     try:
@@ -102,7 +102,7 @@ def read_engine_file(path: Path, form: EngineFormat) -> Iterator[EngineRequest]:
             yield from read_engine_response(response, f"{path}:{line}: response {number}", form)
 
 
-def read_engine_response(response: Any, place: str, form: EngineFormat) -> Iterator[EngineRequest]:
+def read_engine_response(response: Any, place: str, form: EngineFacts) -> Iterator[EngineRequest]:
     response = response if isinstance(response, Mapping) else {}
     meta = response.get("meta_info")
     choices = [meta] if meta else response.get("choices") or []
@@ -131,7 +131,7 @@ def read_engine_response(response: Any, place: str, form: EngineFormat) -> Itera
         yield EngineRequest(key, ids, prompt)
 
 
-def decode_expert_ids(choice: Mapping[str, Any], place: str, form: EngineFormat) -> np.ndarray:
+def decode_expert_ids(choice: Mapping[str, Any], place: str, form: EngineFacts) -> np.ndarray:
     """Decode ``routed_experts`` (lists, base64 of .npy or of integers) to ids (T, L, k)."""
     payload = choice.get("routed_experts")
     dtype = choice.get("routed_experts_dtype", DTYPES[0])
@@ -146,13 +146,13 @@ def decode_expert_ids(choice: Mapping[str, Any], place: str, form: EngineFormat)
             allowed = f"{', '.join(DTYPES)}, with --layers and --top-k"
             raise UserError.at(place, found=f"flat ids of {dtype}", allowed=allowed)
     except (ValueError, EOFError) as error:
-        raise UserError.at(place, found=" ".join(str(error).split()), allowed=ALLOWED) from None
+        raise UserError.at(place, found=" ".join(str(error).split()), allowed=ALLOWED_IDS) from None
     if ids.ndim != 3 or ids.dtype.kind not in "iu":
-        raise UserError.at(place, found=f"{ids.dtype} of shape {ids.shape}", allowed=ALLOWED)
+        raise UserError.at(place, found=f"{ids.dtype} of shape {ids.shape}", allowed=ALLOWED_IDS)
     return ids
 
 
-def read_llama_cpp_csv(path: Path, content: str, form: EngineFormat) -> EngineRequest:
+def read_llama_cpp_csv(path: Path, content: str, form: EngineFacts) -> EngineRequest:
     """Read a request from ``content``, the lines "layer,expert" of llama.cpp's forward passes."""
     # The prompt is what is evaluated before the last passes of one token each.
     lines = [line.split(",") for line in content.splitlines()]
@@ -216,38 +216,38 @@ def simulate_cache(requests: Sequence[np.ndarray], size: int, policy: str) -> np
 Quantities = dict[str, tuple[np.ndarray, float]]
 
 
-def linearize_loads(function: Callable[[Tensor], Tensor], rows: np.ndarray) -> np.ndarray:
+def linearize_by_row(function: Callable[[Tensor], Tensor], rows: np.ndarray) -> np.ndarray:
     """Linearise ``function`` (of the mean of rows, (R, D)) to one value per request."""
     return linearize_at_mean(function, torch.from_numpy(rows + 1e-12)).numpy()
 
 
-def phase_distance(row: Tensor) -> Tensor:
+def prompt_generation_distance(row: Tensor) -> Tensor:
     """Return the total variation distance of prompt and generated loads; row: both, (2 E,)."""
     prompt, generated = row.chunk(2)
     return (prompt / prompt.sum() - generated / generated.sum()).abs().sum() / 2
 
 
-def measure_engine_layer(chosen: np.ndarray, sizes: Sequence[int]) -> Quantities:
+def measure_load_and_cache_hits(chosen: np.ndarray, sizes: Sequence[int]) -> Quantities:
     """Measure a layer's load, and the hits of caches of ``sizes`` experts; chosen: (R, T, E)."""
     experts = chosen.shape[2]
     loads = chosen.sum(axis=1, dtype=float)
     k = int(chosen.sum(axis=2).max())
     tokens = loads.sum(axis=1) / k
     uses = loads.sum()
-    cv2 = linearize_loads(lambda load: experts * (load / load.sum()).square().sum() - 1, loads)
-    busiest = linearize_loads(lambda load: load.max() / load.sum(), loads)
+    cv2 = linearize_by_row(lambda load: experts * (load / load.sum()).square().sum() - 1, loads)
+    busiest = linearize_by_row(lambda load: load.max() / load.sum(), loads)
     measured = {
         "load_cv2": (cv2, (experts - k) / uses),
         "busiest_share": (busiest, (1 + chance_maxvio(int(uses), experts)) / experts),
     }
     rates = np.column_stack([loads, tokens])
-    for size in BATCHES:
+    for size in BATCH_SIZES:
 
         def count_distinct(row: Tensor, size: int = size) -> Tensor:
             return (1 - (1 - row[:-1] / row[-1]).clamp_min(0) ** size).sum()
 
         by_chance = experts * (1 - (1 - k / experts) ** size)
-        measured[f"experts_of_{size}_tokens"] = linearize_loads(count_distinct, rates), by_chance
+        measured[f"experts_of_{size}_tokens"] = (linearize_by_row(count_distinct, rates), by_chance)
     if k > 1:  # the lift of padded texts, times the share of tokens that are no padding
         lift = mean_pair_lift_by_image(torch.from_numpy(chosen)).numpy()
         mean = tokens.mean()
@@ -255,23 +255,23 @@ def measure_engine_layer(chosen: np.ndarray, sizes: Sequence[int]) -> Quantities
         measured["pair_lift"] = values, (k - 1) * experts / ((experts - 1) * k)
     orders = [np.nonzero(request)[1] for request in chosen]
     for size in sizes:
-        for policy in POLICIES:
+        for policy in CACHE_POLICIES:
             hits = simulate_cache(orders, size, policy)
             measured[f"hits_{policy}_{size}"] = linearize_ratio(hits, tokens * k), size / experts
     return measured
 
 
-def compare_phases(chosen: np.ndarray, lengths: np.ndarray, prompts: np.ndarray) -> Quantities:
+def compare_with_prompt(chosen: np.ndarray, lengths: np.ndarray, prompts: np.ndarray) -> Quantities:
     """Measure how much a layer's loads differ between prompts and generated tokens."""
     # Chance level: phase labels are rotated by random offsets in each request. lengths, prompts:
     # tokens of each request and of its prompt, (R, 1).
     generator = np.random.default_rng(0)
     values = []
-    for rotation in range(1 + ROTATIONS):
+    for rotation in range(1 + CHANCE_ROTATIONS):
         shifts = generator.integers(0, lengths) * (rotation > 0)
         is_prompt = ((np.arange(chosen.shape[1]) + shifts) % lengths < prompts)[..., None]
         rows = np.hstack([(chosen & is_prompt).sum(1), (chosen & ~is_prompt).sum(1)])
-        values.append(linearize_loads(phase_distance, rows))
+        values.append(linearize_by_row(prompt_generation_distance, rows))
     return {"phase_distance": (values[0], float(np.mean(values[1:])))}
 
 
@@ -284,7 +284,7 @@ def measure_engine_agreement(ours: np.ndarray, theirs: np.ndarray) -> Quantities
     return {"agreement": (linearize_ratio((first & second).sum((1, 2)), choices), float(chance))}
 
 
-def pad_choices(requests: Sequence[EngineRequest], layer: int, experts: int) -> np.ndarray:
+def ids_to_choices(requests: Sequence[EngineRequest], layer: int, experts: int) -> np.ndarray:
     """Convert a layer's expert ids to choices (R, T, E) bool; padding chooses no expert."""
     longest = max(len(request.ids) for request in requests)
     chosen = np.zeros((len(requests), longest, experts + 1), bool)
@@ -294,7 +294,7 @@ def pad_choices(requests: Sequence[EngineRequest], layer: int, experts: int) -> 
 
 
 def analyse_engines(
-    files: Sequence[Path], against: Sequence[Path], form: EngineFormat
+    files: Sequence[Path], against: Sequence[Path], form: EngineFacts
 ) -> list[dict[str, Any]]:
     """Analyse engine files; return table rows per layer and for the mean over layers."""
     # files: recorded by one engine; against: the same requests, in order, by another, or ().
@@ -310,24 +310,24 @@ def analyse_engines(
     prompts = np.c_[[request.prompt or 0 for request in requests]]
     table: list[tuple[int | str, str, np.ndarray, float]] = []
     for layer in range(shapes[0][1]):
-        chosen = pad_choices(requests, layer, experts)
-        values = measure_engine_layer(chosen, sizes)
+        chosen = ids_to_choices(requests, layer, experts)
+        values = measure_load_and_cache_hits(chosen, sizes)
         if prompts.all() and (prompts < lengths).any():
-            values |= compare_phases(chosen, lengths, prompts)
+            values |= compare_with_prompt(chosen, lengths, prompts)
         if theirs:
-            values |= measure_engine_agreement(chosen, pad_choices(theirs, layer, experts))
+            values |= measure_engine_agreement(chosen, ids_to_choices(theirs, layer, experts))
         table += [(layer + form.first_layer, name, *part) for name, part in values.items()]
     for name in dict.fromkeys(row[1] for row in table):
         parts = [row for row in table if row[1] == name]
         values, chance = np.mean([row[2] for row in parts], axis=0), fmean(row[3] for row in parts)
         table.append(("mean", name, values, chance))
     return [
-        {"layer": layer, "quantity": name, **mean_over_items(values)._asdict(), "chance": chance}
+        {"layer": layer, "quantity": name, **mean_and_limits(values)._asdict(), "chance": chance}
         for layer, name, values, chance in table
     ]
 
 
-def print_engine_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+def print_mean_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         if row["layer"] == "mean":
             limits = "" if row["low"] is None else f" [{row['low']:.4g}, {row['high']:.4g}]"

@@ -8,36 +8,36 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from moecore.core.files import write_whole
+from moecore.core.files import write_atomic
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens import analyses, trace_explorer, traces
-from moecore.lens.analyses import ROLES, Column, TraceQuantities, analyse_trace
+from moecore.lens.analyses import ROLE_SETTINGS, Column, TraceQuantities, analyse_trace
 from moecore.measure.routing import METRICS
-from moecore.measure.routing_metrics import expert_gallery
-from moecore.measure.routing_metrics.expert_roles import LABELS, SPECIAL, TELLS, ExpertRoles
+from moecore.measure.routing_metrics import expert_profiles
+from moecore.measure.routing_metrics.expert_roles import LABELS, MI_NOTE, SHARE_NOTE, ExpertRoles
 from moecore.measure.values import Metric
-from moecore.predict.continuation import MAX_EXPERTS, WordWithExperts, expert_words
+from moecore.predict.continuation import MAX_EXPERTS, WordWithExperts, count_expert_words
 from moecore.report.figures import charts, drawing, model_figures
 from moecore.report.page import explorer_page, report_page
-from moecore.report.page.page_objects import NONE, PageBlock, PageCell, PageTable, Picture, TableRow
+from moecore.report.page.page_objects import DASH, PageBlock, PageCell, PageTable, Picture, TableRow
 from moecore.report.tables.cells import NumberFormat
 from moecore.statistics.intervals import Interval
 
 MAX_WORDS = 300  # of the page
-HEAD = (
+EXPLORER_HEAD = (
     "Which expert gets which token?",
     "Every patch or word has the colour and the number of the expert with most weight. Point at "
     "one, or move with the arrow keys, to see its router probabilities. Click an expert to see "
     "which tokens it gets.",
 )
-MAX_ANNOTATED = 16  # experts; the shares of more experts would not fit into the figure
+MAX_ANNOTATED_EXPERTS = 16  # experts; the shares of more experts would not fit into the figure
 LABEL_NAMES = {**LABELS, "label": "label"}
 NO_INTERVAL = "no interval"
 CONSISTENCY = ExpertRoles.metrics["consistency"]
 LENS_METRICS = {
     "dropped": Metric("Dropped", "", "share", note="choices beyond the experts' capacity"),
-    "information_label": Metric("Experts tell the label", "", "share", note=TELLS),
-    "specialisation_label": Metric("Specialisation by label", "", "share", note=SPECIAL),
+    "information_label": Metric("Experts tell the label", "", "share", note=MI_NOTE),
+    "specialisation_label": Metric("Specialisation by label", "", "share", note=SHARE_NOTE),
     "purity": Metric("Purity", "", "share", note="tokens with their first expert's top label"),
     "matched_correlation": Metric(
         "Matched experts, correlation",
@@ -61,25 +61,25 @@ LENS_METRICS = {
         f"consistency_{window}": CONSISTENCY._replace(
             label=CONSISTENCY.label.format(window), note=CONSISTENCY.note.format(window)
         )
-        for window in ROLES.windows
+        for window in ROLE_SETTINGS.windows
     },
 }
-WITHOUT_INTERVAL = {  # name → reason
+REASONS_WITHOUT_INTERVAL = {  # name → reason
     "dead": "resampled items never choose an expert that no item chose",
     "smallest_margin": "a quantile over tokens",
-    "batch_violation": f"computed over batches of {ROLES.batch} items",
+    "batch_violation": f"computed over batches of {ROLE_SETTINGS.batch} items",
 }
-EXPERTS = 16  # per layer: the most used ones
+SHOWN_EXPERTS = 16  # per layer: the most used ones
 SHOWN_ITEMS = 6  # shown with the experts of their patches
 MAX_EXAMINED_ITEMS = 2000  # an expert's patches are chosen from these
 CROP_SIZE = 0.75  # inches
-CAPTION = (
+EXPERT_PATCHES_CAPTION = (
     "The patches with the highest router probability of each of the most used experts, one per "
     "image, with their surroundings."
 )
 
 
-def write_lens_page(
+def write_lens_pages(
     folder: Path, page: Path, items: int | None = None, against: Path | None = None
 ) -> None:
     """Analyse a trace, print its quantities, and write ``page`` and the explorer."""
@@ -89,19 +89,19 @@ def write_lens_page(
     numbers = analyse_trace(trace, items, other)
     explorer = f"{page.stem}_explorer.html"
     if trace_explorer.can_explore(trace.card.layers):
-        head = explorer_page.ExplorerHead(*HEAD, address=page.name, more="All numbers")
+        head = explorer_page.ExplorerHead(*EXPLORER_HEAD, address=page.name, more="All numbers")
         ours = trace_explorer.ExploredTrace(trace_explorer.TraceExplorer(trace, items), numbers)
         theirs = None
         if other is not None:
             other_explorer = trace_explorer.TraceExplorer(other, items)
             theirs = trace_explorer.ExploredTrace(other_explorer, analyse_trace(other, items))
-        write_whole(page.with_name(explorer), trace_explorer.render_traces(ours, head, theirs))
+        write_atomic(page.with_name(explorer), trace_explorer.render_traces(ours, head, theirs))
     else:
         page.with_name(explorer).unlink(missing_ok=True)
         explorer = ""
         numbers.remarks.append(trace_explorer.NOT_EXPLORABLE)
     print_quantities(numbers)
-    write_whole(page, render_trace_page(trace, numbers, explorer))
+    write_atomic(page, render_trace_page(trace, numbers, explorer))
 
 
 def write_engine_page(page: Path, rows: Sequence[Mapping[str, Any]], files: str) -> None:
@@ -121,7 +121,7 @@ def write_engine_page(page: Path, rows: Sequence[Mapping[str, Any]], files: str)
         "words": [],
         "explorer": "",
     }
-    write_whole(page, template.render(model=files, items=items, **blocks))
+    write_atomic(page, template.render(model=files, items=items, **blocks))
 
 
 def quantity_metrics(columns: Sequence[Column]) -> dict[str, Metric]:
@@ -133,7 +133,7 @@ def quantity_metrics(columns: Sequence[Column]) -> dict[str, Metric]:
     metrics = {}
     for name in dict.fromkeys(name for pair in pairs for name in pair if name in names):
         metric = by_name.get(name, Metric(name.replace("_", " ").capitalize()))
-        if reason := WITHOUT_INTERVAL.get(name):
+        if reason := REASONS_WITHOUT_INTERVAL.get(name):
             metric = metric._replace(note=f"{metric.note}; {NO_INTERVAL}: {reason}")
         metrics[name] = metric
     return metrics
@@ -156,7 +156,7 @@ def quantity_rows_table(columns: Sequence[Column], first: int = 1) -> PageTable:
 
 def format_quantity(form: NumberFormat, value: Interval | None, chance: float | None) -> PageCell:
     if value is None:
-        return NONE
+        return DASH
     note = "" if chance is None else f"chance {form.value(chance)}"
     return PageCell(form.value(value.value), form.limits(value) or "–", note, value=value.value)
 
@@ -179,10 +179,8 @@ def render_trace_page(trace: traces.Trace, numbers: TraceQuantities, explorer: s
     layers = trace.card.layers
     loads = Picture(draw_layer_loads(numbers), "Load of the experts")
     block = PageBlock("", numbers.remarks, [quantity_rows_table(numbers.columns)], [loads])
-    sheets = [
-        Picture(figure, name, getattr(figure, "caption", ""))
-        for name, figure in draw_trace_pictures(trace)
-    ]
+    drawn = draw_expert_patches(trace)
+    sheets = [Picture(figure, name, getattr(figure, "caption", "")) for name, figure in drawn]
     template = report_page.template_environment().get_template("lens.html.jinja")
     return template.render(
         model=trace.card.model,
@@ -192,7 +190,7 @@ def render_trace_page(trace: traces.Trace, numbers: TraceQuantities, explorer: s
         explorer=explorer,
         words=routed_words,
         layers=[
-            {expert: expert_words(routed_words, n, expert) for expert in range(layer.experts)}
+            {expert: count_expert_words(routed_words, n, expert) for expert in range(layer.experts)}
             for n, layer in enumerate(layers)
         ],
         colours=drawing.expert_colours(max(layer.experts for layer in layers)),
@@ -204,8 +202,8 @@ def draw_layer_loads(numbers: TraceQuantities) -> Figure:
     shares = np.full((len(numbers.layers), experts), np.nan)
     for row, layer in enumerate(numbers.layers):
         shares[row, : len(layer.load)] = layer.load
-    texts = charts.percent_annotations(shares, limit=MAX_ANNOTATED)
-    step = max(1, experts // MAX_ANNOTATED)
+    texts = charts.percent_annotations(shares, limit=MAX_ANNOTATED_EXPERTS)
+    step = max(1, experts // MAX_ANNOTATED_EXPERTS)
     columns = [str(n) if n % step == 0 else "" for n in range(experts)]
     rows = [str(number) for number in range(1, 1 + len(shares))]
     labels = charts.HeatmapLabels("Share of the choices, %", rows, columns, "Expert", "MoE layer")
@@ -216,13 +214,13 @@ def draw_layer_loads(numbers: TraceQuantities) -> Figure:
 def read_words_with_experts(trace: traces.Trace) -> list[WordWithExperts]:
     """Read the trace's first words, each with its experts per layer; [] without words."""
     first = np.arange(min(trace.items, ceil(MAX_WORDS / trace.card.layers[0].tokens)))
-    tokens = trace.beside("tokens", first)
+    tokens = trace.item_tensor("tokens", first)
     if tokens is None or not trace.card.vocabulary:
         return []
     layers = []
     for number, shape in enumerate(trace.card.layers):
         combine = trace.layer(number, first).combine.flatten(0, 1)[:MAX_WORDS]
-        experts = expert_gallery.experts_by_weight(combine, MAX_EXPERTS)
+        experts = expert_profiles.experts_by_weight(combine, MAX_EXPERTS)
         layers.append(experts if shape.tokens == tokens.shape[1] else [[]] * MAX_WORDS)
     return [
         WordWithExperts(trace.card.vocabulary[number], True, [layer[place] for layer in layers])
@@ -230,40 +228,40 @@ def read_words_with_experts(trace: traces.Trace) -> list[WordWithExperts]:
     ]
 
 
-def draw_trace_pictures(trace: traces.Trace) -> Iterator[tuple[str, Figure]]:
+def draw_expert_patches(trace: traces.Trace) -> Iterator[tuple[str, Figure]]:
     """Draw patches of each expert; yield (name, figure) for all layers, then for each layer."""
     items = evenly_spaced_indices(trace.items, MAX_EXAMINED_ITEMS)
-    pictures = trace.beside("pictures", evenly_spaced_indices(trace.items, SHOWN_ITEMS))
+    pictures = trace.item_tensor("pictures", evenly_spaced_indices(trace.items, SHOWN_ITEMS))
     if pictures is None:
         return
     grids = {
-        f"Layer {number}": (main_experts(trace, number - 1), shape.experts)
+        f"Layer {number}": (find_main_expert_per_patch(trace, number - 1), shape.experts)
         for number, shape in enumerate(trace.card.layers, 1)
     }
     title = "Experts of patches"
     yield title, model_figures.draw_experts_of_patches(pictures.numpy(), grids, title)
     for number, shape in enumerate(trace.card.layers):
         layout = shape.layout(pictures.shape[2:])
-        record = analyses.record_of_layer(trace.layer(number, items))
+        record = analyses.convert_to_routing_record(trace.layer(number, items))
         top = analyses.TopTokens.of_none(shape.experts)
         top = analyses.update_top_tokens(top, record, record.probs, layout, items)
         examples = analyses.read_examples(trace, top, layout, layout)
-        counts = record.chosen.sum(dim=(0, 1))
+        order = record.chosen.sum(dim=(0, 1)).argsort(descending=True, stable=True)
         rows = {
             f"Expert {expert}": [
                 drawing.ImageTile(drawing.displayable_image(example.crop.numpy()))
                 for example in examples[expert]
                 if example.crop is not None
             ]
-            for expert in sorted(counts.argsort(descending=True, stable=True)[:EXPERTS].tolist())
+            for expert in sorted(order[:SHOWN_EXPERTS].tolist())
             if examples[expert]
         }
         name = f"Patches of experts, layer {number + 1}"
-        labels = drawing.SheetLabels(name, list(rows), caption=CAPTION)
+        labels = drawing.SheetLabels(name, list(rows), caption=EXPERT_PATCHES_CAPTION)
         yield name, drawing.draw_picture_sheet(list(rows.values()), labels, CROP_SIZE, CROP_SIZE)
 
 
-def main_experts(trace: traces.Trace, number: int) -> np.ndarray:
+def find_main_expert_per_patch(trace: traces.Trace, number: int) -> np.ndarray:
     """Return each patch's expert of largest weight in layer ``number``, (N, *grid); −1: none."""
     shape = trace.card.layers[number]
     items = evenly_spaced_indices(trace.items, SHOWN_ITEMS)

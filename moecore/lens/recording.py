@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from moecore.core.files import UserError
-from moecore.core.source_layout import last_traceback_line
+from moecore.core.source_layout import format_error_with_line
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary
 from moecore.lens.traces import TraceWriter, write_trace
-from moecore.measure.routing_metrics.expert_gallery import SIDE
+from moecore.measure.routing_metrics.expert_profiles import THUMBNAIL_SIDE
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.encoded_routing import finest_layout
 from moecore.nn.predict import eval_mode, image_batches, round_batch_to_groups
@@ -23,7 +23,7 @@ from moecore.nn.router_hooks import routing_collector
 from moecore.training.artifacts import load_model
 
 BATCH = 64  # items per forward pass
-IMAGE_AXES = 4  # of a batch of images; volumes have more
+IMAGE_BATCH_AXES = 4  # of a batch of images; volumes have more
 Batch = tuple[Any, Mapping[str, Tensor]]  # inputs of a model, and item tensors of the trace
 
 
@@ -50,7 +50,7 @@ def prepared_batches(model: Model, data: Prepared, items: int | None) -> Iterato
             item_tensors["labels"] = inputs[:, -1] - 1
         if task.needs_classes("one_class") is None:
             item_tensors["labels"] = labels[first : first + len(inputs)]
-        if inputs.ndim == IMAGE_AXES and model.moe is not None:
+        if inputs.ndim == IMAGE_BATCH_AXES and model.moe is not None:
             grid = finest_layout(model.layouts).grid
             item_tensors["pictures"] = shrink_to_pictures(inputs[:, : model.image.channels], grid)
         yield inputs, item_tensors
@@ -62,7 +62,7 @@ def shrink_to_pictures(pixels: Tensor, grid: Sequence[int]) -> Tensor:
     # Sides become multiples of the ``grid`` of patches (rows, columns).
     pixels = pixels[:, :3] if pixels.shape[1] >= 3 else pixels[:, :1]
     pairs = zip(pixels.shape[2:], grid, strict=True)
-    size = [max(1, min(side, SIDE) // patches) * patches for side, patches in pairs]
+    size = [max(1, min(side, THUMBNAIL_SIDE) // patches) * patches for side, patches in pairs]
     if size != list(pixels.shape[2:]):
         pixels = interpolate(pixels, size, mode="area")
     return (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
@@ -82,13 +82,13 @@ def record_python_file(path: Path, out: Path) -> int:
     name = names.get("name", type(model).__name__)
     options = {key: names[key] for key in ("vocabulary", "layouts") if key in names}
     with write_trace(out, name, **options) as trace:
-        read = iterate_batches(batches, path)
+        read = iterate_checked_batches(batches, path)
         return record_batches(trace, model, read, names.get("adapters"), path)
 
 
-def iterate_batches(batches: Iterable[Any], path: Path) -> Iterator[Batch]:
+def iterate_checked_batches(batches: Iterable[Any], path: Path) -> Iterator[Batch]:
     """Yield (inputs, item tensors) per batch that the file ``path`` defines; errors: UserError."""
-    with explaining_errors(path):
+    with converting_to_user_errors(path):
         for batch in batches:
             pair = batch if isinstance(batch, tuple) else (batch, {})
             if len(pair) != 2 or not isinstance(pair[1], Mapping):
@@ -99,7 +99,7 @@ def iterate_batches(batches: Iterable[Any], path: Path) -> Iterator[Batch]:
 
 
 @contextmanager
-def explaining_errors(path: Path | None) -> Iterator[None]:
+def converting_to_user_errors(path: Path | None) -> Iterator[None]:
     """Turn errors in the ``with`` block into a UserError with ``path`` and line; None: do not."""
     try:
         yield
@@ -108,7 +108,7 @@ def explaining_errors(path: Path | None) -> Iterator[None]:
     except Exception as error:
         if path is None:
             raise
-        raise UserError(f"{path}: {last_traceback_line(error, path.parent)}") from error
+        raise UserError(f"{path}: {format_error_with_line(error, path.parent)}") from error
 
 
 def record_batches(
@@ -122,7 +122,7 @@ def record_batches(
     items = 0
     with eval_mode(model), torch.no_grad():
         for inputs, item_tensors in batches:
-            with routing_collector(model, adapters) as records, explaining_errors(file):
+            with routing_collector(model, adapters) as records, converting_to_user_errors(file):
                 if isinstance(inputs, Mapping):
                     item_tensors = {**tokens_of_arguments(inputs), **item_tensors}
                     model(**inputs)
@@ -156,6 +156,6 @@ def run_python_file(path: Path) -> dict[str, Any]:
     except UnicodeError as error:
         raise UserError(f"{path}: {error}; allowed: a Python file") from None
     sys.path.append(str(path.parent.resolve()))
-    with explaining_errors(path):
+    with converting_to_user_errors(path):
         exec(compile(text, str(path), "exec"), names)
     return names

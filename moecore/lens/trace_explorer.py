@@ -20,25 +20,25 @@ from moecore.lens import analyses
 from moecore.lens.traces import LayerShape, Trace
 from moecore.measure.base import SEED
 from moecore.measure.explorer import ExplorerData, ShownVariant
-from moecore.measure.routing_metrics import epoch_routing, expert_gallery
-from moecore.measure.routing_metrics.expert_gallery import CROP, encode_thumbnails
+from moecore.measure.routing_metrics import epoch_routing, expert_profiles
+from moecore.measure.routing_metrics.expert_profiles import CROP_SIDE, encode_thumbnails
 from moecore.nn import encoded_routing
 from moecore.nn.encoded_routing import coarse_patch_indices, finest_layout
 from moecore.report.page import explorer_page
 
-MAX_BYTES = 3_000_000  # of the page
-DIVISORS = (1, 2, 4, 8, 16)  # of the numbers of items and examples, until the page is small enough
-ITEMS = 24
-MAX_TOKENS = 256  # shown of each text
-MAX_KIND = 255  # labels of tokens are stored as bytes
-NUMBERED = ("tokens", "labels")
+MAX_PAGE_BYTES = 3_000_000  # of the page
+PAGE_SHRINKING_DIVISORS = (1, 2, 4, 8, 16)  # of the numbers of items and examples
+MAX_ITEMS = 24
+MAX_SHOWN_TOKENS = 256  # shown of each text
+MAX_TOKEN_LABEL = 255  # labels of tokens are stored as bytes
+ID_TENSORS = ("tokens", "labels")
 NOT_EXPLORABLE = "explorer: layers with different tokens; allowed: the same, or grids of two axes"
 
 
 class ExploredLayer(NamedTuple):
     """The experts of one MoE layer, each with its most probable tokens and random ones."""
 
-    profiles: list[expert_gallery.ExpertProfile]
+    profiles: list[expert_profiles.ExpertProfile]
     places: Tensor | None  # (E, 1, *grid) of the finest layer, shares of items; None for texts
     examples: list[tuple[list[analyses.Example], list[analyses.Example]]]
 
@@ -55,7 +55,8 @@ class TraceExplorer:
         self.parts = [part for part in by_file if len(part)]
         shapes = trace.card.layers
         size = finest_layout([shape.layout() for shape in shapes]).grid  # one pixel per patch
-        pictures, labels = (trace.beside(name, np.arange(1)) for name in ("pictures", "labels"))
+        first = np.arange(1)
+        pictures, labels = (trace.item_tensor(name, first) for name in ("pictures", "labels"))
         if pictures is not None:
             size = tuple(pictures.shape[2:])
         self.layouts = [shape.layout(size) for shape in shapes]
@@ -63,27 +64,31 @@ class TraceExplorer:
         self.is_text = len(self.fine.grid) == 1
         self.has_pictures = pictures is not None
         self.has_kinds = labels is not None and labels.ndim == 2
-        self.numbers = {name: count_item_numbers(trace, name, self.parts) for name in NUMBERED}
+        self.numbers = {name: count_words_or_labels(trace, name, self.parts) for name in ID_TENSORS}
         self.layers = [self._explore_layer(number) for number in range(len(shapes))]
 
-    def result(self, items: int = ITEMS, examples: int = analyses.EXAMPLES) -> ExplorerData:
+    def build_page_data(
+        self, items: int = MAX_ITEMS, examples: int = analyses.MAX_EXAMPLES
+    ) -> ExplorerData:
         """Return the page's data: up to ``items`` items, ``examples`` of each kind per expert."""
         trace, fine = self.trace, self.fine
-        places = np.sort(epoch_routing.spread_indices(trace.items, items))
+        places = np.sort(epoch_routing.nested_spread_indices(trace.items, items))
         if self.is_text:
-            fine = fine._replace(grid=(min(fine.grid[0], MAX_TOKENS),))
+            fine = fine._replace(grid=(min(fine.grid[0], MAX_SHOWN_TOKENS),))
         shown_tokens = slice(fine.special + prod(fine.grid))
         layers = []
         for number, layout in enumerate(self.layouts):
-            record = analyses.record_of_layer(trace.layer(number, places))
-            record = encoded_routing.record_on_grid(record, layout, self.fine)
+            record = analyses.convert_to_routing_record(trace.layer(number, places))
+            record = encoded_routing.regrid_record(record, layout, self.fine)
             shown_record = record.map_tensors(lambda field: field[:, shown_tokens])
             layers.append(encoded_routing.encode_top_experts(shown_record))
         names = ("pictures", "labels", "tokens")
-        pictures, labels, tokens = (trace.beside(name, places) for name in names)
+        pictures, labels, tokens = (trace.item_tensor(name, places) for name in names)
         empty = [()] * len(places)
         image = None if pictures is None else encode_thumbnails(pictures / 255)
-        traces = encoded_routing.EncodedRouting(answers=empty, values=empty, layers=layers)
+        traces = encoded_routing.EncodedPredictionsAndRouting(
+            answers=empty, values=empty, layers=layers
+        )
         clean = ShownVariant(kind="clean", label="clean", picture=image, origins=None, trace=traces)
         texts = kinds = None
         item_labels = empty
@@ -94,7 +99,7 @@ class TraceExplorer:
             item_labels = [[label] if label >= 0 else [] for label in labels.tolist()]
         if labels is not None and labels.shape[1:] == record.probs.shape[1:2]:
             numbers = (labels[:, shown_tokens] + 1).clamp(min=0)
-            small = numbers.where(numbers <= MAX_KIND, 0).numpy()
+            small = numbers.where(numbers <= MAX_TOKEN_LABEL, 0).numpy()
             kinds = encode_concatenated_arrays(small.astype(np.uint8))
         return ExplorerData(
             special=fine.special,
@@ -119,39 +124,39 @@ class TraceExplorer:
         load = torch.zeros(experts).double()
         draws = np.random.default_rng((SEED, number))
         for places in self.parts:
-            record = analyses.record_of_layer(trace.layer(number, places))
+            record = analyses.convert_to_routing_record(trace.layer(number, places))
             keys = torch.from_numpy(draws.random(record.chosen.shape[:2]))[..., None]
             top = analyses.update_top_tokens(top, record, record.probs, layout, places)
             shown = analyses.update_top_tokens(shown, record, keys, layout, places)
             load += record.chosen.sum(dim=(0, 1))
             at_place += record.chosen[:, layout.special :].sum(dim=0)
             for name, counts in uses.items():
-                count_expert_uses(counts, trace.beside(name, places), record.chosen)
+                add_choices_by_word_or_label(counts, trace.item_tensor(name, places), record.chosen)
         at_place = at_place[coarse_patch_indices(layout, self.fine)] / sum(map(len, self.parts))
         places = None if self.is_text else at_place.T.unflatten(1, (1, *self.fine.grid))
-        profiles = self._profiles(load, places, uses)
+        profiles = self._build_expert_profiles(load, places, uses)
         examples = [analyses.read_examples(trace, best, layout, self.fine) for best in (top, shown)]
         return ExploredLayer(profiles, places, list(zip(*examples, strict=True)))
 
-    def _profiles(
+    def _build_expert_profiles(
         self, load: Tensor, places: Tensor | None, uses: dict[str, Tensor]
-    ) -> list[expert_gallery.ExpertProfile]:
+    ) -> list[expert_profiles.ExpertProfile]:
         """Return a profile per expert; load: (E,); places, uses: as in ``_explore_layer``."""
         counts = torch.from_numpy(self.numbers["tokens"])
-        common = (counts >= expert_gallery.RARE).nonzero().flatten()
+        common = (counts >= expert_profiles.MIN_WORD_COUNT).nonzero().flatten()
         shares_by_word = uses["tokens"][1:][common].double() / counts[common, None]
         labels = uses["labels"][1:].double()
         labels /= labels.sum(dim=0).clamp(min=1)
         peaks = torch.zeros(len(load)) if places is None else places.flatten(1).amax(dim=1)
         profiles = []
         for expert, share in enumerate((load / load.sum().clamp(min=1)).tolist()):
-            label_shares = expert_gallery.largest_shares(labels[:, expert])
+            label_shares = expert_profiles.largest_shares(labels[:, expert])
             kinds = [(label + 1, part) for label, part in label_shares]
             shares_of_words = shares_by_word[:, expert]
-            word_shares = expert_gallery.largest_shares(shares_of_words, expert_gallery.WORDS)
+            word_shares = expert_profiles.largest_shares(shares_of_words, expert_profiles.MAX_WORDS)
             word_ids = [int(common[place]) for place, _ in word_shares]
             names = analyses.words_of_tokens(self.trace, word_ids)
-            profile = expert_gallery.ExpertProfile(
+            profile = expert_profiles.ExpertProfile(
                 load=round(share, 5),
                 classes=() if self.has_kinds else label_shares,
                 kinds=kinds if self.has_kinds else (),
@@ -182,7 +187,7 @@ def build_explorer_data(
                 [example.context for example in probable[:examples] + random[:examples]]
                 for probable, random in layer.examples
             ]
-    result = explorer.result(items, examples).model_dump(mode="json")
+    result = explorer.build_page_data(items, examples).model_dump(mode="json")
     model = explorer_page.intern_texts(result, pool)
     return {"name": name, "model": model, "known": {"layers": answers, "open": []}}
 
@@ -205,16 +210,16 @@ def render_traces(
     phase |= {"cells": 1, "source": "trace", "kinds": {"name": "label", "first": 0}}
     phase |= {"methods": [], "matches": matches}
     page = ""
-    for divisor in DIVISORS:
+    for part in PAGE_SHRINKING_DIVISORS:
         pool: dict[str, int] = {}
         phase["methods"] = [
-            build_explorer_data(side, name, pool, ITEMS // divisor, analyses.EXAMPLES // divisor)
+            build_explorer_data(side, name, pool, MAX_ITEMS // part, analyses.MAX_EXAMPLES // part)
             for name, side in zip(names, sides, strict=True)
         ]
         text = json.dumps([phase], ensure_ascii=False).encode()
         encoded = encode_concatenated_arrays(np.frombuffer(text, np.uint8))
         page = explorer_page.render_explorer(encoded, pool, head)
-        if len(page.encode()) <= MAX_BYTES:
+        if len(page.encode()) <= MAX_PAGE_BYTES:
             break
     return page
 
@@ -226,11 +231,11 @@ def can_explore(layers: Sequence[LayerShape]) -> bool:
     return len({(layout.special, len(layout.grid)) for layout in layouts}) == 1 and len(rows) < 2
 
 
-def count_item_numbers(trace: Trace, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+def count_words_or_labels(trace: Trace, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
     """Count the numbers 0 to V − 1 in the trace's tensor ``name``, (V,); without one, (0,)."""
     counts = np.zeros(0, int)
     for places in parts:
-        values = trace.beside(name, places)
+        values = trace.item_tensor(name, places)
         if values is None:
             break
         counts_of_part = np.bincount(values[values >= 0].numpy(), minlength=len(counts))
@@ -238,7 +243,7 @@ def count_item_numbers(trace: Trace, name: str, parts: Sequence[np.ndarray]) -> 
     return counts
 
 
-def count_expert_uses(uses: Tensor, numbers: Tensor | None, chosen: Tensor) -> None:
+def add_choices_by_word_or_label(uses: Tensor, numbers: Tensor | None, chosen: Tensor) -> None:
     """Add to ``uses`` (1 + V, E) how often tokens with each word or label chose each expert."""
     # Row 1 + n counts tokens with number n, row 0 those with an unknown one; chosen: (N, T, E).
     # numbers: of words or labels, (N,) or (N, T); ignored if T differs from ``chosen``.
@@ -247,7 +252,7 @@ def count_expert_uses(uses: Tensor, numbers: Tensor | None, chosen: Tensor) -> N
         uses.index_add_(0, rows, chosen.flatten(0, 1).int())
 
 
-def gallery_of_layer(layer: ExploredLayer, number: int) -> expert_gallery.LayerGallery:
+def gallery_of_layer(layer: ExploredLayer, number: int) -> expert_profiles.LayerGallery:
     """Return a layer's experts as page data, with ``number`` words and examples of each kind."""
     examples = [probable[:number] + random[:number] for probable, random in layer.examples]
     experts = []
@@ -261,8 +266,8 @@ def gallery_of_layer(layer: ExploredLayer, number: int) -> expert_gallery.LayerG
         axes = tuple(range(1, layer.places.ndim))
         peaks = layer.places.amax(dim=axes, keepdim=True).clamp(min=1e-9)
         places = encode_thumbnails(layer.places / peaks)
-    return expert_gallery.LayerGallery(
+    return expert_profiles.LayerGallery(
         experts=experts,
         places=places,
-        crops=encode_thumbnails(torch.stack(crops) / 255, CROP) if crops else None,
+        crops=encode_thumbnails(torch.stack(crops) / 255, CROP_SIDE) if crops else None,
     )

@@ -36,14 +36,14 @@ from moecore.core.files import UserError, atomic_folder, file_checksum, write_js
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.nn.router_hooks import check_record
 
-FORMAT = 2
-CARD = "trace.json"
+FORMAT_VERSION = 2
+CARD_FILE = "trace.json"
 ITEM_TENSORS = ("tokens", "positions", "labels", "pictures")
 MAX_SIDE = 256  # pixels of a picture
-SUM_TOLERANCE = 0.02  # of probabilities in bfloat16
+PROBABILITY_SUM_TOLERANCE = 0.02  # of probabilities in bfloat16
 Layouts = Sequence[Sequence[Any]]  # of MoE layers: see ``write_trace``
 REMEDY = "record the trace again"
-PROBABILITIES = 2**24  # in memory after which a file is written, 64 MiB
+PROBABILITIES_PER_FILE = 2**24  # in memory after which a file is written, 64 MiB
 
 
 class LayerShape(config.Config):
@@ -56,8 +56,8 @@ class LayerShape(config.Config):
     grid: tuple[int, ...] = ()  # of the other tokens, last axis fastest; (): one row
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
-        check_layout(self.tokens, self.special, self.grid)
+    def _check_special_and_grid(self) -> Self:
+        check_token_layout(self.tokens, self.special, self.grid)
         return self
 
     def layout(self, size: Sequence[int] = ()) -> TokenLayout:
@@ -65,7 +65,7 @@ class LayerShape(config.Config):
         return TokenLayout(self.special, self.grid or (self.tokens - self.special,), tuple(size))
 
 
-def check_layout(tokens: int, special: int, grid: Sequence[int]) -> None:
+def check_token_layout(tokens: int, special: int, grid: Sequence[int]) -> None:
     if special >= tokens or (grid and special + prod(grid) != tokens):
         wrong = f"{special} special tokens and a grid {tuple(grid)}"
         raise ValueError(f"found {wrong}; allowed: together the {tokens} tokens of the layer")
@@ -105,7 +105,7 @@ def check_probs_and_weights(probs: Tensor, weights: Tensor, place: str) -> None:
             allowed = f"finite numbers, not below {lowest}"
             raise UserError.at(f"{place}.{name}", found=float(values[wrong][0]), allowed=allowed)
     sums = probs.float().sum(-1)
-    if (wrong := (sums - 1).abs() > SUM_TOLERANCE).any():
+    if (wrong := (sums - 1).abs() > PROBABILITY_SUM_TOLERANCE).any():
         raise UserError.at(f"{place}.probs", found=f"sum {float(sums[wrong][0]):.4g}", allowed=1)
 
 
@@ -174,15 +174,16 @@ class Trace:
             UserError: the folder holds no trace, one of another format, or a damaged one.
         """
         self.folder = Path(folder)
-        self.card = read_trace_card(self.folder / CARD)
+        self.card = read_trace_card(self.folder / CARD_FILE)
         names = [chunk.file for chunk in self.card.chunks]
         if len({*names}) < len(names):
-            raise UserError.at(f"{self.folder / CARD}: chunks", found=names, allowed="each once")
+            place = f"{self.folder / CARD_FILE}: chunks"
+            raise UserError.at(place, found=names, allowed="each once")
         for chunk in self.card.chunks:
             path = self.folder / chunk.file
             with open_tensors(path):
                 if chunk.sha256 is not None and file_checksum(path) != chunk.sha256:
-                    raise UserError(f"{path}: damaged, its checksum is not the one in {CARD}")
+                    raise UserError(f"{path}: damaged, its checksum is not the one in {CARD_FILE}")
 
     @property
     def items(self) -> int:
@@ -207,7 +208,7 @@ class Trace:
         shape = self.card.layers[number]
         names = [f"{number}.{field}" for field in ("experts", "weights", "probs")]
         parts = []
-        for path, (experts, weights, probs) in self._read_parts(names, items):
+        for path, (experts, weights, probs) in self._read_tensors_per_file(names, items):
             place = f"{path}: {names[0]}"
             size = (shape.tokens, shape.experts)
             fits = experts.shape == weights.shape and experts.shape[:2] == probs.shape[:2]
@@ -229,7 +230,7 @@ class Trace:
             parts.append(routing)
         return LayerRouting(*map(torch.cat, zip(*parts, strict=True)))
 
-    def beside(self, name: str, items: np.ndarray | None = None) -> Tensor | None:
+    def item_tensor(self, name: str, items: np.ndarray | None = None) -> Tensor | None:
         """Return an item tensor; None if the trace has none of this name.
 
         Args:
@@ -243,7 +244,7 @@ class Trace:
             if name not in file.keys():
                 return None
         parts = []
-        for path, (part,) in self._read_parts([name], items):
+        for path, (part,) in self._read_tensors_per_file([name], items):
             check_item_tensor(name, part, len(part), self.card.layers, str(path))
             parts.append(part if name == "pictures" else part.long())
         values = torch.cat(parts)
@@ -251,7 +252,7 @@ class Trace:
             check_tokens_in_vocabulary(values, len(self.card.vocabulary), str(self.folder))
         return values
 
-    def _read_parts(
+    def _read_tensors_per_file(
         self, names: list[str], items: np.ndarray | None
     ) -> Iterator[tuple[Path, list[Tensor]]]:
         """Yield (path, items' tensors ``names``) per file that has any of ``items``; None: all."""
@@ -269,7 +270,7 @@ class Trace:
                 tensors = [file.get_tensor(name) for name in names]
             if {len(tensor) for tensor in tensors} != {chunk.items}:
                 items_found = f"{len(tensors[0])} items"
-                allowed = f"{chunk.items}, as in {CARD}"
+                allowed = f"{chunk.items}, as in {CARD_FILE}"
                 raise UserError.at(f"{path}: {names[0]}", found=items_found, allowed=allowed)
             yield path, [tensor[places] for tensor in tensors]
 
@@ -288,7 +289,7 @@ def read_trace_card(path: Path) -> TraceCard:
     try:
         return TraceCard.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; a trace is a folder with {CARD}") from None
+        raise UserError(f"{path}: {error.strerror}; a trace is a folder with {CARD_FILE}") from None
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "JSON"
@@ -336,7 +337,7 @@ def write_trace(
     if wrong:
         value = f"{type(wrong[0]).__name__} {str(wrong[0])[:40]}"
         raise UserError.at("vocabulary", found=value, allowed="a list of words, as texts")
-    if folder.exists() and not (folder / CARD).is_file():
+    if folder.exists() and not (folder / CARD_FILE).is_file():
         raise UserError(f"{folder}: holds no trace; allowed: a new folder, or an older trace")
     with atomic_folder(folder) as temporary:
         writer = TraceWriter(temporary, len(vocabulary), layouts)
@@ -346,9 +347,9 @@ def write_trace(
             raise UserError(f"{folder}: nothing was added; allowed: one item and more")
         layers, chunks = writer.layers, writer.chunks
         card = TraceCard(
-            format=FORMAT, model=model, layers=layers, chunks=chunks, vocabulary=vocabulary
+            format=FORMAT_VERSION, model=model, layers=layers, chunks=chunks, vocabulary=vocabulary
         )
-        write_json(temporary / CARD, card.model_dump(mode="json"))
+        write_json(temporary / CARD_FILE, card.model_dump(mode="json"))
 
 
 class TraceWriter:
@@ -389,7 +390,7 @@ class TraceWriter:
             self._probabilities += probs.numel()
         self.layers = layers
         self._batches.append(tensors)
-        if self._probabilities >= PROBABILITIES:
+        if self._probabilities >= PROBABILITIES_PER_FILE:
             self.write_chunk()
 
     def write_chunk(self) -> None:
@@ -451,7 +452,7 @@ def build_layer_shapes(sizes: Sequence[tuple[int, ...]], layouts: Layouts) -> li
         try:
             special = int(layout[0])
             grid = tuple(map(int, layout[1]))
-            check_layout(tokens, special, grid)
+            check_token_layout(tokens, special, grid)
         except (TypeError, IndexError):
             allowed = "pairs of special tokens and the grid of the others, such as (1, (14, 14))"
             raise UserError.at("layouts", found=layout, allowed=allowed) from None

@@ -30,7 +30,7 @@ from moecore.measure.robustness import Robustness as _Robustness
 from moecore.measure.router_regret import RouterRegret as _RouterRegret
 from moecore.measure.routing import Routing as _Routing
 from moecore.measure.routing_certificate import RoutingCertificate as _RoutingCertificate
-from moecore.measure.routing_metrics.alternative_choices import SweepSettings as _SweepSettings
+from moecore.measure.routing_metrics.changed_choices import SweepSettings as _SweepSettings
 from moecore.measure.routing_metrics.expert_roles import ExpertRoles as _ExpertRoles
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation as _TwoViewAugmentation
 from moecore.measure.smoothing import Smoothing as _Smoothing

@@ -14,14 +14,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks.attack_setup import Target
-from moecore.attacks.base import Attack, image_generators, uniform_noise_like
+from moecore.attacks.attack_target import Target
+from moecore.attacks.base import Attack, seed_generator_per_image, uniform_noise_like
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.gradient import image_gradient
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.routing_metrics.expert_gallery import EncodedImages, encode_thumbnails
+from moecore.measure.routing_metrics.expert_profiles import EncodedImages, encode_thumbnails
 from moecore.nn.layers.lipschitz_lemma import soften_model
 from moecore.nn.predict import ImageSequence, eval_mode, image_batches, model_device
 from moecore.statistics.intervals import Interval, People, bootstrap_mean
@@ -57,12 +57,12 @@ Curve = tuple[AttackRow, ...]  # one row per epsilon, in ascending order
 Curves = Mapping[str, Curve]  # attack name → curve, of attacks that were run
 
 
-def worst_case(
+def worst_score_over_attacks(
     curves: Curves, task: Task, images: int, people: People = None
 ) -> tuple[ScoresAtEpsilon, ...]:
     """Return a row per epsilon with each image's worst score over attacks; () without curves."""
     if len({tuple(row.epsilon for row in rows) for rows in curves.values()}) > 1:
-        raise ValueError("worst_case: the attacks were run at different epsilons")
+        raise ValueError("worst_score_over_attacks: the attacks were run at different epsilons")
     worst = []
     for rows in zip(*curves.values(), strict=True):
         scores = reduce(task.worse_scores, [task.decode_scores(row.scores, images) for row in rows])
@@ -151,10 +151,10 @@ def interval_limits(interval: Interval) -> tuple[float, float]:
     return low, high
 
 
-FRACTIONS = (0.25, 0.5, 1.0)  # of ε, at which the loss is compared along two directions
+EPSILON_FRACTIONS = (0.25, 0.5, 1.0)  # at which the loss is compared along two directions
 BLACK_BOXES = ("square",)  # kinds of attacks that read no gradient
 LARGE_EPSILON = 0.5  # radius at which accuracy must be down to chance
-BOTH = "are not both among the attacks"
+NOT_BOTH_LISTED = "on the task's loss are not both among the attacks"
 # Attacks of many small steps; fgsm's single step may overshoot, which a larger ball makes worse.
 ITERATIVE_ATTACKS = ("pgd", "apgd")
 
@@ -191,16 +191,17 @@ def run_audit(
         part.worse_scores(part.attacked(strong.model_copy(update={"length": length}), epsilon))
         for length in (strong.length / 2, strong.length, strong.length * 2)
     )
+    lengths = {"half the step": half, "twice the step": twice}
     lines = [
         check_repeated_predictions(part),
         check_zero_gradients(part),
         check_pgd_beats_fgsm(task, curves, attacks),
         check_apgd_is_as_strong(task, curves, attacks),
         check_huge_radius(part, direct, LARGE_EPSILON),
-        check_unchanged("more_steps", part, scores, {"twice the steps": longer_scores}),
+        check_pgd_variants("more_steps", part, scores, {"twice the steps": longer_scores}),
         check_surrogate(part, direct, epsilon, scores),
-        check_loss_landscape(part, epsilon),
-        check_unchanged("step_size", part, same, {"half the step": half, "twice the step": twice}),
+        check_gradient_beats_random_direction(part, epsilon),
+        check_pgd_variants("step_size", part, same, lengths),
         check_black_box(part, settings.steps, epsilon, reduce(task.worse_scores, white), black),
     ]
     if has_binary_scores(task):
@@ -249,8 +250,7 @@ def check_zero_gradients(target: Target) -> AuditLine:
 def check_huge_radius(target: Target, attack: Pgd, epsilon: float) -> AuditLine:
     """Return an ``AuditLine`` on whether a huge ``epsilon`` makes the score as bad as a guess."""
     task = target.task
-    scores = target.worse_scores(target.attacked(attack, epsilon))
-    interval = task.interval(scores, target.people)
+    interval = task.interval(target.worse_scores(target.attacked(attack, epsilon)), target.people)
     guess = task.baseline_score(target.labels)
     text = (
         f"{format_score_interval(task, interval)} at ε = {epsilon:g}; "
@@ -260,7 +260,7 @@ def check_huge_radius(target: Target, attack: Pgd, epsilon: float) -> AuditLine:
     return AuditLine(name="chance", holds=holds, text=text)
 
 
-def check_unchanged(
+def check_pgd_variants(
     name: str, target: Target, scores: Tensor, others: Mapping[str, Tensor]
 ) -> AuditLine:
     """Return an ``AuditLine`` on whether no variant of PGD scores worse than PGD's interval."""
@@ -310,8 +310,7 @@ def check_no_more_harm(
         "images"
     )
     if has_binary_scores(task):
-        holds = is_equal_or_worse(task, means[1], means[0])
-        return AuditLine(name=name, holds=holds, text=text)
+        return AuditLine(name=name, holds=is_equal_or_worse(task, means[1], means[0]), text=text)
     # Paired over images: a difference within the interval may be chance.
     change = (other - direct).double().numpy()
     low, high = interval_limits(bootstrap_mean(change, lowest=-math.inf, people=target.people))
@@ -319,15 +318,15 @@ def check_no_more_harm(
     return AuditLine(name=name, holds=low <= 0, text=text)
 
 
-def check_loss_landscape(target: Target, epsilon: float) -> AuditLine:
+def check_gradient_beats_random_direction(target: Target, epsilon: float) -> AuditLine:
     """Return an ``AuditLine`` on whether the loss rises more along its gradient than at random."""
-    radii = [share * epsilon for share in FRACTIONS]
+    radii = [share * epsilon for share in EPSILON_FRACTIONS]
     along = [mean_loss(target, target.attacked(Fgsm(), radius)) for radius in radii]
     random = [mean_loss(target, move_to_random_corner(target, radius)) for radius in radii]
     shown = [", ".join(f"{loss:.4g}" for loss in losses) for losses in (along, random)]
     text = (
         f"mean loss {mean_loss(target, target.images):.4g} clean; {shown[0]} along the gradient's "
-        f"sign and {shown[1]} along random signs, at {', '.join(map(str, FRACTIONS))} of "
+        f"sign and {shown[1]} along random signs, at {', '.join(map(str, EPSILON_FRACTIONS))} of "
         f"ε = {epsilon:g}"
     )
     holds = all(ours >= theirs for ours, theirs in zip(along, random, strict=True))
@@ -342,18 +341,18 @@ def mean_loss(target: Target, images: ImageSequence) -> float:
 def move_to_random_corner(target: Target, epsilon: float, seed: int = 0) -> Tensor:
     """Return the images with ε added to or subtracted from each pixel at random, in [0, 1]."""
     clean = target.clean_images()
-    noise = uniform_noise_like(clean, image_generators(seed, range(len(clean))), "corners").sign()
+    generators = seed_generator_per_image(seed, range(len(clean)))
+    noise = uniform_noise_like(clean, generators, "corners").sign()
     if getattr(getattr(target.model, "image", None), "truth", 0):
         noise[:, -1] = 0  # no pixels but the true kinds of patches
     return (clean + epsilon * noise).clamp(0, 1)
 
 
 def check_pgd_beats_fgsm(task: Task, curves: Curves, attacks: Sequence[Attack]) -> AuditLine:
-    """Return an ``AuditLine`` on whether the score under PGD is no better than under FGSM."""
     pgd = _last_row_of_kind(curves, attacks, "pgd")
     fgsm = _last_row_of_kind(curves, attacks, "fgsm")
     if pgd is None or fgsm is None:
-        return unevaluated_audit_line("pgd_beats_fgsm", f"fgsm and pgd on the task's loss {BOTH}")
+        return unevaluated_audit_line("pgd_beats_fgsm", f"fgsm and pgd {NOT_BOTH_LISTED}")
     text = (
         f"{task.score.label} {format_score(task, pgd.score)} under pgd, "
         f"{format_score(task, fgsm.score)} under fgsm, at ε = {pgd.epsilon:g}"
@@ -367,7 +366,7 @@ def check_apgd_is_as_strong(task: Task, curves: Curves, attacks: Sequence[Attack
     apgd = _last_row_of_kind(curves, attacks, "apgd")
     pgd = _last_row_of_kind(curves, attacks, "pgd")
     if apgd is None or pgd is None:
-        return unevaluated_audit_line("apgd_beats_pgd", f"apgd and pgd on the task's loss {BOTH}")
+        return unevaluated_audit_line("apgd_beats_pgd", f"apgd and pgd {NOT_BOTH_LISTED}")
     text = (
         f"mean loss {apgd.loss:.4g} under apgd, {pgd.loss:.4g} under pgd; "
         f"{task.score.label} {format_score(task, apgd.score)} under apgd, "

@@ -161,9 +161,8 @@ def find_measurement(name: str) -> type[Measurement]:
     try:
         return find_class(Measurement, name)
     except KeyError:
-        raise UserError.at(
-            "measure", found=name, allowed=", ".join(builtin_measurements())
-        ) from None
+        allowed = ", ".join(builtin_measurements())
+        raise UserError.at("measure", found=name, allowed=allowed) from None
     except ValueError as error:
         raise UserError(f"measure: {error}") from None
 
@@ -190,7 +189,7 @@ def read_result(path: str | Path, model: type[R], stage: str) -> R | Skipped:
         ) from None
 
 
-NO_TASK = Classification(classes=("", "."))  # ``Values`` needs a task; a calculation has none
+PLACEHOLDER_TASK = Classification(classes=("", "."))  # of calculations, as ``Values`` needs one
 
 
 class Calculation(Measurement):
@@ -215,7 +214,7 @@ class Calculation(Measurement):
     def collect_values(self, parts: PartStore) -> Found:
         """Return all values that ``calculate`` puts; parts: the store of finished pieces."""
         # UserError if the places of two values give the same column name.
-        out = Values(self.metrics, NO_TASK, parts)
+        out = Values(self.metrics, PLACEHOLDER_TASK, parts)
         self.calculate(out)
         result = out.found()
         places: dict[str, Value] = {}

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moecore.core.config import Config, part_classes_by_kind
-from moecore.core.files import UserError, write_checksummed
+from moecore.core.files import UserError, write_json_sha256
 from moecore.data.prepared import Split, evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, Measurement
 from moecore.measure.calibrators import temperature
@@ -27,15 +27,15 @@ from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.statistics.intervals import Interval, bootstrap_statistic
 from moecore.tasks import base, class_task
 
-FITTED = 2**14  # tokens of the validation text that the temperature is fitted to
+FIT_TOKENS = 2**14  # tokens of the validation text that the temperature is fitted to
 
 
-class FinalTokens(NamedTuple):
+class HeadInputsAndLabels(NamedTuple):
     model: LanguageTransformer
     final: Tensor  # (N, M, d), on the model's device
     labels: Tensor  # (N, M), the words after them
 
-    def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def iterate_logits_and_labels(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the logits (n, V) fp32 and labels (n,) of all tokens, in chunks."""
         # the logits of a whole text would take gigabytes
         rows = predict.logits_chunk_size(self.model.image.task.outputs, self.final.device)
@@ -48,14 +48,14 @@ class FinalTokens(NamedTuple):
     def nll_slope(self, beta: float) -> float:
         """Return the derivative of the mean NLL per word, in nats, with respect to β = 1/T."""
         total = 0.0
-        for logits, targets in self.parts():
+        for logits, targets in self.iterate_logits_and_labels():
             total += float(temperature.nll_derivative_by_row(logits, targets, beta).double().sum())
         return total / self.labels.numel()
 
-    def answers(self, *temperatures: float) -> list["TokenLossAndConfidence"]:
+    def losses_and_confidences(self, *temperatures: float) -> list["TokenLossAndConfidence"]:
         """Return, per temperature, each token's loss and confidence with logits divided by it."""
         by_temperature: list[list[tuple[Tensor, ...]]] = [[] for _ in temperatures]
-        for logits, targets in self.parts():
+        for logits, targets in self.iterate_logits_and_labels():
             for answers, value in zip(by_temperature, temperatures, strict=True):
                 log_probs = (logits / value).log_softmax(dim=1)
                 right = log_probs.gather(1, targets[:, None])[:, 0]
@@ -81,9 +81,9 @@ class TokenLossAndConfidence(NamedTuple):
     hits: Tensor  # bool, whether the most probable word is right
 
 
-def final_tokens(
+def collect_head_inputs(
     model: LanguageTransformer, split: Split, batch: int, max_tokens: int | None = None
-) -> FinalTokens:
+) -> HeadInputsAndLabels:
     """Return the inputs of the head for about ``max_tokens`` tokens of a split (None: all)."""
     blocks = None if max_tokens is None else max(1, max_tokens // split.labels.shape[1])
     indices = evenly_spaced_indices(len(split.labels), blocks)
@@ -93,13 +93,13 @@ def final_tokens(
         for tokens in predict.image_batches(np.array(split.images[indices]), batch, device):
             chunks.append(model.encode(tokens)[0].float())
     labels = torch.from_numpy(np.array(split.labels[indices])).long().to(device)
-    return FinalTokens(model, torch.cat(chunks), labels)
+    return HeadInputsAndLabels(model, torch.cat(chunks), labels)
 
 
 OnRefusal = Literal["stop", "report"]
 
 
-class RidgeSettings(Config):
+class AgeRidgeSettings(Config):
     """Settings of a baseline for ages: ridge regression on the volumes of the three tissues."""
 
     harmonise: Literal["none", "combat"] = Field(
@@ -114,7 +114,7 @@ class RidgeSettings(Config):
     )
 
     @model_validator(mode="after")
-    def _reference_of_combat(self) -> Self:
+    def _check_reference_needs_combat(self) -> Self:
         if self.reference and self.harmonise == "none":
             raise ValueError("reference: found some; allowed: 0, or harmonise: combat")
         return self
@@ -126,7 +126,7 @@ class Calibrate(Config):
     calibrator: Calibrator
     batch: int = Field(256, ge=1, description="Images per pass; results do not depend on it.")
     on_refusal: OnRefusal = Field("stop", description="No line: stop, or raw predictions.")
-    tissue_ridge: RidgeSettings | None = Field(None, description="Age from volumes; null: none.")
+    tissue_ridge: AgeRidgeSettings | None = Field(None, description="Age from volumes; null: none.")
 
 
 class CalibrationPaths(NamedTuple):
@@ -136,7 +136,7 @@ class CalibrationPaths(NamedTuple):
     out: Path  # folder that it writes
 
 
-class ModelCalibration(Measurement, ABC):
+class CalibrationMeasurementBase(Measurement, ABC):
     """Base of the stage ``calibrate``'s measurements, which fit a calibrator and write files."""
 
     settings: Calibrate
@@ -167,9 +167,8 @@ class PredictionQuality(NamedTuple):
 def check_calibrator_fits_task(settings: Calibrate, task: base.Task, phase: str) -> None:
     if task.kind in settings.calibrator.tasks:
         return
-    kinds = [
-        kind for kind, part in part_classes_by_kind(Calibrator).items() if task.kind in part.tasks
-    ]
+    parts = part_classes_by_kind(Calibrator)
+    kinds = [kind for kind, part in parts.items() if task.kind in part.tasks]
     if not kinds:
         raise UserError(
             f"calibrate: no calibrator knows the task {task.kind} of data.{phase}; allowed: phases "
@@ -181,7 +180,7 @@ def check_calibrator_fits_task(settings: Calibrate, task: base.Task, phase: str)
     )
 
 
-class ClassCalibration(ModelCalibration):
+class ClassCalibration(CalibrationMeasurementBase):
     """Calibration of classes, or of the next words of a text."""
 
     metrics = METRICS
@@ -194,7 +193,7 @@ class ClassCalibration(ModelCalibration):
         # likewise, whether the class is among the five largest.
         calibrator = self.settings.calibrator
         if subject.data.task.long and isinstance(calibrator, temperature.Temperature):
-            self._measure_words(subject, calibrator, out)
+            self._calibrate_next_words(subject, calibrator, out)
             return
         data = subject.data
         run = partial(predict.predict_in_batches, batch=self.settings.batch, routing=False)
@@ -214,17 +213,17 @@ class ClassCalibration(ModelCalibration):
         out.facts["scores"] = task.encode_scores(task.scores(before, labels))
         out.facts["top5"] = None if top5 is None else task.encode_scores(top5)
 
-    def _measure_words(
+    def _calibrate_next_words(
         self, subject: MeasuredModel, calibrator: temperature.Temperature, out: Values
     ) -> None:
         """Fit and put the same values for next words of a text; intervals are over blocks."""
         data = subject.data
         model = cast(LanguageTransformer, subject.model)
-        validation = final_tokens(model, data.validation, self.settings.batch, FITTED)
+        validation = collect_head_inputs(model, data.validation, self.settings.batch, FIT_TOKENS)
         fitted = calibrator.fit_by_derivative(validation.nll_slope, tolerance=1e-7)
         self._write_fit(fitted, out)
-        test = final_tokens(model, data.test, self.settings.batch)
-        before, after = test.answers(1.0, fitted.temperature)
+        test = collect_head_inputs(model, data.test, self.settings.batch)
+        before, after = test.losses_and_confidences(1.0, fitted.temperature)
         for when, answers in (("before", before), ("after", after)):
             nats = answers.nats.mean(dim=1)
             put_quality(quality_from_losses(data.task, nats, answers), when, out)
@@ -233,7 +232,7 @@ class ClassCalibration(ModelCalibration):
         out.facts["top5"] = None
 
     def _write_fit(self, fitted: FittedCalibrator, out: Values) -> None:
-        write_checksummed(self.files.out / "calibrator.json", fitted.model_dump(mode="json"))
+        write_json_sha256(self.files.out / "calibrator.json", fitted.model_dump(mode="json"))
         if isinstance(fitted, temperature.FittedTemperature):
             out.put("temperature", fitted.temperature)
             out.facts["at_limit"] = fitted.at_limit

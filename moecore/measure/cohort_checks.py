@@ -11,7 +11,7 @@ import torch
 from pydantic import Field, model_validator
 
 from moecore.data.sources.phantom import Phantom
-from moecore.data.volumes.volume_preparation import REGIONS
+from moecore.data.volumes.volume_preparation import TISSUES
 from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.probes import linear_probe
 from moecore.measure.probes import simulated_people as simulated
@@ -31,7 +31,7 @@ METRICS = {
     f"isolated_{name}": Metric(
         f"MAE, {name.upper()} alone", "lower", note="MAE in years on volumes with only this tissue"
     )
-    for name in REGIONS
+    for name in TISSUES
 }
 METRICS |= {
     f"probe_{name}": Metric(
@@ -41,7 +41,7 @@ METRICS |= {
         "fitted on such volumes of the training split, predicts age from the frozen model's "
         "features; a model may have large errors on such volumes although its features tell age",
     )
-    for name in REGIONS
+    for name in TISSUES
 }
 METRICS |= {
     "gm_over_csf": Metric(
@@ -166,7 +166,7 @@ def put_single_tissue_errors(subject: MeasuredModel, settings: CohortChecks, out
     for name, alone in errors.items():
         out.put(f"isolated_{name}", alone.raw)
         out.put(f"probe_{name}", alone.probe)
-    differences = linear_probe.tissue_probe_error_steps(errors, out.people)
+    differences = linear_probe.probe_error_gaps_between_tissues(errors, out.people)
     for (more, less), difference in differences.items():
         out.put(f"{more}_over_{less}", difference)
     if not errors:
@@ -200,9 +200,8 @@ def put_rescans(
             part.put("rescan", simulated.mean_session_gap_change(*settled))
             return
         ages = np.linspace(settings.ages[0], settings.ages[-1], settings.rescans)
-        same, other = simulated.measure_simulated_rescans(
-            subject.model, people, ages, settings.batch
-        )
+        unseen = (subject.model, people, ages, settings.batch)
+        same, other = simulated.measure_simulated_rescans(*unseen)
         part.put("rescan", same)
         part.put("rescan_other_site", other)
 
@@ -253,8 +252,6 @@ def put_agreements(experts: simulated.RegionGeneralisation, out: Values) -> None
             out.put("expert_correlation", correlation, volumes=name, tissue=tissue)
 
 
-def put_agreement(
-    name: str, agreement: simulated.TissueAgreement, out: Values, **at: Place
-) -> None:
-    for number, value in agreement._asdict().items():
+def put_agreement(name: str, measured: simulated.TissueAgreement, out: Values, **at: Place) -> None:
+    for number, value in measured._asdict().items():
         out.put(f"{name}_{number}", value, **at)

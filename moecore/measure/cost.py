@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, Measurement
-from moecore.measure.routing_metrics.alternative_choices import copy_with_k
+from moecore.measure.routing_metrics.changed_choices import copy_with_k
 from moecore.measure.values import Metric, OnPage, Values
-from moecore.nn.backbones.base_model import parameter_counts
+from moecore.nn.backbones.base_model import count_total_and_active_parameters
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import register_flop_formulas
 from moecore.nn.layers.moe import MoEFeedForward
@@ -90,7 +90,7 @@ def whole_and_routing_flops(model: nn.Module, images: Tensor) -> WholeAndRouting
         eval_mode(model),
         torch.no_grad(),
         counter,
-        record_calls(model, counter.get_total_flops) as spans,
+        record_moe_and_teacher_calls(model, counter.get_total_flops) as spans,
     ):
         model(images)
     # of experts on CPU: subtracted, so that the count does not depend on the machine
@@ -110,7 +110,7 @@ def pass_and_routing_times(
         for number in range(WARM_UP + rounds):
             pixels = images(number)
             clock.wait()
-            with record_calls(model, clock.mark) as spans:
+            with record_moe_and_teacher_calls(model, clock.mark) as spans:
                 start = clock.mark()
                 model(pixels)
                 end = clock.mark()
@@ -150,7 +150,9 @@ def sum_routing_cost(spans: list[ForwardPassSegment], length: Callable[[Any, Any
 
 
 @contextmanager
-def record_calls(model: nn.Module, mark: Callable[[], Any]) -> Iterator[list[ForwardPassSegment]]:
+def record_moe_and_teacher_calls(
+    model: nn.Module, mark: Callable[[], Any]
+) -> Iterator[list[ForwardPassSegment]]:
     """Record calls of MoE layers, experts and teacher in the list; mark: time or FLOPs so far."""
     spans: list[ForwardPassSegment] = []
     with ExitStack() as stack:
@@ -171,7 +173,7 @@ def record_calls(model: nn.Module, mark: Callable[[], Any]) -> Iterator[list[For
             padding: dict[str, float] = {}
 
             def store_padding(router: nn.Module, inputs: tuple, output: tuple) -> None:
-                padding["share"] = padding_share(layer.plan_networks(output[0]))
+                padding["share"] = padding_share(layer.plan_without_zero_computation(output[0]))
 
             stack.callback(layer.router.register_forward_hook(store_padding).remove)
             record(layer, "layer", {})
@@ -196,7 +198,7 @@ def padding_share(plan: Any) -> float:
     return 0.0
 
 
-NUMBERS_OF_EXPERTS = (1, 2, 3, 4, 6)  # per token: the k that are timed in ERMoE's table S5
+TIMED_EXPERTS_PER_TOKEN = (1, 2, 3, 4, 6)  # per token: the k that are timed in ERMoE's table S5
 # Timings have no better direction: they are of this machine, and differ from run to run.
 METRICS = {
     "gflops": Metric(
@@ -212,9 +214,7 @@ METRICS = {
     "routing_share": Metric("Routing's share", form="share", note="of the time of one image"),
     "routing_batch_share": Metric("Routing's share, batch", form="share", note="of a batch's time"),
 }
-METRICS = {
-    name: metric._replace(paper="cost", limits="quartiles") for name, metric in METRICS.items()
-}
+METRICS = {name: row._replace(paper="cost", limits="quartiles") for name, row in METRICS.items()}
 METRICS["batch_ms"] = Metric("")  # also with other numbers of experts per token
 
 
@@ -249,12 +249,12 @@ class Cost(Measurement):
         out.put("routing_ms", quartiles_in_ms([cost.routing for cost in single_passes]).value)
         out.put("routing_share", routing_time_share(single_passes))
         out.put("routing_batch_share", routing_time_share(batch_passes))
-        for k in NUMBERS_OF_EXPERTS if subject.model.moe is not None else ():
+        for k in TIMED_EXPERTS_PER_TOKEN if subject.model.moe is not None else ():
             model = copy_with_k(subject.model, k)  # None: a router without k, or too few experts
             if model is not None:
                 times = quartiles_in_ms(forward_pass_times(model, batches, self.rounds))
                 out.put("batch_ms", times, k=model.experts_and_router.experts.scale_k(k))
-        out.facts |= parameter_counts(subject.model)
+        out.facts |= count_total_and_active_parameters(subject.model)
         out.facts["memory_counted_as"] = method
         out.facts["device"] = runtime.device_name(subject.device)
         out.facts["threads"] = torch.get_num_threads()

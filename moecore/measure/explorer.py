@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 
 from moecore.attacks import base, pgd
-from moecore.attacks.attack_setup import Target
+from moecore.attacks.attack_target import Target
 from moecore.core.arrays_as_text import encode_concatenated_arrays
 from moecore.core.config import Config, Misfits, Surroundings
 from moecore.core.routing_records import TokenLayout
@@ -17,10 +17,10 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary
 from moecore.measure import perturbations
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
-from moecore.measure.routing_metrics import epoch_routing, expert_gallery, two_view_agreement
+from moecore.measure.routing_metrics import epoch_routing, expert_profiles, two_view_agreement
 from moecore.measure.values import OnPage, Values
+from moecore.nn import encoded_routing
 from moecore.nn.backbones.base_model import Model, majority_token_kinds
-from moecore.nn.encoded_routing import EncodedRouting, encode_routing, finest_layout
 from moecore.nn.predict import predict_in_batches
 from moecore.tasks.base import Task
 
@@ -39,9 +39,9 @@ class Explorer(Measurement):
     images: int = Field(
         24,
         ge=1,
-        le=epoch_routing.IMAGES,
+        le=epoch_routing.MAX_IMAGES,
         description="Test images, evenly spread over the split, the same for every method; at most "
-        f"{epoch_routing.VOLUMES} volumes.",
+        f"{epoch_routing.MAX_VOLUMES} volumes.",
     )
     gallery: int | None = Field(400, ge=1, description="Images of favourite patches; null: all.")
     epsilons: tuple[Positive, ...] = Field(
@@ -67,7 +67,7 @@ class Explorer(Measurement):
         if model.image.task.long:
             return explore_text(subject, self)
         data = subject.data
-        layout = finest_layout(model.layouts)
+        layout = encoded_routing.finest_layout(model.layouts)
         places = epoch_routing.explorer_image_indices(data, self.images)
         images = np.array(data.test.images[places])
         labels = model.targets(torch.from_numpy(np.array(data.test.labels[places])))
@@ -94,8 +94,8 @@ class Explorer(Measurement):
 
         def experts() -> ExplorerPart:
             chosen = evenly_spaced_indices(len(data.test.images), self.gallery)
-            gallery = expert_gallery.GalleryImages(chosen, data.test, data.task, channels)
-            layers = expert_gallery.expert_galleries_by_layer(model, gallery, FAVOURITES)
+            gallery = expert_profiles.GalleryImages(chosen, data.test, data.task, channels)
+            layers = expert_profiles.expert_galleries_by_layer(model, gallery, FAVOURITES)
             return ExplorerPart(layers=layers)
 
         variants = [
@@ -118,9 +118,9 @@ class ShownVariant(Config):
 
     kind: perturbations.Kind
     label: str
-    picture: expert_gallery.EncodedImages | None  # None for changed volumes
+    picture: expert_profiles.EncodedImages | None  # None for changed volumes
     origins: str | None  # packed uint16 (N, P): patch of the clean image, 65535 for none
-    trace: EncodedRouting
+    trace: encoded_routing.EncodedPredictionsAndRouting
 
 
 # T tokens: ``special`` ones first, then a ``grid`` of patches with the last axis fastest: two axes
@@ -134,7 +134,7 @@ class ExplorerData(Config):
     labels: tuple[tuple[float, ...], ...]  # their classes, or the real target
     words: tuple[tuple[str, ...], ...] | None = None  # (N, T), for text
     kinds: str | None = None  # packed uint8 (N, T): true kind of each token, 0 if unknown
-    layers: tuple[expert_gallery.LayerGallery, ...]
+    layers: tuple[expert_profiles.LayerGallery, ...]
     shown: tuple[ShownVariant, ...]  # clean first
 
 
@@ -142,20 +142,21 @@ class ExplorerPart(Config):
     """Stored part of ``ExplorerData``: images under one kind of perturbation, or galleries."""
 
     shown: tuple[ShownVariant, ...] = ()
-    layers: tuple[expert_gallery.LayerGallery, ...] = ()
+    layers: tuple[expert_profiles.LayerGallery, ...] = ()
 
 
 def explore_text(subject: MeasuredModel, settings: Explorer) -> ExplorerData:
     model, data = subject.model, subject.data
-    layout = finest_layout(model.layouts)
+    layout = encoded_routing.finest_layout(model.layouts)
     places = epoch_routing.explorer_image_indices(data, settings.images)
     chosen = evenly_spaced_indices(len(data.test.images), settings.gallery)
     blocks = np.array(data.test.images[places])
     gallery = np.array(data.test.images[chosen])
     vocabulary = read_vocabulary(data.folder, model.image.task.outputs)
-    numbers = expert_gallery.last_block_words(blocks, bool(model.image.truth))
+    numbers = expert_profiles.last_block_words(blocks, bool(model.image.truth))
     _, records = predict_in_batches(model, blocks, BATCH, prediction=False)
-    trace = encode_routing(torch.zeros(len(blocks), 0), records, data.task, model.layouts)
+    shown = (torch.zeros(len(blocks), 0), records, data.task, model.layouts)
+    trace = encoded_routing.encode_predictions_and_routing(*shown)
     return ExplorerData(
         special=layout.special,
         grid=layout.grid,
@@ -163,7 +164,7 @@ def explore_text(subject: MeasuredModel, settings: Explorer) -> ExplorerData:
         labels=[[] for _ in places],
         words=[[vocabulary[number] for number in row] for row in numbers],
         kinds=encode_token_kinds(torch.from_numpy(blocks), layout) if model.image.truth else None,
-        layers=expert_gallery.word_galleries_by_layer(model, gallery, vocabulary),
+        layers=expert_profiles.word_galleries_by_layer(model, gallery, vocabulary),
         shown=[ShownVariant(kind="clean", label="clean", picture=None, origins=None, trace=trace)],
     )
 
@@ -175,13 +176,15 @@ def trace_variant(model: Model, task: Task, variant: perturbations.PerturbedImag
     if variant.origins is not None:
         places = encode_concatenated_arrays(variant.origins.numpy().astype(np.uint16))
     if variant.pixels.ndim == 4 or variant.kind == "clean":
-        picture = expert_gallery.encode_thumbnails(variant.pixels[:, : model.image.channels])
+        picture = expert_profiles.encode_thumbnails(variant.pixels[:, : model.image.channels])
     return ShownVariant(
         kind=variant.kind,
         label=variant.label,
         picture=picture,
         origins=places,
-        trace=encode_routing(prediction, records, task, model.layouts),
+        trace=encoded_routing.encode_predictions_and_routing(
+            prediction, records, task, model.layouts
+        ),
     )
 
 

@@ -84,13 +84,11 @@ class Invariance(Measurement):
             affines = draw_affines(name, len(images), images.shape[-2:], SEED)
             moved = transform_images(images, affines, self.batch)
             _, records = predict_in_batches(subject.model, moved, self.batch)
-            lengths = layer_metrics.imed_by_image(
-                probs_by_layer(clean), probs_by_layer(records)
-            ).numpy()
+            before, after = probs_by_layer(clean), probs_by_layer(records)
+            lengths = layer_metrics.imed_by_image(before, after).numpy()
             out.put("imed", lengths, transform=name)
             if between is not None:
-                share = normalise_imed(lengths, between)
-                out.put("imed_normalised", share, transform=name)
+                out.put("imed_normalised", normalise_imed(lengths, between), transform=name)
             same = [float(layer.mean()) for layer in layer_metrics.expert_agreement(clean, records)]
             out.put("agreement_transformed", sum(same) / len(same), transform=name)
 
@@ -171,10 +169,8 @@ def draw_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Ten
 
     turn = within(settings.degrees).deg2rad()
     shear = within(settings.shear).deg2rad().tan()
-    right, down = (
-        within(share * side).round()
-        for share, side in zip(settings.translate, size[::-1], strict=True)
-    )
+    axes = zip(settings.translate, size[::-1], strict=True)
+    right, down = (within(share * side).round() for share, side in axes)
     scaling = warping.scaling_affines(settings.scale, settings.scale, count)
     linear = warping.rotation_affines(turn) @ scaling @ warping.shearing_affines(0, shear, count)
     return warping.recentre_affines(warping.translation_affines(down, right, count) @ linear, *size)

@@ -66,9 +66,8 @@ def put_lemma(
     # a violation would be an error of the code
     out.put("lemma1_violations", sum(int(layer.violated.sum()) for layer in terms))
     out.put("lemma1_router_share", sum(shares) / len(shares))
-    out.facts["lemma_terms"] = [
-        {name: getattr(layer, name) for name in ("bound", "jacobian", "router")} for layer in terms
-    ]
+    names = ("bound", "jacobian", "router")
+    out.facts["lemma_terms"] = [{name: getattr(layer, name) for name in names} for layer in terms]
 
 
 def why_lemma_undefined(model: Model) -> str | None:
@@ -110,11 +109,11 @@ def sample_layer_inputs(
         ]
     samples = []
     for layer in zip(*encoded, strict=True):
-        sample_layer_inputs = torch.cat(layer).flatten(0, 1)
+        layer_inputs = torch.cat(layer).flatten(0, 1)
         # Layers with equally many tokens get the same positions.
         generator = np.random.default_rng(derived_seed("measured_tokens", seed))
-        places = np.sort(generator.permutation(len(sample_layer_inputs))[:tokens])
-        samples.append(sample_layer_inputs[torch.from_numpy(places).to(sample_layer_inputs.device)])
+        places = np.sort(generator.permutation(len(layer_inputs))[:tokens])
+        samples.append(layer_inputs[torch.from_numpy(places).to(layer_inputs.device)])
     return samples
 
 
@@ -153,9 +152,8 @@ def find_slopes(
     device = model_device(exact)
     chunks = []
     with eval_mode(exact), torch.autocast(device.type, enabled=False):
-        for pixels, targets in zip(
-            image_batches(images, batch, device), labels.split(batch), strict=True
-        ):
+        batches = image_batches(images, batch, device)
+        for pixels, targets in zip(batches, labels.split(batch), strict=True):
             pixels = pixels.double()
             jacobians = lipschitz_lemma.row_jacobians(lambda rows: exact(rows).prediction, pixels)
             local, direction = top_singular_pair(jacobians)
@@ -296,9 +294,8 @@ class Lipschitz(Measurement):
         labels = torch.from_numpy(test.labels[indices])
 
         def compute_slopes(part: Values) -> None:
-            put_lipschitz_slopes(
-                find_slopes(model, images, labels, BATCH, RADIUS, STEPS, HALVINGS), part
-            )
+            slopes = find_slopes(model, images, labels, BATCH, RADIUS, STEPS, HALVINGS)
+            put_lipschitz_slopes(slopes, part)
 
         out.piece("slopes", compute_slopes)
         lemma = (subject, images, self.lemma_tokens, BATCH, SEED)

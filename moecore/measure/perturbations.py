@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.attacks import attack_setup, base
+from moecore.attacks import attack_target, base
 from moecore.core.routing_records import TokenLayout
 from moecore.data.corruptions import standard_normal_noise
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views
@@ -41,7 +41,7 @@ def iterate_noisy_images(
 
 
 def iterate_attacked_images(
-    target: attack_setup.Target, attack: base.Attack, epsilons: Sequence[float]
+    target: attack_target.Target, attack: base.Attack, epsilons: Sequence[float]
 ) -> Iterator[PerturbedImages]:
     """Yield the attacked images at each epsilon, every attack started from the clean images."""
     for epsilon in attack.radii(epsilons):

@@ -44,7 +44,7 @@ class Baselines(MeasuredPart):
     )
 
 
-class PixelValues(NamedTuple):
+class PixelsAndLabels(NamedTuple):
     values: np.ndarray  # float32 (N, P), from 0 to 1
     labels: np.ndarray  # (N,), the classes
     shape: tuple[int, int, int]  # channels, height and width of the P values
@@ -103,7 +103,7 @@ def measure_baselines(
     return out.found()
 
 
-def read_pixel_values(split: Split, rows: np.ndarray, channels: int, limit: int) -> PixelValues:
+def read_pixel_values(split: Split, rows: np.ndarray, channels: int, limit: int) -> PixelsAndLabels:
     """Read the images ``rows`` of a split, shrunk to at most ``limit`` pixel values each."""
     height, width = split.images.shape[-2:]
     shrink = min(1.0, math.sqrt(limit / (channels * height * width)))
@@ -115,11 +115,11 @@ def read_pixel_values(split: Split, rows: np.ndarray, channels: int, limit: int)
         if size != (height, width):
             pixels = adaptive_avg_pool2d(pixels, size)
         values[start : start + CHUNK] = pixels.flatten(1).numpy()
-    return PixelValues(values, np.array(split.labels)[rows], (channels, *size))
+    return PixelsAndLabels(values, np.array(split.labels)[rows], (channels, *size))
 
 
 def fit_logistic_regression(
-    train: PixelValues, validation: PixelValues, penalties: tuple[float, ...]
+    train: PixelsAndLabels, validation: PixelsAndLabels, penalties: tuple[float, ...]
 ) -> tuple[Any, float]:
     """Return the classifier and the penalty with the best validation score; in a tie the larger.
 
@@ -145,7 +145,7 @@ def fit_logistic_regression(
 class SmallCnn:
     """Two 3×3 convolutions with pooling, and two linear layers, trained with AdamW on the CPU."""
 
-    def __init__(self, train: PixelValues, classes: int, seed: int) -> None:
+    def __init__(self, train: PixelsAndLabels, classes: int, seed: int) -> None:
         """Train for CNN_EPOCHS; weights and the order of the images are drawn by ``seed``."""
         self.shape = train.shape
         channels, height, width = train.shape
@@ -160,7 +160,7 @@ class SmallCnn:
             self.network = nn.Sequential(*layers, nn.Linear(128, classes))
             self._fit(train)
 
-    def _fit(self, train: PixelValues) -> None:
+    def _fit(self, train: PixelsAndLabels) -> None:
         images = torch.from_numpy(train.values).unflatten(1, self.shape)
         labels = torch.from_numpy(train.labels).long()
         optimizer = torch.optim.AdamW(self.network.parameters(), lr=CNN_RATE)
@@ -179,6 +179,6 @@ class SmallCnn:
         return torch.cat([self.network(part).argmax(1) for part in images.split(CHUNK)]).numpy()
 
 
-def _put_hits(out: Values, name: str, classifier: Any, test: PixelValues) -> None:
+def _put_hits(out: Values, name: str, classifier: Any, test: PixelsAndLabels) -> None:
     hits = classifier.predict(test.values) == test.labels
     out.put("baseline", hits.astype(np.float64), classifier=name)

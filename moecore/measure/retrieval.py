@@ -12,16 +12,16 @@ from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import Tokenizer, load_tokenizer
 from moecore.measure.base import MeasuredModel, Measurement
-from moecore.measure.routing_metrics import expert_gallery, layer_metrics
+from moecore.measure.routing_metrics import expert_profiles, layer_metrics
 from moecore.measure.values import Metric, OnPage, Place, Values
-from moecore.nn.backbones.two_towers import TEXTS
+from moecore.nn.backbones.two_towers import CAPTIONS_PER_PASS
 from moecore.nn.predict import concat_records, eval_mode, predict_in_batches
 from moecore.statistics.intervals import squared_cv
 from moecore.tasks import image_text
 
 PICTURES = 4  # images on a page, evenly spread
 WORDS = 60  # the most frequent words on a page
-ONE = torch.tensor([1])  # number of right images for a caption
+ONE_RIGHT_IMAGE = torch.tensor([1])  # number of right images for a caption
 Read = tuple[tuple[str, int], ...]  # words and their first expert, −1 for none
 METRICS = {
     "text_to_image": Metric(
@@ -91,7 +91,7 @@ class Retrieval(Measurement):
         captions = int(by_image.sum())
         at = tuple(sorted(set(self.at)))
         hits = image_text.text_to_image_recall(sides, texts, at)
-        put_recall("text_to_image", hits, at, len(labels), ONE, out)
+        put_recall("text_to_image", hits, at, len(labels), ONE_RIGHT_IMAGE, out)
         hits = image_text.image_to_text_recall(sides, texts, at)
         put_recall("image_to_text", hits, at, captions, by_image, out)
         out.facts |= {"images": len(labels), "captions": captions}
@@ -103,7 +103,7 @@ class Retrieval(Measurement):
 def caption_overlays(subject: MeasuredModel, images: np.ndarray, labels: Tensor) -> dict[str, Any]:
     """Return the experts of the patches and caption words of a few images, for pictures."""
     indices = evenly_spaced_indices(len(images), PICTURES)
-    towers = expert_gallery.find_two_towers(subject.model)
+    towers = expert_profiles.find_two_towers(subject.model)
     if towers is None:
         return {}
     few = images[indices]
@@ -112,7 +112,7 @@ def caption_overlays(subject: MeasuredModel, images: np.ndarray, labels: Tensor)
         _, records = predict_in_batches(subject.model, few, prediction=False)
     tokenizer = load_tokenizer(subject.data.folder, towers.text.task)
     tokens = labels[indices, 0]
-    read = expert_gallery.words_with_experts(towers, tokens, tokenizer, max_experts=1)
+    read = expert_profiles.words_with_experts(towers, tokens, tokenizer, max_experts=1)
     if towers.config.text.moe is None:
         masks = towers.text.caption_mask(tokens)
         read = [
@@ -123,7 +123,7 @@ def caption_overlays(subject: MeasuredModel, images: np.ndarray, labels: Tensor)
         [[(word, ranked[0] if ranked else -1) for word, ranked in layer] for layer in caption]
         for caption in read
     ]
-    return {"overlays": expert_gallery.encode_expert_overlays(few, records), "captions_read": best}
+    return {"overlays": expert_profiles.encode_expert_overlays(few, records), "captions_read": best}
 
 
 def put_recall(
@@ -141,17 +141,17 @@ def put_recall(
 
 def put_caption_routing(subject: MeasuredModel, labels: Tensor, out: Values) -> None:
     """Put load CV², entropy and same-expert rate of captions, mean over the text tower's layers."""
-    model = expert_gallery.find_two_towers(subject.model)
+    model = expert_profiles.find_two_towers(subject.model)
     assert model is not None
     out.facts["layers"] = []
     if model.config.text.moe is None:
         return
     captions = labels.flatten(0, 1)
-    captions = captions[captions[:, 0] != image_text.NONE]
+    captions = captions[captions[:, 0] != image_text.NO_CAPTION]
     tokens_first = lambda field: field.cpu().transpose(0, 1)  # (1, n, E) → (n, 1, E)
     records, word_parts = [], []
     with eval_mode(model), torch.no_grad():
-        for part in captions.split(TEXTS):
+        for part in captions.split(CAPTIONS_PER_PASS):
             part = part.to(subject.device)
             _, batch_records = model.text(part)
             records.append(tuple(record.map_tensors(tokens_first) for record in batch_records))
@@ -160,8 +160,8 @@ def put_caption_routing(subject: MeasuredModel, labels: Tensor, out: Values) -> 
     tokenizer = load_tokenizer(subject.data.folder, model.text.task)
     by_name: dict[str, list[float]] = {}
     for record in concat_records(records):
-        numbers, list_frequent_words = summarize_caption_routing(record, tokens, tokenizer)
-        out.facts["layers"].append(list_frequent_words)
+        numbers, frequent_words = summarize_caption_routing(record, tokens, tokenizer)
+        out.facts["layers"].append(frequent_words)
         for name, number in numbers.items():
             by_name.setdefault(name, []).append(number)
     for name, numbers in by_name.items():
@@ -190,8 +190,7 @@ def summarize_caption_routing(
     rows = []
     for word in (word for word in shown if counts[word]):
         experts = [round(value, 4) for value in (table[word] / counts[word]).tolist()]
-        row = {"word": tokenizer.word(word), "count": int(counts[word]), "experts": experts}
-        rows.append(row)
+        rows.append({"word": tokenizer.word(word), "count": int(counts[word]), "experts": experts})
     return numbers, rows
 
 

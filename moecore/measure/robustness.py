@@ -9,11 +9,11 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from moecore.attacks.attack_setup import Precision, Target, draw_image_indices
+from moecore.attacks.attack_target import Precision, Target, draw_image_indices
 from moecore.attacks.base import Attack
 from moecore.attacks.surrogate import RouterAttacks
 from moecore.core.config import Misfits, Surroundings
-from moecore.core.files import UserError, describe_refusal
+from moecore.core.files import UserError, format_found_and_allowed
 from moecore.core.routing_records import RoutingRecord
 from moecore.core.safetensors_files import read_tensors
 from moecore.measure import attack_audit
@@ -26,12 +26,12 @@ from moecore.tasks.base import Task
 
 PICTURES = 3  # attacked images shown, under the strongest attack
 CHANGES = ("routing_change", "processing_change")
-ROUTERS = "router_attacks"  # place "attack" of the worst score under all attacks on the routers
+ROUTER_ATTACKS_PLACE = "router_attacks"  # of the worst score under all attacks on the routers
 TRANSFERS = ("transfer-dense", "transfer-seed")  # images attacked on another model
-TRANSFERRED = "images.safetensors"  # file of transferred images (N, C, H, W), by epsilon
-MEAN = "{} epsilons"  # place "epsilon" of the mean over this number of epsilons
+TRANSFERRED_IMAGES_FILE = "images.safetensors"  # (N, C, H, W), by epsilon
+MEAN_PLACE = "{} epsilons"  # place "epsilon" of the mean over this number of epsilons
 Epsilon = Annotated[float, Field(ge=0, le=1)]
-ATTACKED = Metric(
+ATTACKED_SCORE_METRIC = Metric(
     "{title}, ε\u00a0=\u00a0{epsilon}",  # never broken into two lines
     SCORE,
     SCORE,
@@ -41,12 +41,14 @@ ATTACKED = Metric(
     name="{score}_{attack}",
     items="hits",
 )
-AT = ATTACKED._replace(last="", name="{score}_{attack}_{at}", items="exact", limits="", detail=True)
+SCORE_AT_EPSILON_METRIC = ATTACKED_SCORE_METRIC._replace(
+    last="", name="{score}_{attack}_{at}", items="exact", limits="", detail=True
+)
 METRICS = {
-    "attacked": ATTACKED,
-    "worst": ATTACKED._replace(over=("epsilon",)),
-    "attacked_at": AT,
-    "worst_at": AT._replace(over=("epsilon",)),
+    "attacked": ATTACKED_SCORE_METRIC,
+    "worst": ATTACKED_SCORE_METRIC._replace(over=("epsilon",)),
+    "attacked_at": SCORE_AT_EPSILON_METRIC,
+    "worst_at": SCORE_AT_EPSILON_METRIC._replace(over=("epsilon",)),
     "routing_change": Metric(
         "Routing change, {title}, ε\u00a0=\u00a0{epsilon}",
         "lower",
@@ -119,15 +121,17 @@ class Robustness(Measurement):
     def misfits(self, around: Surroundings) -> Misfits:
         if around.is_text:
             section = f"a section, but {around.data} is text"
-            yield (), describe_refusal(found=section, allowed="leave it out")
+            yield (), format_found_and_allowed(found=section, allowed="leave it out")
         if not any(self.epsilons):
-            yield ("epsilons",), describe_refusal(found="only 0", allowed="at least one above 0")
+            allowed = "at least one above 0"
+            yield ("epsilons",), format_found_and_allowed(found="only 0", allowed=allowed)
         if self.survivors and (reason := around.lacks("share")):
-            yield ("survivors",), describe_refusal(found=f"true, but {reason}", allowed="false")
+            found = f"true, but {reason}"
+            yield ("survivors",), format_found_and_allowed(found=found, allowed="false")
 
     @field_validator("attacks")
     @classmethod
-    def _named_apart(cls, attacks: tuple[Attack, ...]) -> tuple[Attack, ...]:
+    def _check_distinct_names(cls, attacks: tuple[Attack, ...]) -> tuple[Attack, ...]:
         if len({attack.name for attack in attacks}) < len(attacks):
             raise ValueError("the same attack is listed twice")
         return attacks
@@ -135,21 +139,21 @@ class Robustness(Measurement):
     @property
     def pieces(self) -> int:
         """Return the number of stored steps (attack at an epsilon, audit) if none is skipped."""
-        attacks = [*self.single_attacks.values(), *[None] * len(self.transferred_names)]
+        attacks = [*self.attacks_by_name.values(), *[None] * len(self.transferred_names)]
         radii = [self.epsilons if each is None else each.radii(self.epsilons) for each in attacks]
         return 1 + sum(len({0.0, *each}) for each in radii)
 
     @property
-    def router_parts(self) -> tuple[Attack, ...]:
+    def attacks_on_routers(self) -> tuple[Attack, ...]:
         """Attacks on the routers; () if ``routers`` is None."""
         if self.routers is None:
             return ()
         return self.routers.parts
 
     @property
-    def single_attacks(self) -> dict[str, Attack]:
+    def attacks_by_name(self) -> dict[str, Attack]:
         """Name → attack, for all attacks that run on the measured model, also on its routers."""
-        return {attack.name: attack for attack in (*self.attacks, *self.router_parts)}
+        return {attack.name: attack for attack in (*self.attacks, *self.attacks_on_routers)}
 
     @property
     def transferred_names(self) -> tuple[str, ...]:
@@ -160,11 +164,11 @@ class Robustness(Measurement):
 
     def places(self) -> dict[str, Iterable[Place]]:
         radii = [epsilon for epsilon in self.epsilons if epsilon]
-        mean = MEAN.format(len(set(radii)))
+        mean = MEAN_PLACE.format(len(set(radii)))
         radii += [radius for attack in self.attacks for radius in attack.radii(())]
         names = [*self.transferred_names, *(attack.name for attack in self.attacks)]
         if self.routers is not None:
-            names.append(ROUTERS)
+            names.append(ROUTER_ATTACKS_PLACE)
         return {"attack": names, "epsilon": [*radii, mean]}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
@@ -181,8 +185,8 @@ class Robustness(Measurement):
         # Epsilon 0 checks that the model is deterministic, and is the start of the curves.
         epsilons = sorted({0.0, *self.epsilons})
         curves: dict[str, attack_audit.Curve] = {}
-        parts = {part.name: ROUTERS for part in self.router_parts}
-        for name, attack in self.single_attacks.items():
+        parts = {part.name: ROUTER_ATTACKS_PLACE for part in self.attacks_on_routers}
+        for name, attack in self.attacks_by_name.items():
             if reason := attack.does_not_apply(target.model, task):
                 out.skipped.append(f"{parts.get(name, name)}: {reason}")
                 continue
@@ -193,11 +197,11 @@ class Robustness(Measurement):
             if name not in subject.transferred:
                 out.skipped.append(f"{name}: the stage transferred attacked no such model")
                 continue
-            tensors, _ = read_tensors(subject.transferred[name] / TRANSFERRED)
+            tensors, _ = read_tensors(subject.transferred[name] / TRANSFERRED_IMAGES_FILE)
             source = TransferredImages(name, tensors)
             curves[name] = measure_curve(source, target, clean, epsilons, out)
         # Comparisons of attacks leave out attacks that have a radius of their own.
-        compared = [attack for attack in self.single_attacks.values() if not attack.radii(())]
+        compared = [attack for attack in self.attacks_by_name.values() if not attack.radii(())]
         separate = {attack.name for attack in self.attacks if attack.radii(())}
         shared = {name: curve for name, curve in curves.items() if name not in separate}
 
@@ -212,7 +216,7 @@ class Robustness(Measurement):
             put_scores("attacked", curves.get(name, ()), images, out, attack=name)
             put_changes(curves.get(name, ()), out, name)
         put_router_attacks({name: curves[name] for name in parts if name in curves}, images, out)
-        worst = attack_audit.worst_case(shared, task, images, target.people)
+        worst = attack_audit.worst_score_over_attacks(shared, task, images, target.people)
         put_scores("worst", worst, images, out)
         shown = attack_audit.worst_attack_gallery(target, compared, PICTURES, shared)
         out.facts |= {"images": images, "task": task, "attacked": shown}
@@ -268,8 +272,8 @@ def measure_curve(
 
 def put_router_attacks(curves: attack_audit.Curves, images: int, out: Values) -> None:
     """Put each image's worst score under attacks on routers, and each attack's as ``part``."""
-    worst = attack_audit.worst_case(curves, out.task, images, out.people)
-    put_scores("attacked", worst, images, out, attack=ROUTERS)
+    worst = attack_audit.worst_score_over_attacks(curves, out.task, images, out.people)
+    put_scores("attacked", worst, images, out, attack=ROUTER_ATTACKS_PLACE)
     for name, rows in curves.items():
         for row in rows:
             out.put("part", Interval(row.score, row.low, row.high), part=name, epsilon=row.epsilon)
@@ -285,14 +289,13 @@ def put_scores(
     """Put ``{key}`` at each epsilon, and ``{key}_at`` at each epsilon above 0 and as their mean."""
     scores_by_row = [out.task.decode_scores(row.scores, images).double().numpy() for row in rows]
     for row, scores in zip(rows, scores_by_row, strict=True):
-        interval = Interval(row.score, row.low, row.high)
-        out.put(key, scores, interval, **attack, epsilon=row.epsilon)
+        out.put(key, scores, Interval(row.score, row.low, row.high), **attack, epsilon=row.epsilon)
     for row, scores in zip(rows[1:], scores_by_row[1:], strict=True):
         out.put(f"{key}_at", scores, Interval(row.score), **attack, epsilon=row.epsilon)
     if rows[1:]:
         mean = Interval(float(np.mean([row.score for row in rows[1:]])))
         scores = np.mean(scores_by_row[1:], axis=0)
-        out.put(f"{key}_at", scores, mean, **attack, epsilon=MEAN.format(len(rows) - 1))
+        out.put(f"{key}_at", scores, mean, **attack, epsilon=MEAN_PLACE.format(len(rows) - 1))
 
 
 def put_changes(rows: Sequence[AttackRow], out: Values, attack: str) -> None:
@@ -303,8 +306,7 @@ def put_changes(rows: Sequence[AttackRow], out: Values, attack: str) -> None:
         for key in CHANGES:
             layers: tuple[float, ...] = getattr(row, key)
             if layers:
-                mean = Interval(sum(layers) / len(layers))
-                out.put(key, np.array(row.items[key]), mean, **at)
+                out.put(key, np.array(row.items[key]), Interval(sum(layers) / len(layers)), **at)
             for layer, change in enumerate(layers, 1):
                 out.put(f"{key}_layer", change, attack=attack, layer=layer, epsilon=row.epsilon)
 

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.routing_metrics import alternative_choices, epoch_routing
+from moecore.measure.routing_metrics import changed_choices, epoch_routing
 from moecore.measure.values import Chart, Metric, OnPage, Values
+from moecore.nn import predict
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.encoded_routing import coarse_patch_indices, finest_layout
-from moecore.nn.predict import VOXELS, coupled_image_count, image_batches, model_device, read_block
 from moecore.statistics.comparisons import linearize_ratio
 from moecore.statistics.intervals import People, every_second_mask
 from moecore.tasks.base import Task
@@ -35,28 +35,28 @@ from moecore.tasks.regression import Regression
 
 # Units of losses that are not in nats.
 UNITS: dict[type[Task], str] = {NextToken: "nats per word", Regression: "deviations"}
-OF_ONE_TOKEN = "one token of one layer changes its experts; mean over tokens and layers"
+ONE_TOKEN_NOTE = "one token of one layer changes its experts; mean over tokens and layers"
 METRICS = {
     "router_regret": Metric(
         "Router regret",
         "lower",
         note="loss − smallest loss under any set of as many experts, which uses the label; "
-        + OF_ONE_TOKEN,
+        + ONE_TOKEN_NOTE,
         signed=True,
     ),
     "router_regret_normalised": Metric(
         "Router regret, normalised",
         "lower",
-        note=f"regret / regret of a random set: 0 the best set, 1 chance; {OF_ONE_TOKEN}",
+        note=f"regret / regret of a random set: 0 the best set, 1 chance; {ONE_TOKEN_NOTE}",
         signed=True,
     ),
     "better_sets": Metric(
-        "Better sets", "lower", "share", f"sets with a smaller loss; {OF_ONE_TOKEN}", signed=True
+        "Better sets", "lower", "share", f"sets with a smaller loss; {ONE_TOKEN_NOTE}", signed=True
     ),
     "fixed_set_gain": Metric(
         "Gain of one set for all",
         note="loss − loss under the set that is best on the other half of the images; below 0 "
-        f"if routing is better; {OF_ONE_TOKEN}",
+        f"if routing is better; {ONE_TOKEN_NOTE}",
         signed=True,
     ),
 }
@@ -90,11 +90,11 @@ class RouterRegret(Measurement):
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        if reason := alternative_choices.no_barring_reason(model):
+        if reason := changed_choices.why_no_expert_can_be_barred(model):
             return reason
         if getattr(model.experts_and_router.router, "groups", None) is not None:
             return "its tokens choose within groups of experts, so that not every set can be chosen"
-        if coupled_image_count(model) > 1:
+        if predict.coupled_image_count(model) > 1:
             return "experts have a capacity, so that one token's choice changes another's"
         if isinstance(model.image.task, ImageText):
             return "the loss of an image and its caption depends on the batch's other images"
@@ -107,8 +107,8 @@ class RouterRegret(Measurement):
         indices = evenly_spaced_indices(len(test.images), self.images)
         shown = np.array(epoch_routing.explorer_image_indices(subject.data, self.explored), int)
         experts = subject.model.experts_and_router.experts.choices
-        k = experts - alternative_choices.removable_expert_count(subject.model)
-        subsets = alternative_choices.expert_subsets(experts, k, SEED)
+        k = experts - changed_choices.removable_expert_count(subject.model)
+        subsets = changed_choices.expert_subsets(experts, k, SEED)
         out.people = test.people_at(indices)
         by_image, best = [], []
         for layer in range(len(subject.model.layouts)):
@@ -160,9 +160,9 @@ def subset_losses(
     """Return the loss of each image, drawn token and set, the chosen set last: (N, n, S + 1)."""
     model = subject.model
     test = subject.data.test
-    device = model_device(model)
+    device = predict.model_device(model)
     labels = model.targets(torch.from_numpy(np.array(test.labels[sample.images]))).to(device)
-    pictures = image_batches(np.array(test.images[sample.images]), 1)
+    pictures = predict.image_batches(np.array(test.images[sample.images]), 1)
     losses = []
     with torch.no_grad():
         for place, (tokens, image) in enumerate(zip(sample.tokens, pictures, strict=True)):
@@ -177,20 +177,22 @@ def subset_losses(
             token_of_pass = torch.from_numpy(tokens).repeat_interleave(len(subsets) + 1)
             masks[torch.arange(len(allowed)), token_of_pass] = ~allowed
             if pixels.ndim == 5:
-                batch = min(batch, max(1, VOXELS // pixels.numel()))
-            passes = build_item_loss(model, pixels, labels[place : place + 1])
+                batch = min(batch, max(1, predict.MAX_VOXELS_PER_BATCH // pixels.numel()))
+            passes = build_loss_of_repeated_item(model, pixels, labels[place : place + 1])
             rows = []
             for part in masks.split(batch):
-                with alternative_choices.bar_experts(model, [*[None] * layer, part, *later_barred]):
+                with changed_choices.bar_experts(model, [*[None] * layer, part, *later_barred]):
                     rows.append(passes(len(part)))
             losses.append(torch.cat(rows).double().view(len(tokens), -1).tolist())
     return losses
 
 
-def build_item_loss(model: Model, pixels: Tensor, label: Tensor) -> Callable[[int], Tensor]:
+def build_loss_of_repeated_item(
+    model: Model, pixels: Tensor, label: Tensor
+) -> Callable[[int], Tensor]:
     """Return a function: number of passes → loss in each, (passes,); pixels, label: of one item."""
     if isinstance(model, LanguageTransformer):
-        return read_block(model, pixels, label)
+        return predict.read_all_but_last_block(model, pixels, label)
 
     def compute(passes: int) -> Tensor:
         output = model(pixels.expand(passes, *pixels.shape[1:]))
@@ -210,7 +212,7 @@ def find_best_choices(
         for token, (*set_losses, loss) in zip(tokens.tolist(), rows, strict=True):
             saved = loss - min(set_losses)
             experts = subsets[int(np.argmin(set_losses))].nonzero()[0].tolist()
-            if saved <= alternative_choices.TOLERANCE:
+            if saved <= changed_choices.TOLERANCE:
                 saved = 0.0
                 experts = []
             places = [token]
@@ -229,7 +231,7 @@ def regret_metrics_by_image(losses: np.ndarray, people: People = None) -> dict[s
     is_first = np.repeat(every_second_mask(images, people), tokens)
     # If sets were sampled, the regret is a lower bound.
     smallest = np.minimum(sets.min(axis=1), chosen)
-    is_better = sets < (chosen - alternative_choices.TOLERANCE)[:, None]
+    is_better = sets < (chosen - changed_choices.TOLERANCE)[:, None]
 
     def mean_by_image(values: np.ndarray) -> np.ndarray:
         return values.reshape(images, tokens).mean(axis=1)
@@ -239,9 +241,7 @@ def regret_metrics_by_image(losses: np.ndarray, people: People = None) -> dict[s
     by_image = {
         "router_regret": regret,
         "better_sets": mean_by_image(is_better.mean(axis=1)),
-        "fixed_set_gain": mean_by_image(
-            alternative_choices.fixed_subset_gain(sets, chosen, is_first)
-        ),
+        "fixed_set_gain": mean_by_image(changed_choices.fixed_subset_gain(sets, chosen, is_first)),
     }
     if room.any():
         by_image["router_regret_normalised"] = linearize_ratio(regret, room)

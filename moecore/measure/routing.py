@@ -10,20 +10,19 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moecore.core.config import Misfits, Surroundings
-from moecore.core.files import describe_refusal
+from moecore.core.files import format_found_and_allowed
 from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import CropRanges, ViewSettings, describe_truth_conflict
 from moecore.measure.base import SEED, MeasuredModel, Measurement, Skipped
-from moecore.measure.routing_metrics import alternative_choices, layer_metrics
-from moecore.measure.routing_metrics.alternative_choices import SweepSettings
-from moecore.measure.routing_metrics.choice_patterns import record_early_choices
-from moecore.measure.routing_metrics.expert_gallery import evenly_spaced_overlays, overlapping_views
+from moecore.measure.routing_metrics import changed_choices, expert_profiles, layer_metrics
+from moecore.measure.routing_metrics.changed_choices import SweepSettings
+from moecore.measure.routing_metrics.choice_patterns import record_choices_from_earlier_layer
 from moecore.measure.routing_metrics.expert_roles import ExpertRoles, put_roles
 from moecore.measure.routing_metrics.expert_similarity import BatchTracker, store_layer_tokens
 from moecore.measure.routing_metrics.label_information import MIN_IMAGES
 from moecore.measure.routing_metrics.two_view_agreement import (
-    TEXT,
+    TEXT_NDIM,
     Preset,
     TwoViewAugmentation,
     augmentation_misfits,
@@ -34,15 +33,14 @@ from moecore.measure.routing_metrics.two_view_agreement import (
     view_match_shares,
 )
 from moecore.measure.values import SCORE, Metric, OnPage, Place, Values
+from moecore.nn import correspondence, encoded_routing
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.correspondence import teacher_probs_for_tokens
-from moecore.nn.encoded_routing import finest_layout
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import Interval
 from moecore.training.method import teacher_probs
 
 AUGMENTATIONS = tuple(name for name in get_args(Preset) if name not in ("identity", "erasing"))
-CROPPED_IMAGES = 8  # candidates for the picture of two crops
+CROP_CANDIDATES = 8  # candidates for the picture of two crops
 MATCHES = {
     "match_top1": ("Match, first expert", "same first expert"),
     "match_top2_ordered": ("Match, top 2 in order", "same first and second"),
@@ -54,7 +52,7 @@ CONFIDENCES = {
     "confidence_second": ("Second probability", "", ""),
     "confidence_others": ("Sum of the others", "lower", "probability outside the best two"),
 }
-BORDER = {
+EXPERT_MAP_PARTS = {
     "border": "on the border of the map of experts, corners included",
     "corner": "in the corners of the map of experts",
     "inner": "inside the map of experts; none where a side has two experts at most: all border",
@@ -67,20 +65,20 @@ MAP_SHARES = {
 AGREED = "tokens with the same first expert"
 
 
-def layer_metric(label: str, better: str, form: str, note: str, paper: str) -> Metric:
+def declare_layer_metric(label: str, better: str, form: str, note: str, paper: str) -> Metric:
     label, note = f"{label}, MoE {{}}", f"{note}; MoE layer {{}}"
     return Metric(label, better, form, note, paper=paper, over="layer", detail=True)
 
 
-def expert_map_part_metrics(place: str, description: str) -> dict[str, Metric]:
+def declare_expert_map_metrics(place: str, description: str) -> dict[str, Metric]:
     """Return the metrics of one part of the expert map, such as its border: load, mass, cells."""
     metrics = {}
-    for share, (name, quantity) in MAP_SHARES.items():
+    for key, (name, quantity) in MAP_SHARES.items():
         label, note = f"{name}, {place}", f"{quantity} {description}"
-        fixed = share == "cells"
-        metrics[f"{place}_{share}"] = Metric(label, "", "share", note, "moge", is_fixed=fixed)
-        if share != "cells":
-            metrics[f"{place}_{share}_layer"] = layer_metric(label, "", "share", note, "moge")
+        fixed = key == "cells"
+        metrics[f"{place}_{key}"] = Metric(label, "", "share", note, "moge", is_fixed=fixed)
+        if not fixed:
+            metrics[f"{place}_{key}_layer"] = declare_layer_metric(label, "", "share", note, "moge")
     return metrics
 
 
@@ -113,11 +111,13 @@ METRICS = {
         for name, (label, _) in MATCHES.items()
     },
     **{
-        f"{name}_layer": layer_metric(label, "higher", "share", same, "prc")
+        f"{name}_layer": declare_layer_metric(label, "higher", "share", same, "prc")
         for name, (label, same) in MATCHES.items()
     },
     **{
-        f"{name}_layer": layer_metric(label, better, "number", "of a token, mean of tokens", "prc")
+        f"{name}_layer": declare_layer_metric(
+            label, better, "number", "of a token, mean of tokens", "prc"
+        )
         for name, (label, better, _) in CONFIDENCES.items()
     },
     "load_cv2": Metric(
@@ -156,25 +156,25 @@ METRICS = {
     "teacher_agreement": Metric(
         "Agreement with teacher", "", "share", f"{AGREED}; mean over layers", "tgr", needs="guide"
     ),
-    "teacher_agreement_layer": layer_metric(
+    "teacher_agreement_layer": declare_layer_metric(
         "Agreement with teacher", "", "share", AGREED, "tgr"
     )._replace(detail=False, needs="guide"),
     "entropy": Metric("Expert entropy", "higher", note="normalised, mean over layers", paper="tgr"),
     "token_entropy": Metric("Token entropy", note="nats of a token; mean over layers", paper="tgr"),
     **{
         name: metric
-        for place, description in BORDER.items()
-        for name, metric in expert_map_part_metrics(place, description).items()
+        for place, description in EXPERT_MAP_PARTS.items()
+        for name, metric in declare_expert_map_metrics(place, description).items()
     },
-    "fallback_threshold": alternative_choices.swept_metric(
+    "fallback_threshold": changed_choices.declare_swept_metric(
         "Fallback", "lower", "share", "threshold", "thresholds", is_monotone=True
     ),
-    "fallback_slope_below": alternative_choices.slope_metric("below", "lowest"),
-    "fallback_slope_above": alternative_choices.slope_metric("above", "highest"),
-    "tail_mass_k": alternative_choices.swept_metric(
+    "fallback_slope_below": changed_choices.declare_fallback_slope_metric("below", "lowest"),
+    "fallback_slope_above": changed_choices.declare_fallback_slope_metric("above", "highest"),
+    "tail_mass_k": changed_choices.declare_swept_metric(
         "Tail mass", "lower", "number", "k", "routers", is_monotone=True
     ),
-    "score_k": alternative_choices.swept_metric("{score}", SCORE, SCORE, "k"),
+    "score_k": changed_choices.declare_swept_metric("{score}", SCORE, SCORE, "k"),
     **dict.fromkeys(("fallback_k", "load_cv2_k"), Metric("")),
     **dict.fromkeys(("score_threshold", "tail_mass_threshold", "load_cv2_threshold"), Metric("")),
     "switch_fraction_augmented": Metric(""),
@@ -199,13 +199,13 @@ class Routing(Measurement):
         place=5,
         heading="Other thresholds and other k at test time",
         charts=(
-            alternative_choices.sweep_chart("fallback", "threshold", "Fallback", True),
-            alternative_choices.sweep_chart("tail_mass", "threshold", "Tail mass", False),
-            alternative_choices.sweep_chart("score", "threshold", "{score}", None),
-            alternative_choices.sweep_chart("load_cv2", "threshold", "Load CV²", False),
-            alternative_choices.sweep_chart("score", "k", "{score}", None),
-            alternative_choices.sweep_chart("tail_mass", "k", "Tail mass", False),
-            alternative_choices.sweep_chart("load_cv2", "k", "Load CV²", False),
+            changed_choices.sweep_chart("fallback", "threshold", "Fallback", True),
+            changed_choices.sweep_chart("tail_mass", "threshold", "Tail mass", False),
+            changed_choices.sweep_chart("score", "threshold", "{score}", None),
+            changed_choices.sweep_chart("load_cv2", "threshold", "Load CV²", False),
+            changed_choices.sweep_chart("score", "k", "{score}", None),
+            changed_choices.sweep_chart("tail_mass", "k", "Tail mass", False),
+            changed_choices.sweep_chart("load_cv2", "k", "Load CV²", False),
         ),
         about="score_k_1",
     )
@@ -225,17 +225,15 @@ class Routing(Measurement):
     roles: ExpertRoles | None = Field(None, description="Experts' roles, same pass; null: none.")
 
     @model_validator(mode="after")
-    def _roles_and_names_fit(self) -> Self:
+    def _check_roles_and_augmentations(self) -> Self:
         if self.roles and self.images < MIN_IMAGES:
-            refusal = describe_refusal(
-                found=f"{self.images}, and roles exchange images", allowed=f"{MIN_IMAGES} and more"
-            )
+            found = f"{self.images}, and roles exchange images"
+            refusal = format_found_and_allowed(found=found, allowed=f"{MIN_IMAGES} and more")
             raise ValueError(f"images: {refusal}")
         names = [look_up_augmentation(augmentation).name for augmentation in self.augmentations]
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
-            refusal = describe_refusal(
-                found=f"{', '.join(duplicates)} more than once", allowed="each name once"
-            )
+            found = f"{', '.join(duplicates)} more than once"
+            refusal = format_found_and_allowed(found=found, allowed="each name once")
             raise ValueError(f"augmentations: {refusal}")
         return self
 
@@ -244,7 +242,7 @@ class Routing(Measurement):
             views = f"some, but {around.data} is text, which has no views"
             for key in ("views", "augmentations", "augmentation_images"):
                 if key in self.model_fields_set:
-                    yield (key,), describe_refusal(found=views, allowed="leave it out")
+                    yield (key,), format_found_and_allowed(found=views, allowed="leave it out")
         yield from self.views.pixel_misfits(around)
         if around.has_truth and "augmentations" in self.model_fields_set and self.augmentations:
             yield ("augmentations",), f"found changes of images, {describe_truth_conflict(around)}"
@@ -261,30 +259,28 @@ class Routing(Measurement):
         test = subject.data.test
         indices = evenly_spaced_indices(len(test.images), self.images)
         images = test.images[indices]
-        records = self.record_routing(subject, indices, out)
+        records = self.record_routing_and_put_roles(subject, indices, out)
         out.people = test.people_at(indices)
         layers, by_image = routing_metrics_by_layer(subject, records, images, self)
         put_means(layers, by_image, "{}", out)
         for number, (layer, items) in enumerate(zip(layers, by_image, strict=True), 1):
             put_means([layer], [items], "{}_layer", out, layer=number)
-        put_augmented_views(model, images, self, out)
+        put_augmented_matches(model, images, self, out)
         few = evenly_spaced_indices(len(images), self.sweeps.images)
         labels = model.targets(torch.from_numpy(test.labels[indices][few]))
-        sample = alternative_choices.SweepImages(images[few], labels, subject.data.task)
-        out.piece(
-            "sweeps",
-            partial(alternative_choices.put_sweeps, model, sample, self.sweeps, self.batch),
-        )
-        out.facts["load"] = [
-            layer_metrics.load_shares(layer_metrics.expert_counts(record.chosen))
-            for record in records
-        ]
-        overlays = 0 if images.ndim == TEXT else self.overlays
-        out.facts["overlays"] = evenly_spaced_overlays(images, records, overlays, model.layout)
-        finest = finest_layout(model.layouts)
-        out.facts["corresponding"] = overlapping_views(images[:CROPPED_IMAGES], finest, SEED)
+        sample = changed_choices.SweepImages(images[few], labels, subject.data.task)
+        put = partial(changed_choices.put_sweeps, model, sample, self.sweeps, self.batch)
+        out.piece("sweeps", put)
+        counts = [layer_metrics.expert_counts(record.chosen) for record in records]
+        out.facts["load"] = [layer_metrics.load_shares(count) for count in counts]
+        overlays = 0 if images.ndim == TEXT_NDIM else self.overlays
+        shown = expert_profiles.evenly_spaced_overlays(images, records, overlays, model.layout)
+        out.facts["overlays"] = shown
+        finest = encoded_routing.finest_layout(model.layouts)
+        crops = expert_profiles.draw_matched_crops(images[:CROP_CANDIDATES], finest, SEED)
+        out.facts["corresponding"] = crops
 
-    def record_routing(
+    def record_routing_and_put_roles(
         self, subject: MeasuredModel, indices: np.ndarray, out: Values
     ) -> tuple[RoutingRecord, ...]:
         """Return each layer's record of one pass over test images, and put the experts' roles."""
@@ -296,7 +292,10 @@ class Routing(Measurement):
             out.facts["roles"] = Skipped(skipped=reason) if self.roles and reason else None
             return records
         counted = BatchTracker(images)
-        with store_layer_tokens(model, counted) as tokens, record_early_choices(model) as early:
+        with (
+            store_layer_tokens(model, counted) as tokens,
+            record_choices_from_earlier_layer(model) as early,
+        ):
             _, records = predict_in_batches(model, counted, self.batch, prediction=False)
         if all(record.chosen.any() for record in records):
             put_roles(subject, indices, records, tokens, early, self.roles, out)
@@ -317,7 +316,7 @@ def routing_metrics_by_layer(
 ) -> tuple[Layers, LayerItems]:
     """Return, per MoE layer, metric → mean over ``images``, and metric → (N,) by image."""
     router = subject.model.experts_and_router.scaled_router
-    threshold = alternative_choices.score_threshold(router)
+    threshold = changed_choices.router_score_threshold(router)
     k = getattr(router, "k", None)
     matches = view_match_shares(subject.model, images, settings.views, settings.batch)
     teacher = teacher_probs(subject.guide, images, settings.batch, subject.device)
@@ -326,8 +325,9 @@ def routing_metrics_by_layer(
         layer = {**layer_metrics.measure_layer_use(record, threshold, k), **means}
         items = {**layer_metrics.measure_layer_use_by_image(record, threshold, k), **shares}
         if teacher:
-            theirs = teacher_probs_for_tokens(teacher[index], record.probs.shape).argmax(dim=-1)
-            same = layer_metrics.agreement_by_image(first_choices(record), theirs)
+            shape = record.probs.shape
+            theirs = correspondence.teacher_probs_for_student_tokens(teacher[index], shape)
+            same = layer_metrics.agreement_by_image(first_choices(record), theirs.argmax(dim=-1))
             layer["teacher_agreement"] = float(same.mean())
             items["teacher_agreement"] = same
         layers.append(layer)
@@ -344,9 +344,9 @@ def put_means(layers: Layers, by_image: LayerItems, key: str, out: Values, **at:
         out.put(metric, items[name] if has_items else mean, Interval(mean), **at)
 
 
-def put_augmented_views(model: Model, images: np.ndarray, settings: Routing, out: Values) -> None:
+def put_augmented_matches(model: Model, images: np.ndarray, settings: Routing, out: Values) -> None:
     # A text has no views; a view would falsify a channel that holds the true kinds of patches.
-    if images.ndim == TEXT or model.image.truth:
+    if images.ndim == TEXT_NDIM or model.image.truth:
         return
     few = evenly_spaced_indices(len(images), settings.augmentation_images)
     images = images[few]

@@ -2,8 +2,8 @@
 
 A radius is a token's margin between chosen and other experts over a bound of the margin's change
 (``moecore.nn.deviation_bounds``). Rounding: bounds are computed in fp64, from derivatives in fp32
-with an allowance; radii are shortened by SHORTENING; of every margin GUARD times the largest
-difference of fp32 and fp64 logits is kept.
+with an allowance; radii are shortened by SHORTENING; of every margin ROUNDING_GUARD times the
+largest difference of fp32 and fp64 logits is kept.
 """
 
 from collections.abc import Iterable
@@ -15,22 +15,22 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks.base import Ball, spread
+from moecore.attacks.base import Ball, unsqueeze_like
 from moecore.core.routing_records import choice_margin
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.routing_metrics.alternative_choices import list_routers
+from moecore.measure.routing_metrics.changed_choices import list_routers
 from moecore.measure.values import Chart, Metric, OnPage, Place, Values
 from moecore.nn import deviation_bounds
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.backbones.patch_transformer_base import PatchTransformer
-from moecore.nn.layers.lipschitz_lemma import DEFINED, frozen_double_copy
+from moecore.nn.layers.lipschitz_lemma import ROUTERS_WITH_LEMMA, frozen_double_copy
 from moecore.nn.predict import image_batches, model_device
 
-BALLS = 31  # per norm, from 1e-9 of the pixels' range to all of it; each twice the last
-BATCH = 4608  # pixels, times channels, per pass
+BALL_SIZES_PER_NORM = 31  # from 1e-9 of the pixels' range to all of it; each twice the last
+PIXELS_PER_PASS = 4608  # pixels, times channels, per pass
 SHORTENING = 1e-6
-GUARD = 16
+ROUNDING_GUARD = 16
 NORMS = {"linf": "ℓ∞", "l2": "ℓ2"}
 Epsilon = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 METRICS = {
@@ -93,7 +93,7 @@ class RoutingCertificate(Measurement):
         router = model.moe.router
         if router.kind == "told" or getattr(router, "by", None) == "position":
             return f"router {router.kind}: no change of the pixels can change its choice"
-        if router.kind not in (*DEFINED, "cosine"):
+        if router.kind not in (*ROUTERS_WITH_LEMMA, "cosine"):
             return f"router {router.kind}: it does not choose by logits that are bounded here"
         if getattr(model.config, "kind", None) != "vit" or not isinstance(model, PatchTransformer):
             return "bounds are derived for the backbone vit alone"
@@ -114,8 +114,7 @@ class RoutingCertificate(Measurement):
         test = subject.data.test
         indices = evenly_spaced_indices(len(test.images), self.images)
         out.people = test.people_at(indices)
-        images = np.array(test.images[indices])
-        out.piece("radii", partial(self.put_radii, subject.model, images))
+        out.piece("radii", partial(self.put_radii, subject.model, np.array(test.images[indices])))
 
     def put_radii(self, model: Model, images: np.ndarray, out: Values) -> None:
         violations = 0
@@ -138,24 +137,24 @@ def certified_radii(model: Model, images: np.ndarray) -> dict[str, Tensor]:
     exact: Any = frozen_double_copy(model)
     device = model_device(model)
     radii: list[Tensor] = []  # (2, B, T), of both norms
-    linf = torch.logspace(-9, 0, BALLS, dtype=torch.float64, device=device)
+    linf = torch.logspace(-9, 0, BALL_SIZES_PER_NORM, dtype=torch.float64, device=device)
     balls = linf, linf * images[0].size ** 0.5  # the largest balls have the pixels' range
     with torch.autocast(device.type, enabled=False):
-        for stored in image_batches(images, max(1, BATCH // images[0].size), device):
+        for stored in image_batches(images, max(1, PIXELS_PER_PASS // images[0].size), device):
             pixels = exact.seen_channels(stored)
             record, exact_record = model.routing_of(pixels)[0], exact.routing_of(pixels.double())[0]
-            guard = GUARD * float((record.logits - exact_record.logits).abs().amax())
+            guard = ROUNDING_GUARD * float((record.logits - exact_record.logits).abs().amax())
             at = deviation_bounds.deviation_of_pixels(pixels.double(), *balls)
-            shares = deviation_bounds.routing_shares(exact, at, record.chosen, guard)
+            shares = deviation_bounds.routing_radii(exact, at, record.chosen, guard)
             proven = shares.nan_to_num(0, posinf=1).clamp(0, 1) * torch.cat(balls)[:, None, None]
             parts = [part.amax(dim=0) for part in proven.split([len(sizes) for sizes in balls])]
             if not radii:
-                balls = select_balls(balls[0], parts[0]), select_balls(balls[1], parts[1])
+                balls = select_ball_sizes(balls[0], parts[0]), select_ball_sizes(balls[1], parts[1])
             radii.append(torch.stack(parts).cpu() * (1 - SHORTENING))
     return dict(zip(NORMS, torch.cat(radii, dim=1), strict=True))
 
 
-def select_balls(sizes: Tensor, radii: Tensor) -> Tensor:
+def select_ball_sizes(sizes: Tensor, radii: Tensor) -> Tensor:
     """Return the ball sizes from 1/16 of the median to 4 times the largest of the radii above 0."""
     proven = radii[radii > 0]
     if len(proven):
@@ -185,7 +184,7 @@ def attack_tokens(
         if norm == "linf":
             change = change.clamp(-radius, radius)
         else:
-            change = change * (radius / spread(ball.lengths(change), change)).clamp(max=1)
+            change = change * (radius / unsqueeze_like(ball.lengths(change), change)).clamp(max=1)
         with torch.enable_grad():
             leaf = (pixels + change).clamp(0, 1).requires_grad_(True)
             record = exact.routing_of(leaf)[0]

@@ -15,11 +15,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from moecore.attacks.base import image_generators
-from moecore.core.files import describe_refusal
+from moecore.attacks.base import seed_generator_per_image
+from moecore.core.files import format_found_and_allowed
 from moecore.data.prepared import Split, evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.routing_metrics.alternative_choices import bar_experts, no_barring_reason
+from moecore.measure.routing_metrics.changed_choices import bar_experts, why_no_expert_can_be_barred
 from moecore.measure.values import Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import coupled_image_count, image_batches, model_device
@@ -88,8 +88,8 @@ class Smoothing(Measurement):
     @model_validator(mode="after")
     def _can_certify(self) -> Self:
         if self.alpha ** (1 / self.draws) <= 1 / 2:  # the limit if all draws agree
-            allowed = f"{int(-np.log2(self.alpha)) + 1} or more for alpha: {self.alpha:g}"
-            raise ValueError(describe_refusal(found=f"draws: {self.draws}", allowed=allowed))
+            needed = f"{int(-np.log2(self.alpha)) + 1} or more for alpha: {self.alpha:g}"
+            raise ValueError(format_found_and_allowed(found=f"draws: {self.draws}", allowed=needed))
         return self
 
     @classmethod
@@ -110,16 +110,17 @@ class Smoothing(Measurement):
         few = Split(test.images[indices], test.labels[indices], test.people_at(indices))
         out.people = few.people
         out.piece("free", partial(self.put_certificates, subject.model, few, "free"))
-        if reason := no_barring_reason(subject.model):
+        if reason := why_no_expert_can_be_barred(subject.model):
             out.skipped.append(f"fixed routes: {reason}")
         else:
             out.piece("fixed", partial(self.put_certificates, subject.model, few, "fixed"))
 
     def put_certificates(self, model: Model, images: Split, routes: str, out: Values) -> None:
         pictures = image_batches(images.images, 1, model_device(model))
-        generators = image_generators(SEED, range(len(images.labels)))
+        generators = seed_generator_per_image(SEED, range(len(images.labels)))
         pairs = zip(pictures, generators, strict=True)
-        counts = np.array([self.count_classes(model, *pair, routes == "fixed") for pair in pairs])
+        is_fixed = routes == "fixed"
+        counts = np.array([self.count_copies_per_class(model, *pair, is_fixed) for pair in pairs])
         classes = counts[:, 0].argmax(axis=1)
         votes = counts[np.arange(len(classes)), 1, classes]
         radii = smoothing_radius(votes, self.draws, self.sigma, self.alpha)
@@ -131,7 +132,7 @@ class Smoothing(Measurement):
             is_certified = right & (radii >= radius)
             out.put("certified_accuracy", is_certified.astype(float), **{routes: radius})
 
-    def count_classes(
+    def count_copies_per_class(
         self, model: Model, image: Tensor, generator: torch.Generator, is_fixed: bool
     ) -> np.ndarray:
         """Return how many noisy copies of an image (1, C, H, W) get each class, (2, K) int64."""

@@ -9,10 +9,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.data.corruptions import SIGMAS, add_noise, standard_normal_noise, to_uint8
+from moecore.data.corruptions import NOISE_SIGMAS, add_noise, standard_normal_noise, to_uint8
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.routing_metrics.expert_gallery import encode_expert_overlays
+from moecore.measure.routing_metrics.expert_profiles import encode_expert_overlays
 from moecore.measure.routing_metrics.layer_metrics import choice_changes, expert_agreement
 from moecore.measure.values import SCORE, Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model
@@ -83,7 +83,9 @@ class Stability(Measurement):
 
     images: int | None = Field(100, ge=1, description="Test images, evenly spread; null: all.")
     overlays: int = Field(4, ge=0, le=8, description="Images shown with their experts and ramps.")
-    sigmas: tuple[Sigma, ...] = Field(SIGMAS, min_length=1, description="σ of noise in [0, 1].")
+    sigmas: tuple[Sigma, ...] = Field(
+        NOISE_SIGMAS, min_length=1, description="σ of noise in [0, 1]."
+    )
     steps: int = Field(40, ge=1, description="Equal steps of the ramp.")
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
@@ -157,9 +159,8 @@ def class_probs_by_sigma(
     chunks = []
     for start in range(0, len(images), CHUNK_SIZE):
         chunk = slice(start, start + CHUNK_SIZE)
-        pixels = torch.stack(
-            [add_noise(images[chunk], noise[chunk], sigma) for sigma in sigmas], dim=1
-        )
+        noisy = [add_noise(images[chunk], noise[chunk], sigma) for sigma in sigmas]
+        pixels = torch.stack(noisy, dim=1)
         logits, _ = predict_in_batches(model, pixels.flatten(0, 1), batch, routing=False)
         chunks.append(logits.double().softmax(-1).unflatten(0, pixels.shape[:2]))
     return torch.cat(chunks)

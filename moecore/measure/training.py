@@ -10,9 +10,9 @@ from moecore.measure.values import SCORE, Found, Metric, OnPage, Value
 from moecore.training.outcome import Outcome
 
 TISSUES = {"wm": "White matter", "gm": "Grey matter", "csf": "CSF"}  # names of region experts
-CONTROL = "random_"  # prefix of a tissue's name: random masks of the same size
-LOSSES = ("classification", "cells", "multi_label")  # other tasks: the same as the score
-ITEMS = {  # metric → key of its values per item in ``Outcome.agreement_items``
+RANDOM_MASK_PREFIX = "random_"  # prefix of a tissue's name: random masks of the same size
+TASKS_WITH_OWN_LOSS = ("classification", "cells", "multi_label")  # others: equal to the score
+AGREEMENT_ITEM_KEYS = {  # metric → key of its values per item in ``Outcome.agreement_items``
     "agreement_with_final": "with_final_half",
     "saturation": "saturation_half",
     "agreement_consecutive": "consecutive_last",
@@ -20,7 +20,7 @@ ITEMS = {  # metric → key of its values per item in ``Outcome.agreement_items`
     "agreement_consecutive_mean": "consecutive_mean",
     "agreement_before_after": "before_after",
 }
-COUNTED = (  # fields of an outcome that are metrics
+OUTCOME_METRIC_FIELDS = (  # fields of an outcome that are metrics
     "ppl",
     "ppl_all",
     "parameters",
@@ -63,7 +63,7 @@ def hits_reader(fact: str) -> Callable[[Mapping[type, Any]], np.ndarray | None]:
     return read
 
 
-def epoch_agreement_metric(label: str, note: str, **changes: Any) -> Metric:
+def declare_epoch_agreement_metric(label: str, note: str, **changes: Any) -> Metric:
     return Metric(label, "higher", "share", note, "tgr", needs="settling")._replace(**changes)
 
 
@@ -105,26 +105,28 @@ METRICS = {
         # A step that was not logged is after the end: the loss was not reached in training.
         is_bound=lambda result, step: step not in {row["step"] for row in outcome_of(result).curve},
     ),
-    "agreement_with_final": epoch_agreement_metric("Agreement with final model", "tokens, halfway"),
-    "saturation": epoch_agreement_metric(
+    "agreement_with_final": declare_epoch_agreement_metric(
+        "Agreement with final model", "tokens, halfway"
+    ),
+    "saturation": declare_epoch_agreement_metric(
         "Saturation",
         "share of a token's final experts that it has halfway through training; k/E by chance",
         paper="",
     ),
-    "agreement_consecutive": epoch_agreement_metric(
+    "agreement_consecutive": declare_epoch_agreement_metric(
         "Agreement of epochs", "tokens, between the last two epochs"
     ),
-    "agreement_consecutive_early": epoch_agreement_metric(
+    "agreement_consecutive_early": declare_epoch_agreement_metric(
         "Agreement of early epochs",
         "tokens, between an epoch and the next, after a quarter of training",
         detail=True,
     ),
-    "agreement_consecutive_mean": epoch_agreement_metric(
+    "agreement_consecutive_mean": declare_epoch_agreement_metric(
         "Agreement of epochs, mean",
         "tokens, between an epoch and the next, mean over training",
         detail=True,
     ),
-    "agreement_before_after": epoch_agreement_metric(
+    "agreement_before_after": declare_epoch_agreement_metric(
         "Agreement before / after",
         "tokens whose first expert survives fine-tuning",
         needs="finetuned",
@@ -173,10 +175,10 @@ def collect_outcome_values(outcome: Outcome) -> Found:
     """Return the values of an outcome; ``facts["outcome"]`` is the outcome itself."""
     consecutive = outcome.agreement_consecutive or (None,)
     share = tissue_own_expert_share(outcome)
-    control = tissue_own_expert_share(outcome, CONTROL)
+    control = tissue_own_expert_share(outcome, RANDOM_MASK_PREFIX)
     numbers: dict[str, float | base.Estimate | None] = {
         "test_score": outcome.test_score,
-        "test_loss": outcome.test_loss if outcome.task.kind in LOSSES else None,
+        "test_loss": outcome.test_loss if outcome.task.kind in TASKS_WITH_OWN_LOSS else None,
         "agreement_with_final": value_halfway(outcome.agreement_with_final),
         "saturation": value_halfway(outcome.saturation),
         "agreement_consecutive": consecutive[-1],
@@ -188,10 +190,10 @@ def collect_outcome_values(outcome: Outcome) -> Found:
         "own_expert_random": control,
         "own_expert_gain": None if share is None or control is None else share - control,
     }
-    numbers |= {name: getattr(outcome, name) for name in COUNTED}
+    numbers |= {name: getattr(outcome, name) for name in OUTCOME_METRIC_FIELDS}
     values = []
     for metric, number in numbers.items():
-        key = ITEMS.get(metric, "")
+        key = AGREEMENT_ITEM_KEYS.get(metric, "")
         items = outcome.test_items if metric == "test_score" else outcome.agreement_items.get(key)
         if isinstance(number, base.Estimate):
             values.append(Value(metric=metric, items=items, **number.model_dump()))
@@ -213,7 +215,7 @@ def value_halfway(by_epoch: Sequence[float | None]) -> float | None:
 
 def tissue_own_expert_share(outcome: Outcome, prefix: str = "") -> float | None:
     """Return the mean share of a tissue's tokens that choose its expert, at the last epoch."""
-    # prefix: CONTROL for random masks of the tissues' sizes. None without experts named by tissues.
+    # prefix: RANDOM_MASK_PREFIX, or "". None without experts named by tissues.
     if not outcome.region_routing:
         return None
     last = max(outcome.region_routing, key=lambda probe: probe.epoch)

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks import attack_setup, base, pgd
+from moecore.attacks import attack_target, base, pgd
 from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
@@ -23,11 +23,11 @@ from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Task
 
 BATCH = 128  # images per forward pass
-PAIR = ("made_on", "scored_by")  # methods
+PLACES = ("made_on", "scored_by")  # methods
 METRICS = {
-    "transferred": Metric("{score} under transferred attack{unit}", SCORE, SCORE, over=PAIR),
+    "transferred": Metric("{score} under transferred attack{unit}", SCORE, SCORE, over=PLACES),
     # Transferred − direct attack; all intervals hold simultaneously at 95 %.
-    "transferred_difference": Metric("Difference from the direct attack", form=SCORE, over=PAIR),
+    "transferred_difference": Metric("Difference from the direct attack", form=SCORE, over=PLACES),
 }
 
 
@@ -39,7 +39,7 @@ class Transfer(MeasuredPart):
     attack: base.Attack = pgd.Pgd(steps=20)
     epsilon: float = Field(4 / 255, ge=0, le=1, description="Radius of the L∞ ball, pixels [0, 1].")
     images: int = Field(100, ge=1, description="Test images, drawn once; the same for all methods.")
-    precision: attack_setup.Precision = Field(
+    precision: attack_target.Precision = Field(
         "float32", description="Of an attack's passes; its images are scored in float32 either way."
     )
 
@@ -101,9 +101,9 @@ def measure(
 
 def build_transfer_targets(
     models: Mapping[str, Model], data: Prepared, settings: Transfer
-) -> dict[str, attack_setup.Target]:
+) -> dict[str, attack_target.Target]:
     test = data.test
-    places = attack_setup.draw_image_indices(len(test.labels), settings.images, SEED)
+    places = attack_target.draw_image_indices(len(test.labels), settings.images, SEED)
     images = test.images[places]
     labels = torch.from_numpy(test.labels[places])
     shared = {"precision": settings.precision, "people": test.people_at(places)}
@@ -111,7 +111,7 @@ def build_transfer_targets(
     for name, model in models.items():
         truth = model.targets(labels)
         task = data.task.with_gallery(truth)
-        targets[name] = attack_setup.Target(model, task, images, truth, BATCH, SEED, **shared)
+        targets[name] = attack_target.Target(model, task, images, truth, BATCH, SEED, **shared)
     return targets
 
 

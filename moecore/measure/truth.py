@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks import attack_setup, pgd
+from moecore.attacks import attack_target, pgd
 from moecore.core.config import Config
 from moecore.core.routing_records import first_choices
 from moecore.data import corruptions, prepared
@@ -32,7 +32,7 @@ CHANGED_IMAGES = 500  # under noise and under attack
 EPSILONS = (2 / 255, 4 / 255, 8 / 255)  # of the attack
 ATTACK = pgd.Pgd(steps=10)
 BATCH = 128
-PIXEL = 255  # ε of the attack is printed in units of 1/255
+EPSILON_DENOMINATOR = 255  # ε of the attack is printed in units of 1/255
 METRICS = {
     "purity": Metric(
         "Purity",
@@ -100,12 +100,12 @@ class Truth(Measurement):
     def place_words(cls, place: Place) -> str:
         """Return a ``change_key`` in words: noise_0_2 → "noise, σ = 0.2"."""
         kind, _, strength = str(place).partition("_")
-        unit = {"noise": "σ", "attack": f"ε in 1/{PIXEL}"}[kind]
+        unit = {"noise": "σ", "attack": f"ε in 1/{EPSILON_DENOMINATOR}"}[kind]
         return f"{kind}, {unit} = {strength.replace('_', '.')}"
 
     def places(self) -> dict[str, Iterable[Place]]:
-        noise = [change_key("noise", sigma) for sigma in corruptions.SIGMAS]
-        attack = [change_key("attack", PIXEL * epsilon) for epsilon in EPSILONS]
+        noise = [change_key("noise", sigma) for sigma in corruptions.NOISE_SIGMAS]
+        attack = [change_key("attack", EPSILON_DENOMINATOR * epsilon) for epsilon in EPSILONS]
         return {"change": [*noise, *attack]}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
@@ -199,11 +199,11 @@ def put_perturbed_purity(subject: MeasuredModel, out: Values) -> None:
     few = prepared.evenly_spaced_indices(len(test.labels), CHANGED_IMAGES)
     images = np.array(test.images[few])
     labels = model.targets(torch.from_numpy(np.array(test.labels[few])))
-    target = attack_setup.Target(model, subject.data.task, images, labels, BATCH, SEED)
+    target = attack_target.Target(model, subject.data.task, images, labels, BATCH, SEED)
     clean = target.clean_images()
     channels = model.image.channels
     noisy = perturbations.iterate_noisy_images(
-        clean, few.tolist(), corruptions.SIGMAS, seed=SEED, channels=channels
+        clean, few.tolist(), corruptions.NOISE_SIGMAS, seed=SEED, channels=channels
     )
     attacked = perturbations.iterate_attacked_images(target, ATTACK, EPSILONS)
     pixels = torch.from_numpy(images)
@@ -221,7 +221,8 @@ def put_perturbed_purity(subject: MeasuredModel, out: Values) -> None:
     unchanged = purity_of(perturbations.PerturbedImages("clean", "clean", clean))
     out.put("changed_purity", unchanged, noise=0.0)
     out.put("changed_purity", unchanged, attack=0.0)
-    strengths = (*corruptions.SIGMAS, *(PIXEL * epsilon for epsilon in EPSILONS))
+    scaled = [EPSILON_DENOMINATOR * epsilon for epsilon in EPSILONS]
+    strengths = (*corruptions.NOISE_SIGMAS, *scaled)
     for variant, strength in zip([*noisy, *attacked], strengths, strict=True):
         purity = purity_of(variant)
         out.put("changed_purity", purity, change=change_key(variant.kind, strength))

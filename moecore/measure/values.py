@@ -122,7 +122,7 @@ class Value(config.Config):
         return Interval(self.value, self.low, self.high)
 
     @property
-    def array(self) -> np.ndarray | None:
+    def item_values(self) -> np.ndarray | None:
         if self.items is None:
             return None
         return decode_float_array(self.items)

@@ -19,7 +19,7 @@ from moecore.data.text.words import read_vocabulary, stop_word_labels
 from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.routing_metrics.layer_metrics import choice_changes, expert_agreement
 from moecore.measure.values import Chart, Metric, OnPage, Place, Values
-from moecore.nn.predict import text_block_scores_with_routing
+from moecore.nn.predict import last_block_nats_and_routing
 from moecore.statistics.intervals import Interval
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -100,9 +100,8 @@ class WordSwaps(Measurement):
         vocabulary = read_vocabulary(subject.data.folder, subject.data.task.outputs)
         unknown = vocabulary.index(UNKNOWN)
         order = np.random.default_rng(SEED).permutation(swappable_word_places(tokens, vocabulary))
-        clean, clean_records = text_block_scores_with_routing(
-            subject.model, np.array(test.images[indices]), labels
-        )
+        blocks = np.array(test.images[indices])
+        clean, clean_records = last_block_nats_and_routing(subject.model, blocks, labels)
 
         def put_share(share: float, out: Values) -> None:
             percent = 100 * share
@@ -111,7 +110,7 @@ class WordSwaps(Measurement):
             swapped[chosen] = unknown
             context = test.images.shape[1] - 1
             images = np.array(block_windows(swapped, test.images.shape[2], context)[0][indices])
-            nats, records = text_block_scores_with_routing(subject.model, images, labels)
+            nats, records = last_block_nats_and_routing(subject.model, images, labels)
             out.put("swapped_nats", nats, percent=percent)
             mean = float(nats.numpy().mean())
             lost = Interval(mean - float(clean.numpy().mean()))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from moecore.core.config import Misfits, Surroundings
-from moecore.core.files import UserError, describe_refusal
+from moecore.core.files import UserError, format_found_and_allowed
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.sources import fashion_mnist, image_folder, imagenet
 from moecore.data.sources.cifar import Cifar
@@ -21,7 +21,7 @@ from moecore.measure.base import MeasuredModel, Measurement
 from moecore.measure.values import Metric, OnPage, Values
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import mean_share
-from moecore.tasks.classification import BEST
+from moecore.tasks.classification import TOP_FIVE
 from moecore.tasks.image_text import ImageText, cosine_matrix
 
 Labelled = Annotated[
@@ -59,7 +59,7 @@ class ZeroShot(Measurement):
 
     @field_validator("templates")
     @classmethod
-    def _with_a_place(cls, templates: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_placeholder_for_class(cls, templates: tuple[str, ...]) -> tuple[str, ...]:
         for template in templates:
             try:
                 prompt = template.format("")
@@ -76,10 +76,10 @@ class ZeroShot(Measurement):
             return
         if self.names and card.classes and len(self.names) != len(card.classes):
             names, classes = f"{len(self.names)} names", f"{len(card.classes)}, one per class"
-            yield ("names",), describe_refusal(found=names, allowed=classes)
+            yield ("names",), format_found_and_allowed(found=names, allowed=classes)
         if around.preview is not None and card.channels != around.preview.channels:
-            images = f"images of {card.channels} channels"
-            yield ("source",), describe_refusal(found=images, allowed=around.preview.channels)
+            text = f"images of {card.channels} channels"
+            yield ("source",), format_found_and_allowed(found=text, allowed=around.preview.channels)
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
@@ -110,8 +110,8 @@ class ZeroShot(Measurement):
         order = cosine_matrix(sides, classes).argsort(dim=1, descending=True, stable=True)
         is_right = order[:, 0] == labels
         out.put("zero_shot_accuracy", is_right.double().numpy())
-        if len(names) > BEST:
-            is_among_best = (order[:, :BEST] == labels[:, None]).any(dim=1)
+        if len(names) > TOP_FIVE:
+            is_among_best = (order[:, :TOP_FIVE] == labels[:, None]).any(dim=1)
             out.put("zero_shot_top5", mean_share(is_among_best.numpy()))
         out.facts |= {"data": source_name, "images": len(labels), "templates": len(self.templates)}
         out.facts["chance"] = 1 / len(names)

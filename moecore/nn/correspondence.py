@@ -37,7 +37,7 @@ def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> 
     # affines_1, affines_2: R (B, D+1, D+1) of both views, original to view, D axes (PRC, §III-C).
     first = affines_1.double()
     second = affines_2.double()
-    _check_axes(first, second, layout)
+    _check_affine_shapes(first, second, layout)
     # Image 1 is the view with the larger |det|: views have equal sizes, so it is the smaller crop.
     # Ties keep the order.
     areas = _view_magnification(first, 1), _view_magnification(second, 2)
@@ -54,7 +54,7 @@ def original_patches_of_views(affines: Tensor, layout: TokenLayout) -> tuple[Ten
     """Return the original image's patch at each patch centre of a view, and whether it exists."""
     # Both (B, P), int64 and bool. affines: (B, D+1, D+1), original to view.
     views = affines.double()
-    _check_axes(views, views, layout)
+    _check_affine_shapes(views, views, layout)
     _view_magnification(views, 1)
     return _patches_at_mapped_centres(torch.linalg.inv_ex(views).inverse, layout)
 
@@ -104,7 +104,7 @@ def values_of_pairs(
     return flat[pairs.first], flat[pairs.second]
 
 
-def teacher_probs_for_tokens(teacher: Tensor, student: torch.Size) -> Tensor:
+def teacher_probs_for_student_tokens(teacher: Tensor, student: torch.Size) -> Tensor:
     """Return the teacher's probs in shape ``student``; a distillation token gets CLS's probs."""
     batch, tokens, experts = student
     if teacher.shape == student:
@@ -120,7 +120,7 @@ def teacher_probs_for_tokens(teacher: Tensor, student: torch.Size) -> Tensor:
     )
 
 
-def _check_axes(first: Tensor, second: Tensor, layout: TokenLayout) -> None:
+def _check_affine_shapes(first: Tensor, second: Tensor, layout: TokenLayout) -> None:
     side = len(layout.grid) + 1
     if first.shape != second.shape or first.shape[1:] != (side, side):
         raise UserError.at(

@@ -26,10 +26,10 @@ from moecore.nn.backbones.patch_transformer_base import PatchTransformer
 from moecore.nn.layers.block import Attention, DenseMlp, LayerScale
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.layers.patch_embed import ConvStem, PatchEmbed, cut_patches
-from moecore.nn.routers.token_choice import FLOOR, MAX_LOG_FACTOR
+from moecore.nn.routers.token_choice import MAX_LOG_FACTOR, MIN_NORM
 
-MAX_PIXELS = 3072  # of an image, times channels, up to which derivatives are computed
-CHUNK = 2**18  # derivatives at a time, which stay in the cache
+MAX_PIXELS_WITH_DERIVATIVES = 3072  # of an image, times channels
+DERIVATIVES_PER_CHUNK = 2**18  # derivatives at a time, which stay in the cache
 ROUNDING = 1e-3  # added to lengths of derivatives; those in fp32 and fp64 differ by about 1e-6
 MAX_SECOND, MAX_THIRD = 0.7979, 0.779  # of GELU's derivatives: |(2 − x²) φ|, |(x³ − 4 x) φ|
 
@@ -54,18 +54,18 @@ class Deviation(NamedTuple):
         return (-1,)
 
     @property
-    def has_windows(self) -> bool:
+    def has_windowed_derivatives(self) -> bool:
         return self.centre.ndim == 4 and len(self.tangent) > 0
 
     def norm(self, values: Tensor) -> Tensor:
         """Return the ℓ2 norm of values (…, T, d) or (…, C, H, W) over ``axes``."""
         return torch.linalg.vector_norm(values, dim=self.axes, keepdim=True)
 
-    def reach(self, tangent: Tensor) -> Tensor:
+    def max_shift(self, tangent: Tensor) -> Tensor:
         """Return how far a linear part (P, B, …) moves each number at most, (J, B, …)."""
         count = len(tangent) - len(self.shared)
         norms = tangent.new_zeros(2, *tangent.shape[1:])  # dual norms, of ℓ∞ and ℓ2
-        for part in tangent[:count].split(1 + CHUNK // norms.numel()):
+        for part in tangent[:count].split(1 + DERIVATIVES_PER_CHUNK // norms.numel()):
             norms[0] += part.abs().sum(dim=0)
             norms[1] += part.square().sum(dim=0)
         norms[1].sqrt_()
@@ -76,19 +76,19 @@ class Deviation(NamedTuple):
         return torch.cat([torch.tensordot(sizes, steepest, 0) for sizes, steepest in pairs])
 
     @property
-    def moved(self) -> tuple[Tensor, Tensor]:
+    def total_change_bounds(self) -> tuple[Tensor, Tensor]:
         """Bound the total change, linear part and rest, of each number, and of each token in ℓ2."""
-        linear_part = self.reach(self.tangent)
+        linear_part = self.max_shift(self.tangent)
         return linear_part + self.radius, self.norm(linear_part) + self.length
 
-    def follow(self, centre: Tensor, tangent: Tensor, radius: Tensor, length: Tensor) -> Self:
+    def after_layer(self, centre: Tensor, tangent: Tensor, radius: Tensor, length: Tensor) -> Self:
         """Return the deviation after a function with this output, derivative and rest's bounds."""
         # Each of the two bounds limits the other.
         at = self._replace(centre=centre, tangent=tangent)
         length = torch.minimum(length, at.norm(radius))
         return at._replace(radius=torch.minimum(radius, length), length=length)
 
-    def spread_windows(self, tangent: Tensor) -> Tensor:
+    def expand_window_derivatives(self, tangent: Tensor) -> Tensor:
         """Expand a stem's derivatives ``tangent`` to derivatives by all pixels, (P, B, …, H, W)."""
         channels, height, width = self.shared.shape[2:]
         count = len(tangent) - len(self.shared)
@@ -106,10 +106,10 @@ class Deviation(NamedTuple):
     def project_out(self, unit: Tensor) -> "Deviation":
         """Subtract from the derivatives their projection on unit vectors (B, …) along ``axes``."""
         unit = unit.to(self.tangent)
-        if not self.has_windows:
+        if not self.has_windowed_derivatives:
             along = (self.tangent * unit).sum(dim=self.axes, keepdim=True)
             return self._replace(tangent=torch.addcmul(self.tangent, unit, along, value=-1))
-        along = self.spread_windows((self.tangent * unit).sum(dim=2, keepdim=True))
+        along = self.expand_window_derivatives((self.tangent * unit).sum(dim=2, keepdim=True))
         row = along.sum(dim=self.axes).T.reshape(1, *self.shared.shape[1:])
         tangent = torch.cat([self.tangent, -unit.unsqueeze(0)])
         return self._replace(tangent=tangent, shared=torch.cat([self.shared, row]))
@@ -119,7 +119,7 @@ def bound_after_linear(at: Deviation, weight: Tensor, bias: Tensor | None) -> De
     radius = torch.minimum(linear(at.radius, weight.abs()), weight.norm(dim=1) * at.length)
     length = torch.linalg.matrix_norm(weight, ord=2) * at.length
     tangent = linear(at.tangent, weight.to(at.tangent))
-    return at.follow(linear(at.centre, weight, bias), tangent, radius, length)
+    return at.after_layer(linear(at.centre, weight, bias), tangent, radius, length)
 
 
 def bound_convolution(at: Deviation, layer: nn.Conv2d) -> Deviation:
@@ -132,13 +132,13 @@ def bound_convolution(at: Deviation, layer: nn.Conv2d) -> Deviation:
     rows = weight.norm(dim=1).view(-1, 1, 1) * at.length
     radius = torch.minimum(box.unflatten(0, at.radius.shape[:2]), rows)
     at = convolve_windows(at, layer)
-    return at.follow(layer(at.centre), at.tangent, radius, length)
+    return at.after_layer(layer(at.centre), at.tangent, radius, length)
 
 
 def convolve_windows(at: Deviation, layer: Any) -> Deviation:
     """Convolve the derivatives; an output's window is the union of its inputs' windows."""
     batch, outputs, height, width = layer(at.centre).shape
-    if not at.has_windows:
+    if not at.has_windowed_derivatives:
         return at._replace(tangent=at.tangent.new_zeros(0, batch, outputs, height, width))
     weight = layer.weight.to(at.tangent)
     kernel, stride, border = (pair[0] for pair in (layer.kernel_size, layer.stride, layer.padding))
@@ -164,13 +164,13 @@ def bound_patches(at: Deviation, layer: PatchEmbed) -> Deviation:
     """Bound the linear map of patches of an image (B, C, H, W) to tokens."""
     windows = convolve_windows(at, layer.proj)
     tangent = windows.tangent
-    if windows.has_windows:
-        tangent = windows.spread_windows(tangent)
+    if windows.has_windowed_derivatives:
+        tangent = windows.expand_window_derivatives(tangent)
     cut = lambda values: cut_patches(values, [layer.patch] * 2)
     radius, centre = cut(at.radius.flatten(0, 1)).unflatten(0, at.radius.shape[:2]), cut(at.centre)
     length = at.length.squeeze(-1).expand(*radius.shape[:-1], 1)
     at = at._replace(shared=at.shared[:0])
-    at = at.follow(centre, at.tangent.new_zeros(0, *centre.shape), radius, length)
+    at = at.after_layer(centre, at.tangent.new_zeros(0, *centre.shape), radius, length)
     at = bound_after_linear(at, layer.proj.weight.flatten(1), layer.proj.bias)
     return at._replace(tangent=tangent.flatten(-2).mT.contiguous())
 
@@ -183,11 +183,11 @@ def bound_norm(at: Deviation, eps: float, floor: float = 0.0, is_centred: bool =
         centre = at.centre - at.centre.mean(dim=at.axes, keepdim=True)
         radius = at.radius * (1 - 2 / count) + at.radius.mean(dim=at.axes, keepdim=True)
         at = at.project_out(torch.ones_like(centre) / count**0.5)
-        at = at.follow(centre, at.tangent, radius, at.length)
+        at = at.after_layer(centre, at.tangent, radius, at.length)
     sigma = lambda norm: (norm.square() / count + eps).sqrt()
     width = sigma(at.norm(at.centre)).clamp_min(floor)
     scaled = at.centre / width
-    moved, length = at.moved
+    moved, length = at.total_change_bounds
     lowest = sigma((at.norm(at.centre) - length).clamp_min(0))
     lowest = lowest.where(lowest > floor, 0)  # a kink: no bound
     # Second derivative along a line D, with h = ‖D‖ / (√n σ): at most (2 |D| h + 2 |d| h²) / σ.
@@ -198,19 +198,19 @@ def bound_norm(at: Deviation, eps: float, floor: float = 0.0, is_centred: bool =
     radius += at.radius / width
     length = at.length / width + at.norm(curve)
     at = at.project_out(scaled / count**0.5)
-    return at.follow(scaled, at.tangent.div_(width.to(at.tangent)), radius, length)
+    return at.after_layer(scaled, at.tangent.div_(width.to(at.tangent)), radius, length)
 
 
-def scale(at: Deviation, weight: Tensor, bias: Tensor | float = 0.0) -> Deviation:
+def bound_scaling(at: Deviation, weight: Tensor, bias: Tensor | float = 0.0) -> Deviation:
     """Bound weight · x + bias, broadcast over numbers."""
     length = at.length * weight.abs().amax()
     tangent = at.tangent.mul_(weight.to(at.tangent))
-    return at.follow(at.centre * weight + bias, tangent, at.radius * weight.abs(), length)
+    return at.after_layer(at.centre * weight + bias, tangent, at.radius * weight.abs(), length)
 
 
 def bound_gelu(at: Deviation) -> Deviation:
     """Bound GELU by its derivatives at the centre, and by its largest second and third ones."""
-    moved, _ = at.moved
+    moved, _ = at.total_change_bounds
     density = torch.exp(-at.centre.square() / 2) / math.sqrt(2 * math.pi)
     slope = torch.special.ndtr(at.centre) + at.centre * density
     bend = ((2 - at.centre.square()) * density).abs()
@@ -218,10 +218,10 @@ def bound_gelu(at: Deviation) -> Deviation:
     steepest = slope.abs()
     length = steepest.amax(dim=at.axes, keepdim=True) * at.length + at.norm(curve)
     tangent = at.tangent.mul_(slope.to(at.tangent))
-    return at.follow(gelu(at.centre), tangent, steepest * at.radius + curve, length)
+    return at.after_layer(gelu(at.centre), tangent, steepest * at.radius + curve, length)
 
 
-def add(first: Deviation, second: Deviation) -> Deviation:
+def bound_sum(first: Deviation, second: Deviation) -> Deviation:
     pairs = zip(first[:4], second[:4], strict=True)
     centre, tangent, radius, length = (part + other for part, other in pairs)
     return Deviation(centre, tangent, radius, length, first.balls, first.shared)
@@ -256,12 +256,12 @@ def bound_attention(at: Deviation, layer: Attention) -> Deviation:
     values = value @ output.mT
     distance = torch.cdist(probs @ values, values, compute_mode="donot_use_mm_for_euclid_dist")
     tokens, length = at.radius.unsqueeze(2), at.length.unsqueeze(2)  # for all heads
-    shifts = [part.unsqueeze(2) for part in at.moved]
+    shifts = [part.unsqueeze(2) for part in at.total_change_bounds]
     both = torch.linalg.matrix_norm(weights[0].mT @ weights[1], ord=2).view(-1, 1, 1)
     bend = torch.minimum(by_key.abs() @ tokens.mT, norm(by_key) * length.mT)
     bend = bend + torch.minimum(tokens @ by_query.abs().mT, length * norm(by_query).mT)
     bend = (bend + both * shifts[1] * shifts[1].mT) * scaling
-    moved = at.reach(steps) + bend
+    moved = at.max_shift(steps) + bend
     moved = moved + moved.amax(dim=-1, keepdim=True)
     # p_j moves by at most p_j (e^m − 1), and from its linear part by at most p_j e^m m² / 2.
     pull = (probs * (bend + moved.square() * moved.exp() / 2) * distance).sum(dim=-1, keepdim=True)
@@ -276,34 +276,34 @@ def bound_attention(at: Deviation, layer: Attention) -> Deviation:
     change = torch.einsum("bhij,pbjhr->pbihr", probs, change)
     change += torch.einsum("pbhij,bhjr->pbihr", steps, value.to(steps))
     tangent = linear(change.flatten(-2), layer.proj.weight.to(steps))
-    return at.follow(layer(at.centre)[0], tangent, radius, length)
+    return at.after_layer(layer(at.centre)[0], tangent, radius, length)
 
 
-def deciding_map(at: Deviation, router: nn.Module) -> tuple[Deviation, Tensor, Tensor | None]:
+def last_router_map(at: Deviation, router: nn.Module) -> tuple[Deviation, Tensor, Tensor | None]:
     """Return the input of a router's last linear map, its weight (E, d), and bias (E,) or None."""
     projection = getattr(router, "projection", None)
     if projection is None:
         return at, router.get_parameter("weight"), getattr(router, "bias", None)
-    narrow = bound_norm(bound_after_linear(at, projection, None), 0.0, FLOOR, is_centred=False)
+    narrow = bound_norm(bound_after_linear(at, projection, None), 0.0, MIN_NORM, is_centred=False)
     factor = router.get_parameter("log_factor").clamp(max=MAX_LOG_FACTOR).exp()
-    return narrow, normalize(router.get_parameter("weight"), dim=-1, eps=FLOOR) * factor, None
+    return narrow, normalize(router.get_parameter("weight"), dim=-1, eps=MIN_NORM) * factor, None
 
 
-def bound_after_unrouted(at: Deviation, layer: Any) -> Deviation:
+def bound_dense_layer(at: Deviation, layer: Any) -> Deviation:
     """Bound a layer without routing; TypeError for a layer that has no bound here."""
     if isinstance(layer, nn.Identity):
         return at
     if isinstance(layer, nn.LayerNorm):
-        return scale(bound_norm(at, layer.eps), layer.weight, layer.bias)
+        return bound_scaling(bound_norm(at, layer.eps), layer.weight, layer.bias)
     if isinstance(layer, nn.GroupNorm) and layer.num_groups == 1:
         weight, bias = layer.weight.view(-1, 1, 1), layer.bias.view(-1, 1, 1)
-        return scale(bound_norm(at, layer.eps), weight, bias)
+        return bound_scaling(bound_norm(at, layer.eps), weight, bias)
     if isinstance(layer, nn.Conv2d):
         return bound_convolution(at, layer)
     if isinstance(layer, nn.GELU):
         return bound_gelu(at)
     if isinstance(layer, LayerScale):
-        return scale(at, layer.gamma)
+        return bound_scaling(at, layer.gamma)
     if isinstance(layer, DenseMlp) and layer.activation == "gelu":
         hidden = bound_gelu(bound_after_linear(at, layer.fc1.weight, layer.fc1.bias))
         return bound_after_linear(hidden, layer.fc2.weight, layer.fc2.bias)
@@ -316,7 +316,7 @@ def deviation_of_pixels(pixels: Tensor, linf: Tensor, l2: Tensor) -> Deviation:
     shared = pixels.new_zeros(0, *shape, dtype=torch.float32)
     radius = torch.cat([linf, l2]).view(-1, 1, 1, 1, 1).expand(-1, *shape)
     length = torch.cat([linf * number**0.5, l2]).view(-1, 1, 1, 1, 1).expand(-1, shape[0], 1, 1, 1)
-    if number > MAX_PIXELS:
+    if number > MAX_PIXELS_WITH_DERIVATIVES:
         return Deviation(pixels, shared, radius, length, (linf, l2), shared)
     tangent = torch.eye(shape[1]).to(shared).view(shape[1], 1, shape[1], 1, 1)
     tangent = tangent.repeat(1, shape[0], 1, *shape[2:])
@@ -325,11 +325,11 @@ def deviation_of_pixels(pixels: Tensor, linf: Tensor, l2: Tensor) -> Deviation:
 
 def bound_embedding(model: PatchTransformer, at: Deviation) -> Deviation:
     """Bound the tokens before the first block, of pixels in [0, 1]."""
-    at = scale(at._replace(centre=at.centre - model.pixel_mean), 1 / model.pixel_std[0])
+    at = bound_scaling(at._replace(centre=at.centre - model.pixel_mean), 1 / model.pixel_std[0])
     stem: Any = model.patch_embed
     if isinstance(stem, ConvStem):
         for layer in stem.convolutions:
-            at = bound_after_unrouted(at, layer)
+            at = bound_dense_layer(at, layer)
         stem = stem.embed
     at = bound_patches(at, stem)
     special = [token for token in (model.cls_token, model.dist_token) if token is not None]
@@ -337,35 +337,35 @@ def bound_embedding(model: PatchTransformer, at: Deviation) -> Deviation:
     fixed[:, fixed.shape[1] - model.pos_embed.shape[1] :] += model.pos_embed
     centre, tangent, radius, length = (pad(part, (0, 0, model.special, 0)) for part in at[:4])
     at = Deviation(centre + fixed, tangent, radius, length, at.balls, at.shared)
-    return bound_after_unrouted(at, model.norm_pre)
+    return bound_dense_layer(at, model.norm_pre)
 
 
-def routing_shares(model: PatchTransformer, at: Deviation, chosen: Tensor, guard: float) -> Tensor:
+def routing_radii(model: PatchTransformer, at: Deviation, chosen: Tensor, guard: float) -> Tensor:
     """Return the share s (J, B, T) of each ball's radius in which a token keeps its experts."""
     # model: a frozen fp64 copy; at: pixels in [0, 1] and balls; chosen: (B, T, E) of the first MoE
     # layer; guard: taken off margins. Only s up to 1 is proven, and NaN proves nothing.
     at = bound_embedding(model, at)
     blocks: Any = model.blocks
     for block in blocks:
-        attended = bound_attention(bound_after_unrouted(at, block.norm1), block.attn)
-        at = add(at, bound_after_unrouted(attended, block.ls1))
-        entering = bound_after_unrouted(at, block.norm2)
+        attended = bound_attention(bound_dense_layer(at, block.norm1), block.attn)
+        at = bound_sum(at, bound_dense_layer(attended, block.ls1))
+        entering = bound_dense_layer(at, block.norm2)
         if isinstance(block.mlp, MoEFeedForward):
-            return margin_to_bound_ratio(entering, block.mlp.router, chosen, guard)
-        at = add(at, bound_after_unrouted(bound_after_unrouted(entering, block.mlp), block.ls2))
-    raise ValueError("routing_shares: the model has no MoE layer")
+            return share_keeping_choice(entering, block.mlp.router, chosen, guard)
+        at = bound_sum(at, bound_dense_layer(bound_dense_layer(entering, block.mlp), block.ls2))
+    raise ValueError("routing_radii: the model has no MoE layer")
 
 
-def margin_to_bound_ratio(at: Deviation, router: nn.Module, chosen: Tensor, guard: float) -> Tensor:
+def share_keeping_choice(at: Deviation, router: nn.Module, chosen: Tensor, guard: float) -> Tensor:
     """Return the share s (J, B, T) of a ball in which no other expert overtakes a chosen one."""
-    at, weight, bias = deciding_map(at, router)
+    at, weight, bias = last_router_map(at, router)
     logits = linear(at.centre, weight, bias)
     shares = torch.full_like(at.length[..., 0], torch.inf)
     for index in chosen.long().topk(int(chosen.sum(dim=-1).amax())).indices.split(1, dim=-1):
         gaps = weight[index] - weight  # (B, T, E, d)
         radius = torch.einsum("jbtd,bted->jbte", at.radius, gaps.abs())
         radius = torch.minimum(radius, gaps.norm(dim=-1) * at.length)
-        linear_part = at.reach(torch.einsum("pbtd,bted->pbte", at.tangent, gaps.to(at.tangent)))
+        linear_part = at.max_shift(torch.einsum("pbtd,bted->pbte", at.tangent, gaps.to(at.tangent)))
         if not len(at.tangent):  # all is rest, which grows at least in proportion
             linear_part, radius = radius, linear_part
         margins = (logits.gather(-1, index) - logits - guard).clamp_min(0)

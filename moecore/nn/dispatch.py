@@ -235,7 +235,7 @@ class BasisProjectionPlan(NamedTuple):
 
     def dispatch(self, tokens: Tensor) -> Rows:
         """Return chosen projections as rows (R, r) sorted by expert; ``tokens`` are not read."""
-        values = _Pick.apply(self.projections, self.sources, self.plan.order, self.plan.rows)
+        values = _GatherProj.apply(self.projections, self.sources, self.plan.order, self.plan.rows)
         # cast after the choice: a token has fewer rows than projections
         return Rows(to_autocast(values), self.plan.offsets, projected=True)
 
@@ -243,7 +243,7 @@ class BasisProjectionPlan(NamedTuple):
         return self.plan.combine(rows)
 
 
-class _Pick(Function):
+class _GatherProj(Function):
     """Gather the projections (N·E, r) of chosen experts as rows (R, r)."""
 
     @staticmethod

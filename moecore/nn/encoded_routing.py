@@ -15,10 +15,10 @@ MAX_EXPERTS = 8  # per token
 MAX_CLASSES = 3  # per image
 MAX_BYTE_EXPERTS = 255  # with ids in a byte; one value means that no expert processed the token
 CHOSEN_BIT = 128  # the highest bit of a mark
-MAX_PROBABILITY = 127  # a probability of 1, in the other bits of a mark
+PROBABILITY_ONE = 127  # a probability of 1, in the other bits of a mark
 
 
-class EncodedRouting(config.Config):
+class EncodedPredictionsAndRouting(config.Config):
     """A model's encoded predictions and routing of N images, on its finest grid of tokens."""
 
     # Indices into task.answers, best first per image; for a mosaic the best per cell
@@ -27,39 +27,37 @@ class EncodedRouting(config.Config):
     layers: tuple[str, ...]  # per MoE layer the text of ``encode_top_experts``
 
 
-def encode_routing(
+def encode_predictions_and_routing(
     prediction: Tensor,
     records: tuple[RoutingRecord, ...],
     task: Task,
     layouts: Sequence[TokenLayout] = (),
-) -> EncodedRouting:
+) -> EncodedPredictionsAndRouting:
     """Encode predictions (N, K) and CPU records (N, T, E), which may have different layouts."""
     answers, values = select_top_answers(prediction, task)
     if layouts:
-        records = spread_to_one_grid(records, layouts)
-    return EncodedRouting(
+        records = put_records_on_finest_grid(records, layouts)
+    return EncodedPredictionsAndRouting(
         answers=answers.tolist(),
         values=[[round(value, 4) for value in row] for row in values.tolist()],
         layers=[encode_top_experts(record) for record in records],
     )
 
 
-def spread_to_one_grid(
+def put_records_on_finest_grid(
     records: tuple[RoutingRecord, ...], layouts: Sequence[TokenLayout]
 ) -> tuple[RoutingRecord, ...]:
     """Return the records of all layers on the finest of ``layouts``; coarse tokens are repeated."""
     fine = finest_layout(layouts)
-    return tuple(
-        record_on_grid(record, layout, fine)
-        for record, layout in zip(records, layouts, strict=True)
-    )
+    pairs = zip(records, layouts, strict=True)
+    return tuple(regrid_record(record, layout, fine) for record, layout in pairs)
 
 
 def finest_layout(layouts: Sequence[TokenLayout]) -> TokenLayout:
     return max(layouts, key=lambda layout: prod(layout.grid))
 
 
-def record_on_grid(record: RoutingRecord, layout: TokenLayout, fine: TokenLayout) -> RoutingRecord:
+def regrid_record(record: RoutingRecord, layout: TokenLayout, fine: TokenLayout) -> RoutingRecord:
     """Convert a record to grid ``fine``: each patch gets the token that covers its centre."""
     if layout == fine:
         return record
@@ -100,7 +98,7 @@ def encode_top_experts(record: RoutingRecord) -> str:
     """Encode each token's best experts, at most MAX_EXPERTS, and probabilities as a text."""
     # Three arrays: (N, T) the expert with the largest combine weight, or the highest number of the
     # dtype if no expert processed the token; (N, T, n) experts by combine weight, then chosen but
-    # unprocessed ones, then by probability; (N, T, n) uint8 marks, probability · MAX_PROBABILITY,
+    # unprocessed ones, then by probability; (N, T, n) uint8 marks, probability · PROBABILITY_ONE,
     # plus CHOSEN_BIT if chosen. Experts: uint16 above MAX_BYTE_EXPERTS.
     combine = record.combine.numpy()
     probs = record.probs.numpy()
@@ -108,6 +106,6 @@ def encode_top_experts(record: RoutingRecord) -> str:
     dtype = np.uint8 if probs.shape[-1] <= MAX_BYTE_EXPERTS else np.uint16
     order = np.lexsort((-probs, ~chosen, -combine), axis=-1)[..., :MAX_EXPERTS]
     best = np.where(combine.max(axis=-1) > 0, combine.argmax(axis=-1), np.iinfo(dtype).max)
-    shares = np.rint(np.take_along_axis(probs, order, axis=-1).clip(0, 1) * MAX_PROBABILITY)
+    shares = np.rint(np.take_along_axis(probs, order, axis=-1).clip(0, 1) * PROBABILITY_ONE)
     marks = (shares + CHOSEN_BIT * np.take_along_axis(chosen, order, axis=-1)).astype(np.uint8)
     return arrays_as_text.encode_concatenated_arrays(best.astype(dtype), order.astype(dtype), marks)

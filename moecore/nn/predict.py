@@ -30,12 +30,12 @@ class ImageSequence(Protocol):
 
 
 BATCH = 256  # default images per forward pass
-MAX_TOKENS = 2**13  # of blocks that are read together, including their earlier blocks
+MAX_TOKENS_PER_BATCH = 2**13  # of blocks that are read together, including their earlier blocks
 MAX_CPU_LOGITS = 2**19  # at a time, 2 MiB, which stay in the cache
 MAX_GPU_LOGITS = 2**26
-MIN_WORDS = 64  # at a time: the head's weights are read once for all
+MIN_WORDS_PER_CHUNK = 64  # at a time: the head's weights are read once for all
 MAX_STREAMS = 32  # that parts of one text are read in
-VOXELS = 2**24  # maximum of a batch of volumes: 64 of 64³, 64 MiB in fp32
+MAX_VOXELS_PER_BATCH = 2**24  # maximum of a batch of volumes: 64 of 64³, 64 MiB in fp32
 
 
 def predict_in_batches(
@@ -84,18 +84,18 @@ def predict_in_batches(
     return torch.cat(logits) if prediction else torch.empty(0), concat_records(records)
 
 
-def text_block_scores(model: Model, images: ImageSequence, labels: Tensor) -> Tensor:
+def last_block_nats(model: Model, images: ImageSequence, labels: Tensor) -> Tensor:
     """Return each item's mean loss, nats per word of its last block of M words, (N,) fp64."""
     # images: (N, C, M) word ids, as a LanguageTransformer reads them. labels: (N, M), next words.
-    return text_block_scores_with_routing(model, images, labels, routing=False)[0]
+    return last_block_nats_and_routing(model, images, labels, routing=False)[0]
 
 
-def text_block_scores_with_routing(
+def last_block_nats_and_routing(
     model: Model, images: ImageSequence, labels: Tensor, routing: bool = True
 ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
-    """Return ``text_block_scores`` (N,), and a CPU routing record (N, T, E) per MoE layer."""
+    """Return ``last_block_nats`` (N,), and a CPU routing record (N, T, E) per MoE layer."""
     assert isinstance(model, LanguageTransformer)
-    size = max(1, MAX_TOKENS // math.prod(images.shape[1:]))
+    size = max(1, MAX_TOKENS_PER_BATCH // math.prod(images.shape[1:]))
     scores = []
     records = []
     with eval_mode(model), torch.no_grad(), torch.autocast(model_device(model).type, enabled=False):
@@ -172,15 +172,15 @@ def _word_nats(model: LanguageTransformer, tokens: Tensor, labels: Tensor) -> Te
 def logits_chunk_size(outputs: int, device: torch.device) -> int:
     """Return for how many tokens to compute logits at once, given ``outputs`` logits per token."""
     logits = MAX_CPU_LOGITS if device.type == "cpu" else MAX_GPU_LOGITS
-    return max(MIN_WORDS, logits // outputs)
+    return max(MIN_WORDS_PER_CHUNK, logits // outputs)
 
 
-def read_block(
+def read_all_but_last_block(
     model: LanguageTransformer, images: Tensor, labels: Tensor
 ) -> Callable[[int], Tensor]:
     """Read all blocks but the last; return a function: number of its copies → nats per word."""
     # images: (1, C, M); all blocks but the last are read once, here. labels: (1, M), next words.
-    word_ids, kinds = model.split_kinds(images)
+    word_ids, kinds = model.split_words_and_kinds(images)
     states = model.read_earlier(word_ids, kinds)
 
     @torch.no_grad()
@@ -198,7 +198,7 @@ def image_batches(
 ) -> Iterator[Tensor]:
     """Yield batches of at most ``size`` images (fp32 in [0, 1]) or texts (word ids)."""
     if len(images.shape) == 5:
-        size = min(size, max(1, VOXELS // math.prod(images.shape[1:])))
+        size = min(size, max(1, MAX_VOXELS_PER_BATCH // math.prod(images.shape[1:])))
     for start in range(0, len(images), size):
         part = images[start : start + size]
         if not isinstance(part, Tensor):
@@ -218,7 +218,7 @@ def round_batch_to_groups(model: nn.Module, batch: int) -> int:
 
 def coupled_image_count(model: nn.Module) -> int:
     """Return how many consecutive images share expert capacity in evaluation; 1 if none do."""
-    return math.lcm(*(getattr(module, "coupled", 1) for module in model.modules()))
+    return math.lcm(*(getattr(module, "images_coupled_in_eval", 1) for module in model.modules()))
 
 
 def concat_records(records: list[tuple[RoutingRecord, ...]]) -> tuple[RoutingRecord, ...]:

@@ -26,7 +26,7 @@ from moecore.nn.routers.token_choice import Score, expert_probs, safe_log, score
 # the layer around it flattens its tokens
 RouterAdapter = Callable[[nn.Module, tuple[Any, ...], Any], RoutingRecord]
 TOLERANCE = 1e-3  # of shares of weights
-HALF_TOLERANCE = 0.02  # in bfloat16 or float16
+HALF_PRECISION_TOLERANCE = 0.02  # in bfloat16 or float16
 
 
 @contextmanager
@@ -71,12 +71,12 @@ def routing_collector(
                 stack.callback(setattr, router, "records", router.records)
                 router.records = records
             elif isinstance(router, Model) and router in routers:
-                stack.enter_context(router.register_forward_hook(partial(_see_model, records)))
+                stack.enter_context(router.register_forward_hook(partial(_append_routing, records)))
             else:
-                see = partial(collection.see_router, all_adapters.get(type(router).__name__))
+                see = partial(collection.append_record, all_adapters.get(type(router).__name__))
                 stack.enter_context(router.register_forward_hook(see))
                 if block is not None:
-                    see = collection.see_block
+                    see = collection.store_shape
                     stack.enter_context(block.register_forward_pre_hook(see, with_kwargs=True))
         yield records
     if not records and not routers:
@@ -85,7 +85,7 @@ def routing_collector(
         raise UserError(f"trace: {problem}; allowed: {allowed} and expert ids, or adapters")
 
 
-def _see_model(
+def _append_routing(
     records: list[RoutingRecord], model: nn.Module, inputs: tuple[Any, ...], output: ModelOutput
 ) -> None:
     """Append a moecore model's routing to ``records``; used as a forward hook."""
@@ -134,13 +134,13 @@ class RecordCollector:
         self.seen: set[nn.Module] = set()  # modules that proved to be routers
         self.shape: tuple[int, ...] = ()  # (B, T) of the last block that was called
 
-    def see_block(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def store_shape(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Store the (batch, tokens) shape of a block's first tensor argument; a forward hook."""
         tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
         if tensors and tensors[0].ndim > 2:
             self.shape = tuple(tensors[0].shape[:-1])
 
-    def see_router(
+    def append_record(
         self, adapter: RouterAdapter | None, router: nn.Module, inputs: tuple[Any, ...], output: Any
     ) -> None:
         """Append the record of a router's call; without an adapter, only if outputs are routing."""
@@ -158,9 +158,9 @@ class RecordCollector:
             else:
                 place = f"adapters.{type(router).__name__}"
                 record = check_record(adapter(router, inputs, output), place)
-            self.records.append(RoutingRecord(*map(self.split_batch, record[:5])))
+            self.records.append(RoutingRecord(*map(self.unflatten_batch_and_tokens, record[:5])))
 
-    def split_batch(self, field: Tensor) -> Tensor:
+    def unflatten_batch_and_tokens(self, field: Tensor) -> Tensor:
         """Reshape a field (B · T, E) to (B, T, E), or (1, B · T, E) if ``shape`` does not fit."""
         if field.ndim > 2:
             return field.flatten(1, -2)
@@ -264,7 +264,7 @@ def identify_score(logits: Tensor, weights: Tensor, experts: Tensor) -> Score | 
     # A bias or groups may change the choice, not the weights: ids need not be the highest scores.
     # One weight per token that is always the same tells nothing: ids must be, and softmax is taken.
     bits = min(torch.finfo(part.dtype).bits for part in (logits, weights))
-    tolerance = TOLERANCE if bits >= 32 else HALF_TOLERANCE
+    tolerance = TOLERANCE if bits >= 32 else HALF_PRECISION_TOLERANCE
     if experts.min() < 0 or experts.max() >= logits.shape[-1]:
         return None
     is_same = torch.allclose(weights, weights.flatten()[0], rtol=tolerance)
@@ -292,7 +292,7 @@ def infer_record(name: str, logits: Tensor, weights: Tensor, experts: Tensor) ->
     # Probabilities in the place of logits become their logarithms; weights may then have a factor
     # per expert, if the experts are the most probable ones.
     sums = logits.detach().float().sum(-1)
-    are_probs = torch.allclose(sums, torch.ones_like(sums), atol=HALF_TOLERANCE)
+    are_probs = torch.allclose(sums, torch.ones_like(sums), atol=HALF_PRECISION_TOLERANCE)
     if are_probs and (logits >= 0).all() and are_top_logits(logits, experts):
         return build_record(safe_log(logits), experts, weights)
     score = identify_score(logits, weights, experts)

@@ -14,40 +14,40 @@ from moecore.core.files import UserError, write_json
 from moecore.pipeline import command_group, pull
 from moecore.pipeline.lens_commands import lens_engine, lens_read, lens_record
 
-HERE = Path()
+CURRENT_FOLDER = Path()
 PARAMS_FILE = Path("params.yaml")
 SCHEMA_FILE = Path("params.schema.json")
 QUICK = "quick"
-QUESTION = "a question, such as tgr/table_3"
-SET = "write a value into params.yaml first, such as -S pretrain.epochs=3; may be repeated"
-JOBS = "stages at a time; left out: the number of GPUs, else of cores, at most 4"
-ROUND = "of the question's rounds; left out: the last"
-QuestionName = Annotated[str | None, Argument(help=QUESTION)]
-QuestionNames = Annotated[list[str] | None, Argument(help=QUESTION)]
-Question = Annotated[str, Argument(help=QUESTION)]
-RoundNumber = Annotated[int | None, Option("--round", min=1, help=ROUND)]
-JobCount = Annotated[int | None, Option(min=1, help=JOBS)]
-SetValues = Annotated[list[str] | None, Option("--set", "-S", metavar="KEY=VALUE", help=SET)]
+QUESTION_HELP = "a question, such as tgr/table_3"
+SET_HELP = "write a value into params.yaml first, such as -S pretrain.epochs=3; may be repeated"
+JOBS_HELP = "stages at a time; left out: the number of GPUs, else of cores, at most 4"
+ROUND_HELP = "of the question's rounds; left out: the last"
+QuestionName = Annotated[str | None, Argument(help=QUESTION_HELP)]
+QuestionNames = Annotated[list[str] | None, Argument(help=QUESTION_HELP)]
+Question = Annotated[str, Argument(help=QUESTION_HELP)]
+RoundNumber = Annotated[int | None, Option("--round", min=1, help=ROUND_HELP)]
+JobCount = Annotated[int | None, Option(min=1, help=JOBS_HELP)]
+SetValues = Annotated[list[str] | None, Option("--set", "-S", metavar="KEY=VALUE", help=SET_HELP)]
 IsVerbose = Annotated[bool, Option("--verbose", help="print DVC's own lines, and no table")]
 ParamsFile = Annotated[Path, Argument(help="the params.yaml")]
-DATA = "a folder of pictures, one folder per class; settings are derived from its files"
-OwnData = Annotated[Path | None, Option("--data", metavar="FOLDER", help=DATA)]
+DATA_HELP = "a folder of pictures, one folder per class; settings are derived from its files"
+OwnData = Annotated[Path | None, Option("--data", metavar="FOLDER", help=DATA_HELP)]
 GRID = "run a method per value of -S 'methods.vmoe.router.k=[1,2,4]'; several -S: their product"
 Sweep = Annotated[bool, Option("--sweep", help=GRID)]
-OPTIONS: dict[str, Any] = {
+TYPER_OPTIONS: dict[str, Any] = {
     "cls": command_group.CommandGroup,
     "no_args_is_help": True,
     "add_completion": False,
     "pretty_exceptions_enable": False,  # a bug shows Python's own traceback
     "rich_markup_mode": None,
 }
-study_app = typer.Typer(help="The questions below pipelines/.", **OPTIONS)
-claims_app = typer.Typer(help="The papers' claims, over all studies.", **OPTIONS)
-lens_app = typer.Typer(help="Routing of any model: record it, and look at it.", **OPTIONS)
+study_app = typer.Typer(help="The questions below pipelines/.", **TYPER_OPTIONS)
+claims_app = typer.Typer(help="The papers' claims, over all studies.", **TYPER_OPTIONS)
+lens_app = typer.Typer(help="Routing of any model: record it, and look at it.", **TYPER_OPTIONS)
 
 
 def _build_app() -> typer.Typer:
-    program = typer.Typer(help="Sparse vision mixture-of-experts models.", **OPTIONS)
+    program = typer.Typer(help="Sparse vision mixture-of-experts models.", **TYPER_OPTIONS)
     for name, group in {"study": study_app, "claims": claims_app, "lens": lens_app}.items():
         program.add_typer(group, name=name)
     program.command("pull")(pull.pull_command)
@@ -57,7 +57,7 @@ def _build_app() -> typer.Typer:
 
 
 app = _build_app()
-PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+PASS_ON_ARGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def print_version(is_asked: bool) -> None:
@@ -80,9 +80,9 @@ def declare_global_options(show_version: ShowVersion = False) -> None:
 def check_command(params: ParamsFile = PARAMS_FILE) -> None:
     """Validate all of params.yaml; print every problem with file, line, column and key."""
     from moecore.report.tables.metrics_by_method import unanswerable_claims
-    from moecore.study.check import describe_checked_study
+    from moecore.study.check import check_and_describe
 
-    typer.echo(describe_checked_study(params, also=unanswerable_claims))
+    typer.echo(check_and_describe(params, also=unanswerable_claims))
     print_changed_raw_data(params)
 
 
@@ -118,7 +118,7 @@ def pilot_command(
         from moecore.pipeline.run_folders import write_run_folder
         from moecore.study.questions import find_question
 
-        question_round = find_question(HERE, study).round(None)
+        question_round = find_question(CURRENT_FOLDER, study).round(None)
         write_run_folder(question_round)
         path = question_round.folder / PARAMS_FILE
     result = pilot.run_pilot(path, seeds)
@@ -139,7 +139,7 @@ def run_command(
 
     With --data or --sweep in a folder below .runs/; the params.yaml here stays as it is.
     """
-    folder = HERE
+    folder = CURRENT_FOLDER
     if data is not None or sweep:
         from moecore.pipeline.run_folders import write_data_or_sweep_run
 
@@ -151,20 +151,20 @@ def run_command(
 
 
 def _run_stages(jobs: int | None, sets: list[str] | None, verbose: bool) -> None:
-    from moecore.pipeline.code_hashes import digest_code, is_code_hashed
+    from moecore.pipeline.code_hashes import digest_code_inputs, is_code_up_to_date
     from moecore.pipeline.parallel import run_pipeline
-    from moecore.pipeline.project import hold_project
+    from moecore.pipeline.project_record import hold_project_lock
     from moecore.study.yaml_document import load_yaml_document
 
     load_yaml_document(PARAMS_FILE)  # fails before anything is written, outside a project
-    with hold_project():  # before -S is written
+    with hold_project_lock():  # before -S is written
         if sets:
             from moecore.study.params_writer import write_assignments
 
             for line in write_assignments(PARAMS_FILE, sets) or ["nothing changes"]:
                 typer.echo(f"{PARAMS_FILE}: {line}")
         document = load_yaml_document(PARAMS_FILE)
-        if not is_code_hashed(digest_code(document), document):  # else the stage `code` checked it
+        if not is_code_up_to_date(digest_code_inputs(document), document):  # else `code` checked it
             from moecore.report.tables.metrics_by_method import unanswerable_claims
             from moecore.study.check import check_study
 
@@ -187,10 +187,10 @@ def quick_command(jobs: JobCount = None, verbose: IsVerbose = False) -> None:
     from moecore.pipeline.project_files import QUICK_QUESTION, write_quick_project
     from moecore.study.questions import list_question_names
 
-    if QUICK_QUESTION in list_question_names(HERE):
+    if QUICK_QUESTION in list_question_names(CURRENT_FOLDER):
         study_run(QUICK_QUESTION, jobs=jobs, verbose=verbose)
     else:
-        folder = write_quick_project(HERE)
+        folder = write_quick_project(CURRENT_FOLDER)
         with chdir(folder):
             _run_stages(jobs, None, verbose)
         print_run_result(folder)
@@ -221,11 +221,11 @@ def upgrade_command(
     stage: Annotated[list[str] | None, Option(help="add it to dvc.yaml; repeatable")] = None,
 ) -> None:
     """Upgrade a project to the installed version: show the diff, and which stages run again."""
-    from moecore.pipeline.project import hold_project, read_answers
     from moecore.pipeline.project_files import upgrade_project
+    from moecore.pipeline.project_record import hold_project_lock, read_answers
 
     answers = read_answers(Path())
-    with hold_project():
+    with hold_project_lock():
         upgrade_project(answers, yes, stage or ())
 
 
@@ -283,9 +283,9 @@ def conform_command(
     out: Annotated[Path, Option(help="of verdicts, failures, page")] = Path("conformance"),
 ) -> None:
     """Print which laws of mixtures a layer keeps, ours or not; exits with 1 if it breaks one."""
-    from moecore.pipeline.conform import check_and_store_target
+    from moecore.pipeline.conform import check_target_and_store_verdicts
 
-    raise typer.Exit(0 if check_and_store_target(target, json_file, out) else 1)
+    raise typer.Exit(0 if check_target_and_store_verdicts(target, json_file, out) else 1)
 
 
 @app.command("schema")
@@ -305,7 +305,7 @@ def schema_command() -> None:
     typer.echo(f"{SCHEMA_FILE}: written")
 
 
-@app.command("predict", context_settings=PASS_ON)
+@app.command("predict", context_settings=PASS_ON_ARGS)
 def predict_command(context: typer.Context) -> None:
     """Predict what pictures or volumes show, with a trained model; see `--help`."""
     os.execv(sys.executable, [sys.executable, "-m", "moecore.pipeline.predict_cli", *context.args])
@@ -318,13 +318,13 @@ def tune_command(name: Question, jobs: JobCount = None, verbose: IsVerbose = Fal
     Trains each method with each rate under `tune:` of the question's file, in .runs/, and keeps
     scores, curves and choices in pipelines/results/, from where the question takes them.
     """
-    from moecore.pipeline.tune import list_edge_choices, print_tuned, tune_question
+    from moecore.pipeline.tune import list_edge_choices, print_tuned_rates, tune_question
     from moecore.study.questions import find_question
 
-    question = find_question(HERE, name)
+    question = find_question(CURRENT_FOLDER, name)
     stored = tune_question(question, lambda: _run_stages(jobs, None, verbose))
-    print_tuned(stored)
-    typer.echo(f"{question.results}: written")
+    print_tuned_rates(stored)
+    typer.echo(f"{question.results_path}: written")
     if problems := "\n".join(list_edge_choices(question, stored)):
         raise UserError(problems)
 
@@ -343,7 +343,7 @@ def study_write(name: QuestionName = None, number: RoundNumber = None) -> None:
         for line in write_project_from_overlay():
             typer.echo(f".: {line}")
         return
-    question_round = find_question(HERE, name).round(number)
+    question_round = find_question(CURRENT_FOLDER, name).round(number)
     for line in write_run_folder(question_round) or ["nothing changes"]:
         typer.echo(f"{question_round.folder}: {line}")
 
@@ -366,7 +366,7 @@ def study_preset(
     from moecore.pipeline.run_folders import write_run_folder
     from moecore.study.questions import find_question
 
-    question = find_question(HERE, name)
+    question = find_question(CURRENT_FOLDER, name)
     if not names:
         typer.echo("\n".join(question.presets) or "no presets")
         return
@@ -390,7 +390,7 @@ def study_run(
     from moecore.pipeline.tune import list_tuning_problems
     from moecore.study.questions import find_question
 
-    question = find_question(HERE, name)
+    question = find_question(CURRENT_FOLDER, name)
     question_round = question.round(number)
     if problems := "\n".join(list_tuning_problems(question)):
         raise UserError(problems)
@@ -402,7 +402,7 @@ def study_run(
     with chdir(question_round.folder):
         _run_stages(jobs, sets, verbose)
     if reason := explain_stale_results(question_round):
-        typer.echo(f"{question.results}: left as it is: {reason}")
+        typer.echo(f"{question.results_path}: left as it is: {reason}")
     else:
         typer.echo(f"{store_results(question_round)}: written")
     print_run_result(question_round.folder)
@@ -414,7 +414,7 @@ def study_keep(name: Question, number: RoundNumber = None) -> None:
     from moecore.pipeline.run_folders import store_results
     from moecore.study.questions import find_question
 
-    typer.echo(f"{store_results(find_question(HERE, name).round(number))}: written")
+    typer.echo(f"{store_results(find_question(CURRENT_FOLDER, name).round(number))}: written")
 
 
 @study_app.command("check")
@@ -430,8 +430,8 @@ def study_check(
     if not (names or check_all):
         raise UserError("found no question; allowed: names of questions, or --all")
     problems = []
-    chosen = (find_question(HERE, name) for name in names or ())
-    for question in load_questions(HERE) if check_all else chosen:
+    chosen = (find_question(CURRENT_FOLDER, name) for name in names or ())
+    for question in load_questions(CURRENT_FOLDER) if check_all else chosen:
         for line in (*check_question(question, problems), *list_tuning_problems(question)):
             typer.echo(line)
     if problems:
@@ -439,19 +439,19 @@ def study_check(
 
 
 @claims_app.command("check")
-def claims_check() -> None:
+def verify_claim_intervals_and_dates() -> None:
     """Compute intervals again from stored items; print when each claim was asked."""
     from moecore.report.claims import result_evidence
     from moecore.study.questions import load_rounds
 
-    rounds = load_rounds(HERE)
+    rounds = load_rounds(CURRENT_FOLDER)
     for question_round in rounds:
         if number := result_evidence.verify_stored_items(question_round):
             typer.echo(f"{question_round.name}: {number} intervals follow from the stored items")
-    is_whole = result_evidence.has_full_git_history(HERE)
-    earlier = result_evidence.read_replaced_answers_file(HERE)
+    is_whole = result_evidence.has_full_git_history(CURRENT_FOLDER)
+    earlier = result_evidence.read_replaced_answers_file(CURRENT_FOLDER)
     for question_round in rounds if is_whole else ():
-        dated = result_evidence.asked_answered_commits(question_round)
+        dated = result_evidence.find_question_commits(question_round)
         for question in dated:
             typer.echo(f"{question_round.name}: {question.line}")
         if late := "; ".join(question.line for question in dated if question.is_refused):
@@ -466,12 +466,12 @@ def claims_check() -> None:
 
 
 @claims_app.command("plan")
-def claims_plan() -> None:
+def plan_claim_sample_sizes() -> None:
     """Print the seeds or items with which a table's claims are precise, by the paper's effects."""
     from moecore.report.claims.answers import collect_corrected_answers, describe_required_samples
     from moecore.study.questions import load_rounds
 
-    studies, answers = collect_corrected_answers(load_rounds(HERE))
+    studies, answers = collect_corrected_answers(load_rounds(CURRENT_FOLDER))
     for line in describe_required_samples(answers, studies):
         typer.echo(line)
 

@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecore.core import source_layout
-from moecore.core.files import UserError, atomic_folder, file_checksum, write_json, write_whole
+from moecore.core.files import UserError, atomic_folder, file_checksum, write_atomic, write_json
 from moecore.core.source_layout import (
-    CODE,
-    FAMILIES,
+    FAMILY_FOLDERS,
+    HASHES_DIR,
     OUR_PACKAGE,
     PUBLIC_FAMILIES,
     ROOT,
@@ -45,17 +45,16 @@ from moecore.core.source_layout import (
 )
 from moecore.run import stage_inputs as source_hashes
 from moecore.run.stage_inputs import locate_source
-from moecore.study.run_and_claims import file_defines_measurement
-from moecore.study.stages import ROWS
+from moecore.study import run_and_claims, stages
 from moecore.study.yaml_document import YamlDocument, load_yaml_document
 
-CODE_STATE = Path(".state/code.sha256")
+DIGEST_FILE = Path(".state/code.sha256")
 COMPARE = "compare"  # the only script whose result is made by the room `report`
-NOT_READ_WHOLE = ("packages", "run", "data", "model", "methods", "claims", "questions")
+KEYS_WITHOUT_HASH_FILE = ("packages", "run", "data", "model", "methods", "claims", "questions")
 # Rooms whose code decides a result; an edit of other rooms reruns nothing
 DECIDING = ("core", "statistics", "tasks", "nn", "data", "attacks", "training", "measure", "brain")
-OUTSIDE = "outside"  # instead of a room: packages that params.yaml lists
-PASSED_THROUGH = ("run", "parts.py")  # decide no result, but their imports do
+OUTSIDE_PACKAGE_LABEL = "outside"  # instead of a room: packages that params.yaml lists
+FOLLOWED_BUT_NOT_HASHED = ("run", "parts.py")  # decide no result, but their imports do
 FAMILY_MODULES = tuple(f"moecore/{name}" for name in PUBLIC_FAMILIES)
 PUBLIC_MODULES = ("moecore", "moecore/parts", *FAMILY_MODULES)  # pass on names of other modules
 FAMILY_AT_KEY = {  # the family of a part at this key, if two families have a kind of that name
@@ -79,7 +78,7 @@ def hash_code_files(document: YamlDocument, root: Path = ROOT) -> dict[str, dict
         gc.enable()
 
 
-def write_code_hashes(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> None:
+def write_all_hashes(params: str | Path, folder: Path = HASHES_DIR, root: Path = ROOT) -> None:
     document = load_yaml_document(str(params))
     hashed = hash_code_files(document, root)
     with atomic_folder(folder) as temporary:
@@ -89,7 +88,7 @@ def write_code_hashes(params: str | Path, folder: Path = CODE, root: Path = ROOT
             write_json(temporary / f"settings/{key}.json", {"sha256": digest})
 
 
-def digest_code(document: YamlDocument, root: Path | None = None) -> str:
+def digest_code_inputs(document: YamlDocument, root: Path | None = None) -> str:
     """Return one sha256 of all source and settings that the stage ``code`` reads."""
     root = root or ROOT
     allow_packages(document.packages, document.folders)
@@ -102,33 +101,33 @@ def digest_code(document: YamlDocument, root: Path | None = None) -> str:
     files = {file for file in files if "__pycache__" not in file.parts}
     files |= {Path(document.path), Path("dvc.yaml")}
     libraries = [f"{name} {version(name)}" for name in ("torch", "timm", "pydantic")]
-    return _digest([platform.python_version(), *libraries, *_checksum_lines(files)])
+    return _hash_lines([platform.python_version(), *libraries, *_checksum_lines(files)])
 
 
-def is_code_hashed(inputs: str, document: YamlDocument) -> bool:
-    """Return whether artifacts/code is up to date; inputs: what ``digest_code`` returns now."""
+def is_code_up_to_date(inputs: str, document: YamlDocument) -> bool:
+    """Return whether artifacts/code is up to date; inputs: from ``digest_code_inputs`` now."""
     # Importing torch and parsing all source would take longer than the rest of an idle ``dvc
     # repro``. Raw data, which the check also reads, do not matter once all data are prepared.
-    if not CODE_STATE.is_file() or CODE_STATE.read_bytes() != _code_stage_digest(inputs):
+    if not DIGEST_FILE.is_file() or DIGEST_FILE.read_bytes() != _code_stage_digest(inputs):
         return False
     phases = document.data.get("data") or ()
     return all(Path("artifacts/data", phase, "card.json").is_file() for phase in phases)
 
 
-def remember_code(inputs: str) -> None:
-    """Store the digest for ``is_code_hashed``; inputs: ``digest_code`` before the check."""
-    write_whole(CODE_STATE, _code_stage_digest(inputs))
+def store_code_digest(inputs: str) -> None:
+    """Store the digest for ``is_code_up_to_date``; inputs: ``digest_code_inputs`` before it."""
+    write_atomic(DIGEST_FILE, _code_stage_digest(inputs))
 
 
 def _code_stage_digest(inputs: str) -> bytes:
-    return f"{inputs} {_digest(_checksum_lines(CODE.rglob('*.json')))}\n".encode()
+    return f"{inputs} {_hash_lines(_checksum_lines(HASHES_DIR.rglob('*.json')))}\n".encode()
 
 
 def _checksum_lines(files: Iterable[Path]) -> list[str]:
     return [f"{file} {file_checksum(file)}" for file in sorted(files) if file.is_file()]
 
 
-def _digest(lines: Iterable[str]) -> str:
+def _hash_lines(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -140,13 +139,14 @@ def hash_settings(document: YamlDocument) -> dict[str, str]:
     measured = [*(run.get("measurements") or ()), *(run.get("calculations") or ())]
     items = {"key": sources, "method": methods, "what": measured, "phase": run.get("phases")}
     hashes = {}
-    for template in {key for stage in ROWS if "deps" not in stage.entry for key in stage.reads}:
+    rows = [row for row in stages.STAGE_ROWS if "deps" not in row.entry]
+    for template in {key for row in rows for key in row.reads}:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name]
         for value in items[names[0]] or () if names else ("",):
             key = template.format(**dict.fromkeys(names, value))
             with suppress(UserError):  # the file may lack keys of stages that it does not have
                 value = _convert_whole_floats(document.get(key.split(".")))
-                hashes[key] = _digest([json.dumps(value, sort_keys=True)])
+                hashes[key] = _hash_lines([json.dumps(value, sort_keys=True)])
     return hashes
 
 
@@ -170,7 +170,7 @@ def _sources_by_hash_file(document: YamlDocument, root: Path) -> Iterator[tuple[
     for script in sorted((root / "moecore/stages").glob("[a-z]*.py")):
         files = import_closure(script.relative_to(root), root) | tasks
         if script.stem == COMPARE:
-            for file in (script.relative_to(root), *_report_files(root)):
+            for file in (script.relative_to(root), *_measurement_and_picture_files(root)):
                 files |= import_closure(file, root, (*DECIDING, "report"))
         yield f"stages/{script.stem}.json", files
     for method in document.get(("run", "methods")):
@@ -179,7 +179,7 @@ def _sources_by_hash_file(document: YamlDocument, root: Path) -> Iterator[tuple[
     for phase, source in (params.get("data") or {}).items():
         yield f"sections/data.{phase}.json", list_part_files(source, root, "data")
     for key, section in params.items():
-        if key in NOT_READ_WHOLE:
+        if key in KEYS_WITHOUT_HASH_FILE:
             continue
         if key in packages and isinstance(section, dict):
             for name, settings in section.items():
@@ -195,27 +195,27 @@ def _sources_by_hash_file(document: YamlDocument, root: Path) -> Iterator[tuple[
             yield f"measure/{key}.json", import_closure(measurement, root) | parts
 
 
-def _report_files(root: Path) -> list[Path]:
+def _measurement_and_picture_files(root: Path) -> list[Path]:
     folders = ("report/pictures", "measure")
     files = [file for name in folders for file in (root / "moecore" / name).glob("[a-z]*.py")]
-    modules = source_layout.list_allowed_modules(_has_measurement_or_pictures)
+    modules = source_layout.list_allowed_modules(_defines_measurement_or_pictures)
     return [
         *(file.relative_to(root) for file in sorted(files)),
         *(file for name in modules for file in list_outside_module_files(name, root)),
     ]
 
 
-def _has_measurement_or_pictures(file: Path) -> bool:
+def _defines_measurement_or_pictures(file: Path) -> bool:
     text = file.read_text(encoding="utf-8")
-    return file_defines_measurement(file) or "\nPICTURES = " in text
+    return run_and_claims.file_defines_measurement(file) or "\nPICTURES = " in text
 
 
 def import_closure(
     path: str | Path, root: Path = ROOT, rooms: Collection[str] = DECIDING
 ) -> set[Path]:
     """Return ``path`` and all files that it imports, directly or not, below ``root``."""
-    # rooms: top folders of moecore to follow. Files of ``PASSED_THROUGH`` are followed but left
-    # out, as are ``__init__`` files with only a docstring. Of a family only the base class is
+    # rooms: top folders of moecore to follow. ``FOLLOWED_BUT_NOT_HASHED`` files are followed but
+    # left out, as are ``__init__`` files with only a docstring. Of a family only the base class is
     # reached: params.yaml names the part. Other files in a module's folder (an atlas) belong to it.
     reached: set[Path] = set()
     waiting = [Path(path)]
@@ -224,11 +224,11 @@ def import_closure(
         if file not in reached:
             reached.add(file)
             imported = _imported_files(file, root, allowed_packages())
-            followed = (*rooms, "stages", *PASSED_THROUGH, OUTSIDE)
-            waiting.extend(file for file in imported if _room(file) in followed)
-    reached = {file for file in reached if _room(file) not in PASSED_THROUGH}
+            followed = (*rooms, "stages", *FOLLOWED_BUT_NOT_HASHED, OUTSIDE_PACKAGE_LABEL)
+            waiting.extend(file for file in imported if _package_in_moecore(file) in followed)
+    reached = {file for file in reached if _package_in_moecore(file) not in FOLLOWED_BUT_NOT_HASHED}
     folders = {file.parent for file in reached}
-    return reached.union(*(_data_files(folder, root) for folder in folders))
+    return reached.union(*(_non_python_files(folder, root) for folder in folders))
 
 
 def list_part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Path]:
@@ -236,14 +236,13 @@ def list_part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Pat
     # under: the key of ``section``, which decides if two families have a part of that name. A
     # ``kind`` without a file in a family (a plain choice) adds nothing: imports reach it.
     if isinstance(section, dict):
-        files = set().union(
-            *(list_part_files(value, root, str(key)) for key, value in section.items())
-        )
+        nested = (list_part_files(value, root, str(key)) for key, value in section.items())
+        files = set().union(*nested)
         kind = section.get("kind")
         if isinstance(kind, str) and "." in kind:
             named = list_outside_module_files(kind, root)
         else:
-            paths = [Path("moecore", family, f"{kind}.py") for family in FAMILIES]
+            paths = [Path("moecore", family, f"{kind}.py") for family in FAMILY_FOLDERS]
             existing = [path for path in paths if (root / path).is_file()]
             family = FAMILY_AT_KEY.get(under, under)
             named = [path for path in existing if path.parent.name == family] or existing
@@ -266,17 +265,17 @@ def hash_sources(files: Iterable[Path], root: Path = ROOT, shown: bool = False) 
 
 @cache
 def _code_hash(file: Path, root: Path, shown: bool) -> str:
-    if file.suffix != ".py" or (shown and _read_source(file, root).has_metrics):
+    if file.suffix != ".py" or (shown and _read_and_analyse_source(file, root).has_metrics):
         return source_hashes.hash_source_file(file, root, shown)
-    return _read_source(file, root).syntax
+    return _read_and_analyse_source(file, root).syntax
 
 
-def _room(file: Path) -> str:
-    return file.parts[1] if file.parts[0] == OUR_PACKAGE else OUTSIDE
+def _package_in_moecore(file: Path) -> str:
+    return file.parts[1] if file.parts[0] == OUR_PACKAGE else OUTSIDE_PACKAGE_LABEL
 
 
 @cache
-def _data_files(folder: Path, root: Path) -> frozenset[Path]:
+def _non_python_files(folder: Path, root: Path) -> frozenset[Path]:
     data_files: set[Path] = set()
     home = locate_source(folder, root)
     for path in home.iterdir():
@@ -297,10 +296,10 @@ def _imported_files(file: Path, root: Path, packages: tuple[str, ...]) -> tuple[
     if file.suffix != ".py":
         return ()
     files: dict[Path, None] = {}
-    for module, name in _read_source(file, root).imports:
+    for module, name in _read_and_analyse_source(file, root).imports:
         for package, member in _defining_modules(module, name, root):
             if package.split("/")[0] in (OUR_PACKAGE, *packages):
-                files |= dict.fromkeys(_module_files(package, member, root))
+                files |= dict.fromkeys(_files_run_by_import(package, member, root))
     return tuple(files)
 
 
@@ -315,17 +314,17 @@ def _defining_modules(package: str, name: str, root: Path) -> Iterator[tuple[str
         return
     is_family = package in FAMILY_MODULES
     file = Path(package, "__init__.pyi") if is_family else _module_file(package, root)
-    imports = _read_source(file, root).imports if file else ()
+    imports = _read_and_analyse_source(file, root).imports if file else ()
     origins = [pair for pair in imports if name and pair[1] == name] or imports
     for pair in origins:  # those of moecore itself are families
         yield from _defining_modules(*pair, root)
 
 
-def _module_files(package: str, name: str, root: Path) -> Iterator[Path]:
+def _files_run_by_import(package: str, name: str, root: Path) -> Iterator[Path]:
     """Yield the files that an import runs: of the package, its parents, and a submodule."""
     # For a family, which offers its parts by class name, the files of all parts.
     segments = [*package.split("/"), name] if name else package.split("/")
-    if "/".join(segments[1:]) in FAMILIES:
+    if "/".join(segments[1:]) in FAMILY_FOLDERS:
         folder = Path(*segments)
         yield from sorted(folder / part.name for part in (root / folder).glob("*.py"))
     for count in range(1, len(segments) + 1):
@@ -333,7 +332,7 @@ def _module_files(package: str, name: str, root: Path) -> Iterator[Path]:
             yield file
 
 
-class _Source(NamedTuple):
+class _SourceAnalysis(NamedTuple):
     imports: tuple[tuple[str, str], ...]  # path of a module, imported name or ""
     syntax: str  # hash of the syntax tree
     has_code: bool  # more than docstrings
@@ -341,12 +340,12 @@ class _Source(NamedTuple):
 
 
 @cache
-def _read_source(file: Path, root: Path) -> _Source:
+def _read_and_analyse_source(file: Path, root: Path) -> _SourceAnalysis:
     return _analyse_source(source_hashes.read_source_text(file, root), file)
 
 
 @cache
-def _analyse_source(text: str, file: Path) -> _Source:
+def _analyse_source(text: str, file: Path) -> _SourceAnalysis:
     tree = source_hashes.parse_source(text, file)
     has_code = any(not isinstance(node, ast.Expr) for node in tree.body)
     imports: list[tuple[str, str]] = []
@@ -359,7 +358,7 @@ def _analyse_source(text: str, file: Path) -> _Source:
             module = ".".join(segments).replace(".", "/")
             imports += [(module, alias.name) for alias in node.names]
     has_metrics = "Metric(" in text or "OnPage(" in text
-    return _Source(tuple(imports), source_hashes.hash_syntax(tree), has_code, has_metrics)
+    return _SourceAnalysis(tuple(imports), source_hashes.hash_syntax(tree), has_code, has_metrics)
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
@@ -377,4 +376,4 @@ def _module_file(name: str, root: Path) -> Path | None:
     package = Path(name, "__init__.py")
     if not locate_source(package, root).is_file():
         return module if locate_source(module, root).is_file() else None
-    return package if _read_source(package, root).has_code else None
+    return package if _read_and_analyse_source(package, root).has_code else None

@@ -32,8 +32,8 @@ class CommandGroup(TyperGroup):
         gc.set_threshold(50_000)  # with 700, a sixth of `moecore check` would look for garbage
         try:
             source_layout.refuse_other_checkout()
-            if Path(source_layout.PROJECT_ANSWERS).is_file():
-                from moecore.pipeline.project import read_answers
+            if Path(source_layout.PROJECT_ANSWERS_FILE).is_file():
+                from moecore.pipeline.project_record import read_answers
 
                 read_answers(Path())  # refuses a newer project
             with files.explain_file_errors():

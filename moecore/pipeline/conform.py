@@ -12,19 +12,19 @@ from moecore.conformance import own_layers, reproductions
 from moecore.conformance.laws import LAWS, Law, check_law
 from moecore.conformance.targets import NotPromised, Target
 from moecore.core.config import builtin_kinds, find_class
-from moecore.core.files import UserError, read_json, write_json, write_whole
+from moecore.core.files import UserError, read_json, write_atomic, write_json
 from moecore.core.source_layout import (
     SHIPPED,
     allowing_packages,
+    format_error_with_line,
     import_module_of_package,
-    last_traceback_line,
 )
 from moecore.lens.recording import run_python_file
 from moecore.nn.routers.base import Router
 from moecore.report.page.report_page import template_environment
 from moecore.study import study, yaml_document
 
-MARKS = {"holds": "holds", "fails": "FAILS", "not promised": "–", "not run": "not run"}
+STATUS_MARKS = {"holds": "holds", "fails": "FAILS", "not promised": "–", "not run": "not run"}
 
 
 def find_targets(text: str) -> list[Target]:
@@ -69,7 +69,7 @@ def resolve_named_targets(text: str, names: dict[str, Any], name: str) -> list[T
     raise UserError.at(text, found=kind, allowed="a Target, a list, a function that returns it")
 
 
-def judge_target(target: Target, folder: Path) -> dict[str, Any]:
+def judge_and_write_failures(target: Target, folder: Path) -> dict[str, Any]:
     """Check every law of a target; write a reproduction of each failure into ``folder``."""
     verdicts = []
     for law in LAWS.values():
@@ -83,7 +83,7 @@ def judge_target(target: Target, folder: Path) -> dict[str, Any]:
         except UserError as error:
             status, note = "not run", str(error)
         except Exception as error:  # in the library or its adapter: the other laws still run
-            status, note = "not run", last_traceback_line(error)
+            status, note = "not run", format_error_with_line(error)
         seconds = round(time.perf_counter() - start, 3)
         verdict = {"law": law.name, "status": status, "note": note, "seconds": seconds}
         verdict["reproduction"] = ""
@@ -93,7 +93,7 @@ def judge_target(target: Target, folder: Path) -> dict[str, Any]:
         elif status == "fails":
             file, text = render_reproduction(target, law, note)
             if text:
-                write_whole(folder / file, text)
+                write_atomic(folder / file, text)
                 verdict["reproduction"] = file
             elif file:
                 verdict["note"] += " (no script of at most 20 lines: the adapter is too long)"
@@ -124,16 +124,14 @@ def print_conformance(results: list[dict[str, Any]]) -> None:
 
     table = Table("law", *(result["target"] for result in results), box=None, padding=(0, 1))
     for row in zip(*(result["verdicts"] for result in results), strict=True):
-        table.add_row(row[0]["law"], *(MARKS[verdict["status"]] for verdict in row))
+        table.add_row(row[0]["law"], *(STATUS_MARKS[verdict["status"]] for verdict in row))
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
     for result in results:
         laws: dict[str, list[str]] = {}  # "status: note" → laws
-        for verdict in result["verdicts"]:
-            if verdict["status"] in ("fails", "not run"):
-                laws.setdefault(f"{verdict['status']}: {verdict['note']}", []).append(
-                    verdict["law"]
-                )
+        for entry in result["verdicts"]:
+            if entry["status"] in ("fails", "not run"):
+                laws.setdefault(f"{entry['status']}: {entry['note']}", []).append(entry["law"])
         for note, names in laws.items():
             which = ", ".join(names)
             if len(names) == len(LAWS):
@@ -142,9 +140,9 @@ def print_conformance(results: list[dict[str, Any]]) -> None:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def check_and_store_target(text: str, json_file: Path | None, out: Path) -> bool:
+def check_target_and_store_verdicts(text: str, json_file: Path | None, out: Path) -> bool:
     """Check a target, print and store the verdicts; return whether no law fails."""
-    results = [judge_target(target, out / "findings") for target in find_targets(text)]
+    results = [judge_and_write_failures(target, out / "findings") for target in find_targets(text)]
     print_conformance(results)
     if json_file is not None:
         write_json(json_file, results)
@@ -155,18 +153,17 @@ def check_and_store_target(text: str, json_file: Path | None, out: Path) -> bool
     by_target |= {result["target"]: result for result in results}
     write_json(stored, by_target)
     in_order = [by_target[name] for name in sorted(by_target)]
-    options = {"results": in_order, "laws": LAWS.values(), "marks": MARKS}
+    options = {"results": in_order, "laws": LAWS.values(), "marks": STATUS_MARKS}
     page = template_environment(is_html=False).get_template("conformance.md.jinja")
-    write_whole(out / "README.md", page.render(reasons=list_reasons(in_order), **options))
+    write_atomic(out / "README.md", page.render(reasons=targets_by_reason(in_order), **options))
     return not any(each["status"] == "fails" for result in results for each in result["verdicts"])
 
 
-def list_reasons(results: list[dict[str, Any]]) -> dict[tuple[str, str], list[str]]:
+def targets_by_reason(results: list[dict[str, Any]]) -> dict[tuple[str, str], list[str]]:
     """Return (law, reason why it is not promised) → names of the targets with this verdict."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for result in results:
         for verdict in result["verdicts"]:
             if verdict["status"] == "not promised":
-                key = (verdict["law"], verdict["note"])
-                reasons.setdefault(key, []).append(result["target"])
+                reasons.setdefault((verdict["law"], verdict["note"]), []).append(result["target"])
     return dict(sorted(reasons.items()))

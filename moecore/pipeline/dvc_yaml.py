@@ -13,8 +13,16 @@ from textwrap import fill
 from typing import Any
 
 from moecore.core.files import UserError
-from moecore.core.source_layout import CODE, STAGE_MODULES
-from moecore.study.stages import CODE_STAGE, EACH, LAST_STAGES, ROWS, STAGES, Stage, hash_file_name
+from moecore.core.source_layout import HASHES_DIR, STAGES_PREFIX
+from moecore.study.stages import (
+    CODE_STAGE,
+    DVC_MATRICES,
+    LAST_STAGES,
+    STAGE_ROWS,
+    STAGES,
+    Stage,
+    hash_file_name,
+)
 
 HEAD = "# Written by `moecore study write` from moecore/study/stages.py.\n"
 MAIN_HEAD = """\
@@ -70,14 +78,14 @@ def count_expanded_stages(stages: Mapping[str, Any], run: Mapping[str, Any]) -> 
 
 def build_stage_entries(names: Sequence[str] | None = None) -> dict[str, Any]:
     """Return name → entry in dvc.yaml, by default for the usual stages."""
-    names = [stage.name for stage in ROWS if stage.usual] if names is None else names
+    names = [stage.name for stage in STAGE_ROWS if stage.usual] if names is None else names
     if unknown := [name for name in names if name not in STAGES]:
         raise UserError(f"stages: found {unknown[0]!r}; allowed: {', '.join(STAGES)}")
     chosen = dict.fromkeys((CODE_STAGE, *names, *LAST_STAGES))
     entries = {name: build_dvc_entry(STAGES[name]) for name in chosen}
     outs = [out for entry in entries.values() for out in entry.get("do", entry)["outs"]]
     # An out may have options: {path: {cache: false}}
-    paths = [CODE.as_posix(), *(out if isinstance(out, str) else next(iter(out)) for out in outs)]
+    paths = [str(HASHES_DIR), *(out if isinstance(out, str) else next(iter(out)) for out in outs)]
     written = {_top_two_folders(path) for path in paths}
     for entry in entries.values():
         entry = entry.get("do", entry)
@@ -93,11 +101,10 @@ def build_stage_entries(names: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def build_dvc_entry(stage: Stage) -> dict[str, Any]:
-    """Return one stage's entry in dvc.yaml: cmd, deps, params, outs, matrix."""
-    item = [f"{{{name}}}" for name in stage.item]
-    command = [f"python -m {STAGE_MODULES}{stage.module}", stage.words or " ".join(item)]
+    item = [f"{{{name}}}" for name in stage.item_names]
+    command = [f"python -m {STAGES_PREFIX}{stage.module}", stage.words or " ".join(item)]
     settings = [f"code/settings/{key}.json" for key in stage.reads]
-    deps = [*(f"code/{hash_file_name(path)}" for path in stage.hashes), *stage.after, *settings]
+    deps = [*(f"code/{hash_file_name(path)}" for path in stage.hash_files), *stage.after, *settings]
     outs = [f"measured/{stage.item_path}.json", f"history/{stage.item_path}"]
     if stage.folder or stage.each in ("seed", "model"):
         outs.insert(0, stage.item_path)
@@ -110,14 +117,14 @@ def build_dvc_entry(stage: Stage) -> dict[str, Any]:
     if not stage.reads:
         del entry["deps"], entry["params"]
     template = "${{{}}}" if stage.each == "data" else "${{item.{}}}"
-    names = {name: template.format(name) for name in stage.item}  # ${item.seed} for {seed}
+    names = {name: template.format(name) for name in stage.item_names}  # ${item.seed} for {seed}
     for key, value in entry.items():
         is_list = isinstance(value, list)
         entry[key] = [text.format(**names) for text in value] if is_list else value.format(**names)
     entry |= dict(stage.entry)
     if stage.each == "data":
-        return {"foreach": EACH["data"]["key"], "do": {"desc": stage.says, **entry}}
-    matrix = {"matrix": dict(EACH[stage.each])} if item else {}
+        return {"foreach": DVC_MATRICES["data"]["key"], "do": {"desc": stage.says, **entry}}
+    matrix = {"matrix": dict(DVC_MATRICES[stage.each])} if item else {}
     return {"desc": stage.says, **matrix, **entry}
 
 
@@ -133,16 +140,20 @@ def _dump_yaml(value: Mapping[str, Any], indent: str = "") -> str:
         if any(isinstance(item, Mapping | list) for item in values):
             text += f"{indent}{key}:\n{_dump_yaml(inner, f'{indent}  ')}"
         else:
-            line = f"{indent}{key}: {inner if isinstance(inner, str) else _flow_style(inner)}"
-            text += fill(line, 100, subsequent_indent=f"{indent}  ", **WHOLE_WORDS) + "\n"
+            line = inner if isinstance(inner, str) else _format_in_flow_style(inner)
+            text += (
+                fill(f"{indent}{key}: {line}", 100, subsequent_indent=f"{indent}  ", **WHOLE_WORDS)
+                + "\n"
+            )
     return text
 
 
-def _flow_style(value: Any) -> str:
+def _format_in_flow_style(value: Any) -> str:
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_flow_style(item)}' for key, item in value.items())}}}"
+        items = (f"{key}: {_format_in_flow_style(item)}" for key, item in value.items())
+        return f"{{{', '.join(items)}}}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_flow_style, value))}]"
+        return f"[{', '.join(map(_format_in_flow_style, value))}]"
     if isinstance(value, str) and "$" not in value:
         return value
     return json.dumps(value)

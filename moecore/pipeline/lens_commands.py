@@ -39,9 +39,9 @@ def lens_read(
     against: OtherTrace = None,
 ) -> None:
     """Print a summary of a trace's routing, and write a page and an explorer of it."""
-    from moecore.lens.page import write_lens_page
+    from moecore.lens.page import write_lens_pages
 
-    write_lens_page(trace, page, items, against)
+    write_lens_pages(trace, page, items, against)
     typer.echo(f"{page}: written")
 
 
@@ -56,11 +56,11 @@ def lens_engine(
     page: Annotated[Path, Option(help="the numbers as a page")] = Path("engine.html"),
 ) -> None:
     """Print load, caches and agreement of the experts that an engine chose, and write a page."""
-    from moecore.lens.engine_traces import EngineFormat, analyse_engines, print_engine_rows
+    from moecore.lens.engine_traces import EngineFacts, analyse_engines, print_mean_rows
     from moecore.lens.page import write_engine_page
 
-    rows = analyse_engines(files, against or [], EngineFormat(top_k, layers, first_layer, experts))
-    print_engine_rows(rows)
+    rows = analyse_engines(files, against or [], EngineFacts(top_k, layers, first_layer, experts))
+    print_mean_rows(rows)
     if out.suffix == ".csv":
         write_csv(out, [rows[0], *(row.values() for row in rows)])
     else:

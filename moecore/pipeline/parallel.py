@@ -26,32 +26,30 @@ from threading import Event
 from typing import Any
 
 from moecore.core.files import UserError, available_cores, read_json
-from moecore.pipeline import plan
-from moecore.pipeline.project import dvc_command
-from moecore.pipeline.stage_client import SOCKET
+from moecore.pipeline import plan, project_record, stage_client
 from moecore.run.history_file import HISTORY_FILE, read_lines
-from moecore.run.launcher import RANKS, is_launching, launch_fields, requested_gpus, requested_ranks
-from moecore.run.run_record import CARD_MEMORY, LINE_SECONDS, format_duration
+from moecore.run.launcher import RANKS, has_launcher, launch_fields, requested_gpus, requested_ranks
+from moecore.run.run_record import GPU_MEMORY_TAG, LINE_SECONDS_ENV, format_duration
 from moecore.study.stages import CODE_STAGE, STAGES, Stage
 
 # DVC's messages if two processes use the same path
 PATH_IS_BUSY = re.compile(r"is busy, it is being (?:read|written|blocked)|Unable to acquire lock")
 TRIES = 5
 TIMED = "measure@cost"  # measures time, so nothing else may run at the same time
-OWN = Stage("", "", each="measurement")  # a stage that a user wrote into dvc.yaml
+USER_WRITTEN_STAGE = Stage("", "", each="measurement")  # a stage that a user wrote into dvc.yaml
 
 DvcJob = tuple[str, ...]  # stages that one process runs in sequence
 Environment = Mapping[str, str]
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-MAX_JOBS = 4  # default on a CPU
-JOB_RATES = Path(".state/jobs.json")  # {GPU: {number of jobs: throughput / one job's}}
+MAX_CPU_JOBS = 4  # default on a CPU
+JOB_RATES_FILE = Path(".state/jobs.json")  # {GPU: {number of jobs: throughput / one job's}}
 THREAD_VARIABLES = ("MOECORE_THREADS", "OMP_NUM_THREADS")  # the second: for numpy's BLAS
-DVC_LINES = re.compile(
+DVC_LINE_PATTERN = re.compile(
     r"$|> |(Updating|Generating) lock file|Stage '.*' (didn't|is cached)|Data and pipelines are"
     r"|To track the changes|\tgit add|To enable auto|\tdvc config|Use `dvc push`"
 )
-BEGUN = re.compile(r"Running stage '(?:.*:)?(.*)'")
-PROGRESS = re.compile(r".*: (\d+/\d+) \(\d+%\)(?:, ([\d:]+) left)?(?:, )?(.*)")
+BEGUN_STAGE_PATTERN = re.compile(r"Running stage '(?:.*:)?(.*)'")
+PROGRESS_LINE_PATTERN = re.compile(r".*: (\d+/\d+) \(\d+%\)(?:, ([\d:]+) left)?(?:, )?(.*)")
 
 
 def next_job_stages(
@@ -67,7 +65,7 @@ def next_job_stages(
         if runnable and set(begun) == set(done):
             return tuple(runnable)
         return None
-    if first := [stage for stage in shared if _row(stage).early]:
+    if first := [stage for stage in shared if _find_stage_row(stage).early]:
         seed = _seed_in_stage_name(first[0])
         return tuple(stage for stage in first if _seed_in_stage_name(stage) == seed)
     chosen = shared[:1]
@@ -85,15 +83,15 @@ def _stage_kind(stage: str) -> str:
     return stage.partition("@")[0]
 
 
-def _row(stage: str) -> Stage:
-    return STAGES.get(_stage_kind(stage), OWN)
+def _find_stage_row(stage: str) -> Stage:
+    return STAGES.get(_stage_kind(stage), USER_WRITTEN_STAGE)
 
 
 def _is_exclusive(stage: str, above: Collection[str]) -> bool:
     """Return whether a stage must run alone; a teacher must if it is the only one in ``above``."""
-    if _row(stage).alone and _row(stage).trains:
+    if _find_stage_row(stage).alone and _find_stage_row(stage).trains:
         return sum(_stage_kind(other) == _stage_kind(stage) for other in above) == 1
-    return _row(stage).alone or stage.split("-")[0] == TIMED
+    return _find_stage_row(stage).alone or stage.split("-")[0] == TIMED
 
 
 def _seed_in_stage_name(stage: str) -> str:
@@ -106,7 +104,7 @@ def _method_seed_phase(stage: str) -> tuple[str, str, str] | None:
     # The phase of a training (``pretrain@vmoe-0``) is "". Measurements have the model's phase:
     # ``routing@pretrain-vmoe-0``, ``measure@cost-finetune-vmoe-0``.
     *_, phase, method, seed = ["", "", *stage.partition("@")[2].split("-")]
-    if not (method and seed.isdigit()) or "method" not in _row(stage).item:
+    if not (method and seed.isdigit()) or "method" not in _find_stage_row(stage).item_names:
         return None
     return method, seed, phase
 
@@ -126,37 +124,37 @@ class StageDisplay:
         self.progress: dict[str, tuple[str, ...]] = {}  # running stage → step, time left, values
         self.lines: dict[str, list[str]] = {}  # running stage → lines to print at its end
 
-    def add(self, stage: str, line: str) -> str:
+    def show_line(self, stage: str, line: str) -> str:
         """Display a line that DVC printed while ``stage`` ran; return the stage that now runs."""
         line = line.rstrip()
-        if begun := BEGUN.match(line):
-            self.end(stage)
+        if begun := BEGUN_STAGE_PATTERN.match(line):
+            self.end_stage(stage)
             stage = begun[1]
             self.begun[stage] = time.monotonic()
             if not self.is_live and not self.is_verbose:
-                print_line(stage, "started")
+                print_stage_line(stage, "started")
         if self.is_verbose:
-            print_line("", line)
-        elif begun or DVC_LINES.match(line):
+            print_stage_line("", line)
+        elif begun or DVC_LINE_PATTERN.match(line):
             pass
         elif not self.is_live:
-            print_line(stage, line)
-        elif progress := PROGRESS.fullmatch(line):
+            print_stage_line(stage, line)
+        elif progress := PROGRESS_LINE_PATTERN.fullmatch(line):
             self.progress[stage] = progress.groups("")
         else:
             self.lines.setdefault(stage, []).append(line)
         return stage
 
-    def end(self, stage: str, is_failed: bool = False) -> None:
+    def end_stage(self, stage: str, is_failed: bool = False) -> None:
         begun = self.begun.pop(stage, None)
         self.progress.pop(stage, None)
         for line in self.lines.pop(stage, ()):
             if is_failed or not line[:1].isspace():
-                print_line(stage, line)
+                print_stage_line(stage, line)
         if begun is not None and not is_failed:
             self.done.add(stage)
             if not self.is_live and not self.is_verbose:
-                print_line(stage, f"done in {format_duration(time.monotonic() - begun)}")
+                print_stage_line(stage, f"done in {format_duration(time.monotonic() - begun)}")
 
     def table(self) -> Any:
         """Return a line per running stage, below what is done and the expected time left."""
@@ -186,7 +184,7 @@ def redraw_table(display: StageDisplay) -> Iterator[None]:
         return
     from rich.live import Live
 
-    os.environ.setdefault(LINE_SECONDS, "1")
+    os.environ.setdefault(LINE_SECONDS_ENV, "1")
     with Live(get_renderable=display.table, transient=True):
         yield
 
@@ -196,7 +194,7 @@ def spell_stage(stage: str) -> str:
     return re.sub("[@-]", " ", stage.removeprefix("measure@"))
 
 
-def print_line(stage: str, line: str) -> None:
+def print_stage_line(stage: str, line: str) -> None:
     """Print ``[pretrain vmoe 0] line``, without this title at the start of the line."""
     if title := spell_stage(stage):
         line = re.sub(rf"^(\w+ )?{title}: ", "", line)  # a script of several stages is named first
@@ -216,7 +214,7 @@ def run_job_stages(
     # before all ``started`` processes are ended; a process that starts later is ended immediately.
     files = {stage: Path("steps", _stage_kind(stage), "dvc.yaml") for stage in job}
     targets = [f"{file}:{stage}" if file.is_file() else stage for stage, file in files.items()]
-    command = dvc_command("--wait-for-lock", "repro", "--single-item", *targets)
+    command = project_record.dvc_command("--wait-for-lock", "repro", "--single-item", *targets)
     variables = os.environ | environment
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     for _ in range(TRIES):
@@ -228,8 +226,8 @@ def run_job_stages(
         stage = ""
         for line in process.stdout or ():
             is_busy = is_busy or bool(PATH_IS_BUSY.search(line))
-            stage = display.add(stage, line)
-        display.end(stage, is_failed=process.wait() != 0)
+            stage = display.show_line(stage, line)
+        display.end_stage(stage, is_failed=process.wait() != 0)
         if process.returncode == 0 or not is_busy or ending.is_set():
             break
     return process.returncode
@@ -258,7 +256,7 @@ def run_stages(
                 display.jobs = jobs if limit is None else limit()
                 while len(running) < display.jobs and not failed:
                     job = next_job_stages(above, done, begun)
-                    places = choose_places(job, free) if job else None
+                    places = choose_gpu_envs(job, free) if job else None
                     if job is None or places is None:
                         break
                     begun |= set(job)
@@ -290,7 +288,7 @@ def run_stages(
 
 def run_pipeline(jobs: int | None = None, is_verbose: bool = False) -> None:
     """Run all pending stages, ``jobs`` at a time; UserError if some are not finished."""
-    # jobs: by default one per GPU, or as many as were measured to be fastest (``JOB_RATES``) and
+    # jobs: by default one per GPU, or as many as were measured to be fastest (JOB_RATES_FILE) and
     # fit; without GPUs one per core, at most 4. is_verbose: print DVC's own lines instead of a
     # table of the stages that run.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -309,17 +307,17 @@ def run_pipeline(jobs: int | None = None, is_verbose: bool = False) -> None:
         for stage in stages
     }
     limit = None
-    gpus = 0 if is_launching() else torch.cuda.device_count()
+    gpus = 0 if has_launcher() else torch.cuda.device_count()
     if gpus:
-        card, free = read_card()
+        card, free = read_gpu_name_and_memory()
         rates = read_job_rates(card)
         choose_jobs(jobs, gpus, free, rates)
         if jobs is None:
             limit = partial(choose_jobs, None, gpus, free, rates)
             jobs = gpus * max(rates, default=1)
-    jobs = jobs or torch.cuda.device_count() or min(MAX_JOBS, available_cores())
+    jobs = jobs or torch.cuda.device_count() or min(MAX_CPU_JOBS, available_cores())
     display = StageDisplay({item.stage: item.seconds for item in planned}, jobs, is_verbose)
-    environments = add_stage_server(job_environments(jobs))
+    environments = start_and_add_stage_server(job_environments(jobs))
     with redraw_table(display):
         unfinished = run_stages(above, environments, jobs, display, limit)
     if unfinished:
@@ -332,10 +330,10 @@ def choose_jobs(jobs: int | None, gpus: int, free: float, rates: Mapping[int, fl
     """Return ``jobs``, or the fastest by ``rates``; UserError if over ``free`` GB per GPU."""
     histories = [read_lines(file.parent) for file in Path("artifacts/history").rglob(HISTORY_FILE)]
     needs = [
-        (line["tags"][CARD_MEMORY], lines[0]["stage"])
+        (line["tags"][GPU_MEMORY_TAG], lines[0]["stage"])
         for lines in histories
         for line in lines
-        if CARD_MEMORY in line.get("tags", ())
+        if GPU_MEMORY_TAG in line.get("tags", ())
     ]
     need, stage = max(needs, default=(0.0, ""))
     if not need:
@@ -354,20 +352,19 @@ def choose_jobs(jobs: int | None, gpus: int, free: float, rates: Mapping[int, fl
 
 def read_job_rates(card: str) -> dict[int, float]:
     """Return the throughput of each measured number of jobs per GPU; {} before a measurement."""
-    rates = read_json(JOB_RATES).get(card, {}) if JOB_RATES.exists() else {}
+    rates = read_json(JOB_RATES_FILE).get(card, {}) if JOB_RATES_FILE.exists() else {}
     try:
         return {int(number): float(rate) for number, rate in rates.items()}
     except ValueError as error:
-        place, allowed = f"{JOB_RATES}: {card}", '{"8": 5.1, …}, or remove the file'
+        place, allowed = f"{JOB_RATES_FILE}: {card}", '{"8": 5.1, …}, or remove the file'
         raise UserError.at(place, found=rates, allowed=allowed) from error
 
 
-def read_card() -> tuple[str, float]:
+def read_gpu_name_and_memory() -> tuple[str, float]:
     """Return (a GPU's name, GB free on the fullest GPU), read by a process that then ends."""
     free = "min(free for free, _ in map(torch.cuda.mem_get_info, range(torch.cuda.device_count())))"
     code = f"import torch; print(torch.cuda.get_device_name(), {free}, sep='\\n')"
-    command = [sys.executable, "-c", code]
-    name, size = subprocess.check_output(command, text=True).splitlines()
+    name, size = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
     return name, int(size) / 1e9
 
 
@@ -382,20 +379,20 @@ def job_environments(jobs: int) -> list[dict[str, str]]:
             has = f"this machine may use {len(gpus)} GPUs: {', '.join(gpus)}"
             raise UserError(f"{RANKS}: found {ranks}; {has}")
         return [{VISIBLE_GPUS: gpus[place % len(gpus)]} for place in range(max(jobs, ranks))]
-    if is_launching():
+    if has_launcher():
         return [{} for _ in range(jobs)]
     threads = os.environ.get(THREAD_VARIABLES[0]) or str(max(1, available_cores() // jobs))
     return [dict.fromkeys(THREAD_VARIABLES, threads) for _ in range(jobs)]
 
 
-def choose_places(stages: Sequence[str], free: Sequence[Environment]) -> list[Environment] | None:
+def choose_gpu_envs(stages: Sequence[str], free: Sequence[Environment]) -> list[Environment] | None:
     """Return the ``free`` environments that a job takes, one per GPU it needs; None if too few."""
     if not free:
         return None
     by_gpu = {place[VISIBLE_GPUS]: place for place in reversed(free) if VISIBLE_GPUS in place}
     if not by_gpu:
         return [free[-1]]
-    count = max(1, *(requested_gpus(_row(stage)) for stage in stages))
+    count = max(1, *(requested_gpus(_find_stage_row(stage)) for stage in stages))
     used = [place[VISIBLE_GPUS] for place in free]
     emptiest = sorted(by_gpu, key=lambda gpu: -used.count(gpu))  # the GPU with the most free places
     return [by_gpu[gpu] for gpu in emptiest[:count]] if len(by_gpu) >= count else None
@@ -420,19 +417,19 @@ def list_gpus() -> list[str]:
     return [card.strip() for card in visible.split(",")][:count]
 
 
-def add_stage_server(environments: list[dict[str, str]]) -> list[dict[str, str]]:
+def start_and_add_stage_server(environments: list[dict[str, str]]) -> list[dict[str, str]]:
     """Return environments with a stage server or, with GPUs, with our ``python`` in PATH first."""
     import torch
 
-    if SOCKET in os.environ:
+    if stage_client.SOCKET_ENV in os.environ:
         return environments
     shared = {}
     commands = Path(sys.executable).parent
-    if sys.platform == "linux" and not torch.cuda.device_count() and not is_launching():
+    if sys.platform == "linux" and not torch.cuda.device_count() and not has_launcher():
         from moecore.pipeline.stage_fork_server import start_stage_server
 
         server = start_stage_server()
-        shared[SOCKET] = str(server / "socket")
+        shared[stage_client.SOCKET_ENV] = str(server / "socket")
         commands = server / "bin"
     shared["PATH"] = os.pathsep.join([str(commands), os.environ["PATH"]])
     return [environment | shared for environment in environments]

@@ -33,20 +33,19 @@ from moecore.report.tables.metrics_by_method import unanswerable_claims
 from moecore.run.run_record import report_progress
 from moecore.study import check, model_rules, params_reader, yaml_document
 from moecore.tasks.base import Score, Task
-from moecore.training.artifacts import save_no_guide
+from moecore.training import artifacts, loop
 from moecore.training.job import TrainingJob, training_batch
-from moecore.training.loop import forward_and_embed_labels, iterate_training, total_steps
 from moecore.training.method import Method
 from moecore.training.phase_trainings import build_pretraining
 from moecore.training.runtime import tune_runtime
 from moecore.training.settings import Training
-from moecore.training.surgery.expert_reduction import watching_layers
+from moecore.training.surgery.expert_reduction import calling_after_each_routing
 
-MIN_GAIN = 10.0  # points, or percent of dense's score, between dense and the oracle
-MIN_APART = 2.0  # points, or percent of dense's score, between the hash and V-MoE
+MIN_ORACLE_GAIN = 10.0  # points, or percent of dense's score, between dense and the oracle
+MIN_VMOE_GAIN_OVER_HASH = 2.0  # points, or percent of dense's score, between the hash and V-MoE
 MAX_SECONDS = 90.0  # per training, on one thread
 VMOE_LOSSES = {"importance", "load"}
-WIDTHS = {"mlp_ratio", "hidden"}  # settings of the hidden width of a model
+WIDTH_SETTINGS = {"mlp_ratio", "hidden"}  # settings of the hidden width of a model
 FITTED_TOKENS = 2**15  # to fit a router, from at most one pass over the images
 RIDGE = 1e-4  # weight of the squared weights: without it, separable kinds have no optimum
 Choices = tuple[Tensor, Tensor]  # tokens (n, d), and the expert of each (n,)
@@ -149,7 +148,7 @@ def choose_pilot_methods(
 def _role_of(method: Method) -> str | None:
     """Return a method's role in a pilot: dense, wide, told, hash or vmoe; else None."""
     if method.router is None:
-        return "wide" if WIDTHS & set(method.model) else "dense"
+        return "wide" if WIDTH_SETTINGS & set(method.model) else "dense"
     if isinstance(method.router, Told):
         return "told"
     if isinstance(method.router, Hash):
@@ -167,7 +166,7 @@ def _train_all(
     torch.set_num_threads(1)
     guide = Path("guide")
     guide.mkdir()
-    save_no_guide(guide)
+    artifacts.record_no_guide_needed(guide)
     rows = {role: PilotRow(name, [], []) for role, (name, _) in methods.items()}
     shares = []
     for seed in range(seeds):
@@ -186,9 +185,9 @@ def _train_all(
             name = f"validation_{job.task.history_name}"
             begun = time.process_time()
             score = math.nan
-            steps = total_steps(job, settings[role])
+            steps = loop.total_steps(job, settings[role])
             with report_progress(f"{rows[role].name} {seed}", steps) as bar:
-                for point in iterate_training(job, settings[role], seed, runtime):
+                for point in loop.iterate_training(job, settings[role], seed, runtime):
                     score = point.values.get(name, score)
                     bar.update(point.step)
             rows[role].scores.append(math.exp(score) if job.task.long else score)
@@ -224,10 +223,10 @@ def _oracle_choices(oracle: TrainingJob, settings: Training, seed: int) -> dict[
         chosen = record.chosen.int().argmax(dim=-1)
         pairs.setdefault(name, []).append((tokens.flatten(0, 1), chosen.flatten()))
 
-    with watching_layers(oracle.model, keep):
+    with calling_after_each_routing(oracle.model, keep):
         for step in range(oracle.updates_per_epoch(settings)):
             batch = training_batch(oracle, settings, seed, step)
-            forward_and_embed_labels(oracle, batch, None, 0.0)
+            loop.forward_and_embed_labels(oracle, batch, None, 0.0)
             counts = [sum(len(chosen) for _, chosen in batches) for batches in pairs.values()]
             if all(count >= FITTED_TOKENS for count in counts):
                 break
@@ -270,10 +269,10 @@ def pilot_verdicts(result: PilotResult) -> list[PilotVerdict]:
         verdicts.append(PilotVerdict(text, ahead >= minimum and ahead > scatter, study))
 
     if "told" in rows:
-        compare("told", "dense", MIN_GAIN, "truth")
+        compare("told", "dense", MIN_ORACLE_GAIN, "truth")
         compare("told", "learned", 0, "truth")
     if "vmoe" in rows and "hash" in rows:
-        compare("vmoe", "hash", MIN_APART, "accuracy")
+        compare("vmoe", "hash", MIN_VMOE_GAIN_OVER_HASH, "accuracy")
     slowest = max(max(row.seconds) for row in rows.values())
     text = f"the longest training took {slowest:.0f} s of one thread; allowed: {MAX_SECONDS:g}"
     return [*verdicts, PilotVerdict(text, slowest <= MAX_SECONDS, "")]

@@ -11,20 +11,20 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from moecore.core.files import UserError, explain_file_errors, read_json
-from moecore.core.source_layout import CODE, ROOT
+from moecore.core.source_layout import HASHES_DIR, ROOT
 from moecore.data.raw_data_changes import describe_folder_change
-from moecore.pipeline.code_hashes import digest_code, hash_code_files, is_code_hashed
+from moecore.pipeline.code_hashes import digest_code_inputs, hash_code_files, is_code_up_to_date
 from moecore.run import history_file, run_record, stage_entry
 from moecore.study.stages import CODE_STAGE
 from moecore.study.yaml_document import dict_or_empty, load_yaml_document
 
-ALWAYS = "always changed"  # DVC's status of such a stage
-RUNS = "runs now"
+ALWAYS_CHANGED_STATUS = "always changed"  # DVC's status of such a stage
+RUNNING_STATUS = "runs now"
 MISSING_INPUT = re.compile("dep .* deleted")  # of a stage's reasons
-COPYING = "numbers"  # a stage that only copies files
+COPYING_STAGE = "numbers"  # a stage that only copies files
 SHOWN = 2  # printed reasons, and stages above
-HISTORY = Path("artifacts/history/prepare")  # where `prepare` records the raw folders
-RECORD = Path("tables/raw.json")
+PREPARE_HISTORY_FOLDER = Path("artifacts/history/prepare")  # records the raw folders
+RAW_FOLDERS_TABLE = Path("tables/raw.json")
 Reasons = tuple[str, ...]  # why a stage would run
 
 
@@ -39,13 +39,12 @@ class PlannedStage(NamedTuple):
     is_certain: bool = True
 
 
-class DvcStatus(NamedTuple):
+class StatusAndDag(NamedTuple):
     status: Mapping[str, list]  # changed stage → entries of ``dvc status --json``
     edges: list[tuple[str, str]]  # (before, after)
 
 
-def query_pipeline_status(is_locked: bool = True) -> DvcStatus:
-    """Return DVC's status of the project in this folder, and the graph of stages."""
+def query_pipeline_status(is_locked: bool = True) -> StatusAndDag:
     # is_locked: take DVC's locks. Without them the status, which names running stages, can be
     # read while stages run, and no stage waits for the reader.
     from dvc.exceptions import DvcException
@@ -55,13 +54,13 @@ def query_pipeline_status(is_locked: bool = True) -> DvcStatus:
         with explain_file_errors(Path(".dvc")), Repo() as repo:
             status = repo.status() if is_locked else _status_without_locks(repo)
             edges = [
-                (_stage_name(before.addressing), _stage_name(after.addressing))
+                (_strip_dvc_file(before.addressing), _strip_dvc_file(after.addressing))
                 for after, before in repo.index.graph.edges
             ]
     except DvcException as error:
         history_file.read_dvc_locks()
         raise UserError(f"dvc: {error}") from None
-    return DvcStatus(status, edges)
+    return StatusAndDag(status, edges)
 
 
 def _status_without_locks(repo: Any) -> dict[str, list]:
@@ -73,12 +72,12 @@ def _status_without_locks(repo: Any) -> dict[str, list]:
         if written.isdisjoint(out.fs_path for out in stage.outs):
             status |= type(stage).status.__wrapped__(stage, check_updates=True)
         else:
-            status[stage.addressing] = [RUNS]
+            status[stage.addressing] = [RUNNING_STATUS]
     return status
 
 
 def plan_stages(
-    pipeline: DvcStatus,
+    pipeline: StatusAndDag,
     seconds: Mapping[str, float],  # stage → seconds of past runs
     by_code: Mapping[str, Reasons] | None = None,  # stage → reasons, of changed code
 ) -> list[PlannedStage]:
@@ -87,12 +86,12 @@ def plan_stages(
     # restores is not known beforehand.
     by_kind: dict[str, list[float]] = {}
     for stage, value in seconds.items():
-        by_kind.setdefault(_kind(stage), []).append(value)
+        by_kind.setdefault(_stage_kind_by_duration(stage), []).append(value)
     medians = {kind: median(values) for kind, values in by_kind.items()}
     reasons: dict[str, Reasons] = {}
     for stage, entries in pipeline.status.items():
         if texts := tuple(dict.fromkeys(_describe_changes(entries))):
-            reasons[_stage_name(stage)] = texts
+            reasons[_strip_dvc_file(stage)] = texts
     for stage, texts in (by_code or {}).items():
         reasons[stage] = (*reasons.get(stage, ()), *texts)
     sorter = TopologicalSorter(dict.fromkeys(reasons, ()))
@@ -115,24 +114,24 @@ def plan_stages(
             more = f" and {len(above) - SHOWN} more" if len(above) > SHOWN else ""
             reasons[stage] = (f"after {', '.join(above[:SHOWN])}{more}",)
         if stage in reasons:
-            estimate = seconds.get(stage, medians.get(_kind(stage)))
+            estimate = seconds.get(stage, medians.get(_stage_kind_by_duration(stage)))
             planned.append(PlannedStage(stage, reasons[stage], estimate, is_certain))
     return planned
 
 
-def stages_changed_by_code(pipeline: DvcStatus, root: Path = ROOT) -> dict[str, Reasons] | None:
+def stages_changed_by_code(pipeline: StatusAndDag, root: Path = ROOT) -> dict[str, Reasons] | None:
     """Return stage → edited files that it depends on; None if stage ``code`` has other changes."""
     # DVC only knows that the stage ``code`` has to run. The code is hashed here as by that stage,
     # and compared with the stage's last result.
     entries = pipeline.status.get(CODE_STAGE, [])
-    if any(entry != ALWAYS and set(entry) != {"changed deps"} for entry in entries):
+    if any(entry != ALWAYS_CHANGED_STATUS and set(entry) != {"changed deps"} for entry in entries):
         return None
     document = load_yaml_document(os.environ.get("MOECORE_PARAMS", "params.yaml"))
-    is_edited = entries and not is_code_hashed(digest_code(document, root), document)
+    is_edited = entries and not is_code_up_to_date(digest_code_inputs(document, root), document)
     hashed = hash_code_files(document, root) if is_edited else {}
     edits: dict[Path, list[str]] = {}  # hash file → source files that differ
     for name, hashes in hashed.items():
-        file = CODE / name
+        file = HASHES_DIR / name
         before = read_json(file) if file.exists() else {}
         differing = {path for path in before | hashes if before.get(path) != hashes.get(path)}
         edits[file] = [f"{path} edited" for path in sorted(differing)]
@@ -148,11 +147,11 @@ def stages_changed_by_code(pipeline: DvcStatus, root: Path = ROOT) -> dict[str, 
     return edited_by_stage
 
 
-def _stage_name(addressing: str) -> str:
+def _strip_dvc_file(addressing: str) -> str:
     return addressing.split(":")[-1]
 
 
-def _kind(stage: str) -> str:
+def _stage_kind_by_duration(stage: str) -> str:
     """Return the kind of a stage, all of whose runs take similar time, such as ``measure@cost``."""
     return stage.split("-")[0] if stage.startswith("measure@") else stage.split("@")[0]
 
@@ -172,15 +171,15 @@ def _describe_changes(entries: Iterable[Any]) -> Iterator[str]:
 
 def read_past_durations() -> dict[str, float]:
     """Return stage → seconds of its last finished run."""
-    seconds = {COPYING: 0.0}
-    for file in stage_entry.SECONDS.glob("*"):
+    seconds = {COPYING_STAGE: 0.0}
+    for file in stage_entry.SECONDS_DIR.glob("*"):
         seconds[file.name] = float(file.read_text(encoding="utf-8"))
     for file in sorted(Path("artifacts/history").rglob(history_file.HISTORY_FILE)):
         lines = history_file.read_lines(file.parent) or [{}]
         stage = lines[0].get("dvc_stage")
         if stage and lines[-1].get("status") == "FINISHED":
             # unlike the last process, the history of a resumed run has all seconds
-            seconds[_stage_name(stage)] = lines[-1]["seconds"]
+            seconds[_strip_dvc_file(stage)] = lines[-1]["seconds"]
     return seconds
 
 
@@ -226,7 +225,7 @@ def describe_changed_raw_data(params: Path) -> Iterator[str]:
     sections = load_yaml_document(str(params)).data.get("data")
     with chdir(params.parent):
         for name in dict_or_empty(sections):
-            record = HISTORY / name / RECORD
+            record = PREPARE_HISTORY_FOLDER / name / RAW_FOLDERS_TABLE
             for before in read_json(record) if record.is_file() else []:
                 if change := describe_folder_change(before):
                     mend = f"to prepare it again: `dvc repro -f -s prepare@{name}`"

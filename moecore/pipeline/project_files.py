@@ -17,39 +17,38 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from moecore.core.files import UserError, write_whole
+from moecore.core.files import UserError, write_atomic
 from moecore.core.source_layout import SHIPPED, list_top_and_step_files
-from moecore.pipeline import dvc_yaml, project, run_folders
+from moecore.pipeline import dvc_yaml, project_record, run_folders
 from moecore.pipeline.plan import print_plan
-from moecore.pipeline.run_folders import project_texts_from_overlay, refuse_study_name
-from moecore.study import params_writer
+from moecore.pipeline.run_folders import project_texts_from_overlay, refuse_invalid_study_name
+from moecore.study import params_writer, yaml_document
 from moecore.study.params_layers import OVERLAY, ComposedParams
 from moecore.study.questions import PIPELINES, QuestionFile, find_question, find_round_by_old_name
 from moecore.study.stages import STAGES
-from moecore.study.yaml_document import load_yaml_document, parse_yaml_document
 
 TEMPLATE = Path(__file__).with_name("project_template")
 TEMPLATE_NAME = "my_study"
-REQUIREMENT = "moecore>=VERSION"  # in the template's pyproject.toml
-RUNNER = "runs-on: ubuntu-latest"  # in the template's workflow
-OWN_RUNNER = "runs-on: self-hosted  # has the folder or wheel that pyproject.toml requires"
+TEMPLATE_REQUIREMENT = "moecore>=VERSION"  # in the template's pyproject.toml
+TEMPLATE_RUNNER_LINE = "runs-on: ubuntu-latest"  # in the template's workflow
+SELF_HOSTED_RUNNER = "runs-on: self-hosted  # has the folder or wheel that pyproject.toml requires"
 QUICK_QUESTION = "ours/quick"
 MAIN_STUDY = "main"  # the params.yaml and dvc.yaml of this repository itself
 DVC_HEAD = "# Written by `moecore new` and `moecore upgrade` from moecore's stages.\n"
-EDITED = ("README.md", "pyproject.toml", "src/", "tests/")  # written once, then the user's
+USER_EDITED_PATHS = ("README.md", "pyproject.toml", "src/", "tests/")  # written once
 DVC_CONFIG = ".dvc/config"
-QUICK_LOOK = "moecore_quick"
-BEGUN = ".begun"  # a folder in which a project is written before it is moved to its place
-HERE = Path()
-NOT_SOURCE = shutil.ignore_patterns("__pycache__")
-INSTALLED = re.compile(r"(?<=[\"'])moecore *[<>=~!@][^\"']*")
+QUICK_PROJECT_FOLDER = "moecore_quick"
+UNFINISHED_FOLDER = ".begun"  # a project is written there before it is moved to its place
+CURRENT_FOLDER = Path()
+IGNORE_CACHES = shutil.ignore_patterns("__pycache__")
+REQUIREMENT_PATTERN = re.compile(r"(?<=[\"'])moecore *[<>=~!@][^\"']*")
 
 
 def begin_project(name: str, folder: Path, study: str, is_overlay: bool, data: Path | None) -> None:
     """Write a new project into ``folder``, which must be missing or empty."""
     # study: a shipped question, or main. is_overlay: params.yaml is written from an overlay.yaml.
     # data: a folder of pictures that params.yaml is derived from.
-    refuse_study_name(name)
+    refuse_invalid_study_name(name)
     if importlib.util.find_spec(name):
         raise UserError(f"found the name {name!r}, which Python finds already; allowed: another")
     if study != MAIN_STUDY:
@@ -60,7 +59,7 @@ def begin_project(name: str, folder: Path, study: str, is_overlay: bool, data: P
         raise UserError("--data: found it together with --from or --overlay; allowed: alone")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: is not empty; take an empty folder, or a name that is new")
-    part = folder / BEGUN
+    part = folder / UNFINISHED_FOLDER
     try:
         write_or_delete_files(part, render_project_template(name, is_of_user=True))
         file = "params.yaml"
@@ -68,24 +67,24 @@ def begin_project(name: str, folder: Path, study: str, is_overlay: bool, data: P
         stages: Sequence[str] = ()
         if data is not None:
             text = run_folders.derive_params_from_pictures(data)
-            stages = run_folders.STAGES
-        values = parse_yaml_document(text).data
+            stages = run_folders.OWN_DATA_STAGES
+        values = yaml_document.parse_yaml_document(text).data
         if is_overlay:
             file = OVERLAY
             text = params_writer.overlay_text(compose_shipped_question(study))
-        write_whole(part / file, _add_example_method(text, values, name, is_run=data is None))
+        write_atomic(part / file, _add_example_method(text, values, name, is_run=data is None))
         for package in values.get("packages", ()):
             home = find_shipped_question(study).path.parent / package
-            shutil.copytree(home, part / "src" / package, ignore=NOT_SOURCE)
+            shutil.copytree(home, part / "src" / package, ignore=IGNORE_CACHES)
         texts = render_project_template(name, is_of_user=False) | _dvc_texts(part, study, stages)
         write_or_delete_files(part, texts)
-        project.write_answers(part, name, study, texts)
+        project_record.write_answers(part, name, study, texts)
         if not any((above / ".git").exists() for above in folder.resolve().parents):
             if shutil.which("git"):
                 subprocess.run(["git", "init", "--quiet", str(part)], check=True)
             else:
                 config = (part / DVC_CONFIG).read_text(encoding="utf-8")
-                write_whole(part / DVC_CONFIG, config + dvc_yaml.WITHOUT_GIT)
+                write_atomic(part / DVC_CONFIG, config + dvc_yaml.WITHOUT_GIT)
         for path in part.iterdir():
             path.rename(folder / path.name)
     finally:
@@ -98,8 +97,8 @@ def describe_first_run(place: Path) -> str:
 
 
 def write_quick_project(place: Path) -> Path:
-    folder = place / QUICK_LOOK
-    template = render_project_template(QUICK_LOOK, is_of_user=False)
+    folder = place / QUICK_PROJECT_FOLDER
+    template = render_project_template(QUICK_PROJECT_FOLDER, is_of_user=False)
     texts = {path: template[path] for path in (DVC_CONFIG, ".gitignore")}
     texts[DVC_CONFIG] += dvc_yaml.WITHOUT_GIT
     texts["params.yaml"] = shipped_params_text(QUICK_QUESTION)
@@ -120,9 +119,8 @@ def compose_shipped_question(name: str) -> ComposedParams:
 
 def shipped_params_text(study: str) -> str:
     if study == MAIN_STUDY:
-        return params_writer.rewrite_data_paths(
-            (SHIPPED / "params.yaml").read_text(encoding="utf-8")
-        )
+        text = (SHIPPED / "params.yaml").read_text(encoding="utf-8")
+        return params_writer.rewrite_data_paths(text)
     return params_writer.project_params_text(compose_shipped_question(study))
 
 
@@ -134,13 +132,13 @@ def upgradable_project_texts(name: str, study: str, added: Sequence[str]) -> dic
     if unknown := [stage for stage in added if stage not in STAGES]:
         raise UserError.at("--stage", found=unknown[0], allowed=", ".join(STAGES))
     stages: list[str] = []
-    for file in list_top_and_step_files(HERE):
-        data = load_yaml_document(file).data
+    for file in list_top_and_step_files(CURRENT_FOLDER):
+        data = yaml_document.load_yaml_document(file).data
         stages += (isinstance(data, dict) and data.get("stages")) or ()
     ours = [stage for stage in stages if stage in STAGES]
     if added:
         ours = [stage for stage in STAGES if stage in (*ours, *added)]
-    return render_project_template(name, is_of_user=False) | _dvc_texts(HERE, study, ours)
+    return render_project_template(name, is_of_user=False) | _dvc_texts(CURRENT_FOLDER, study, ours)
 
 
 def _dvc_texts(folder: Path, study: str, stages: Sequence[str] = ()) -> dict[str, str]:
@@ -149,7 +147,7 @@ def _dvc_texts(folder: Path, study: str, stages: Sequence[str] = ()) -> dict[str
         return project_texts_from_overlay(folder)
     if study == MAIN_STUDY:
         text = dvc_yaml.main_dvc_yaml_text()
-        if not stages or {*stages} == {*parse_yaml_document(text).data["stages"]}:
+        if not stages or {*stages} == {*yaml_document.parse_yaml_document(text).data["stages"]}:
             return {"dvc.yaml": text}
         return dvc_yaml.study_dvc_yaml_texts(dvc_yaml.build_stage_entries(stages), {}, DVC_HEAD)
     composed = compose_shipped_question(study)
@@ -162,21 +160,21 @@ def write_or_delete_files(folder: Path, texts: Mapping[str, str | None]) -> None
         if text is None:
             (folder / path).unlink(missing_ok=True)
         else:
-            write_whole(folder / path, text)
+            write_atomic(folder / path, text)
 
 
 def render_project_template(name: str, is_of_user: bool) -> dict[str, str]:
     """Return path → text of the template's files that users edit, or that moecore upgrades."""
-    requirement = project.moecore_requirement()
+    requirement = project_record.moecore_requirement()
     texts = {}
     for file in sorted(TEMPLATE.rglob("*")):
         path = file.relative_to(TEMPLATE).as_posix()
         is_file = file.is_file() and "__pycache__" not in file.parts
-        if is_file and path.startswith(EDITED) == is_of_user:
+        if is_file and path.startswith(USER_EDITED_PATHS) == is_of_user:
             text = file.read_text(encoding="utf-8").replace(TEMPLATE_NAME, name)
-            text = text.replace(REQUIREMENT, requirement)
+            text = text.replace(TEMPLATE_REQUIREMENT, requirement)
             if "file://" in requirement:  # which machines of a service do not have
-                text = text.replace(RUNNER, OWN_RUNNER)
+                text = text.replace(TEMPLATE_RUNNER_LINE, SELF_HOSTED_RUNNER)
             texts[path.replace("dot_", ".").replace(TEMPLATE_NAME, name)] = text
     return texts
 
@@ -188,36 +186,37 @@ def _add_example_method(text: str, study: Mapping[str, Any], name: str, is_run: 
     packages = ", ".join([name, *study.get("packages", ())])
     text = re.sub("^packages:.*\n+", "", text, flags=re.M)
     text = re.sub("^run:", f"packages: [{packages}]  # in src/\n\nrun:", text, flags=re.M)
-    sections = parse_yaml_document(text).data
+    sections = yaml_document.parse_yaml_document(text).data
     if "vmoe" not in sections.get("methods", ()) or "methods" not in sections["run"]:
         return text
     vmoe = study["methods"]["vmoe"]
     router = {"kind": f"{name}.cosine", "k": vmoe["router"]["k"]}
-    importance = {"kind": "importance", "weight": 0.005}
-    section = vmoe | {"router": router, "regularizers": [importance]}
+    section = vmoe | {"router": router, "regularizers": [{"kind": "importance", "weight": 0.005}]}
     cosine = params_writer.dump_inline_yaml({"cosine": section})
     if is_run:
         text = re.sub(r"methods: \[[^]]*", r"\g<0>, cosine", text, count=1)  # of the section run
     return re.sub("^methods:.*\n", rf"\g<0>{indent(cosine, '  ')}\n", text, flags=re.M)
 
 
-def upgrade_project(answers: project.ProjectAnswers, is_written: bool, more: Sequence[str]) -> None:
+def upgrade_project(
+    answers: project_record.ProjectAnswers, is_written: bool, more: Sequence[str]
+) -> None:
     """Print an upgrade's changes and reruns; write them if ``is_written``; more: stages to add."""
-    changes = _rename_keys_in_files(answers)
-    with _replaced_files(changes):  # an overlay must be valid to be read
+    changes = _texts_with_renamed_keys(answers)
+    with _temporarily_replaced_files(changes):  # an overlay must be valid to be read
         texts = upgradable_project_texts(answers.name, answers.study, more)
         written, edited = _select_changed_texts(answers, texts)
     pyproject = Path("pyproject.toml")
-    if before := _read(pyproject):
-        requirement = project.moecore_requirement()
-        if (after := INSTALLED.sub(lambda _: requirement, before)) != before:
+    if before := _read_if_exists(pyproject):
+        requirement = project_record.moecore_requirement()
+        if (after := REQUIREMENT_PATTERN.sub(lambda _: requirement, before)) != before:
             changes[str(pyproject)] = after
     changes |= written
     installed = version("moecore")
     if answers.moecore != installed:
         print(f"moecore {answers.moecore} → {installed}")
     for path, text in {**changes, **edited}.items():
-        lines = (_read(Path(path)) or "").splitlines(True)
+        lines = (_read_if_exists(Path(path)) or "").splitlines(True)
         now = (text or "").splitlines(True)
         names = f"{path} (here)", f"{path} (new)"
         print("".join(difflib.unified_diff(lines, now, *names)), end="")
@@ -226,24 +225,24 @@ def upgrade_project(answers: project.ProjectAnswers, is_written: bool, more: Seq
     if not changes and answers.moecore == installed:
         print(f"moecore {installed} wrote this project, and nothing is to be written again")
         return
-    with _replaced_files(changes):
+    with _temporarily_replaced_files(changes):
         print_plan()
     if is_written:
-        write_or_delete_files(HERE, changes)
-        project.write_answers(HERE, answers.name, answers.study, texts)
+        write_or_delete_files(CURRENT_FOLDER, changes)
+        project_record.write_answers(CURRENT_FOLDER, answers.name, answers.study, texts)
         print("written")
     else:
         print("nothing is written yet; to write it: moecore upgrade --yes")
 
 
-def _rename_keys_in_files(answers: project.ProjectAnswers) -> dict[str, str | None]:
+def _texts_with_renamed_keys(answers: project_record.ProjectAnswers) -> dict[str, str | None]:
     """Return path → new text of settings files with keys renamed since the project's version."""
-    since = project.version_numbers(answers.moecore)
+    since = project_record.version_numbers(answers.moecore)
     renamed = params_writer.RENAMED_KEYS
-    steps = [step for step in renamed if project.version_numbers(step.version) > since]
+    steps = [step for step in renamed if project_record.version_numbers(step.version) > since]
     texts: dict[str, str | None] = {}
     for path in (Path(OVERLAY), Path("params.yaml"), *sorted(PIPELINES.glob("*/*.yaml"))):
-        if (before := _read(path)) is not None:
+        if (before := _read_if_exists(path)) is not None:
             after = params_writer.rename_keys_in_text(before, steps, str(path))
             if after != before:
                 texts[path.as_posix()] = after
@@ -251,37 +250,37 @@ def _rename_keys_in_files(answers: project.ProjectAnswers) -> dict[str, str | No
 
 
 def _select_changed_texts(
-    answers: project.ProjectAnswers, texts: Mapping[str, str]
+    answers: project_record.ProjectAnswers, texts: Mapping[str, str]
 ) -> tuple[dict[str, str | None], dict[str, str | None]]:
     """Return path → text to write, and the same for files that the user edited; None: remove."""
     written: dict[str, str | None] = {}
     edited: dict[str, str | None] = {}
     for path in {**answers.files, **texts}:
-        before = _read(HERE / path)
+        before = _read_if_exists(CURRENT_FOLDER / path)
         text = texts.get(path)
         if text == before:
             continue
         written_hash = answers.files.get(path)
-        current = None if before is None else project.hash_text(before)
+        current = None if before is None else project_record.hash_text(before)
         # `moecore study write` overwrites the files of an overlay
         is_free = Path(OVERLAY).is_file() and Path(path).name in ("params.yaml", "dvc.yaml")
         if is_free or written_hash == current:
             written[path] = text
-        elif text is None or project.hash_text(text) != written_hash:
+        elif text is None or project_record.hash_text(text) != written_hash:
             edited[path] = text
     return written, edited
 
 
 @contextmanager
-def _replaced_files(texts: Mapping[str, str | None]) -> Iterator[None]:
+def _temporarily_replaced_files(texts: Mapping[str, str | None]) -> Iterator[None]:
     """Replace files by ``texts`` within the block, and restore them afterwards."""
-    before = {path: _read(Path(path)) for path in texts}
+    before = {path: _read_if_exists(Path(path)) for path in texts}
     try:
-        write_or_delete_files(HERE, texts)
+        write_or_delete_files(CURRENT_FOLDER, texts)
         yield
     finally:
-        write_or_delete_files(HERE, before)
+        write_or_delete_files(CURRENT_FOLDER, before)
 
 
-def _read(path: Path) -> str | None:
+def _read_if_exists(path: Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.is_file() else None

@@ -14,24 +14,24 @@ from urllib.request import urlretrieve
 import typer
 from typer import Argument, Option
 
-from moecore.core.files import UserError, atomic_folder, file_checksum, write_whole
+from moecore.core.files import UserError, atomic_folder, file_checksum, write_atomic
 from moecore.core.source_layout import run_git
 
-RELEASES = "MOECORE_RELEASES"  # the environment variable that names the place of the archives
+RELEASES_ENV = "MOECORE_RELEASES"  # the variable that names the place of the archives
 REMOTE = "remote"  # the folder of DVC's objects in an archive
 MODEL_CARDS = "artifacts/model_cards"
-ALLOWED = f"--from with a URL, an archive or its folder, or the same in ${RELEASES}"
-SOURCE = "an archive, or the URL or folder that has it; left out: the releases of git's origin"
+ALLOWED_SOURCES = f"--from with a URL, an archive or its folder, or the same in ${RELEASES_ENV}"
+SOURCE_HELP = "an archive, or the URL or folder that has it; left out: the releases of git's origin"
 
 
 def pull_command(
     name: Annotated[str | None, Argument(help="quick, or a question; left out: this run")] = None,
-    source: Annotated[str | None, Option("--from", metavar="PLACE", help=SOURCE)] = None,
+    source: Annotated[str | None, Option("--from", metavar="PLACE", help=SOURCE_HELP)] = None,
     force: Annotated[bool, Option("--force", help="replace the outputs of another run")] = False,
 ) -> None:
     """Download a finished run (models, page, explorer) from a release, to look at or go on from."""
     from moecore.pipeline.plan import list_stale_stages
-    from moecore.pipeline.project import hold_project
+    from moecore.pipeline.project_record import hold_project_lock
     from moecore.pipeline.run_folders import write_run_folder
     from moecore.report.tables.terminal_summary import print_run_summary
     from moecore.study.questions import find_question
@@ -45,8 +45,8 @@ def pull_command(
         folder = question_round.folder
     with chdir(folder):
         load_yaml_document("params.yaml")  # fails before anything is written, outside a project
-        with hold_project(), atomic_folder(".state/pull") as scratch:
-            pull_outputs(unpack_run(fetch_archive(url, scratch)), force)
+        with hold_project_lock(), atomic_folder(".state/pull") as scratch:
+            pull_outputs(unpack_and_check_run(fetch_archive(url, scratch)), force)
         shutil.rmtree(".state/pull")
         number = len(list_stale_stages())
     print_run_summary(folder / "reports/compare.json")
@@ -62,12 +62,12 @@ def archive_name(folder: Path) -> str:
 
 def find_archive_address(source: str | None) -> str:
     """Return the URL of archives: --from, else $MOECORE_RELEASES, else of git's origin."""
-    if place := source or os.environ.get(RELEASES):
+    if place := source or os.environ.get(RELEASES_ENV):
         return place if "://" in place else Path(place).expanduser().resolve().as_uri()
     origin = run_git(Path(), "config", "--get", "remote.origin.url") or ""
     if repository := re.search(r"github\.com[:/](.+?)(?:\.git)?/?$", origin):
         return f"https://github.com/{repository[1]}/releases/download/v{version('moecore')}"
-    raise UserError.at("pull", found="no remote", allowed=ALLOWED)
+    raise UserError.at("pull", found="no remote", allowed=ALLOWED_SOURCES)
 
 
 def fetch_archive(url: str, scratch: Path) -> Path:
@@ -80,14 +80,14 @@ def fetch_archive(url: str, scratch: Path) -> Path:
         urlretrieve(f"{url}.sha256", checksum)
         urlretrieve(url, archive)
     except (OSError, HTTPException, ValueError) as error:
-        raise UserError.at(url, found=str(error).strip("<>"), allowed=ALLOWED) from None
+        raise UserError.at(url, found=str(error).strip("<>"), allowed=ALLOWED_SOURCES) from None
     expected = checksum.read_text(encoding="utf-8", errors="replace").partition(" ")[0]
     if (digest := file_checksum(archive)) != expected:
         raise UserError.at(url, found=f"a damaged file, sha256 {digest}", allowed=expected)
     return archive
 
 
-def unpack_run(archive: Path) -> Path:
+def unpack_and_check_run(archive: Path) -> Path:
     """Unpack an archive and return its folder; UserError if its settings are not params.yaml's."""
     from moecore.study.params_writer import list_changes
     from moecore.study.yaml_document import load_yaml_document
@@ -133,7 +133,7 @@ def pull_outputs(run: Path, is_forced: bool) -> None:
             raise UserError.at(lock, found="another run", allowed="--force, to replace its outputs")
     try:
         for lock in locks:
-            write_whole(lock, (run / lock).read_bytes())
+            write_atomic(lock, (run / lock).read_bytes())
         with Repo(config={"remote": {"release": {"url": str((run / REMOTE).resolve())}}}) as repo:
             repo.pull(remote="release", force=is_forced)
     except DvcException as error:
@@ -141,4 +141,4 @@ def pull_outputs(run: Path, is_forced: bool) -> None:
             lock.unlink()
         raise UserError(f"dvc: {' '.join(str(error).split())}") from None
     for path in [*run.glob("reports/*"), *run.glob(f"{MODEL_CARDS}/*.md")]:
-        write_whole(path.relative_to(run), path.read_bytes())
+        write_atomic(path.relative_to(run), path.read_bytes())

@@ -21,18 +21,18 @@ import numpy as np
 from PIL import Image
 
 from moecore.core import files
-from moecore.core.files import UserError, find_raw_folder, read_json, write_whole
+from moecore.core.files import UserError, find_raw_folder, read_json, write_atomic
 from moecore.core.source_layout import ROOT, RUNS, SHIPPED, run_git
 from moecore.data.files import decode, image_files
 from moecore.data.sources.image_folder import ImageFolder
-from moecore.pipeline import dvc_yaml, project
+from moecore.pipeline import dvc_yaml, project_record
 from moecore.report.claims.evaluation import SECTIONS
 from moecore.report.claims.result_evidence import (
-    ASKED,
-    ITEMS,
-    NUMBERS,
-    find_commit_of_files,
-    store_items,
+    ASKED_KEY,
+    COMPARE_JSON_FILE,
+    ITEMS_FILE,
+    copy_items_to_results,
+    find_head_if_committed,
 )
 from moecore.report.tables.metrics_by_method import unanswerable_claims
 from moecore.run.history_file import read_dvc_locks
@@ -41,10 +41,10 @@ from moecore.study.questions import PIPELINES, QuestionFile, QuestionRound
 from moecore.study.study import read_study
 from moecore.study.yaml_document import dict_or_empty, load_yaml_document, parse_yaml_document
 
-HERE = Path()
-OUR_QUESTIONS = "ours"
-STUDY_NAME = re.compile(r"[a-z][a-z0-9_]*")
-SHIPPED_PARAMS = "moecore's params.yaml"
+CURRENT_FOLDER = Path()
+OWN_QUESTIONS_FOLDER = "ours"
+STUDY_NAME_PATTERN = re.compile(r"[a-z][a-z0-9_]*")
+SHIPPED_PARAMS_LABEL = "moecore's params.yaml"
 ASKED_FILE = "asked.json"  # of a run folder: the commit that asked, when the folder was written
 IGNORED = "artifacts/\nreports/\n.state/\ndvc_plots/\n.dvc/tmp/\n"
 COMMITTED = ("params.yaml", "dvc.yaml", "steps", ".dvc/config")
@@ -76,30 +76,31 @@ def write_run_folder(question_round: QuestionRound, presets: Sequence[str] = ())
     origin = params_writer.ParamsOrigin(edited, "params.yaml", schema, root / PIPELINES)
     text = params_writer.params_text(composed, origin, presets)
     is_new = not (folder / "params.yaml").is_file()
-    with project.hold_project(folder / project.LOCK):
+    with project_record.hold_project_lock(folder / project_record.LOCK):
         changes = params_writer.write_and_diff_params(folder / "params.yaml", text)
         write_dvc_yaml_files(folder, composed.stages)
         if shutil.which("git"):
-            files.write_whole(folder / ".dvc/config", dvc_yaml.RUN_CONFIG)
+            files.write_atomic(folder / ".dvc/config", dvc_yaml.RUN_CONFIG)
             if not (folder / ".git").is_dir():
                 run_git(folder, "init", "--quiet", "--template=")
-                files.write_whole(folder / ".git/info/exclude", IGNORED)
+                files.write_atomic(folder / ".git/info/exclude", IGNORED)
             names = [name for name in COMMITTED if (folder / name).exists()]
             run_git(folder, "add", "--all", "--", *names)
             run_git(folder, *COMMIT)
         else:
-            files.write_whole(folder / ".dvc/config", dvc_yaml.RUN_CONFIG + dvc_yaml.WITHOUT_GIT)
-        if changes or not (folder / ASKED_FILE).is_file() or not (folder / NUMBERS).is_file():
+            files.write_atomic(folder / ".dvc/config", dvc_yaml.RUN_CONFIG + dvc_yaml.WITHOUT_GIT)
+        has_record = not changes and (folder / ASKED_FILE).is_file()
+        if not has_record or not (folder / COMPARE_JSON_FILE).is_file():
             asking = [path.relative_to(root) for path in question_round.question.asking_files]
-            record = {"commit": find_commit_of_files(root, *asking), "file": asking[0].as_posix()}
+            record = {"commit": find_head_if_committed(root, *asking), "file": asking[0].as_posix()}
             files.write_json(folder / ASKED_FILE, record)
     return ["written"] if is_new else changes
 
 
-def write_project_from_overlay(folder: Path = HERE) -> list[str]:
+def write_project_from_overlay(folder: Path = CURRENT_FOLDER) -> list[str]:
     """Write params.yaml and dvc.yaml from overlay.yaml; return one line per change."""
     if folder.resolve() == ROOT and not (folder / params_layers.OVERLAY).is_file():
-        files.write_whole(folder / "dvc.yaml", dvc_yaml.main_dvc_yaml_text())
+        files.write_atomic(folder / "dvc.yaml", dvc_yaml.main_dvc_yaml_text())
         return ["dvc.yaml written"]
     composed, text = _compose_project(folder)
     changes = params_writer.write_and_diff_params(folder / "params.yaml", text)
@@ -116,11 +117,10 @@ def project_texts_from_overlay(folder: Path) -> dict[str, str]:
 
 def _compose_project(folder: Path) -> tuple[params_layers.ComposedParams, str]:
     base = params_layers.load_root_layer(SHIPPED)
-    composed = params_layers.compose_layers(
-        [base, params_layers.load_overlay_layer(folder, base)], SHIPPED
-    )
+    overlay = params_layers.load_overlay_layer(folder, base)
+    composed = params_layers.compose_layers([base, overlay], SHIPPED)
     origin = params_writer.ParamsOrigin(
-        params_layers.OVERLAY, SHIPPED_PARAMS, "params.schema.json", folder
+        params_layers.OVERLAY, SHIPPED_PARAMS_LABEL, "params.schema.json", folder
     )
     return composed, params_writer.params_text(composed, origin)
 
@@ -133,14 +133,14 @@ def write_dvc_yaml_files(folder: Path, stages: Sequence[str] | None) -> None:
         if file.relative_to(folder).as_posix() not in texts:
             file.unlink()
     for name, text in texts.items():
-        files.write_whole(folder / name, text)
+        files.write_atomic(folder / name, text)
 
 
 def explain_stale_results(question_round: QuestionRound) -> str:
     """Return why the results in a round's folder are not current; "" if they are."""
     folder = question_round.folder
-    if not (folder / NUMBERS).is_file():
-        return f"{folder / NUMBERS} does not exist; run `{question_round.command}`"
+    if not (folder / COMPARE_JSON_FILE).is_file():
+        return f"{folder / COMPARE_JSON_FILE} does not exist; run `{question_round.command}`"
     now = load_yaml_document(folder / "params.yaml").data
     if changes := list(params_writer.list_changes(question_round.compose().document.data, now)):
         more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
@@ -149,7 +149,7 @@ def explain_stale_results(question_round: QuestionRound) -> str:
     compared, copied = ran.get("compare", {}), ran.get("numbers", {})
     files_of_run = (*compared.get("deps", ()), *copied.get("outs", ()))
     hashes = {file["path"]: file.get("md5") for file in files_of_run}
-    for path in (Path("params.yaml"), NUMBERS, ITEMS):
+    for path in (Path("params.yaml"), COMPARE_JSON_FILE, ITEMS_FILE):
         if hashes.get(str(path)) != files.file_checksum(folder / path, "md5"):
             reason = f"{path} is not what the stages compare and numbers saw"
             return f"{reason}; run `{question_round.command}`"
@@ -160,20 +160,20 @@ def store_results(question_round: QuestionRound) -> Path:
     """Copy a round's current results to pipelines/results/; return the file."""
     question = question_round.question
     if reason := explain_stale_results(question_round):
-        raise UserError(f"{question.results}: left as it is: {reason}")
-    numbers = read_json(question_round.folder / NUMBERS)
+        raise UserError(f"{question.results_path}: left as it is: {reason}")
+    numbers = read_json(question_round.folder / COMPARE_JSON_FILE)
     origin = read_json(question_round.folder / ASKED_FILE)
-    question.store_part(question_round.part, {ASKED: origin} | numbers)
+    question.update_results_file(question_round.results_key, {ASKED_KEY: origin} | numbers)
     if not numbers.keys().isdisjoint(SECTIONS.values()):  # without claims there are no items
-        store_items(question_round, question_round.folder / ITEMS)
-    return question.results
+        copy_items_to_results(question_round, question_round.folder / ITEMS_FILE)
+    return question.results_path
 
 
-def begin_question(name: str, root: Path = HERE) -> Path:
+def begin_question(name: str, root: Path = CURRENT_FOLDER) -> Path:
     # Raises UserError, and leaves no file, for a used name, and if the question cannot be composed
     # over the params.yaml here.
-    refuse_study_name(name)
-    path = root / PIPELINES / OUR_QUESTIONS / f"{name}.yaml"
+    refuse_invalid_study_name(name)
+    path = root / PIPELINES / OWN_QUESTIONS_FOLDER / f"{name}.yaml"
     if path.exists():
         raise UserError(f"{path}: is there already; take another name")
     if path.name == papers.PAPER_FILE:
@@ -185,18 +185,18 @@ def begin_question(name: str, root: Path = HERE) -> Path:
     methods = usual or list(study.run.methods or study.methods)[:1]
     stages = [name for name in NEW_STAGES if name not in LISTS or getattr(study.run, LISTS[name])]
     names = {"methods": ", ".join(methods), "stages": ", ".join(stages), "last": methods[-1]}
-    files.write_whole(path, NEW_QUESTION.format(**names))
+    files.write_atomic(path, NEW_QUESTION.format(**names))
     try:
-        composed = QuestionFile(root, f"{OUR_QUESTIONS}/{name}").rounds[0].compose()
-        check.check_document(composed.document, composed.all_stages)
+        composed = QuestionFile(root, f"{OWN_QUESTIONS_FOLDER}/{name}").rounds[0].compose()
+        check.check_without_data(composed.document, composed.all_stages)
     except BaseException:
         path.unlink()
         raise
     return path
 
 
-def refuse_study_name(name: str) -> None:
-    if not STUDY_NAME.fullmatch(name) or keyword.iskeyword(name):
+def refuse_invalid_study_name(name: str) -> None:
+    if not STUDY_NAME_PATTERN.fullmatch(name) or keyword.iskeyword(name):
         allowed = "small letters, digits and _, beginning with a letter"
         raise UserError(f"found the name {name!r}; allowed: {allowed}")
 
@@ -206,7 +206,7 @@ def check_question(question: QuestionFile, problems: list[str]) -> Iterator[str]
     # A round gets all checks of ``moecore check``, and a small step of methods that it does not
     # run. Presets, which may be combined, are only read.
     try:
-        question.check_baseline()
+        question.check_world_baseline()
     except UserError as error:
         problems.append(str(error))
     for question_round in question.rounds:
@@ -232,7 +232,7 @@ def _check_round(question_round: QuestionRound) -> str:
     try:
         study = check.check_study_document(document, stages, home, unanswerable_claims).study
         data = ""
-    except check.MissingData:
+    except check.MissingDataError:
         study = read_study(document)
         data = ", but its data are not here"
     unrun = tuple(name for name in study.methods if name not in study.run.methods)
@@ -244,23 +244,22 @@ def _check_round(question_round: QuestionRound) -> str:
 
 METHODS = "methods"
 EXAMPLE = "-S 'methods.vmoe.router.k=[1,2,4]'"
-OTHER_LETTERS = re.compile("[^a-z0-9]+")
-TEMPLATE = Path(__file__).with_name("own_data.yaml")
-STAGES = ("prepare", "teacher_router", "pretrain", "routing", "measure", "compare")  # no attacks
-SAMPLE = 200  # pictures whose size and colour are read, evenly spread
+NON_NAME_LETTERS = re.compile("[^a-z0-9]+")
+OWN_DATA_TEMPLATE = Path(__file__).with_name("own_data.yaml")
+OWN_DATA_STAGES = ("prepare", "teacher_router", "pretrain", "routing", "measure", "compare")
+MAX_SAMPLED_PICTURES = 200  # pictures whose size and colour are read, evenly spread
 MIN_PER_CLASS = 3  # pictures: to train, to validate, to test
 MIN_SIZE = 32
 MAX_SIZE = 64  # pixels: a CPU trains on them in minutes
 PATCHES = 8  # per side
 MAX_BATCH = 64
-EPOCHS = 10
+MAX_EPOCHS = 10
 MIN_STEPS = 1200  # 90 pictures of three drawn shapes reach 90 % test accuracy
 MAX_STEPS = 6000
-SHOTS = (1, 5, 10, 25)
+POSSIBLE_SHOTS = (1, 5, 10, 25)
 
 
 def derive_params_from_pictures(folder: Path) -> str:
-    """Return a params.yaml, as text, whose settings suit a folder of pictures."""
     root = find_raw_folder(str(folder), "the folder with the class folders").resolve()
     train = root / "train"
     if not train.is_dir():
@@ -279,20 +278,20 @@ def derive_params_from_pictures(folder: Path) -> str:
     test = max(0.2, math.ceil(100 * len(classes) / number) / 100)
     validation = max(len(classes), round(0.1 * number))
     source = ImageFolder(root=str(root), size=size, test=test, validation=validation)
-    counts = source.describe().without_problem().counts["train"]
+    counts = source.describe().check_has_no_problem().counts["train"]
     images = sum(counts)
     batch = min(MAX_BATCH, max(1, images // 4))
     per_epoch = images // batch
     numbers = {"size": size, "min_size": MIN_SIZE, "max_size": MAX_SIZE, "patch": size // PATCHES}
     numbers |= {"channels": channels, "test": test, "validation": validation, "train": images}
     numbers |= {"batch": batch, "max_batch": MAX_BATCH, "classes": len(classes)}
-    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+    return Template(OWN_DATA_TEMPLATE.read_text(encoding="utf-8")).substitute(
         numbers,
         root=json.dumps(str(root), ensure_ascii=False),
         side=f"{side:g}",
-        epochs=min(EPOCHS, max(1, MAX_STEPS // per_epoch)),
-        updates=MIN_STEPS // EPOCHS if per_epoch * EPOCHS < MIN_STEPS else "null",
-        shots=[shots for shots in SHOTS if shots <= min(counts)],
+        epochs=min(MAX_EPOCHS, max(1, MAX_STEPS // per_epoch)),
+        updates=MIN_STEPS // MAX_EPOCHS if per_epoch * MAX_EPOCHS < MIN_STEPS else "null",
+        shots=[shots for shots in POSSIBLE_SHOTS if shots <= min(counts)],
         smallest=min(counts),
     )
 
@@ -301,7 +300,7 @@ def _median_side_and_channels(paths: list[Path]) -> tuple[float, int]:
     """Return the median of the shorter sides (pixels), and 1 channel if all are grey."""
     sides = []
     channels = 1
-    for path in paths[:: math.ceil(len(paths) / SAMPLE)]:
+    for path in paths[:: math.ceil(len(paths) / MAX_SAMPLED_PICTURES)]:
         try:
             pixels = decode.decode_image(path, MIN_SIZE, 3)
         except decode.UnreadableImage as error:
@@ -319,12 +318,12 @@ class SweepAxis(NamedTuple):
     key: str
     values: list[Any]
 
-    def name(self, number: int) -> str:
+    def method_suffix(self, number: int) -> str:
         """Return a method's suffix for the value at index ``number``, such as k2 for k = 2."""
         value = self.values[number]
         if isinstance(value, dict | list):
             value = value.get("kind", number) if isinstance(value, dict) else number
-        letters = OTHER_LETTERS.sub("_", json.dumps(value).lower().replace("-", "m")).strip("_")
+        letters = NON_NAME_LETTERS.sub("_", json.dumps(value).lower().replace("-", "m")).strip("_")
         joint = "" if letters[:1].isdigit() else "_"
         return f"{self.key.rpartition('.')[2]}{joint}{letters}"
 
@@ -332,30 +331,30 @@ class SweepAxis(NamedTuple):
 def write_data_or_sweep_run(data: Path | None, sets: Sequence[str], is_sweep: bool) -> Path:
     # data: a folder of pictures; None: the run is of the params.yaml here. sets: values as for
     # ``-S``; with ``is_sweep``, lists below ``methods.`` are the axes of a grid.
-    path = HERE / "params.yaml"
+    path = CURRENT_FOLDER / "params.yaml"
     name = "sweep"
     if data is not None:
-        path = TEMPLATE
+        path = OWN_DATA_TEMPLATE
         text = derive_params_from_pictures(data)
-        name = f"data.{OTHER_LETTERS.sub('_', data.resolve().name.lower())}"
-        stages = STAGES
+        name = f"data.{NON_NAME_LETTERS.sub('_', data.resolve().name.lower())}"
+        stages = OWN_DATA_STAGES
     else:
         load_yaml_document(path)  # says where there is no project
         text = path.read_text(encoding="utf-8")
-        stages = params_layers.list_dvc_stages(HERE)
+        stages = params_layers.list_dvc_stages(CURRENT_FOLDER)
     grid: dict[str, list[str]] = {}
     if is_sweep:
         text, grid, suffix = _add_sweep(text, str(path), sets)
         name += f".{suffix}"
     elif sets:
         text = params_writer.apply_assignments(text, sets)
-    folder = HERE / RUNS / name
-    with project.hold_project(folder / project.LOCK):
-        write_whole(folder / "params.yaml", text)
+    folder = CURRENT_FOLDER / RUNS / name
+    with project_record.hold_project_lock(folder / project_record.LOCK):
+        write_atomic(folder / "params.yaml", text)
         write_dvc_yaml_files(folder, stages)
         # A project and its runs share a cache
-        config = dvc_yaml.RUN_CONFIG if (HERE / ".dvc").is_dir() else dvc_yaml.CONFIG
-        write_whole(folder / ".dvc/config", config + dvc_yaml.WITHOUT_GIT)
+        config = dvc_yaml.RUN_CONFIG if (CURRENT_FOLDER / ".dvc").is_dir() else dvc_yaml.CONFIG
+        write_atomic(folder / ".dvc/config", config + dvc_yaml.WITHOUT_GIT)
     _refuse_equal_methods(folder / "params.yaml", [*chain.from_iterable(grid.values())])
     return folder
 
@@ -372,7 +371,7 @@ def _add_sweep(text: str, path: str, sets: Sequence[str]) -> tuple[str, dict[str
         settings = document.get([METHODS, method])
         for point in product(*(range(len(axis.values)) for axis in axes)):
             chosen = list(zip(axes, point, strict=True))
-            name = "_".join([method, *(axis.name(number) for axis, number in chosen)])
+            name = "_".join([method, *(axis.method_suffix(number) for axis, number in chosen)])
             if name in present or name in grid.get(method, ()):
                 key = f"{METHODS}.{method}"
                 problem = f"two methods that would be called {name}"

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 
-SOCKET = "MOECORE_SERVER"  # the environment variable that names the server's socket
+SOCKET_ENV = "MOECORE_SERVER"  # the environment variable that names the server's socket
 PR_SET_PDEATHSIG = 1
 
 
@@ -19,7 +19,7 @@ def run_on_server(python: str, arguments: list[str]) -> int:
     """Run a stage on the server, else exec ``python``; return its exit code."""
     parts = [*arguments, "", ""]
     is_stage = parts[0] == "-m" and parts[1].startswith("moecore.stages.")
-    if SOCKET not in os.environ or not is_stage:
+    if SOCKET_ENV not in os.environ or not is_stage:
         os.execv(python, [python, *arguments])
     # If DVC is killed this process is too, and then the server ends the stage.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -28,7 +28,7 @@ def run_on_server(python: str, arguments: list[str]) -> int:
     answers: list[str] = []  # the stage's process id, and at its end its exit code
     try:
         with socket.socket(socket.AF_UNIX) as line:
-            line.connect(os.environ[SOCKET])
+            line.connect(os.environ[SOCKET_ENV])
             socket.send_fds(line, [b"."], [1, 2])
             line.sendall(f"{request}\n".encode())
             answers = line.makefile().readlines()

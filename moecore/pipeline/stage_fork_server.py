@@ -34,7 +34,7 @@ CLIENT = Path(__file__).with_name("stage_client.py")
 Stages = Mapping[str, Callable[..., None]]
 
 
-def start_stage_server(module: str = f"{source_layout.STAGE_MODULES}fork_server") -> Path:
+def start_stage_server(module: str = f"{source_layout.STAGES_PREFIX}fork_server") -> Path:
     """Start the server as a process that ends with this one; return its folder."""
     # Returns its folder, with ``socket``, and ``bin/python``, the command that connects to it.
     folder = Path(tempfile.mkdtemp(prefix="moecore-"))
@@ -70,7 +70,7 @@ def serve_stages(path: str, stages: Stages) -> None:
         listening.bind(f"{path}.new")
         listening.listen(16)
         os.rename(f"{path}.new", path)
-        stage_inputs.remember_imported_sources()  # takes a second, in which DVC starts
+        stage_inputs.store_hashes_of_imported_sources()  # takes a second, in which DVC starts
         while True:
             line, _ = listening.accept()
             if os.fork() == 0:
@@ -89,7 +89,7 @@ def _serve_request(line: socket.socket, stages: Stages) -> None:
     pid = os.fork()
     if not pid:
         line.close()
-        _run_forked(stages, folder, arguments, environment, descriptors)
+        _run_forked_stage(stages, folder, arguments, environment, descriptors)
     with suppress(ConnectionError):  # where the client is gone by now, ``select`` says so
         line.sendall(f"{pid}\n".encode())
     ended = os.pidfd_open(pid)
@@ -102,7 +102,7 @@ def _serve_request(line: socket.socket, stages: Stages) -> None:
         os._exit(0)
 
 
-def _run_forked(
+def _run_forked_stage(
     stages: Stages,
     folder: str,
     arguments: list[str],
@@ -123,7 +123,7 @@ def _run_forked(
     code: Any = 0
     with threadpool_limits(threads, user_api="blas"):
         try:
-            stage_entry.run_stage(stages[name.removeprefix(source_layout.STAGE_MODULES)], rest)
+            stage_entry.run_stage(stages[name.removeprefix(source_layout.STAGES_PREFIX)], rest)
         except SystemExit as end:
             code = end.code
             if isinstance(code, str):  # as in Python: a message, and exit code 1

@@ -17,12 +17,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from moecore.core.files import UserError, write_whole
+from moecore.core.files import UserError, write_atomic
 from moecore.core.source_layout import RUNS
 from moecore.data.prepared import Prepared
-from moecore.measure.routing_metrics.alternative_choices import mean_routing_metrics
+from moecore.measure.routing_metrics.changed_choices import mean_routing_metrics
 from moecore.nn.predict import predict_in_batches
-from moecore.pipeline import dvc_yaml, project, run_folders
+from moecore.pipeline import dvc_yaml, project_record, run_folders
 from moecore.report.results_and_displays import read_results
 from moecore.study import params_layers, params_writer, questions, yaml_document
 from moecore.study.study import read_study
@@ -52,10 +52,10 @@ class TuningRun(NamedTuple):
         return sha256(f"{self.text}{self.tuning.threshold or ''}".encode()).hexdigest()
 
     def train(self, run_stages: Callable[[], object]) -> None:
-        with project.hold_project(self.folder / project.LOCK):
-            write_whole(self.folder / "params.yaml", self.text)
+        with project_record.hold_project_lock(self.folder / project_record.LOCK):
+            write_atomic(self.folder / "params.yaml", self.text)
             run_folders.write_dvc_yaml_files(self.folder, self.stages)
-            write_whole(self.folder / ".dvc/config", dvc_yaml.RUN_CONFIG + dvc_yaml.WITHOUT_GIT)
+            write_atomic(self.folder / ".dvc/config", dvc_yaml.RUN_CONFIG + dvc_yaml.WITHOUT_GIT)
         with chdir(self.folder):
             run_stages()
 
@@ -76,23 +76,22 @@ def plan_tuning(question: questions.QuestionFile, threshold: float | None = None
     used = {stage for part in composed for stage in part.all_stages}
     stages = tuple(stage for stage in STAGES if stage in used)
     top = params_layers.SettingsLayer(question.document, {}, stages, names=methods)
-    values = params_layers.compose_layers(
-        [*question.rounds[0].layers, top], question.root
-    ).document.data
-    place, grid, tried = (questions.TUNED_PHASE, questions.RATE), tuning.learning_rates, methods
+    layers = [*question.rounds[0].layers, top]
+    values = params_layers.compose_layers(layers, question.root).document.data
+    place, grid, tried = ((questions.TUNED_PHASE, questions.RATE), tuning.learning_rates, methods)
     also: dict[str, Any] = {}
     if (tuned := tuning.threshold) is not None:
         routers = {name: (values["methods"][name] or {}).get("router") or {} for name in methods}
-        having = [name for name in methods if questions.THRESHOLD in routers[name]]
+        having = [name for name in methods if questions.THRESHOLD_KEY in routers[name]]
         if tuned.method not in having:
             text = f"found {tuned.method}; allowed: {', '.join(having) or 'none has a threshold'}"
-            raise question.document.error(("tune", questions.THRESHOLD, "method"), text)
+            raise question.document.error(("tune", questions.THRESHOLD_KEY, "method"), text)
         if threshold is None:
-            place, grid, tried = ("router", questions.THRESHOLD), tuned.values, (tuned.method,)
+            place, grid, tried = ("router", questions.THRESHOLD_KEY), tuned.values, (tuned.method,)
         else:
             kind = routers[tuned.method]["kind"]
             same = [name for name in having if routers[name]["kind"] == kind]
-            also = dict.fromkeys(same, {"router": {questions.THRESHOLD: threshold}})
+            also = dict.fromkeys(same, {"router": {questions.THRESHOLD_KEY: threshold}})
     entries = {
         name_variant(name, value): params_layers.merge_settings(
             values["methods"][name] or {}, {place[0]: {place[1]: value}} | also.get(name, {})
@@ -105,15 +104,13 @@ def plan_tuning(question: questions.QuestionFile, threshold: float | None = None
     return TuningRun(question, tuning, tried, stages, params_writer.dump_inline_yaml(values), also)
 
 
-def choose_threshold(run: TuningRun, tuned: questions.ThresholdTuning) -> dict[str, Any]:
+def choose_threshold(run: TuningRun, tuned: questions.FallbackThresholdGrid) -> dict[str, Any]:
     """Return the router threshold whose models have the wanted share of fallbacks."""
     images = Prepared.open(run.folder / "artifacts/data" / questions.TUNED_PHASE).validation.images
     shares = {}
     for value in tuned.values:
-        folder = (
-            run.folder / "artifacts" / questions.TUNED_PHASE / name_variant(tuned.method, value)
-        )
-        models = [load_model(folder / str(seed)) for seed in run.tuning.seeds]
+        place = run.folder / "artifacts" / questions.TUNED_PHASE / name_variant(tuned.method, value)
+        models = [load_model(place / str(seed)) for seed in run.tuning.seeds]
         routings = [predict_in_batches(model, images, BATCH)[1] for model in models]
         means = [mean_routing_metrics(records, 1, value) for records in routings]
         shares[value] = fmean(mean["fallback"] for mean in means)
@@ -121,7 +118,7 @@ def choose_threshold(run: TuningRun, tuned: questions.ThresholdTuning) -> dict[s
     if chosen in (tuned.values[0], tuned.values[-1]):
         best = f"found {chosen:g} as the best, an end of the grid, fallback {shares[chosen]:.2%}"
         text = f"{best}; allowed: a grid with the fallback {tuned.fallback:.2%} within"
-        raise run.question.document.error(("tune", questions.THRESHOLD, "values"), text)
+        raise run.question.document.error(("tune", questions.THRESHOLD_KEY, "values"), text)
     return {"method": tuned.method, "chosen": chosen, "shares": [*shares.items()]}
 
 
@@ -137,14 +134,14 @@ def tune_question(
     run = plan_tuning(question)
     run.train(run_stages)
     if (tuned := run.tuning.threshold) is None:
-        return store_tuned_rates(run)
+        return choose_and_store(run)
     threshold = choose_threshold(run, tuned)
     run = plan_tuning(question, threshold["chosen"])
     run.train(run_stages)
-    return store_tuned_rates(run, threshold)
+    return choose_and_store(run, threshold)
 
 
-def store_tuned_rates(run: TuningRun, threshold: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def choose_and_store(run: TuningRun, threshold: Mapping[str, Any] | None = None) -> dict[str, Any]:
     study = read_study(yaml_document.parse_yaml_document(run.text))
     phase = read_results(study.run, run.text, run.folder, run.stages).phases[questions.TUNED_PHASE]
     task = phase.task
@@ -163,8 +160,8 @@ def store_tuned_rates(run: TuningRun, threshold: Mapping[str, Any] | None = None
         methods[method] = {questions.RATE: chosen, "also": also, "scores": scores, "curves": curves}
     stored = {"settings": run.digest, "score": f"validation {task.score.label}"}
     stored |= {"learning_rates": list(grid), "seeds": list(run.tuning.seeds), "methods": methods}
-    stored |= {questions.THRESHOLD: threshold}
-    run.question.store_part(questions.TUNED, stored)
+    stored |= {questions.THRESHOLD_KEY: threshold}
+    run.question.update_results_file(questions.TUNED_KEY, stored)
     return stored
 
 
@@ -176,7 +173,7 @@ def index_of_best_rate(scores: Sequence[Sequence[float]], better: str) -> int:
     return max(range(len(finite)), key=finite.__getitem__)
 
 
-def print_tuned(stored: Mapping[str, Any]) -> None:
+def print_tuned_rates(stored: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -193,13 +190,13 @@ def list_tuning_problems(question: questions.QuestionFile) -> Iterator[str]:
     """Yield why a question must be tuned (again); nothing if its rates are valid."""
     if question.tuning is None:
         return
-    file = question.results.relative_to(question.root)
+    file = question.results_path.relative_to(question.root)
     tune = f"run `moecore tune {question.name}`"
-    stored = question.read_results().get(questions.TUNED)
+    stored = question.read_results().get(questions.TUNED_KEY)
     if stored is None:
         yield f"{file}: rates were not chosen; {tune}"
         return
-    threshold = (stored.get(questions.THRESHOLD) or {}).get("chosen")
+    threshold = (stored.get(questions.THRESHOLD_KEY) or {}).get("chosen")
     if stored["settings"] != plan_tuning(question, threshold).digest:
         yield f"{file}: rates were chosen for other settings, methods, seeds or rates; {tune}"
         return
@@ -210,10 +207,9 @@ def list_edge_choices(question: questions.QuestionFile, stored: Mapping[str, Any
     """Yield an error line per method in ``stored`` whose best rate is an end of the grid."""
     rates = stored["learning_rates"]
     for name, choice in stored["methods"].items():
-        if choice[questions.RATE] in (rates[0], rates[-1]):
-            end = "lower" if choice[questions.RATE] == rates[0] else "higher"
-            best = (
-                f"found {choice[questions.RATE]:g} as the best rate of {name}, an end of the grid"
-            )
+        rate = choice[questions.RATE]
+        if rate in (rates[0], rates[-1]):
+            end = "lower" if rate == rates[0] else "higher"
+            best = f"found {rate:g} as the best rate of {name}, an end of the grid"
             text = f"{best}; allowed: a grid that goes on to {end} rates"
             yield str(question.document.error(("tune", "learning_rates"), text))

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from moecore.core import config, routing_records, streams
-from moecore.core.files import UserError, write_whole
+from moecore.core.files import UserError, write_atomic
 from moecore.data.layouts.text import UNKNOWN
 from moecore.data.text.words import WordSplitting, read_vocabulary, split_prompt_words
-from moecore.measure.routing_metrics.expert_gallery import experts_by_weight
+from moecore.measure.routing_metrics.expert_profiles import experts_by_weight
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.predict.model_quality import describe_model_quality
 from moecore.report.figures.drawing import expert_colours
@@ -48,13 +48,15 @@ class Continuation(NamedTuple):
 
 
 def continue_and_print(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> None:
-    continuation = continue_prompt(folder, prompt, out, sampling)
+    continuation = continue_prompt_and_write_page(folder, prompt, out, sampling)
     print(" ".join(word.word for word in continuation.text if not word.is_prompt))
     for remark in (*continuation.remarks, f"{out}: every word with its experts"):
         print(remark, file=sys.stderr)
 
 
-def continue_prompt(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> Continuation:
+def continue_prompt_and_write_page(
+    folder: Path, prompt: Path, out: Path, sampling: Sampling
+) -> Continuation:
     """Continue the text file ``prompt`` with the model in ``folder``; write the page ``out``."""
     model = artifacts.load_model(folder)
     if not isinstance(model, LanguageTransformer):
@@ -79,13 +81,13 @@ def continue_prompt(folder: Path, prompt: Path, out: Path, sampling: Sampling) -
     experts = 0 if model.moe is None else model.moe.experts.choices
     # The text once per layer, words in the colour of their first expert
     layers = [
-        {expert: expert_words(continuation.text, layer, expert) for expert in range(experts)}
+        {expert: count_expert_words(continuation.text, layer, expert) for expert in range(experts)}
         for layer in range(len(continuation.text[0].experts))
     ]
     colours = expert_colours(experts)
     template = template_environment().get_template("continued.html.jinja")
     page = template.render(model=folder, continuation=continuation, colours=colours, layers=layers)
-    write_whole(out, page)
+    write_atomic(out, page)
     return continuation
 
 
@@ -150,5 +152,7 @@ def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator)
     return int(order[torch.multinomial(top_p_probs, 1, generator=generator)])
 
 
-def expert_words(text: Sequence[WordWithExperts], layer: int, expert: int) -> list[tuple[str, int]]:
+def count_expert_words(
+    text: Sequence[WordWithExperts], layer: int, expert: int
+) -> list[tuple[str, int]]:
     return Counter(word.word for word in text if word.experts[layer][:1] == [expert]).most_common()

@@ -86,7 +86,7 @@ def export_model(
     try:
         with warnings.catch_warnings(), atomic_file(out) as path:
             warnings.simplefilter("ignore", FutureWarning)  # of torch about torch
-            write = _write_torch if to == "torch" else _write_onnx
+            write = _write_and_load_torch if to == "torch" else _write_and_load_onnx
             shapes = [{0: torch.export.Dim("batch")}]
             program = trace_module(wrapped, (draw_inputs(model, TRACED_BATCH),), shapes)
             compared = compare_outputs(wrapped, write(program, path, wrapped))
@@ -147,14 +147,14 @@ def trace_module(
     return program
 
 
-def _write_torch(program: ExportedProgram, path: Path, _: TensorsOnly) -> Run:
+def _write_and_load_torch(program: ExportedProgram, path: Path, _: TensorsOnly) -> Run:
     with open(path, "wb") as file:
         torch.export.save(program, file)
     with open(path, "rb") as file:
         return torch.export.load(file).module()
 
 
-def _write_onnx(program: ExportedProgram, path: Path, wrapped: TensorsOnly) -> Run | None:
+def _write_and_load_onnx(program: ExportedProgram, path: Path, wrapped: TensorsOnly) -> Run | None:
     names = wrapped.output_names()
     options: Any = {"dynamic_shapes": ({0: "batch"},), "external_data": False, "verbose": False}
     torch.onnx.export(program, f=path, input_names=["inputs"], output_names=names, **options)

@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moecore.brain import prediction_table
+from moecore.brain import age_predictions
 from moecore.core.arrays_as_text import escape_spreadsheet_formula
 from moecore.core.config import read_json_settings
-from moecore.core.files import UserError, file_checksum, join_below_root, write_csv, write_whole
+from moecore.core.files import UserError, file_checksum, join_below_root, write_atomic, write_csv
 from moecore.core.routing_records import RoutingRecord
 from moecore.data.files.decode import BACKGROUND
-from moecore.data.volumes import cohorts, volume_preparation
+from moecore.data.volumes import participants, volume_preparation
 from moecore.measure.calibrators.base import FittedCalibrator, read_calibrator
-from moecore.measure.routing_metrics.expert_gallery import find_two_towers
+from moecore.measure.routing_metrics.expert_profiles import find_two_towers
 from moecore.nn.predict import predict_in_batches
 from moecore.predict import pictures
 from moecore.predict.model_quality import calibrator_folder, describe_model_quality
@@ -33,10 +33,10 @@ from moecore.training.runtime import tune_runtime
 
 ENDINGS = (".nii.gz", ".nii", ".mgz")
 # Ends of a brain mask's name, instead of _T1w or after the volume's full name.
-MASKS = ("_desc-brain_mask", "_mask")
+MASK_NAME_ENDINGS = ("_desc-brain_mask", "_mask")
 Participants = dict[tuple[str, str], dict[str, str]]  # (participant, session or "") → facts
-NEEDED = ("model.json", "model.safetensors")
-TRAINED = "artifacts/{pretrain,finetune,adversarial,prune,merge}/<method>/<seed>"
+NEEDED_MODEL_FILES = ("model.json", "model.safetensors")
+MODEL_FOLDER_PATTERN = "artifacts/{pretrain,finetune,adversarial,prune,merge}/<method>/<seed>"
 
 
 class NewVolumeFile(NamedTuple):
@@ -55,16 +55,19 @@ def find_volumes(folder: str | Path) -> list[NewVolumeFile]:
     bids = bool(paths)
     if not bids:
         named = [path for path in folder.glob("*") if _stem(path)]
-        paths = sorted(path for path in named if not _stem(path).endswith(MASKS))
+        paths = sorted(path for path in named if not _stem(path).endswith(MASK_NAME_ENDINGS))
     if not paths:
         allowed = "sub-*/anat/*_T1w.nii.gz below it (BIDS), or .nii.gz or .mgz files in it"
         raise UserError(f"{folder}: no volumes; allowed: {allowed}")
     table = _read_participants(folder / "participants.tsv")
-    return [NewVolumeFile(path, _mask(path), _subject(path, bids, table), folder) for path in paths]
+    return [
+        NewVolumeFile(path, _find_mask_file(path), _build_subject_row(path, bids, table), folder)
+        for path in paths
+    ]
 
 
 def prepare_volumes(
-    new_volumes: list[NewVolumeFile], reference: prediction_table.TrainingCohortRanges
+    new_volumes: list[NewVolumeFile], reference: age_predictions.TrainingCohortRanges
 ) -> Iterator[np.ndarray | str]:
     """Yield each volume on the voxel grid of training, float16 (1, D, H, W), or an error text."""
     edge, *other_edges = set(reference.data.voxel_mm)
@@ -88,12 +91,13 @@ def _stem(path: Path) -> str:
     return path.name.removesuffix(".mgz").removesuffix(".gz").removesuffix(".nii")
 
 
-def _mask(path: Path) -> Path | None:
-    names = map("".join, product((_stem(path), _stem(path).removesuffix("_T1w")), MASKS, ENDINGS))
+def _find_mask_file(path: Path) -> Path | None:
+    stems = (_stem(path), _stem(path).removesuffix("_T1w"))
+    names = map("".join, product(stems, MASK_NAME_ENDINGS, ENDINGS))
     return next((place for name in names if (place := path.with_name(name)).is_file()), None)
 
 
-def _subject(path: Path, bids: bool, table: Participants) -> dict[str, str]:
+def _build_subject_row(path: Path, bids: bool, table: Participants) -> dict[str, str]:
     participant = _stem(path)
     session = ""
     if bids:
@@ -108,7 +112,7 @@ def _read_participants(path: Path) -> Participants:
     """Return (participant, session) → age, sex and site; {} if participants.tsv is missing."""
     if not join_below_root(path.parent, path).exists():
         return {}
-    columns, rows = cohorts.read_text_table(path)
+    columns, rows = participants.read_text_table(path)
     if rows and "participant_id" not in columns:
         raise UserError(f"{path}: lacks the column participant_id")
     problems, table = [], {}
@@ -118,29 +122,29 @@ def _read_participants(path: Path) -> Participants:
         sex = row.get("sex", "").strip().lower()
         if age and not re.fullmatch(r"[0-9]{1,3}(\.[0-9]*)?", age):
             problems.append(f"{who}: age is {age!r}; allowed: a number of years, or n/a")
-        if sex not in cohorts.SEX:
+        if sex not in participants.SEX:
             problems.append(f"{who}: sex is {row['sex']!r}; allowed: F, M, n/a")
         key = (row["participant_id"], row.get("session_id", ""))
         site = row.get("site", "").replace("n/a", "")
-        table[key] = {"age": age, "sex": cohorts.SEX.get(sex, ""), "site": site}
+        table[key] = {"age": age, "sex": participants.SEX.get(sex, ""), "site": site}
     if problems:
         raise UserError("\n".join(problems))
     return table
 
 
-class AgeCalibrator(NamedTuple):
-    reference: prediction_table.TrainingCohortRanges
+class CalibratorAndReference(NamedTuple):
+    reference: age_predictions.TrainingCohortRanges
     fitted: FittedCalibrator | None  # None if its fit was refused
 
 
 class NewAgePredictions(NamedTuple):
-    rows: list[prediction_table.PredictionRow]  # one per usable volume
+    rows: list[age_predictions.PredictionRow]  # one per usable volume
     volumes: np.ndarray  # usable volumes, (N, 1, D, H, W)
     routing: tuple[RoutingRecord, ...]  # of usable volumes, one per MoE layer
     left_out: list[tuple[NewVolumeFile, str]]  # unusable volumes, and why
 
 
-def predict_ages(
+def write_age_predictions(
     model_folder: Path, folder: Path, out: Path, calibrator: Path | None = None, batch: int = 8
 ) -> NewAgePredictions:
     # An unusable volume has a line with the reason in the column ``error``. calibrator: folder that
@@ -160,41 +164,45 @@ def predict_ages(
     outputs, routing = predict_in_batches(model, usable, batch)
     rows = new_age_rows(subjects, usable, outputs[:, 0].double().numpy(), calibration)
     unusable = [(volume.subject, why) for volume, why in left_out]
-    prediction_table.write_predictions(out, rows, unusable)
+    age_predictions.write_predictions(out, rows, unusable)
     return NewAgePredictions(rows, usable, routing, left_out)
 
 
 def new_age_rows(
-    subjects: list[dict[str, str]], volumes: np.ndarray, raw: np.ndarray, calibration: AgeCalibrator
-) -> list[prediction_table.PredictionRow]:
+    subjects: list[dict[str, str]],
+    volumes: np.ndarray,
+    raw: np.ndarray,
+    calibration: CalibratorAndReference,
+) -> list[age_predictions.PredictionRow]:
     """Return rows of predictions.csv for volumes (N, 1, D, H, W); raw: predicted ages (N,)."""
     reference = calibration.reference
     ages = [float(subject["age"]) if subject["age"] else None for subject in subjects]
     sexes = [subject["sex"] for subject in subjects]
     known_ages = np.array(ages, np.float64)  # NaN for None
-    corrected = prediction_table.correct_ages(raw, sexes, calibration.fitted, known_ages)
+    corrected = age_predictions.correct_ages(raw, sexes, calibration.fitted, known_ages)
     flags = [
-        prediction_table.flag_volume(volume, float(best), age, reference, subject["site"])
+        age_predictions.flag_volume(volume, float(best), age, reference, subject["site"])
         for subject, volume, best, age in zip(subjects, volumes, corrected.best, ages, strict=True)
     ]
     radius = reference.interval.radius
-    return prediction_table.prediction_rows(subjects, "new", corrected, radius, flags)
+    return age_predictions.prediction_rows(subjects, "new", corrected, radius, flags)
 
 
-def load_age_calibration(folder: Path, model_folder: Path) -> AgeCalibrator:
+def load_age_calibration(folder: Path, model_folder: Path) -> CalibratorAndReference:
     """Load reference.json and, if any, calibrator.json; UserError if made for another model."""
     place = folder / "reference.json"
     if not place.is_file():
         lacking = "holds no reference.json, with the preparation and the ranges of training volumes"
         mend = "the stage `calibrate` writes it, --calibrator names another folder"
         raise UserError(f"{folder}: {lacking}; {mend}")
-    reference = read_json_settings(place, prediction_table.TrainingCohortRanges, "a reference")
+    reference = read_json_settings(place, age_predictions.TrainingCohortRanges, "a reference")
     digest = file_checksum(model_folder / "model.safetensors")
     if digest != reference.predictor_sha256:
         wrong = f"made for the model {reference.predictor_sha256[:12]}…, this one is {digest[:12]}…"
         raise UserError(f"{folder}: {wrong}; allowed: the calibrator of this very model")
     path = folder / "calibrator.json"
-    return AgeCalibrator(reference, read_calibrator(path, "numbers") if path.exists() else None)
+    calibrator = read_calibrator(path, "numbers") if path.exists() else None
+    return CalibratorAndReference(reference, calibrator)
 
 
 class PredictionRequest(NamedTuple):
@@ -228,9 +236,12 @@ def predict_folder(request: PredictionRequest) -> int:
     files = list_visible_files(folder, (out, page))
     check_writable(out)
     check_writable(page)
-    content = _volumes(request, card) if len(card.image.shape) == 3 else _pictures(request, files)
+    is_volume = len(card.image.shape) == 3
+    content = (
+        _write_volume_predictions(request, card) if is_volume else _predict_images(request, files)
+    )
     experts = 0 if card.moe is None else card.moe.experts.choices
-    write_whole(page, pictures.render_predictions(content._replace(experts=experts)))
+    write_atomic(page, pictures.render_predictions(content._replace(experts=experts)))
     for remark in content.remarks:
         print(remark)
     print(f"{out} and {page}: {content.total} files")
@@ -242,7 +253,7 @@ def predict_folder(request: PredictionRequest) -> int:
     return len(content.failures)
 
 
-def _pictures(request: PredictionRequest, files: Sequence[Path]) -> pictures.PredictionsPage:
+def _predict_images(request: PredictionRequest, files: Sequence[Path]) -> pictures.PredictionsPage:
     model = load_model(request.model).to(tune_runtime().device)
     towers = find_two_towers(model)
     if towers is None or request.texts is None:
@@ -272,9 +283,11 @@ def _pictures(request: PredictionRequest, files: Sequence[Path]) -> pictures.Pre
     return content._replace(texts=routed, text_experts=0 if moe is None else moe.experts.choices)
 
 
-def _volumes(request: PredictionRequest, card: ModelCard) -> pictures.PredictionsPage:
+def _write_volume_predictions(
+    request: PredictionRequest, card: ModelCard
+) -> pictures.PredictionsPage:
     model, folder = request.model, request.folder
-    ages = predict_ages(model, folder, request.out, request.calibrator, request.batch)
+    ages = write_age_predictions(model, folder, request.out, request.calibrator, request.batch)
     failures = [(str(volume.path.relative_to(folder)), why) for volume, why in ages.left_out]
     flagged = [row for row in ages.rows if row.qc_flags]
     remarks = [describe_model_quality(model), "volumes: the three middle slices"]
@@ -287,7 +300,7 @@ def _volumes(request: PredictionRequest, card: ModelCard) -> pictures.Prediction
         for record in ages.routing
     ]
     shown = []
-    for number, row in enumerate(ages.rows[: pictures.SHOWN]):
+    for number, row in enumerate(ages.rows[: pictures.MAX_SHOWN]):
         experts = [layer[number] for layer in layers]
         tiles = pictures.middle_slice_tiles(ages.volumes[number], experts)
         answer = f"{row.predicted_age:.1f} {card.image.task.score.unit}".strip()
@@ -299,11 +312,11 @@ def _volumes(request: PredictionRequest, card: ModelCard) -> pictures.Prediction
 
 def load_trained_model_card(folder: Path) -> ModelCard:
     models = sorted(Path("artifacts").glob("*/*/*/model.json"))
-    hint = f", such as {models[0].parent}" if models else f": {TRAINED}"
-    _check_folder(folder, f"MODEL is the folder of a trained model{hint}")
-    missing = [name for name in NEEDED if not (folder / name).is_file()]
+    hint = f", such as {models[0].parent}" if models else f": {MODEL_FOLDER_PATTERN}"
+    _check_is_folder(folder, f"MODEL is the folder of a trained model{hint}")
+    missing = [name for name in NEEDED_MODEL_FILES if not (folder / name).is_file()]
     if missing:
-        inner = next((path.parent for path in sorted(folder.rglob(NEEDED[0]))), None)
+        inner = next((path.parent for path in sorted(folder.rglob(NEEDED_MODEL_FILES[0]))), None)
         hint = hint if inner is None else f"; {inner} is one"
         raise UserError(f"{folder}: not a trained model, lacks {' and '.join(missing)}{hint}")
     return load_model_card(folder)
@@ -312,7 +325,7 @@ def load_trained_model_card(folder: Path) -> ModelCard:
 def list_visible_files(folder: Path, without: Sequence[Path] = ()) -> list[Path]:
     """Return all files below ``folder`` except hidden ones and ``without``, sorted."""
     needed = "FOLDER is a folder with the files to predict"
-    _check_folder(folder, needed)
+    _check_is_folder(folder, needed)
     # Unlike Path.resolve, realpath accepts a link to itself.
     excluded = {os.path.realpath(path) for path in without}
     files = [
@@ -327,7 +340,7 @@ def list_visible_files(folder: Path, without: Sequence[Path] = ()) -> list[Path]
     return files
 
 
-def _check_folder(folder: Path, needed: str) -> None:
+def _check_is_folder(folder: Path, needed: str) -> None:
     if not folder.is_dir():
         state = "a file" if folder.exists() else "no such folder"
         raise UserError(f"{folder}: {state}; {needed}")

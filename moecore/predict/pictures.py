@@ -21,7 +21,7 @@ from moecore.core.files import UserError, join_below_root
 from moecore.data.files.decode import MODES, UnreadableImage, decode_image
 from moecore.data.text.tokenizers import EncodedCaption, Tokenizer, load_tokenizer
 from moecore.measure.calibrators import base, temperature
-from moecore.measure.routing_metrics.expert_gallery import words_with_experts
+from moecore.measure.routing_metrics.expert_profiles import words_with_experts
 from moecore.nn.backbones import base_model, two_towers
 from moecore.nn.predict import predict_in_batches
 from moecore.predict.model_quality import calibrator_folder
@@ -31,7 +31,7 @@ from moecore.run.run_record import report_progress
 from moecore.tasks.image_text import cosine_matrix, similarity_logits
 from moecore.training.artifacts import load_model_card
 
-SHOWN = 500  # files of the page, at most: more would make it tens of megabytes
+MAX_SHOWN = 500  # files of the page, at most: more would make it tens of megabytes
 MAX_PNG_SIDE = 96  # pixels; larger pictures become JPEG
 MAX_TEXTS = 10_000  # each is a column of the table
 MAX_LETTERS = 80  # of a text below a picture
@@ -81,7 +81,9 @@ def render_predictions(content: PredictionsPage) -> str:
     )
 
 
-def build_picture_tile(pixels: np.ndarray, experts: Sequence[np.ndarray], label: str = "") -> Tile:
+def encode_picture_as_tile(
+    pixels: np.ndarray, experts: Sequence[np.ndarray], label: str = ""
+) -> Tile:
     """Build a tile; pixels: uint8 (1 or 3, H, W); experts: per layer (rows, columns, k)."""
     image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
     kind = "png" if max(image.size) <= MAX_PNG_SIDE else "jpeg"
@@ -98,7 +100,7 @@ def middle_slice_tiles(volume: np.ndarray, experts: Sequence[np.ndarray]) -> lis
         cut = np.take(volume[0], volume.shape[axis + 1] // 2, axis=axis)
         pixels = np.rint(np.clip(cut.astype(np.float32), 0, 1) * 255).astype(np.uint8)
         layers = [np.take(layer, layer.shape[axis] // 2, axis=axis) for layer in experts]
-        tiles.append(build_picture_tile(pixels[None], layers, label))
+        tiles.append(encode_picture_as_tile(pixels[None], layers, label))
     return tiles
 
 
@@ -160,7 +162,7 @@ def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputRe
 def predict_picture_files(
     folder: Path, files: Sequence[Path], model: base_model.Model, reader: OutputReader, batch: int
 ) -> tuple[list[FileRow], list[ShownFile]]:
-    """Predict picture files; return a row per file, and page entries of the first SHOWN files."""
+    """Predict picture files; return a row per file, and entries of the first MAX_SHOWN files."""
     spec = model.image
     if spec.channels not in MODES:
         raise UserError(f"model: takes images of {spec.channels} channels; pictures have 1 or 3")
@@ -193,8 +195,8 @@ def predict_picture_files(
                 output, experts = next(outputs)
                 row = reader.row(output)._replace(file=name)
                 rows.append(row)
-                if len(shown) < SHOWN:
-                    tile = build_picture_tile(picture, experts)
+                if len(shown) < MAX_SHOWN:
+                    tile = encode_picture_as_tile(picture, experts)
                     shown.append(ShownFile(name, row.answer, [tile], row.more))
             bar.update(len(rows))
     return rows, shown

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from moecore.attacks.attack_setup import Target
+from moecore.attacks.attack_target import Target
 from moecore.attacks.autoattack import Autoattack
 from moecore.core.files import UserError, write_json
 from moecore.data.prepared import Prepared

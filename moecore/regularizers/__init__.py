@@ -1,5 +1,5 @@
 """The losses that a method may add to the task's: a family of parts."""
 
-from moecore.core.config import lazy_classes
+from moecore.core.config import lazy_getattr
 
-__getattr__, __dir__ = lazy_classes(__name__, "moecore.training.regularizers.base:Regularizer")
+__getattr__, __dir__ = lazy_getattr(__name__, "moecore.training.regularizers.base:Regularizer")

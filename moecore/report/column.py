@@ -212,7 +212,7 @@ NEEDED: dict[str, Callable[[PlannedPhase], bool]] = {  # Metric.needs → whethe
     "views": lambda phase: phase.score != "nats",  # a text has none
 }
 
-MEANINGS = {  # of scores
+SCORE_MEANINGS = {  # of scores
     "precision_at_1": "1 − false discovery rate",
     "mae": "mean |predicted − known age|",
     "nats": "mean over blocks of words, each read with those before it",
@@ -249,7 +249,7 @@ class MetricColumns(NamedTuple):
             for name, variant in add_chance_metric(key, metric)
         ]
 
-    def _named(self, key: str, metric: Metric, score: str, at: At | None) -> Metric:
+    def _with_column_texts(self, key: str, metric: Metric, score: str, at: At | None) -> Metric:
         """Return the metric with its column's name, label and note for ``at``; None: the mean."""
         if at is None:
             name = column_name(key, metric, score)
@@ -264,7 +264,7 @@ class MetricColumns(NamedTuple):
 
     def _column(self, context: ColumnContext, key: str, metric: Metric, at: At | None) -> Column:
         score = context.task.score
-        named = self._named(key, metric, score_slug(score), at)
+        named = self._with_column_texts(key, metric, score_slug(score), at)
         limits = metric.limits or "bootstrap"
         if metric.limits and metric.form == SCORE:
             limits = "wilson" if score.form == "share" else "bootstrap"
@@ -286,7 +286,7 @@ class MetricColumns(NamedTuple):
             return sum(value.value for value in values) / len(values)
 
         def items(result: Found) -> np.ndarray | None:
-            arrays = [value.array for value in find_metric_values(result, key, metric, at)]
+            arrays = [value.item_values for value in find_metric_values(result, key, metric, at)]
             if not arrays or any(array is None for array in arrays):
                 return None
             return np.mean(list_without_none(arrays), axis=0)
@@ -317,7 +317,7 @@ class MetricColumns(NamedTuple):
         column = column._replace(read_items=items, limits=limits, detail=named.detail)
         return column._replace(is_bound=is_bound, of_pairs=metric.of_pairs is not None)
 
-    def foreseen(self, phase: PlannedPhase) -> dict[str, PlannedMetric]:
+    def planned(self, phase: PlannedPhase) -> dict[str, PlannedMetric]:
         """Return column name → properties for every column that a planned phase will have."""
         first: dict[str, PlannedMetric] = {}
         details: dict[str, PlannedMetric] = {}
@@ -342,7 +342,7 @@ class MetricColumns(NamedTuple):
             for planned in product(*(places.get(name, ()) for name in names)):
                 at = dict(zip(names, planned, strict=True))
                 for name, variant in add_chance_metric(key, metric):
-                    columns[self._named(name, variant, phase.score, at).name] = column
+                    columns[self._with_column_texts(name, variant, phase.score, at).name] = column
         return first | details
 
     def _planned_places(self, phase: PlannedPhase) -> dict[str, Iterable[Place]]:
@@ -383,7 +383,7 @@ def fill_score_words(text: str, score: Score, baseline: str = "") -> str:
         "score": score_title(score),
         "unit": unit_suffix(score),
         "tested": tested.get(score.name, f"Test {score.label}"),
-        "meaning": MEANINGS.get(score.name, ""),
+        "meaning": SCORE_MEANINGS.get(score.name, ""),
         "items": {"accuracy": "Images", "nats": "Blocks"}.get(score_slug(score), "Volumes"),
         "baseline": baseline,
     }

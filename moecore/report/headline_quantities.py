@@ -46,7 +46,7 @@ HEADLINES = (
     HeadlineMetric("latency_ms", slug="ms", run=True),
     HeadlineMetric("images_per_second", terminal=True),
 )
-PANELS = {  # start of a column's name → title in the overview
+PANEL_TITLES = {  # start of a column's name → title in the overview
     "routing_change": "Routing: overlap\nunder attack",
     "swapped_change": "Routing: overlap,\nwords swapped",
     "noise_selection_change": "Routing: overlap\nunder noise",
@@ -55,14 +55,14 @@ PANELS = {  # start of a column's name → title in the overview
     "active_parameters": "Cost: million\nactive parameters",
     "gflops": "Cost: million\nFLOPs an input",
 }
-STEADY = {  # steadiness of routing without attacks and swapped words, in order of preference
+STEADINESS_PHRASES = {  # of routing without attacks and swapped words, in order of preference
     "noise_selection_change": "under noise routing overlap is {}",
     "match_top1": "two views of an image share {} of the first experts",
     "agreement_with_final": "{} of the first experts are settled halfway through training",
 }
-SWAPPED = "swapped_change_"
-CHANGES = ("routing_change_", SWAPPED, "noise_selection_change")  # steadiness is 1 − the change
-SCORED = ("on clean test data", "under the worst attack", "under attack")
+SWAPPED_PREFIX = "swapped_change_"
+CHANGE_PREFIXES = ("routing_change_", SWAPPED_PREFIX, "noise_selection_change")  # 1 − steadiness
+SCORE_PHRASES = ("on clean test data", "under the worst attack", "under attack")
 
 
 class QuantityByMethod(NamedTuple):
@@ -92,11 +92,11 @@ class QuantityByMethod(NamedTuple):
     @property
     def floor_and_ceiling(self) -> dict[str, Interval]:
         """The scores of dense and of true routing ("told"), if both were trained; else {}."""
-        if self.phrase not in SCORED or not {DENSE, CEILING} <= set(self.cells):
+        if self.phrase not in SCORE_PHRASES or not {DENSE, CEILING} <= set(self.cells):
             return {}
         return {method: self.interval(method) for method in (DENSE, CEILING)}
 
-    def ends(self) -> tuple[str, str]:
+    def extremes(self) -> tuple[str, str]:
         """Return the methods with the smallest and with the largest value, without ``told``."""
         methods = [method for method in self.cells if method != CEILING] or self.cells
         values = {method: self.interval(method).value for method in methods}
@@ -124,10 +124,10 @@ def choose_main_quantities(
             having = cells_by_method(name, cells or compared.cells) if name in columns else {}
             if having:
                 column = columns[name]
-                remains = name.startswith(CHANGES)
+                remains = name.startswith(CHANGE_PREFIXES)
                 if remains:
                     column = column._replace(form="share")
-                unit = phase.task.score.unit if phrase in SCORED else ""
+                unit = phase.task.score.unit if phrase in SCORE_PHRASES else ""
                 return QuantityByMethod(phrase, column, having, unit, remains)
         return None
 
@@ -135,14 +135,15 @@ def choose_main_quantities(
     steady = {}
     if moved:
         steady[moved] = "under attack routing overlap is {}"
-    swaps = [name for name in columns if name.startswith(SWAPPED)]
+    swaps = [name for name in columns if name.startswith(SWAPPED_PREFIX)]
     if swaps:  # the last swaps the most words
         part = columns[swaps[-1]].label.rpartition(", ")[2].removesuffix(" swapped")
         steady[swaps[-1]] = f"with {part} swapped routing overlap is {{}}"
+    phrase = SCORE_PHRASES[1] if attacked.endswith(robustness.WORST_CASE) else SCORE_PHRASES[2]
     return PhaseQuantities(
-        choose({f"test_{score_slug(phase.task.score)}": SCORED[0]}),
-        choose({attacked: SCORED[1] if attacked.endswith(robustness.WORST) else SCORED[2]}),
-        choose(steady | STEADY),
+        choose({f"test_{score_slug(phase.task.score)}": SCORE_PHRASES[0]}),
+        choose({attacked: phrase}),
+        choose(steady | STEADINESS_PHRASES),
         choose({"gflops": "GFLOPs", "active_parameters": "active parameters"}),
     )
 
@@ -157,7 +158,7 @@ def headline_attack_columns(phase: PhaseResults) -> tuple[str, str]:
     attack = choose_headline_attack(phase)
     if not attack:
         return "", ""
-    score = robustness.attacked_name(score_slug(phase.task.score), attack)
+    score = robustness.attacked_score_column(score_slug(phase.task.score), attack)
     changed = robustness.names_of_attacks(phase, "routing_change") or [attack]
     return score, f"routing_change_{changed[-1]}"
 
@@ -166,22 +167,22 @@ def choose_headline_attack(phase: PhaseResults) -> str:
     """Return the attack of the headline: the worst case if measured, else the last; "" if none."""
     names = robustness.names_of_attacks(phase)
     if names and any(result.all("worst") for result in phase.results(Robustness)):
-        return robustness.WORST
+        return robustness.WORST_CASE
     return next(reversed(names), "")
 
 
-def first_table_columns(phase: PhaseResults, columns: Collection[str]) -> dict[str, str]:
+def first_table_mlflow_names(phase: PhaseResults, columns: Collection[str]) -> dict[str, str]:
     """Return column → name in MLflow, for the columns of a phase's first table."""
     # For attacks: the worst case, if measured, else the last attack. For swapped words: the last
     # column of each kind, with the most words swapped.
     score, moved = headline_attack_columns(phase)
     attack = choose_headline_attack(phase)
-    attacked = {"worst" if attack == robustness.WORST else attack.partition("-")[0][:4]: score}
+    attacked = {"worst" if attack == robustness.WORST_CASE else attack.partition("-")[0][:4]: score}
     if phase.task.score.form == "share":
         attacked["move"] = moved
     swaps = {}
     for name in columns if phase.task.long else ():
-        if name.startswith(("swapped_ppl", SWAPPED)):
+        if name.startswith(("swapped_ppl", SWAPPED_PREFIX)):
             swaps["swap" if "ppl" in name else "turn"] = name
     first = [(headline.slug, headline.name) for headline in HEADLINES if headline.slug]
     place = first.index(("wm", "isolated_wm"))

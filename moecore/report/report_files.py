@@ -22,7 +22,7 @@ from moecore.report.claims import claims_table, evaluation
 from moecore.report.column import score_slug
 from moecore.report.figures.model_figures import draw_training_curves
 from moecore.report.figures.overview import draw_dataset_samples
-from moecore.report.page.explorer_page import FILE, has_explorer_images, render_study_explorer
+from moecore.report.page.explorer_page import PAGE_FILE, has_explorer_images, render_study_explorer
 from moecore.report.page.page_objects import Picture
 from moecore.report.page.report_page import render_report, render_svg
 from moecore.report.pictures.robustness import draw_attack_curve, draw_transfer
@@ -31,7 +31,7 @@ from moecore.report.tables.metrics_by_method import phase_result_columns
 from moecore.statistics.intervals import Interval
 from moecore.study.stages import MODEL_STAGES, REDUCING_PHASES, TRAINING_PHASES
 
-INK = "#333"
+SINGLE_SVG_COLOUR = "#333"
 
 
 def render_report_files(
@@ -39,10 +39,10 @@ def render_report_files(
 ) -> dict[str, str]:
     """Return path below reports/ → content, for all files except compare.json and its items."""
     phases = list(results.phases.values())
-    explorer_file = FILE if has_explorer_images(results) else None
+    explorer_file = PAGE_FILE if has_explorer_images(results) else None
     files = {
         "index.html": render_report(results, evaluated, explorer_file),
-        FILE: render_study_explorer(results),
+        PAGE_FILE: render_study_explorer(results),
         "claims.md": claims_table.claims_markdown(evaluated),
         "curves/training.csv": training_csv(results),
     }
@@ -66,15 +66,15 @@ def render_plot_svgs(results: StudyResults) -> dict[str, str]:
         for name, figure in chain(*map(display.pictures.figures, phase.results(display.kind))):
             pictures[f"{display.stage}_{name}"] = Picture(figure, name.replace("_", " "))
     texts = {name: render_svg(picture.figure, picture.label) for name, picture in pictures.items()}
-    ink = f'<svg color="{INK}"'  # a single SVG file has no page to inherit a text colour from
+    ink = f'<svg color="{SINGLE_SVG_COLOUR}"'  # no page gives it a text colour
     return {f"plots/{name}.svg": text.replace("<svg", ink, 1) for name, text in texts.items()}
 
 
 Row = dict[str, Any]
 Rows = Callable[[ModelResults, PhaseResults], Iterator[Row]]  # of a model of a phase
-ITEM = ("phase", "method", "seed")
-ENDS = {"": "value", "_low": "low", "_high": "high"}
-NUMBERS = ("mae", "corr", "slope", "intercept")
+MODEL_IDS = ("phase", "method", "seed")
+SUFFIXES = {"": "value", "_low": "low", "_high": "high"}
+AGE_ERRORS = ("mae", "corr", "slope", "intercept")
 
 
 def training_csv(results: StudyResults) -> str:
@@ -102,7 +102,7 @@ def robustness_csv(results: StudyResults) -> str:
 
 def age_errors_by_model_csv(results: StudyResults) -> str:
     """Return a CSV with one row per model and kind of age prediction: errors and their limits."""
-    columns = {f"{name}{end}": (name, part) for name in NUMBERS for end, part in ENDS.items()}
+    columns = {f"{name}{end}": (name, key) for name in AGE_ERRORS for end, key in SUFFIXES.items()}
 
     def rows(model: ModelResults, phase: PhaseResults) -> Iterator[Row]:
         measured = model.of(age_calibration.AgeCalibration)
@@ -110,8 +110,8 @@ def age_errors_by_model_csv(results: StudyResults) -> str:
             return
         for prediction in age_correction.PREDICTIONS:
             values = {
-                column: getattr(number, part)
-                for column, (name, part) in columns.items()
+                column: getattr(number, key)
+                for column, (name, key) in columns.items()
                 if (number := measured.find(f"{name}_{prediction}"))
             }
             if values:
@@ -122,12 +122,13 @@ def age_errors_by_model_csv(results: StudyResults) -> str:
 
 def _render_csv(results: StudyResults, columns: Sequence[str], rows: Rows) -> str:
     text = io.StringIO()
-    writer = csv.DictWriter(text, (*ITEM, *columns), extrasaction="ignore", lineterminator="\n")
+    names = (*MODEL_IDS, *columns)
+    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for phase in results.phases.values():
         for method, seeds in phase.models.items():
             for seed, model in seeds.items():
-                item = dict(zip(ITEM, (phase.name, method, seed), strict=True))
+                item = dict(zip(MODEL_IDS, (phase.name, method, seed), strict=True))
                 writer.writerows(item | row for row in rows(model, phase))
     return text.getvalue()
 
@@ -135,10 +136,10 @@ def _render_csv(results: StudyResults, columns: Sequence[str], rows: Rows) -> st
 MAX_METRICS = 12  # per file of a model
 SIGNIFICANT_DIGITS = 5
 MLFLOW_DIGITS = 4
-MLFLOW_LETTERS = 14  # width of a column in MLflow's table
+MAX_MLFLOW_NAME_LETTERS = 14  # width of a column in MLflow's table
 SHORT_PHASES = {"pretrain": "pre", "finetune": "fine", "adversarial": "adv"}
 Items = Mapping[str, Collection[str]]  # method → the items whose results are of its model
-RUN_FIGURES: Mapping[str, results_and_displays.Draw] = {
+FIGURE_DRAWERS_BY_STAGE: Mapping[str, results_and_displays.Draw] = {
     "transfer": draw_transfer
 }  # by stage, of no single model
 
@@ -197,7 +198,7 @@ def read_mlflow_headline_numbers(
         if not models[method][seed].results:
             continue
         metrics = {metric.name: metric for metric in phase_result_columns(phase)}
-        slugs = headline_quantities.first_table_columns(phase, metrics)
+        slugs = headline_quantities.first_table_mlflow_names(phase, metrics)
         attacked, _ = headline_quantities.headline_attack_columns(phase)
         scores = [f"test_{score_slug(task.score)}", attacked]
         for key in sorted(slugs, key=lambda key: scores.index(key) if key in scores else 2):
@@ -213,7 +214,7 @@ def name_numbers_for_mlflow(slug: str, phase: str, interval: Interval) -> dict[s
     """Return a metric's rounded value and limits by their names in MLflow (``acc/fine.lo``)."""
     short = f"{slug}/{SHORT_PHASES.get(phase, phase)}"
     name = f"{slug}/{phase}"
-    numbers = {name if len(name) <= MLFLOW_LETTERS else short: interval.value}
+    numbers = {name if len(name) <= MAX_MLFLOW_NAME_LETTERS else short: interval.value}
     if interval.limits is not None:
         numbers |= zip((f"{short}.lo", f"{short}.hi"), interval.limits, strict=True)
     return {name: round_significant(value, MLFLOW_DIGITS) for name, value in numbers.items()}
@@ -231,7 +232,8 @@ def read_current_results(
     for shown in displays:
         if Path(shown.stage, phase, model).as_posix() in items:
             with suppress(UserError):  # from other code, or missing: the stage's own run reports it
-                results |= results_and_displays.read_model(study, phase, model, [shown]).results
+                read = results_and_displays.read_model_results(study, phase, model, [shown])
+                results |= read.results
     return ModelResults(results)
 
 
@@ -242,13 +244,11 @@ def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, 
         yield "samples", draw_dataset_samples(Prepared.open(folder))
         return
     path = study / "artifacts/measured" / f"{item}.json"
-    if stage in RUN_FIGURES:
-        yield from RUN_FIGURES[stage](base.read_result(path, Found, stage))
+    if stage in FIGURE_DRAWERS_BY_STAGE:
+        yield from FIGURE_DRAWERS_BY_STAGE[stage](base.read_result(path, Found, stage))
         return
     folder = "" if stage in MODEL_STAGES else stage
-    displays = [
-        display for display in results_and_displays.list_displays() if display.stage == folder
-    ]
+    displays = [shown for shown in results_and_displays.list_displays() if shown.stage == folder]
     for display in sorted(displays, key=lambda entry: bool(entry.within)):  # parts come last
         result = display.read(path, stage)
         if result is None or isinstance(result, base.Skipped):

@@ -33,7 +33,7 @@ from moecore.tasks.base import Task
 Figures = Iterator[tuple[str, drawing.Figure]]
 Draw = Callable[[Any], Figures]
 Kind = type[base.MeasuredPart]  # of results
-PICTURES = "moecore.report.pictures"  # folder of the modules with a constant PICTURES
+PICTURES_PACKAGE = "moecore.report.pictures"  # folder of the modules with a constant PICTURES
 
 
 class Pictures(NamedTuple):
@@ -88,19 +88,17 @@ class MeasurementDisplay(NamedTuple):
     def blocks(self, phase: PhaseResults) -> list[PageBlock]:
         kind, pictures = self.kind, self.pictures
         page = kind.page
-        shown = [
-            picture for chart in page.charts for picture in draw_metric_chart(phase, kind, chart)
-        ]
+        shown = [one for chart in page.charts for one in draw_metric_chart(phase, kind, chart)]
         if pictures.is_on_page:
             shown += first_seed_pictures(phase, kind, pictures.figures)
         shown += pictures.draw(phase)
         results = phase.results(kind)
         skipped = dict.fromkeys(f"{reason}." for result in results for reason in result.skipped)
         title = page.heading or self.title[0].upper() + self.title[1:]
-        block = PageBlock(title, pictures=shown, below=list(skipped), about=self.about(phase))
+        block = PageBlock(title, pictures=shown, below=list(skipped), about=self.main_column(phase))
         return [*pictures.above(phase), block, *pictures.more(phase)]
 
-    def about(self, phase: PhaseResults) -> str:
+    def main_column(self, phase: PhaseResults) -> str:
         """Return the name of the column that summarises the block while it is folded."""
         name = self.kind.page.about
         context = build_column_context(phase, self.kind)
@@ -114,13 +112,11 @@ class MeasurementDisplay(NamedTuple):
 def list_displays() -> list[MeasurementDisplay]:
     """Return the displays of all measurements and stages, in the order of the page."""
     try:
-        constants = collect_constants_named(PICTURES, "PICTURES")
+        constants = collect_constants_named(PICTURES_PACKAGE, "PICTURES")
         lists = [[value] if isinstance(value, Pictures) else value for value in constants]
-        declared = list(chain(*lists))
-        by_stage = {page.stage: page for page in declared}
-        displays = [
-            MeasurementDisplay(page.stage, page.kind, page) for page in declared if page.kind
-        ]
+        pages = list(chain(*lists))
+        by_stage = {page.stage: page for page in pages}
+        displays = [MeasurementDisplay(page.stage, page.kind, page) for page in pages if page.kind]
         for name in measurements_putting_values():
             kind = find_class(base.Measurement, name)
             displays.append(MeasurementDisplay(name, kind, by_stage.get(name, Pictures(name))))
@@ -146,7 +142,7 @@ def list_calculations(results: StudyResults) -> list[tuple[MeasurementDisplay, P
     for name, result in results.calculations.items():
         display = displays[name]
         models = {name: {0: ModelResults({display.kind: result})}}
-        pairs.append((display, PhaseResults("calculation", {}, base.NO_TASK, models)))
+        pairs.append((display, PhaseResults("calculation", {}, base.PLACEHOLDER_TASK, models)))
     return pairs
 
 
@@ -174,7 +170,7 @@ def pictures_by_name(phase: PhaseResults, kind: Kind, figures: Draw) -> dict[str
     for method, result in phase.first(kind).items():
         for name, figure in figures(result):
             label = f"{phase.name}: {name.replace('_', ' ')} of {method}"
-            caption = f"{method}. {getattr(figure, 'caption', '')}".strip() + phase.first_seed
+            caption = f"{method}. {getattr(figure, 'caption', '')}".strip() + phase.seed_note
             pictures[name].append(Picture(figure, label, caption))
     return pictures
 
@@ -186,7 +182,7 @@ def draw_method_curves(
     spec: charts.ChartSpec,
     words: str,  # start of the caption
     label: str = "",  # "": the title
-    limits: charts.Limits = charts.EVERYWHERE,
+    limits: charts.Limits = charts.NO_LIMITS,
 ) -> list[Picture]:
     """Return a list with one chart, a curve per method averaged over seeds; [] without points."""
     seeds = phase.of(kind)
@@ -201,7 +197,7 @@ def draw_method_curves(
     return [Picture(figure, f"{phase.name}: {label or spec.title}", caption)]
 
 
-MEASURED = Path("artifacts/measured")
+MEASURED_FOLDER = Path("artifacts/measured")
 
 
 def read_results(
@@ -214,7 +210,7 @@ def read_results(
     measured = add_measurement_stage_names(stages, run)
     calculations = {}
     for name in run.calculations:
-        result = base.read_result(Path(root, MEASURED, f"{name}.json"), Found, CALCULATE)
+        result = base.read_result(Path(root, MEASURED_FOLDER, f"{name}.json"), Found, CALCULATE)
         assert isinstance(result, Found), f"{name} is never skipped"
         calculations[name] = result
     phases = {name: _read_phase(Path(root), run, measured, name) for name in run.phases}
@@ -233,7 +229,7 @@ def _read_phase(
     ]
     models = {
         method: {
-            seed: read_model(root, name, f"{method}/{seed}", displays, run.measurements)
+            seed: read_model_results(root, name, f"{method}/{seed}", displays, run.measurements)
             for seed in run.seeds
         }
         for method in run.methods
@@ -243,7 +239,7 @@ def _read_phase(
     for kind, file in files.items():
         stage = file.partition("/")[0]
         if stage in stages:
-            result = base.read_result(root / MEASURED / file, Found, stage)
+            result = base.read_result(root / MEASURED_FOLDER / file, Found, stage)
             if not isinstance(result, base.Skipped):
                 together[kind] = result
     return PhaseResults(name, card, task, models, together)
@@ -260,7 +256,7 @@ def read_data_card_and_task(root: Path, phase: str) -> tuple[dict[str, Any], Tas
         raise UserError(f"{path}: {older}; run `dvc repro prepare`") from None
 
 
-def read_model(
+def read_model_results(
     root: Path,
     phase: str,
     model: str,  # method/seed, such as ``vmoe/0``
@@ -270,7 +266,7 @@ def read_model(
     results: dict[type[Config], Config] = {}
     skipped = []
     for shown in displays:
-        path = root / MEASURED / shown.stage / phase / f"{model}.json"
+        path = root / MEASURED_FOLDER / shown.stage / phase / f"{model}.json"
         stage = shown.stage or phase
         if stage in measurements:
             stage = MEASURE

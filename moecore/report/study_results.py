@@ -19,12 +19,12 @@ from moecore.training.regularizers.group_sparsity import GroupSparsity
 
 V = TypeVar("V")
 Kinds = Mapping[type[Config], Any]
-NOTHING: Kinds = MappingProxyType({})
+NO_RESULTS: Kinds = MappingProxyType({})
 UNLEARNED = ("hash", "teacher_routed", "told")  # routers that the model does not train
 
 
 class ModelResults(NamedTuple):
-    results: Kinds = NOTHING
+    results: Kinds = NO_RESULTS
     skipped: tuple[str, ...] = ()  # measurements that do not apply, and why
 
     def of(self, kind: type[base.MeasuredPart]) -> Found | None:
@@ -46,19 +46,19 @@ class PhaseResults(NamedTuple):
     card: Mapping[str, Any]
     task: Task
     models: Models
-    together: Kinds = NOTHING  # results of all methods at once, such as transfer
+    together: Kinds = NO_RESULTS  # results of all methods at once, such as transfer
 
     @property
     def seeds(self) -> int:
         return len(next(iter(self.models.values())))
 
     @property
-    def first_seed(self) -> str:
+    def seed_note(self) -> str:
         """The caption's end " First seed." if there are several seeds, else ""."""
         return " First seed." if self.seeds > 1 else ""
 
     @property
-    def every(self) -> list[ModelResults]:
+    def all_models(self) -> list[ModelResults]:
         return [model for seeds in self.models.values() for model in seeds.values()]
 
     @property
@@ -68,7 +68,7 @@ class PhaseResults(NamedTuple):
         return {str(value.at["classifier"]): value for value in fitted.all("baseline")}
 
     def results(self, kind: type[base.MeasuredPart]) -> list[Found]:
-        return list_without_none(model.of(kind) for model in self.every)
+        return list_without_none(model.of(kind) for model in self.all_models)
 
     def of(self, kind: type[base.MeasuredPart]) -> dict[str, list[Found]]:
         """Return method → one result per seed; [] if any seed lacks it."""
@@ -121,7 +121,7 @@ class StudyResults(NamedTuple):
         return frozenset()
 
     @property
-    def schedules(self) -> dict[str, GroupSparsity]:
+    def sigma_schedules(self) -> dict[str, GroupSparsity]:
         """Group sparsity settings of each method that uses MoGE's Gaussian filter."""
         return {
             name: sparsity

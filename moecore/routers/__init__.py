@@ -1,5 +1,5 @@
 """Routers, which decide which token goes to which expert: a family of parts."""
 
-from moecore.core.config import lazy_classes
+from moecore.core.config import lazy_getattr
 
-__getattr__, __dir__ = lazy_classes(__name__, "moecore.nn.routers.base:Router")
+__getattr__, __dir__ = lazy_getattr(__name__, "moecore.nn.routers.base:Router")

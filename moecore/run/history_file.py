@@ -33,7 +33,7 @@ from moecore.training.monitor import RoutingPoint
 
 GIT_SECONDS = 10.0  # longest wait for git when a run starts
 SOURCE_PATTERNS = ("*.py", "*params.yaml", "*dvc.yaml")  # a change of these makes a run "dirty"
-PLACES = ("artifacts/history", ".state")  # published histories, and histories of current runs
+HISTORY_FOLDERS = ("artifacts/history", ".state")  # published, and of current runs
 
 
 def build_header(stage: str, params: config.Config | None, **item: Any) -> dict[str, Any]:
@@ -78,17 +78,17 @@ def _code_state() -> dict[str, Any]:
 
 
 HISTORY_FILE = "history.jsonl"
-NUMBER = (int, float)
+NUMBER_TYPES = (int, float)
 TEXT_OR_NONE = (str, NoneType)
-LINE_KINDS: dict[str, Any] = {
-    **dict.fromkeys(("t", "clock", "seconds"), NUMBER),
+TYPES_BY_KEY: dict[str, Any] = {
+    **dict.fromkeys(("t", "clock", "seconds"), NUMBER_TYPES),
     **dict.fromkeys(("values", "routing", "summary", "tags", "dataset", "params"), dict),
     **dict.fromkeys(("uid", "stage", "host", "status", "model", "file"), str),
     **dict.fromkeys(("dvc_stage", "phase", "method"), TEXT_OR_NONE),
     **dict.fromkeys(("step", "pid"), int),
     "seed": (int, NoneType),
 }
-REQUIRED_KEYS = {  # key → other keys of its line
+KEYS_REQUIRED_WITH = {  # key → other keys of its line
     "uid": ("stage", "dvc_stage", "phase", "method", "seed", "params", "host", "pid"),
     **dict.fromkeys(("values", "routing"), ("step",)),
     "pid": ("host",),
@@ -101,9 +101,9 @@ def is_history_line(line: Any) -> bool:
     if not isinstance(line, dict) or "t" not in line:
         return False
     for key, value in line.items():
-        if not isinstance(value, LINE_KINDS.get(key, object)):
+        if not isinstance(value, TYPES_BY_KEY.get(key, object)):
             return False
-        if any(required not in line for required in REQUIRED_KEYS.get(key, ())):
+        if any(required not in line for required in KEYS_REQUIRED_WITH.get(key, ())):
             return False
     if not abs(line["t"]) < MAX_TIME:
         return False
@@ -203,8 +203,7 @@ def flatten_keys(value: Any, prefix: str = "") -> dict[str, Any]:
         return {prefix: value}
     flat = {}
     for key, inner in value.items():
-        name = f"{prefix}.{key}" if prefix else str(key)
-        flat |= flatten_keys(inner, name)
+        flat |= flatten_keys(inner, f"{prefix}.{key}" if prefix else str(key))
     return flat
 
 
@@ -248,7 +247,7 @@ class ExecutionHistory(NamedTuple):
         return self.lines[0]
 
     @property
-    def item(self) -> str:
+    def subpath(self) -> str:
         """The run's path below artifacts/history and artifacts/measured."""
         names = ("stage", "phase", "method", "seed")
         return execution_subpath(*(self.header[name] for name in names))
@@ -283,7 +282,7 @@ def read_histories(study: Path, readers: dict[Path, HistoryReader]) -> dict[str,
     """Return uid → newest history of each run of a study, finished or still growing."""
     # readers: by folder, reused between calls; new readers are added.
     newest: dict[str, ExecutionHistory] = {}
-    for place, inner, files in chain.from_iterable(os.walk(study / place) for place in PLACES):
+    for place, inner, files in chain.from_iterable(os.walk(study / top) for top in HISTORY_FOLDERS):
         # Skip folders that are being written or removed
         inner[:] = sorted(name for name in inner if not name.endswith((".part", ".removed")))
         if HISTORY_FILE not in files:

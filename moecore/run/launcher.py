@@ -17,19 +17,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moecore.core.files import UserError, set_parent_death_signal
-from moecore.core.source_layout import STAGE_MODULES
-from moecore.run.stage_entry import MEETING, end_with_parent
+from moecore.core.source_layout import STAGES_PREFIX
+from moecore.run.stage_entry import MEETING_ENV, end_with_parent
 from moecore.study.stages import STAGES, Stage, find_stage_of_command
 
 LAUNCH, RANKS = "MOECORE_LAUNCH", "MOECORE_RANKS"
-FORMER = "MOECORE_CLUSTER"  # a variable of earlier versions: the path of a file
-LAUNCHED = "MOECORE_LAUNCHED"  # number of ranks; set in processes that a launcher started
+OLD_ENV = "MOECORE_CLUSTER"  # a variable of earlier versions: the path of a file
+LAUNCHED_ENV = "MOECORE_LAUNCHED"  # number of ranks; set in processes that a launcher started
 LAUNCH_FIELDS = ("gpus", "ranks", "stage")
 # The variables of SLURM that a new job inherits; all others describe the surrounding job
 KEPT_SLURM_VARIABLES = {"SLURM_CONF", "SLURM_ACCOUNT", "SLURM_PARTITION", "SLURM_QOS"}
 
 
-def is_launching() -> bool:
+def has_launcher() -> bool:
     return LAUNCH in os.environ or RANKS in os.environ
 
 
@@ -42,13 +42,13 @@ def requested_ranks(stage: Stage) -> int:
 
 def requested_gpus(stage: Stage) -> int:
     """Return the number of GPUs that a stage uses: one per rank, 0 if it uses no model."""
-    return requested_ranks(stage) if "seed" in stage.item else 0
+    return requested_ranks(stage) if "seed" in stage.item_names else 0
 
 
 def launch_fields() -> set[str]:
     """Return the placeholders in $MOECORE_LAUNCH; UserError if it is not a valid command."""
-    if FORMER in os.environ:  # if it were ignored, stages would run on this machine
-        raise UserError(f"{FORMER}: is gone; allowed: {LAUNCH} and {RANKS}, see docs/cluster.md")
+    if OLD_ENV in os.environ:  # if it were ignored, stages would run on this machine
+        raise UserError(f"{OLD_ENV}: is gone; allowed: {LAUNCH} and {RANKS}, see docs/cluster.md")
     launch = os.environ.get(LAUNCH, "")
     allowed = f"a command of this machine, with {{{'}, {'.join(LAUNCH_FIELDS)}}} filled in"
     try:
@@ -76,12 +76,12 @@ def build_launch_command(arguments: Sequence[str]) -> list[str]:
 def hand_stage_to_launcher() -> None:
     """Run this stage through the launcher and exit; a launched process only gets its rank."""
     arguments = sys.orig_argv[1:]
-    if LAUNCHED in os.environ:
-        os.environ.update(ranks_from_slurm(os.environ))
+    if LAUNCHED_ENV in os.environ:
+        os.environ.update(rank_env_from_slurm(os.environ))
     elif (
         arguments[:1] == ["-m"]
-        and arguments[1].startswith(STAGE_MODULES)
-        and arguments[1] != f"{STAGE_MODULES}fork_server"
+        and arguments[1].startswith(STAGES_PREFIX)
+        and arguments[1] != f"{STAGES_PREFIX}fork_server"
         and "RANK" not in os.environ  # whoever started this rank is the launcher
     ):
         end_with_parent()
@@ -92,19 +92,17 @@ def hand_stage_to_launcher() -> None:
             print(error, file=sys.stderr)
             sys.exit(1)
         if command[1:] != arguments:
-            sys.exit(
-                run_launcher(command, requested_ranks(STAGES[find_stage_of_command(arguments)]))
-            )
+            stage = STAGES[find_stage_of_command(arguments)]
+            sys.exit(run_launcher(command, requested_ranks(stage)))
 
 
 def run_launcher(command: Sequence[str], ranks: int) -> int:
-    """Run the launcher's command for ``ranks`` ranks; return its exit code."""
     folder = Path(".state/meetings").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     meeting = folder / uuid.uuid4().hex
-    variables = launcher_environment(os.environ) | {LAUNCHED: str(ranks), MEETING: str(meeting)}
+    env = launcher_environment(os.environ) | {LAUNCHED_ENV: str(ranks), MEETING_ENV: str(meeting)}
     begin = set_parent_death_signal
-    process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, preexec_fn=begin)
+    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, preexec_fn=begin)
     try:
         code = process.wait()
     except BaseException:
@@ -129,18 +127,15 @@ def launcher_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {"SLURM_KILL_BAD_EXIT": "1"} | variables
 
 
-def ranks_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+def rank_env_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     """Return RANK, WORLD_SIZE and thread variables, derived from SLURM's variables."""
-    variables = {}
+    result = {}
     size = int(environment.get("SLURM_NTASKS", "1"))
     if size > 1 and "SLURM_PROCID" in environment and "RANK" not in environment:
         nodes = int(environment["SLURM_NNODES"])
-        variables = {
-            "RANK": environment["SLURM_PROCID"],
-            "LOCAL_RANK": environment["SLURM_LOCALID"],
-        }
-        variables |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size // nodes)}
+        result = {"RANK": environment["SLURM_PROCID"], "LOCAL_RANK": environment["SLURM_LOCALID"]}
+        result |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size // nodes)}
     if "SLURM_CPUS_PER_TASK" in environment and "MOECORE_THREADS" not in environment:
         names = ("MOECORE_THREADS", "OMP_NUM_THREADS")
-        variables |= dict.fromkeys(names, environment["SLURM_CPUS_PER_TASK"])
-    return variables
+        result |= dict.fromkeys(names, environment["SLURM_CPUS_PER_TASK"])
+    return result

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from moecore.core.files import set_parent_death_signal
-from moecore.run.stage_entry import MEETING, end_with_parent
+from moecore.run.stage_entry import MEETING_ENV, end_with_parent
 
 POLL = 0.05  # seconds
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
@@ -29,7 +29,7 @@ def run_local_ranks(size: int, arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as folder:
         shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-        shared[MEETING] = str(Path(folder, "meeting"))
+        shared[MEETING_ENV] = str(Path(folder, "meeting"))
         running: list[psutil.Popen] = []
         try:
             for rank in range(size):

@@ -39,7 +39,7 @@ def measure_model(what: str, phase: run_and_claims.PhaseName, method: str, seed:
         transferred = find_transferred_images(Path("artifacts/transferred", phase), method, seed)
         inputs += transferred.values()
     item = {"phase": phase, "method": method, "seed": seed}
-    with run_record.record_resumable(what, params, inputs, **item) as (run, work):
+    with run_record.record_resumable_run(what, params, inputs, **item) as (run, work):
         parts = ResumableParts(work, run.inputs)  # survive a kill
         device = tune_runtime(work=work).device
         data = Prepared.open(inputs[0])
@@ -62,7 +62,7 @@ def measure_model(what: str, phase: run_and_claims.PhaseName, method: str, seed:
                 result = settings.collect_result(subject, parts.part)
         else:
             result = Skipped(skipped=reason)
-        run.result(result)
+        run.write_result(result)
     return result
 
 
@@ -77,14 +77,14 @@ def find_transferred_images(root: Path, method: str, seed: int) -> dict[str, Pat
 def run_calculation(what: str) -> Found:
     section: dict[str, Any] = {what: (find_measurement(what), ...)}
     params = params_reader.read_params(create_model("Params", __base__=Config, **section))
-    with run_record.record_resumable(what, params, ()) as (run, work):
+    with run_record.record_resumable_run(what, params, ()) as (run, work):
         calculation: Calculation = getattr(params, what)
         result = calculation.collect_values(ResumableParts(work, run.inputs).part)
-        run.result(result)
+        run.write_result(result)
     return result
 
 
-def reduce_experts_and_record(
+def save_reduced_model_and_record(
     params: Config, reduction: ExpertReduction, method: str, seed: int
 ) -> None:
     # The new model is artifacts/<stage>/<method>/<seed>; a dense model is copied unchanged.
@@ -102,6 +102,6 @@ def reduce_experts_and_record(
             save_vocab(folder, data)
             outcome = evaluate_to_outcome(model, data, seconds)
             save_model_score(folder, outcome, data)
-        run.dataset(data.card)
-        run.result(outcome)
-        run.model(target)
+        run.log_dataset(data.card)
+        run.write_result(outcome)
+        run.log_model_folder(target)

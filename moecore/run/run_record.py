@@ -61,39 +61,37 @@ class Run:
         numbers = {name: history_file.json_number(value) for name, value in values.items()}
         self._write(step=int(step), values=numbers)
 
-    def routing(self, point: RoutingPoint) -> None:
+    def log_routing(self, point: RoutingPoint) -> None:
         """Append routing statistics of a training step to the history."""
         self.last_routing = point
         self._write(step=point.step, routing=point.model_dump(mode="json", exclude={"step"}))
 
-    def result(self, result: config.Config) -> None:
+    def write_result(self, result: config.Config) -> None:
         """Write the result to artifacts/measured, and its numbers to the history."""
         # Non-finite numbers become null. MLflow shows the numbers outside of lists.
         from moecore.measure.values import Found  # imports torch
 
-        values = files.to_jsonable(result)
-        files.write_checksummed(self.measured, values)
-        numbers = (
-            result.numbers() if isinstance(result, Found) else history_file.keep_numbers(values)
-        )
+        data = files.to_jsonable(result)
+        files.write_json_sha256(self.measured, data)
+        numbers = result.numbers() if isinstance(result, Found) else history_file.keep_numbers(data)
         self._write(summary=history_file.flatten_keys(numbers))
 
-    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    def write_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         file = f"tables/{name}.json"
         files.write_json(self.folder / file, files.to_jsonable(rows))
         self._write(file=file)
 
-    def tag(self, name: str, value: Any) -> None:
+    def log_tag(self, name: str, value: Any) -> None:
         self._write(tags={name: files.to_jsonable(value)})
 
-    def dataset(self, card: Mapping[str, Any]) -> None:
+    def log_dataset(self, card: Mapping[str, Any]) -> None:
         self._write(dataset=files.to_jsonable(card))
 
-    def model(self, folder: str | Path) -> None:
+    def log_model_folder(self, folder: str | Path) -> None:
         """Append the folder of the trained model, which MLflow copies."""
         self._write(model=str(folder))
 
-    def end(self, status: str, error: str | None = None) -> None:
+    def log_end(self, status: str, error: str | None = None) -> None:
         """Append the last line: the status (FINISHED, FAILED or KILLED) and the seconds spent."""
         spent = history_file.spent_seconds([*read_lines(self.folder), history_file.read_clocks()])
         reason = {} if error is None else {"error": error}
@@ -109,7 +107,8 @@ class Run:
         self._last = {name: step for step, _, values in points for name in values}
         routing = (point for _, point in history_file.routing_points(lines[::-1]))
         self.last_routing = next(routing, None)
-        files.write_whole(self.folder / HISTORY_FILE, "".join(map(history_file.encode_line, lines)))
+        text = "".join(map(history_file.encode_line, lines))
+        files.write_atomic(self.folder / HISTORY_FILE, text)
 
 
 @contextmanager
@@ -144,13 +143,13 @@ def record_run(
     except BaseException as error:
         interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
         try:
-            run.end("KILLED" if interrupted else "FAILED", f"{type(error).__name__}: {error}")
+            run.log_end("KILLED" if interrupted else "FAILED", f"{type(error).__name__}: {error}")
             _publish_history(folder, published)
-        except files.UnusableFile as disk:
-            if not isinstance(error, files.UnusableFile):  # a full disk is reported once
+        except files.FileAccessError as disk:
+            if not isinstance(error, files.FileAccessError):  # a full disk is reported once
                 print(disk, file=sys.stderr)
         raise
-    run.end("FINISHED")
+    run.log_end("FINISHED")
     _publish_history(folder, published)
     if work is None:  # else the caller removes it together with the checkpoint
         shutil.rmtree(folder)
@@ -196,7 +195,7 @@ def hold_work_folder(item: str, key: str) -> Iterator[Path]:
 
 
 @contextmanager
-def record_resumable(
+def record_resumable_run(
     stage: str,
     params: config.Config,
     inputs: Sequence[str | Path],
@@ -235,8 +234,8 @@ def hold_lock(path: Path, describe_holder: Callable[[], str]) -> Iterator[None]:
 
 SECONDS_BETWEEN_LINES = 10.0  # seconds between two lines in a log
 SECONDS_BETWEEN_REDRAWS = 0.2
-CARD_MEMORY = "runtime.card_gb"  # tag: GB of GPU memory that a training reserved
-LINE_SECONDS = "MOECORE_LINE_SECONDS"  # overrides SECONDS_BETWEEN_LINES
+GPU_MEMORY_TAG = "runtime.card_gb"  # tag: GB of GPU memory that a training reserved
+LINE_SECONDS_ENV = "MOECORE_LINE_SECONDS"  # overrides SECONDS_BETWEEN_LINES
 
 
 class ProgressLines:
@@ -246,7 +245,7 @@ class ProgressLines:
         self.title = title
         self.total = total
         self.is_terminal = sys.stderr.isatty()
-        self.wait = float(os.environ.get(LINE_SECONDS, SECONDS_BETWEEN_LINES))
+        self.wait = float(os.environ.get(LINE_SECONDS_ENV, SECONDS_BETWEEN_LINES))
         if self.is_terminal:
             self.wait = SECONDS_BETWEEN_REDRAWS
         self.begun = time.monotonic()

@@ -10,15 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moecore.core.files import UserError, explain_file_errors, set_parent_death_signal, write_whole
-from moecore.core.source_layout import STAGE_MODULES, refuse_other_checkout
+from moecore.core.files import UserError, explain_file_errors, set_parent_death_signal, write_atomic
+from moecore.core.source_layout import STAGES_PREFIX, refuse_other_checkout
 from moecore.run.stage_inputs import allow_params_packages
 from moecore.study.stages import STAGES, TRAINING_STAGES
 
-SECONDS = Path(".state/seconds")  # a file per stage: duration of its last process, in s
-ENDED_CODE = 143  # exit code of processes that were ended by SIGTERM
-MEETING = "MOECORE_MEETING"  # as in core/ranks.py, which imports torch
-CONNECTION_LOST = (  # messages of gloo and NCCL
+SECONDS_DIR = Path(".state/seconds")  # a file per stage: duration of its last process, in s
+SIGTERM_EXIT_CODE = 143  # exit code of processes that were ended by SIGTERM
+MEETING_ENV = "MOECORE_MEETING"  # as in core/ranks.py, which imports torch
+CONNECTION_LOST_TEXTS = (  # messages of gloo and NCCL
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
@@ -36,7 +36,7 @@ def run_stage(function: Callable[..., None], arguments: list[str] | None = None)
     values = _convert_arguments(function, arguments)
     command = " ".join([function.__name__, *arguments])
     end_with_parent()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ENDED_CODE))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(SIGTERM_EXIT_CODE))
     try:
         modules = {STAGES[name].module for name in TRAINING_STAGES}
         if has_several_ranks() and function.__name__ not in modules:
@@ -50,7 +50,7 @@ def run_stage(function: Callable[..., None], arguments: list[str] | None = None)
             begun = time.monotonic()
             function(**values)
             if name := os.environ.get("DVC_STAGE"):
-                write_whole(SECONDS / name.split(":")[-1], f"{time.monotonic() - begun:.1f}\n")
+                write_atomic(SECONDS_DIR / name.split(":")[-1], f"{time.monotonic() - begun:.1f}\n")
     except UserError as error:
         prefix = "" if "\n" in str(error) else f"{command}: "
         print_error_once(f"{prefix}{error}")
@@ -61,12 +61,12 @@ def run_stage(function: Callable[..., None], arguments: list[str] | None = None)
             print_error_once(f"{command}: {reason}; allowed: fewer --jobs, or a smaller batch")
             _exit(1)
         is_dist_error = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
-        is_lost = is_dist_error or any(message in str(error) for message in CONNECTION_LOST)
+        is_lost = is_dist_error or any(message in str(error) for message in CONNECTION_LOST_TEXTS)
         if not (has_several_ranks() and isinstance(error, RuntimeError) and is_lost):
             raise
         reason = "another rank has ended; what was trained is in the checkpoint"
         print_error_once(f"{command}: {reason}")
-        _exit(ENDED_CODE)
+        _exit(SIGTERM_EXIT_CODE)
 
 
 def _exit(code: int) -> None:
@@ -100,14 +100,14 @@ def end_with_parent() -> None:
     parent = os.getppid()
     set_parent_death_signal()
     if os.getppid() != parent:  # the parent died in between
-        sys.exit(ENDED_CODE)
+        sys.exit(SIGTERM_EXIT_CODE)
 
 
 def _convert_arguments(function: Callable[..., None], arguments: list[str]) -> dict[str, Any]:
     names = list(inspect.signature(function).parameters)
     types = typing.get_type_hints(function)
     main = function.__module__ == "__main__"
-    module = f"{STAGE_MODULES}{function.__name__}" if main else function.__module__
+    module = f"{STAGES_PREFIX}{function.__name__}" if main else function.__module__
     usage = " ".join(["usage: python -m", module, *map(str.upper, names)])
     if len(arguments) != len(names):
         _exit_with_usage(f"{usage} ({len(arguments)} given)")

@@ -22,15 +22,14 @@ from typing import Any
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, file_checksum, read_json, to_jsonable
-from moecore.core.source_layout import CODE, OUR_PACKAGE, ROOT, allow_packages, package_folder
+from moecore.core.source_layout import HASHES_DIR, OUR_PACKAGE, ROOT, allow_packages, package_folder
 from moecore.run.history_file import flatten_keys
-from moecore.study.params_reader import params_keys_by_field, read_params
-from moecore.study.stages import list_hash_files
+from moecore.study import params_reader, stages
 from moecore.study.yaml_document import YamlDocument, load_yaml_document
 
-GO_ON = "undo the edit to resume this stage, or run again to use the new values"
+RESUME_ADVICE = "undo the edit to resume this stage, or run again to use the new values"
 IGNORED_FIELDS = ("ctx", "kind", "type_comment")  # redundant, or without effect
-METRIC_WORDS = ("label", "note", "paper", "mean", "chance")  # the first argument is the label
+METRIC_TEXT_ARGUMENTS = ("label", "note", "paper", "mean", "chance")  # label comes first
 
 
 def params_path() -> str:
@@ -82,7 +81,7 @@ class StageInputs:
             except OSError:
                 raise _edited_source_error(file) from None
             if self._verified.get(file) != content:
-                if digest not in _hashes_of(file):
+                if digest not in _hash_without_and_with_texts(file):
                     raise _edited_source_error(file)
                 self._verified[file] = content
 
@@ -93,8 +92,8 @@ class StageInputs:
             return
         if (text := path.read_bytes()) == self._text:
             return
-        now = read_params(type(self._params), None, **self._item)
-        for field, template in params_keys_by_field(type(self._params)).items():
+        now = params_reader.read_params(type(self._params), None, **self._item)
+        for field, template in params_reader.params_keys_by_field(type(self._params)).items():
             key = template.format(**self._item)
             before = flatten_keys(to_jsonable(getattr(self._params, field)), key)
             _refuse_changed_values(before, flatten_keys(to_jsonable(getattr(now, field)), key))
@@ -105,7 +104,7 @@ class StageInputs:
         now = hash_input_files(self._artifacts)
         for file in {**self._hashes, **now}:
             if self._hashes.get(file) != now.get(file):
-                raise UserError(f"{file}: was changed since this stage read it; {GO_ON}")
+                raise UserError(f"{file}: was changed since this stage read it; {RESUME_ADVICE}")
         self.refuse_edited_settings()
 
 
@@ -124,8 +123,8 @@ def hash_stage_inputs(
 def list_stage_hash_files(
     stage: str, phase: str | None = None, method: str | None = None
 ) -> list[Path]:
-    """Return the files below artifacts/code with hashes of a stage's code."""
-    script, *parts = [CODE / path for path in list_hash_files(stage, key=phase, method=method)]
+    paths = stages.list_hash_files(stage, key=phase, method=method)
+    script, *parts = [HASHES_DIR / path for path in paths]
     if not script.is_file():
         mend = "run `python -m moecore.stages.code`, which writes it"
         raise UserError(f"{script}: no such file; {mend}")
@@ -146,7 +145,7 @@ def _refuse_changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) ->
         keys = [int(word) if word.isdigit() else word for word in key.split(".")]
         place = load_yaml_document(params_path()).place(keys)
         changed = f"was {was} when this stage read it, and is {is_now}"
-        raise UserError(f"{place}: {key}: {changed}; {GO_ON}")
+        raise UserError(f"{place}: {key}: {changed}; {RESUME_ADVICE}")
 
 
 def hash_input_files(inputs: Iterable[str | Path]) -> dict[str, str]:
@@ -175,7 +174,7 @@ def hash_syntax(tree: ast.AST, shown: bool = False) -> str:
 def _add_node(node: Any, add: Callable[[str], None], shown: bool) -> None:
     """Pass the text of a syntax tree to ``add`` in pieces: node types, fields, constants."""
     if node.__class__ is ast.Call and not shown:
-        node = _without_shown_words(node)
+        node = _without_page_texts(node)
     if node.__class__ is list:
         add("[")
         for item in node:
@@ -207,14 +206,14 @@ def _add_node(node: Any, add: Callable[[str], None], shown: bool) -> None:
         add(",")
 
 
-def _without_shown_words(call: ast.Call) -> ast.Call:
+def _without_page_texts(call: ast.Call) -> ast.Call:
     """Return a call of ``Metric`` or ``OnPage`` without the texts that only the page shows."""
     name = getattr(call.func, "id", "") or getattr(call.func, "attr", "")  # `parts.Metric`, too
     if name == "OnPage":
         return ast.Call(call.func, [], [])
     if name != "Metric":
         return call
-    keywords = [keyword for keyword in call.keywords if keyword.arg not in METRIC_WORDS]
+    keywords = [keyword for keyword in call.keywords if keyword.arg not in METRIC_TEXT_ARGUMENTS]
     return ast.Call(call.func, call.args[1:], keywords)
 
 
@@ -286,7 +285,7 @@ def read_wheel_hashes(package: str) -> dict[Path, str]:
 _imported_by_server: dict[Path, tuple[str, tuple[str, str]]] = {}
 
 
-def remember_imported_sources() -> None:
+def store_hashes_of_imported_sources() -> None:
     """Store the hashes of all imported moecore files, for stages forked from this process."""
     # A forked stage runs the code that its server imported, which may be older than the files.
     for name, module in list(sys.modules.items()):
@@ -294,10 +293,10 @@ def remember_imported_sources() -> None:
         if name.partition(".")[0] == OUR_PACKAGE and path.is_relative_to(ROOT):
             package = Path(*name.split("."))
             file = package / path.name if path.name == "__init__.py" else package.with_suffix(".py")
-            _imported_by_server[file] = file_checksum(path), _hashes_of(file)
+            _imported_by_server[file] = file_checksum(path), _hash_without_and_with_texts(file)
 
 
-def _hashes_of(file: Path) -> tuple[str, str]:
+def _hash_without_and_with_texts(file: Path) -> tuple[str, str]:
     return hash_source_file(file), hash_source_file(file, shown=True)
 
 

@@ -13,7 +13,7 @@ import torch
 from moecore.core import config, ranks, source_layout
 from moecore.data.prepared import Prepared
 from moecore.run.history_file import logged_points, read_lines, routing_points, spent_seconds
-from moecore.run.run_record import CARD_MEMORY, Run, record_resumable, report_progress
+from moecore.run.run_record import GPU_MEMORY_TAG, Run, record_resumable_run, report_progress
 from moecore.study.params_reader import read_params
 from moecore.training import loop, outcome, runtime
 from moecore.training.artifacts import Checkpoint
@@ -21,7 +21,7 @@ from moecore.training.job import TrainingJob
 from moecore.training.monitor import Monitor, build_routing_point, format_routing_point
 from moecore.training.settings import Training
 
-SHOWN_VALUES = ("loss", "train_", "validation_")  # next to a progress bar
+PROGRESS_BAR_PREFIXES = ("loss", "train_", "validation_")  # next to a progress bar
 EachEpoch = Callable[[int], float | None] | None  # see ``TrainingRun.train``
 
 
@@ -53,42 +53,42 @@ class TrainingRun:
         training = loop.iterate_training(job, settings, seed, self.runtime, *files, self.monitor)
         if self.recorded is None:
             deque(training, maxlen=0)
-            ranks.exit_other_ranks()
+            ranks.exit_unless_first_rank()
         for name, value in self.runtime._asdict().items():
-            self.run.tag(f"runtime.{name}", value)
-        self.run.tag("runtime.ranks", ranks.current_ranks().size)
+            self.record.log_tag(f"runtime.{name}", value)
+        self.record.log_tag("runtime.ranks", ranks.rank_and_size().size)
         with report_progress(self.title, loop.total_steps(job, settings)) as bar:
             for metrics in training:
-                self.run.log(metrics.step, metrics.values | {"epoch": metrics.epoch})
+                self.record.log(metrics.step, metrics.values | {"epoch": metrics.epoch})
                 agreement = None
                 if each_epoch is not None and metrics.epoch == int(metrics.epoch):
                     agreement = each_epoch(int(metrics.epoch))
                 if self.monitor is not None and metrics.routing:
-                    state = (metrics.step, metrics.routing, self.run.last_routing)
+                    state = (metrics.step, metrics.routing, self.record.last_routing)
                     point = build_routing_point(*state, self.monitor, agreement)
-                    self.run.routing(point)
+                    self.record.log_routing(point)
                     bar.note = format_routing_point(point)
                     for line in point.warnings:
                         bar.print_warning(line)
                 shown = {
                     name: value
                     for name, value in metrics.values.items()
-                    if name.startswith(SHOWN_VALUES) and name != "validation_loss"
+                    if name.startswith(PROGRESS_BAR_PREFIXES) and name != "validation_loss"
                 }
                 bar.update(metrics.step, **shown)
         if self.runtime.device.startswith("cuda"):
             size = torch.cuda.max_memory_reserved() / 1e9 + runtime.CUDA_CONTEXT_GB
-            self.run.tag(CARD_MEMORY, round(size, 2))
-        ranks.exit_other_ranks()
+            self.record.log_tag(GPU_MEMORY_TAG, round(size, 2))
+        ranks.exit_unless_first_rank()
 
     @property
-    def run(self) -> Run:
+    def record(self) -> Run:
         assert self.recorded is not None, "only the first rank writes"
         return self.recorded
 
-    def log(self) -> outcome.TrainingLog:
+    def read_log(self) -> outcome.TrainingLog:
         """Return all logged points, the seconds and the warnings, including those before a kill."""
-        lines = read_lines(self.run.folder)
+        lines = read_lines(self.record.folder)
         points = [(step, values) for step, _, values in logged_points(lines)]
         warnings = [line for _, point in routing_points(lines) for line in point.warnings]
         return outcome.TrainingLog(points, spent_seconds(lines), warnings)
@@ -115,13 +115,13 @@ def training_run(
     ranks.check_equal_across_ranks("data", (data.folder / "card.json").read_text(encoding="utf-8"))
     source = source_layout.moecore_source_hash() if ranks.has_process_group() else ""
     ranks.check_equal_across_ranks("sources", source)
-    if not ranks.current_ranks().first:
+    if not ranks.rank_and_size().is_first:
         yield TrainingRun(None, Path(ranks.broadcast_text("")), title, monitor)
         return
     artifacts = [data.folder, *inputs]
     model = {"method": method, "seed": seed}
-    with record_resumable(stage, params, artifacts, **model) as (run, work):
-        run.dataset(data.card)
+    with record_resumable_run(stage, params, artifacts, **model) as (run, work):
+        run.log_dataset(data.card)
         ranks.broadcast_text(str(work.resolve()))
         yield TrainingRun(run, work, title, monitor)
 

@@ -1,5 +1,5 @@
 """Data sources, which write prepared folders: a family of parts."""
 
-from moecore.core.config import lazy_classes
+from moecore.core.config import lazy_getattr
 
-__getattr__, __dir__ = lazy_classes(__name__, "moecore.data.sources.base:Source")
+__getattr__, __dir__ = lazy_getattr(__name__, "moecore.data.sources.base:Source")

@@ -261,7 +261,7 @@ class Docstrings(_Docstrings):
     """Paragraphs of prose without duplicates, one per line, in the order of packages and files.
 
     A file's split depends on the sha256 of its path in the package, so a new release of one package
-    moves no file of another. Words with fewer than MIN_COUNT occurrences in training are ``<unk>``."""
+    moves no file of another. Words below MIN_WORD_COUNT training occurrences are ``<unk>``."""
     block: int = 64
     """Tokens per block, M; a block is one item"""
     context: int = 3

@@ -14,11 +14,11 @@ import numpy as np
 from moecore.core.arrays_as_text import encode_rounded
 from moecore.statistics import intervals
 
-LEVEL = 0.95
+CONFIDENCE_LEVEL = 0.95
 POWER = 0.8
-BOTH = "items × seeds"
-ITEMS = "items"
-SEEDS = "seeds"
+OVER_ITEMS_AND_SEEDS = "items × seeds"
+OVER_ITEMS = "items"
+OVER_SEEDS = "seeds"
 
 
 class VarianceSource(NamedTuple):
@@ -33,11 +33,11 @@ class Difference(NamedTuple):
 
     value: float
     sources: tuple[VarianceSource, ...]  # seeds, items, both, or () for none
-    kind: str  # BOTH, ITEMS, SEEDS; "" without an interval
+    kind: str  # OVER_ITEMS_AND_SEEDS, OVER_ITEMS, OVER_SEEDS; "" without an interval
     seeds: int
     items: int  # 0 for values without items
 
-    def half_width(self, level: float = LEVEL) -> float | None:
+    def half_width(self, level: float = CONFIDENCE_LEVEL) -> float | None:
         """Return half the width of the mean's interval, or None if there is no variance source.
 
         half² = t²·A + u²·B, with A = var(seed means)/S, B = var(item means)/n, and t, u: Student's
@@ -49,7 +49,7 @@ class Difference(NamedTuple):
             return None
         return self._half_width_at_tail((1 - level) / 2)
 
-    def interval(self, level: float = LEVEL) -> intervals.Interval:
+    def interval(self, level: float = CONFIDENCE_LEVEL) -> intervals.Interval:
         """Return the mean with its limits; without limits if there is no variance source."""
         half = self.half_width(level)
         limits = () if half is None else (self.value - half, self.value + half)
@@ -97,10 +97,10 @@ class Difference(NamedTuple):
         return self.p_at_distance(abs(self.value))
 
     @property
-    def detectable(self) -> float | None:
+    def detectable_difference(self) -> float | None:
         """Difference found with 80 % power at the two-sided 5 % level; None without a source."""
         # (t(0.975) + t(0.8)) · standard error, each t with the degrees of freedom of its source.
-        half_at_level = self.half_width(LEVEL)
+        half_at_level = self.half_width(CONFIDENCE_LEVEL)
         half_at_power = self.half_width(2 * POWER - 1)
         if half_at_level is None or half_at_power is None:
             return None
@@ -147,9 +147,9 @@ def crossed_difference(differences: np.ndarray) -> Difference:
         return Difference(value, (), "", seeds, items)
     by_items = VarianceSource(float(values.mean(axis=0).var(ddof=1)) / items, items - 1)
     if seeds == 1:
-        return Difference(value, (by_items,), ITEMS, seeds, items)
+        return Difference(value, (by_items,), OVER_ITEMS, seeds, items)
     by_seeds = VarianceSource(float(values.mean(axis=1).var(ddof=1)) / seeds, seeds - 1)
-    return Difference(value, (by_seeds, by_items), BOTH, seeds, items)
+    return Difference(value, (by_seeds, by_items), OVER_ITEMS_AND_SEEDS, seeds, items)
 
 
 def headroom_recovered(
@@ -177,7 +177,7 @@ def paired_seed_difference(differences: Sequence[float]) -> Difference:
     if seeds == 1:
         return Difference(mean, (), "", 1, 0)
     variance = math.fsum((value - mean) ** 2 for value in differences) / (seeds - 1)
-    return Difference(mean, (VarianceSource(variance / seeds, seeds - 1),), SEEDS, seeds, 0)
+    return Difference(mean, (VarianceSource(variance / seeds, seeds - 1),), OVER_SEEDS, seeds, 0)
 
 
 class PairedHits(NamedTuple):
@@ -232,10 +232,8 @@ def paired_share_difference(table: PairedHits, level: float = 0.95) -> intervals
         return math.sqrt(max(0.0, distance * distance - product + other * other))
 
     below, above = combine(first[0], second[1]), combine(first[1], second[0])
-    difference = (first_only - second_only) / count
-    return intervals.Interval(
-        difference, max(-1.0, difference - below), min(1.0, difference + above)
-    )
+    share = (first_only - second_only) / count
+    return intervals.Interval(share, max(-1.0, share - below), min(1.0, share + above))
 
 
 def paired_bootstrap(

@@ -155,9 +155,8 @@ def basic_bootstrap_interval(
     # Not the percentile interval: the ECE is biased upward on finite samples, and a resample adds
     # the bias again. The reflection removes it, so the interval of an ECE may lie below its value.
     low, high = np.quantile(estimates, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(
-        value, *(min(highest, max(lowest, 2 * value - float(edge))) for edge in (high, low))
-    )
+    limits = (min(highest, max(lowest, 2 * value - float(edge))) for edge in (high, low))
+    return Interval(value, *limits)
 
 
 class Estimate(Config):

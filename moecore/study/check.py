@@ -26,7 +26,7 @@ from moecore.study.stages import (
     MEASURE,
     MEASURED_STAGES,
     PHASES,
-    SECTIONS,
+    STAGE_SECTIONS,
     STAGES,
     describe_how_to_add,
 )
@@ -50,11 +50,11 @@ from moecore.study.yaml_document import (
 
 # A rule of a higher room: (study, stages, phase → card of its data) → (keys, message) pairs.
 ExtraCheck = Callable[[Study, Sequence[str], Mapping[str, Card]], Iterable[tuple[tuple, str]]]
-MAX_NUMBERS = {int: 10**15, float: 1e100}  # no setting is larger
-PLAIN_NAME = re.compile(r"[a-z][a-z0-9_]{0,99}")
+MAX_NUMBER_BY_TYPE = {int: 10**15, float: 1e100}  # no setting is larger
+METHOD_NAME_PATTERN = re.compile(r"[a-z][a-z0-9_]{0,99}")
 
 
-class MissingData(UserError):
+class MissingDataError(UserError):
     """Error for a study whose only problem is that its data are missing or unreadable."""
 
 
@@ -101,7 +101,7 @@ def check_study_document(
             misfits += also(study, stages, previews)
     lines = [*problems, *missing, *format_misfits(document, misfits)]
     if missing and len(lines) == len(missing):
-        raise MissingData(cap_line_count([*lines, f"{document.path}: all else is in order"]))
+        raise MissingDataError(cap_line_count([*lines, f"{document.path}: all else is in order"]))
     if lines:
         raise UserError(cap_line_count(lines))
     notes = []
@@ -112,7 +112,7 @@ def check_study_document(
     return CheckedStudy(study, tuple(notes), tuple(untried))
 
 
-def describe_checked_study(path: str | Path = "params.yaml", also: ExtraCheck | None = None) -> str:
+def check_and_describe(path: str | Path = "params.yaml", also: ExtraCheck | None = None) -> str:
     """Check a study and return lines to print: "in order", a line per data set, remarks."""
     study, notes, untried = check_study(path, also=also)
     trained = "nothing is trained"
@@ -122,7 +122,7 @@ def describe_checked_study(path: str | Path = "params.yaml", also: ExtraCheck | 
     return "\n  ".join([f"{path}: in order ({trained})", *notes, *untried])
 
 
-def check_document(document: YamlDocument, stages: Sequence[str]) -> Study:
+def check_without_data(document: YamlDocument, stages: Sequence[str]) -> Study:
     """Return the study of a params.yaml, checked without its data; UserError if invalid."""
     study, problems = read_study_and_problems(document, stages)
     if study is None or problems:
@@ -141,7 +141,7 @@ def read_study_and_problems(
     except UserError as error:
         problems = str(error).split("\n")
     if stages and isinstance(document.data, dict):
-        problems += format_misfits(document, _section_problems(document.data, stages))
+        problems += format_misfits(document, _missing_or_unread_sections(document.data, stages))
     if stages and study is not None:
         problems += format_misfits(document, _missing_out_of_fold(study, stages))
     problems += format_misfits(document, cross_section_misfits(document.data, study))
@@ -171,7 +171,7 @@ def cross_section_misfits(data: Any, study: Study | None) -> Misfits:
         yield from _parts_without_written_kind(study, data)
 
 
-def _section_problems(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
+def _missing_or_unread_sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
     """Yield (keys, message) for missing sections that a stage needs, and for unread ones."""
     run = dict_or_empty(data.get("run"))
     readers = stage_by_section(stages, run)
@@ -182,13 +182,13 @@ def _section_problems(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
             continue  # pydantic reports it
         lack = "found null" if key in data else f"missing; the stage {stage} reads it"
         yield (key,), f"{lack}; allowed: {describe_allowed_values(Study, (key,))}"
-    measured = set(Study.model_fields) - {key for keys in SECTIONS.values() for key in keys}
+    measured = set(Study.model_fields) - {key for keys in STAGE_SECTIONS.values() for key in keys}
     # A measurement that is switched off may keep its section
     welcome = {*readers, *(measured if MEASURE in stages else ())}
     welcome |= {*OPTIONAL_SECTIONS}.difference(STAGES)
     for key in data:
         if key in Study.model_fields and key not in welcome:
-            reading = [stage for stage, sections in SECTIONS.items() if key in sections]
+            reading = [stage for stage, sections in STAGE_SECTIONS.items() if key in sections]
             stage = key if key in reading else [*reading, MEASURE][0]
             text = f"found a section that no stage reads; allowed: {', '.join(readers)}"
             yield (key,), f"{text}; or with {describe_how_to_add(stage)}"
@@ -236,10 +236,10 @@ def _non_finite_or_huge_numbers(value: Any, keys: tuple = ()) -> Misfits:
             yield from _non_finite_or_huge_numbers(inner, (*keys, key))
     elif isinstance(value, float) and not math.isfinite(value):
         yield keys, f"found {'.nan' if math.isnan(value) else value}; allowed: a finite number"
-    elif type(value) in MAX_NUMBERS and abs(value) > MAX_NUMBERS[type(value)]:
+    elif type(value) in MAX_NUMBER_BY_TYPE and abs(value) > MAX_NUMBER_BY_TYPE[type(value)]:
         # An integer may be too large for a float
         shown = f"{value:.3g}" if abs(value) < 10**308 else "a number beyond 1e+308"
-        yield keys, f"found {shown}; allowed: numbers up to {MAX_NUMBERS[type(value)]:.0e}"
+        yield keys, f"found {shown}; allowed: numbers up to {MAX_NUMBER_BY_TYPE[type(value)]:.0e}"
 
 
 def _parts_without_written_kind(study: Study, data: Any) -> Misfits:
@@ -278,10 +278,10 @@ def run_section_misfits(data: Any) -> Misfits:
             if key == "seeds" and isinstance(value, int) and value < 0:
                 yield ("run", key, index), f"found {value}; allowed: integers ≥ 0"
             before.add(repr(value))
-    yield from _claims(sections, run)
+    yield from _claim_misfits(sections, run)
     yield from _repeated_claims(sections)
     for name in methods:
-        if not PLAIN_NAME.fullmatch(name):
+        if not METHOD_NAME_PATTERN.fullmatch(name):
             allowed = "up to 100 small letters, digits and _, a letter first (it becomes a folder)"
             yield ("methods", name), f"found the name {name!r}; allowed: {allowed}"
     yield from _phases_without_data(sections, run)
@@ -307,23 +307,21 @@ def _outside_measurement_problems(sections: dict, name: str, key: str) -> Iterat
             yield f"found {name}; allowed: in run.{other}, by its base class"
 
 
-def _claims(sections: dict, run: dict) -> Misfits:
+def _claim_misfits(sections: dict, run: dict) -> Misfits:
     # Claims may name methods and phases that ``run`` leaves out.
     methods = [*dict_or_empty(sections.get("methods")), *list_or_empty(run.get("calculations"))]
     phases = [phase for phase in PHASES if phase in sections]
     known_by_key = {"method": methods, "against": methods, "phase": phases}
     for section in ("claims", "questions"):
-        for index, comparison in enumerate(
-            map(dict_or_empty, list_or_empty(sections.get(section)))
-        ):
+        for index, claim in enumerate(map(dict_or_empty, list_or_empty(sections.get(section)))):
             for key, allowed in known_by_key.items():
-                value = comparison.get(key)
+                value = claim.get(key)
                 if isinstance(value, str) and value not in allowed:
                     listed = ", ".join(map(str, allowed))
                     text = f"found {value!r}{did_you_mean(value, allowed)}; allowed: {listed}"
                     yield (section, index, key), text
-            method, against = comparison.get("method"), comparison.get("against")
-            if method is not None and method == against and not comparison.get("against_metric"):
+            method, against = claim.get("method"), claim.get("against")
+            if method is not None and method == against and not claim.get("against_metric"):
                 run_methods = ", ".join(map(str, list_or_empty(run.get("methods"))))
                 allowed = f"another of {run_methods}, or the same with against_metric"
                 text = f"found {against!r}, the method itself; allowed: {allowed}"

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from moecore.core.config import Surroundings
 from moecore.core.files import UserError, read_json
-from moecore.core.source_layout import last_traceback_line
+from moecore.core.source_layout import format_error_with_line
 from moecore.data.card import Card, parse_card_json
 from moecore.data.prepared import SPLITS
 from moecore.data.sources.base import Source
@@ -33,16 +33,16 @@ from moecore.training.upcycle import upcycle_model
 
 PREPARED_DATA = Path("artifacts/data")
 DVC_VARIABLE = "DVC_ROOT"  # the folder of the DVC project; DVC sets it for its stages
-ANY_CLASSES = Classification(classes=("one", "other"))  # if the classes are not known yet
-TEACHER_SECTIONS = ("teacher", "model")
+UNKNOWN_CLASSES_TASK = Classification(classes=("one", "other"))  # if the classes are not known yet
+TEACHER_MODEL_KEYS = ("teacher", "model")
 # Errors of building a model with unusual numbers, also torch's and Python's
-REFUSED = (UserError, ValueError, TypeError, RuntimeError, LookupError, AssertionError)
-REFUSED += (ArithmeticError,)
+BUILD_ERRORS = (UserError, ValueError, TypeError, RuntimeError, LookupError, AssertionError)
+BUILD_ERRORS += (ArithmeticError,)
 KEY_PREFIX = re.compile(
     rf"((?:model|teacher|router|text|experts|blocks|finetune|regions|{'|'.join(REDUCING_PHASES)})"
     r"(?:\.\w+)*)(: | is )"
 )
-ROUTER_K = (("finetune", "k"), ("router", "k"), ("router", "router", "k"))
+ROUTER_K_KEYS = (("finetune", "k"), ("router", "k"), ("router", "router", "k"))
 
 
 @contextmanager
@@ -121,8 +121,7 @@ def describe_planned_data(preview: Card) -> str:
         before = preview.channels - 1
         phrases[1] = f"blocks of {preview.shape[0]} tokens, each read after {before} others"
     if preview.counts:
-        numbers = [f"{preview.images[split]:,} {split}" for split in SPLITS]
-        phrases.append(", ".join(numbers))
+        phrases.append(", ".join(f"{preview.image_counts[split]:,} {split}" for split in SPLITS))
     if preview.classes:
         phrases.append(f"{len(preview.classes)} classes")
     if preview.note:
@@ -166,7 +165,7 @@ def model_misfits(study: Study, previews: Mapping[str, Card]) -> list[tuple[tupl
             if teacher is not None and len(image.shape) == 2:
                 try:
                     teacher.check_name(image)
-                except REFUSED as error:
+                except BUILD_ERRORS as error:
                     key, text = split_key_and_message(error)
                     misfits.append((key or ("teacher",), text))
         for name in study.run.methods:
@@ -178,7 +177,7 @@ def planned_image_spec(preview: Card) -> ImageSpec:
     """Return the ImageSpec of data that are not prepared yet, with dummy normalisation."""
     middle = (0.5,) * preview.channels
     fields: dict[str, Any] = {"size": preview.size, "mean": middle, "std": middle}
-    fields |= {"task": preview.task or ANY_CLASSES, "truth": preview.truth}
+    fields |= {"task": preview.task or UNKNOWN_CLASSES_TASK, "truth": preview.truth}
     return ImageSpec(channels=preview.channels, **fields)
 
 
@@ -209,7 +208,7 @@ def _check_method(study: Study, name: str, method: Method, phases: list[Training
             if phase.name != "pretrain":
                 learned = method.for_finetuning(phase.settings.k, phase.settings.guided)
             model = backbone.build(phase.image, learned.moe)
-        except REFUSED as error:
+        except BUILD_ERRORS as error:
             yield _locate_refusal(error, name, method, phase)
             continue
         if learned.moe is not None:
@@ -227,7 +226,7 @@ def _check_method(study: Study, name: str, method: Method, phases: list[Training
             yield from _guiding_problems(study, name, learned, phase.name, model)
             if phase.image.size != phases[0].image.size:
                 teacher = _build_teacher(study, phase.image)[0]
-                yield from _fixed_image_size_problems(TEACHER_SECTIONS, phase.name, teacher)
+                yield from _fixed_image_size_problems(TEACHER_MODEL_KEYS, phase.name, teacher)
 
 
 def _part_misfits_in_built_model(
@@ -262,7 +261,7 @@ def _locate_refusal(
         is_changed = key[1:] and key[1] in method.model
         keys = ("methods", name, *key) if is_changed else key
         return keys, f"{text} (data.{phase.name})" if "image" in text else text
-    if key in ROUTER_K and getattr(phase.settings, "k", None) is not None:
+    if key in ROUTER_K_KEYS and getattr(phase.settings, "k", None) is not None:
         return (phase.name, "k"), f"{text} (methods.{name})"
     return ("methods", name, *key), text
 
@@ -271,7 +270,7 @@ def split_key_and_message(error: Exception) -> tuple[tuple[str, ...], str]:
     """Split an error's text into the words of the dotted key at its start, and its message."""
     text = str(error)
     if not isinstance(error, (UserError, ValueError)):
-        return (), f"cannot be built: {last_traceback_line(error)}"
+        return (), f"cannot be built: {format_error_with_line(error)}"
     match = KEY_PREFIX.match(text)
     if match is None:
         return (), text
@@ -280,7 +279,6 @@ def split_key_and_message(error: Exception) -> tuple[tuple[str, ...], str]:
 
 
 def _fixed_image_size_problems(keys: tuple, phase: str, model: BackboneModel | None) -> Misfits:
-    """Yield (keys, message) if a model cannot be applied to another image size."""
     if model is not None and not model.moves:
         text = f"found {model.config.kind}, whose models work at one image size only"
         allowed = "a model whose weights fit images of any size, as vit"
@@ -294,14 +292,14 @@ def _build_teacher(study: Study, image: ImageSpec) -> tuple[BackboneModel | None
         return None, None
     try:
         return settings.build(image), None
-    except REFUSED as error:
+    except BUILD_ERRORS as error:
         return None, error
 
 
 def _teacher_refusal_problems(refused: Exception | None, phase: str) -> Misfits:
     if refused is not None:
         key, text = split_key_and_message(refused)
-        yield (*TEACHER_SECTIONS, *key[1:]), f"{text} (data.{phase})"
+        yield (*TEACHER_MODEL_KEYS, *key[1:]), f"{text} (data.{phase})"
 
 
 def _guiding_problems(
@@ -315,23 +313,23 @@ def _guiding_problems(
     stages = model.config.stages, teacher.config.stages
     for block, place in zip(blocks, aligned_teacher_blocks(blocks, *stages), strict=True):
         if place < 0:
-            yield _missing_block(name, block, *stages)
+            yield _missing_block_misfit(name, block, *stages)
             return
         read = teacher.depth - 1 if method.teacher_router.features == "final" else place
         layouts = model.layout_of(block), teacher.layout_of(read)
         ours, theirs = (layout.special + prod(layout.grid) for layout in layouts)
         if ours not in (theirs, theirs + 1):
             text = f"found {theirs} tokens of data.{phase}; methods.{name}, which it guides, has "
-            yield TEACHER_SECTIONS, f"{text}{ours}; allowed: the model's patch and pooling"
+            yield TEACHER_MODEL_KEYS, f"{text}{ours}; allowed: the model's patch and pooling"
             return
 
 
-def _missing_block(
+def _missing_block_misfit(
     name: str, block: int, ours: tuple[int, ...], theirs: tuple[int, ...]
 ) -> tuple[tuple, str]:
     if len(ours) != len(theirs):
         text = f"found a model of {len(theirs)} stages; methods.{name}, which it guides, has "
-        return (*TEACHER_SECTIONS, "kind"), f"{text}{len(ours)}; allowed: as many"
+        return (*TEACHER_MODEL_KEYS, "kind"), f"{text}{len(ours)}; allowed: as many"
     if len(ours) == 1:
         key = "depth"
         allowed = str(ours[0])
@@ -341,7 +339,7 @@ def _missing_block(
         allowed = str(list(ours))
         depth = str(list(theirs))
     text = f"found {depth}, which has no block for block {block} of methods.{name}"
-    return (*TEACHER_SECTIONS, key), f"{text}; allowed: {allowed}, or near it"
+    return (*TEACHER_MODEL_KEYS, key), f"{text}; allowed: {allowed}, or near it"
 
 
 def _reduction_problems(study: Study, previews: Mapping[str, Card]) -> Misfits:

@@ -26,9 +26,9 @@ from moecore.study.yaml_document import YamlDocument, did_you_mean, parse_yaml_d
 
 PIPELINES = Path("pipelines")
 PAPER_FILE = "paper.yaml"
-PAPERS = ("prc", "ermoe", "tgr", "moge", "adversarial")  # in the order of a page's tables
+PAPER_FOLDERS = ("prc", "ermoe", "tgr", "moge", "adversarial")  # in the order of a page's tables
 ASKS = "asks"  # of a question: the claims that it answers
-NAME = "claim"  # of an entry of asks: the claim's name
+CLAIM_NAME_KEY = "claim"  # of an entry of asks: the claim's name
 
 
 class PrintedUntestedMetrics(Config):
@@ -117,7 +117,7 @@ def find_paper_file(root: Path, folder: str) -> Path:
 
 def list_papers(root: Path) -> list[str]:
     added = sorted(path.parent.name for path in (root / PIPELINES).glob(f"*/{PAPER_FILE}"))
-    return list(dict.fromkeys((*PAPERS, *added)))
+    return list(dict.fromkeys((*PAPER_FOLDERS, *added)))
 
 
 def load_papers(root: Path) -> dict[str, Paper]:
@@ -135,8 +135,8 @@ def load_named_claims(root: Path) -> dict[str, dict[str, Any]]:
 
 def parse_asked_claim(entry: Any) -> tuple[str, str, dict[str, Any]]:
     """Return (paper's folder, claim's name, changed keys) of one entry of ``asks``."""
-    changes = dict(entry) if isinstance(entry, dict) else {NAME: entry}
-    folder, _, name = str(changes.pop(NAME, "")).partition("/")
+    changes = dict(entry) if isinstance(entry, dict) else {CLAIM_NAME_KEY: entry}
+    folder, _, name = str(changes.pop(CLAIM_NAME_KEY, "")).partition("/")
     return folder, name, changes
 
 

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 from moecore.core import files, source_layout
 from moecore.study import params_reader, yaml_document
-from moecore.study.stages import CODE_STAGE, MEASURE, PHASES, SECTIONS
+from moecore.study.stages import CODE_STAGE, MEASURE, PHASES, STAGE_SECTIONS
 from moecore.study.study import StageSections, Study, stage_by_section
 
 OVERLAY = "overlay.yaml"
-DIRECTIVES = ("stages", "whole")  # keys of a layer that are not sections
-FROM = "from"  # key of a method: the method that it is merged over
+LAYER_DIRECTIVES = ("stages", "whole")  # keys of a layer that are not sections
+BASE_METHOD_KEY = "from"  # key of a method: the method that it is merged over
 
 
 class SettingsLayer(NamedTuple):
@@ -109,7 +109,7 @@ def read_layer(
     # packages: packages of earlier layers, whose names are sections, too.
     # Sections of single stages and measurements last
     names = sorted(Study.model_fields, key=lambda name: name in StageSections.model_fields)
-    directives = (*DIRECTIVES, *directives)
+    directives = (*LAYER_DIRECTIVES, *directives)
     allowed = (*directives, *names, *packages, *document.packages)
     data = {} if document.data is None else document.data
     if not isinstance(data, dict):
@@ -120,7 +120,7 @@ def read_layer(
             hint = yaml_document.did_you_mean(key, allowed)
             raise document.error([key], f"unknown section{hint}; allowed: {', '.join(allowed)}")
     sections = {key: section for key, section in data.items() if key not in directives}
-    stages = _read_list(document, "stages", SECTIONS)
+    stages = _read_list(document, "stages", STAGE_SECTIONS)
     return SettingsLayer(document, sections, stages, _read_list(document, "whole", names) or ())
 
 
@@ -144,7 +144,7 @@ def compose_layers(layers: Sequence[SettingsLayer], root: Path) -> ComposedParam
             for layer, entry_name in chain:
                 entry = layer.methods[entry_name]
                 if isinstance(entry, dict):
-                    entry = {key: value for key, value in entry.items() if key != FROM}
+                    entry = {key: value for key, value in entry.items() if key != BASE_METHOD_KEY}
                 merged = merge_settings(merged, entry)
             values["methods"][name] = merged
     stages = next((source.stages for source in reversed(layers) if source.stages is not None), None)
@@ -213,16 +213,14 @@ def _method_chain(
         entry = layer.methods[name]
         if entry is None:
             return ()
-        base = entry.get(FROM, name) if isinstance(entry, dict) else name
+        base = entry.get(BASE_METHOD_KEY, name) if isinstance(entry, dict) else name
         below = layers[:at] if base == name else layers[: at + 1]
         chain = () if (at, base) in above else _method_chain(base, below, (*above, (at, name)))
         if base != name and not chain:
-            candidates = [other for other in _known_methods(below) if other != name]
-            meant = yaml_document.did_you_mean(base, candidates)
-            text = (
-                f"found {yaml_document.show_value(base)}{meant}; allowed: {', '.join(candidates)}"
-            )
-            raise layer.document.error(("methods", name, FROM), text)
+            others = [other for other in _known_methods(below) if other != name]
+            meant = yaml_document.did_you_mean(base, others)
+            text = f"found {yaml_document.show_value(base)}{meant}; allowed: {', '.join(others)}"
+            raise layer.document.error(("methods", name, BASE_METHOD_KEY), text)
         return (*chain, (layer, name))
     return ()
 

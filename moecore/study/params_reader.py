@@ -28,7 +28,7 @@ from moecore.study import yaml_document
 
 AnySettings = TypeVar("AnySettings", bound=config.Config)
 Keys = tuple[str | int, ...]
-PLACE = re.compile(r"(.*?):(\d+):(\d+): ")  # of an error's line
+ERROR_PLACE_PATTERN = re.compile(r"(.*?):(\d+):(\d+): ")  # of an error's line
 # instead of pydantic's terms of JSON
 PLAIN_WORDS = {"an object": "keys with values", "a valid array": "a list"}
 
@@ -75,17 +75,15 @@ def extract_settings(
     return _validate(model, values, places, document, missing)
 
 
-def validate_document(
-    model: type[AnySettings], document: yaml_document.YamlDocument
-) -> AnySettings:
-    """Return a whole document as settings of class ``model``; UserError: a line per problem."""
+def validate_document(kind: type[AnySettings], document: yaml_document.YamlDocument) -> AnySettings:
+    """Return a whole document as settings of class ``kind``; UserError: a line per problem."""
     if not isinstance(document.data, dict):
         raise files.UserError.at(
             f"{document.path}:1:1",
             found=type(document.data).__name__,
-            allowed=f"keys {', '.join(model.model_fields)}",
+            allowed=f"keys {', '.join(kind.model_fields)}",
         )
-    return _validate(model, document.data, {}, document, [])
+    return _validate(kind, document.data, {}, document, [])
 
 
 def _validate(
@@ -137,14 +135,13 @@ def _list_error_lines(
 
 def error_line_position(line: str) -> tuple[str, int, int]:
     """Return (file, line, column) at the start of an error's line; ("", 0, 0) if missing."""
-    match = PLACE.match(line)
+    match = ERROR_PLACE_PATTERN.match(line)
     if match:
         return (match[1], int(match[2]), int(match[3]))
     return ("", 0, 0)
 
 
 def _file_keys_of_error(item: Any, places: Mapping[str, Keys], data: Any) -> Keys:
-    """Return the keys in the file that correspond to the location of a pydantic error."""
     if not item["loc"]:
         return ()
     first, *rest = item["loc"]
@@ -174,14 +171,14 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
     if kind in ("value_error", "assertion_error"):
         return str(item["ctx"]["error"]), ""
     if kind == "extra_forbidden":
-        owners = _models_at(model, item["loc"][:-1])
+        owners = _classes_at(model, item["loc"][:-1])
         names = [name for owner in owners for name in owner.model_fields]
         hint = yaml_document.did_you_mean(keys[-1], names)
         return f"unknown key{hint}", ", ".join(names) or "(none)"
     if kind == "missing":
         return "missing", describe_allowed_values(model, item["loc"])
     if kind == "union_tag_not_found":
-        return f"{TAG} is missing", _describe_models(_models_at(model, item["loc"]))
+        return f"{TAG} is missing", _describe_classes(_classes_at(model, item["loc"]))
     if kind in ("union_tag_invalid", config.UNKNOWN_KIND):
         tag = item["ctx"]["tag"]
         is_part = kind == config.UNKNOWN_KIND
@@ -190,8 +187,8 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
         outside = ", or package.module where `packages` lists that package" if is_part else ""
         shown = yaml_document.shorten_to_one_line(tag, yaml_document.SHOWN_LETTERS)
         return f"found {TAG}: {shown}{hint}", listed + outside
-    if kind in ("model_type", "dict_type") and (models := _models_at(model, item["loc"])):
-        return f"found {yaml_document.show_value(value)}", _describe_models(models)
+    if kind in ("model_type", "dict_type") and (models := _classes_at(model, item["loc"])):
+        return f"found {yaml_document.show_value(value)}", _describe_classes(models)
     allowed = item["msg"].removeprefix("Input should be ")
     allowed = PLAIN_WORDS.get(allowed, allowed[:1].lower() + allowed[1:])
     hint = ""
@@ -203,20 +200,20 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
 
 def describe_allowed_values(model: type[BaseModel], loc: Sequence[str | int]) -> str:
     """Describe the values that ``model`` allows at ``loc``, the location of a pydantic error."""
-    if models := _models_at(model, loc):
-        return _describe_models(models)
-    owners = [owner for owner in _models_at(model, loc[:-1]) if loc[-1] in owner.model_fields]
+    if models := _classes_at(model, loc):
+        return _describe_classes(models)
+    owners = [owner for owner in _classes_at(model, loc[:-1]) if loc[-1] in owner.model_fields]
     described = owners[0].model_fields[str(loc[-1])].description if owners else None
     return described.rstrip(".") if described else "a value"
 
 
-def _describe_models(models: Sequence[type[BaseModel]]) -> str:
+def _describe_classes(models: Sequence[type[BaseModel]]) -> str:
     if len(models) == 1:
         return f"the keys {', '.join(models[0].model_fields) or '(none)'}"
     return f"{TAG}: {' | '.join(str(model.model_fields[TAG].default) for model in models)}"
 
 
-def _models_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[BaseModel]]:
+def _classes_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[BaseModel]]:
     """Return the settings classes that ``model`` allows at a pydantic error's ``loc``; or []."""
     models = [model]
     for part in loc:
@@ -226,14 +223,14 @@ def _models_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[Ba
         if len(models) > 1 and tagged:
             models = tagged
         elif fields:
-            models = _models_in(fields[0].annotation)
+            models = _classes_in(fields[0].annotation)
     return models
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def _classes_in(annotation: Any) -> list[type[BaseModel]]:
     """Return the settings classes in a type annotation; all parts instead of a family's base."""
     models: list[type[BaseModel]] = []
-    for settings in config.settings_classes_in(annotation):
+    for settings in config.settings_classes_in_annotation(annotation):
         if config.is_family_base(settings):
             models += config.part_classes_by_kind(settings).values()
         else:

@@ -10,11 +10,11 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.representer import RoundTripRepresenter, SafeRepresenter
 
-from moecore.core.files import UserError, write_whole
+from moecore.core.files import UserError, write_atomic
 from moecore.study import check, yaml_document
 from moecore.study.params_layers import ComposedParams, layers_after_replacement
 
-HEAD = """\
+COMPOSED_HEAD = """\
 # yaml-language-server: $schema={schema}
 # Written by `moecore study write`, not by hand: edit {edited}, which says what differs from
 # {base}, then write again. A comment says which files have a section.
@@ -27,7 +27,7 @@ OVERLAY_HEAD = """\
 # What differs in this project from the params.yaml of the installed moecore.
 # `moecore study write` makes params.yaml and dvc.yaml from it.
 """
-WIDTH = 100
+LINE_WIDTH = 100
 ABSENT = object()
 
 
@@ -55,8 +55,8 @@ class ParamsOrigin(NamedTuple):
 
 def params_text(composed: ComposedParams, origin: ParamsOrigin, presets: Sequence[str] = ()) -> str:
     """Return a composed params.yaml as text, with ``presets`` in its head; UserError if invalid."""
-    check.check_document(composed.document, composed.all_stages)
-    head = HEAD.format(edited=origin.edited, base=origin.base, schema=origin.schema)
+    check.check_without_data(composed.document, composed.all_stages)
+    head = COMPOSED_HEAD.format(edited=origin.edited, base=origin.base, schema=origin.schema)
     if presets:
         head += f"# With the presets {', '.join(presets)}.\n"
     texts = [head]
@@ -74,7 +74,7 @@ def params_text(composed: ComposedParams, origin: ParamsOrigin, presets: Sequenc
 def write_and_diff_params(path: Path, text: str) -> list[str]:
     """Write a params.yaml; return one line ``key: old → new`` per changed value."""
     before = yaml_document.load_yaml_document(path).data if path.is_file() else {}
-    write_whole(path, text)
+    write_atomic(path, text)
     return list(list_changes(before, yaml_document.load_yaml_document(path).data))
 
 
@@ -124,14 +124,14 @@ def dump_inline_yaml(value: Any) -> str:
     writer.default_flow_style = None
     writer.sort_base_mapping_type_on_output = False
     writer.allow_unicode = True
-    writer.width = WIDTH
+    writer.width = LINE_WIDTH
     writer.indent(mapping=2, sequence=4, offset=2)
     writer.Representer = _TextRepresenter
     writer.representer.ignore_aliases = lambda *_: True
-    return _dump(writer, value)
+    return _dump_to_text(writer, value)
 
 
-def _dump(writer: YAML, value: Any) -> str:
+def _dump_to_text(writer: YAML, value: Any) -> str:
     stream = io.StringIO()
     writer.dump(value, stream)
     return stream.getvalue()
@@ -142,14 +142,13 @@ def write_assignments(path: Path, assignments: Sequence[str]) -> list[str]:
     # The file stays as it was if the result is invalid.
     before = yaml_document.load_yaml_document(path)
     old = path.read_text(encoding="utf-8")
-    write_whole(path, apply_assignments(old, assignments))
+    write_atomic(path, apply_assignments(old, assignments))
     try:
         check.check_study(path)
     except UserError as error:
-        write_whole(path, old)
-        arguments = yaml_document.shorten_to_one_line(
-            " ".join(f"-S {assignment}" for assignment in assignments)
-        )
+        write_atomic(path, old)
+        text = " ".join(f"-S {assignment}" for assignment in assignments)
+        arguments = yaml_document.shorten_to_one_line(text)
         raise UserError(f"{error}\n{path}: left as it was ({arguments})") from None
     return list(list_changes(before.data, yaml_document.load_yaml_document(path).data))
 
@@ -168,7 +167,7 @@ def apply_assignments(text: str, assignments: Sequence[str]) -> str:
             f"-S {yaml_document.shorten_to_one_line(assignment, yaml_document.SHOWN_LETTERS)}",
         )
         _set_value(data, name.strip().split("."), writer.load(value), assignment)
-    return _dump(writer, data)
+    return _dump_to_text(writer, data)
 
 
 def round_trip_writer(text: str) -> YAML:
@@ -237,7 +236,7 @@ def rename_keys_in_text(text: str, renamed: Sequence[RenamedKey], path: str) -> 
             if comment is not None and name is not None:
                 mapping.ca.items.setdefault(name, comment)
             is_changed = True
-    return _dump(writer, data) if is_changed else text
+    return _dump_to_text(writer, data) if is_changed else text
 
 
 def _mappings_matching(data: Any, segments: Sequence[str]) -> Iterator[CommentedMap]:

@@ -25,12 +25,12 @@ Previews = Mapping[str, Card]
 NO_TEACHER = "no_teacher"
 MIN_STEPS = 100  # per training
 Placed = Iterator[tuple[tuple, Any, Surroundings]]  # (keys, settings, their surroundings)
-HOLDERS = (Config, dict, list, tuple)  # types that can contain settings objects
+CONTAINER_TYPES = (Config, dict, list, tuple)  # types that can contain settings objects
 MEASURING_SECTIONS = tuple(  # of stages that look at the models of run.phases
     key
-    for row in stages.ROWS
-    if "phase" in row.item
-    for key in stages.SECTIONS[row.name]
+    for row in stages.STAGE_ROWS
+    if "phase" in row.item_names
+    for key in stages.STAGE_SECTIONS[row.name]
     if key not in ("run", "methods")
 )
 
@@ -65,12 +65,11 @@ def walk_settings(keys: tuple, value: Any, around: Surroundings) -> Placed:
         value = dict(enumerate(value))
     if isinstance(value, dict):
         for name, inner in value.items():
-            if isinstance(inner, HOLDERS):
+            if isinstance(inner, CONTAINER_TYPES):
                 yield from walk_settings((*keys, name), inner, around)
 
 
 def data_surroundings(study: Study, previews: Previews, phase: str) -> Surroundings:
-    """Return the surroundings of settings that work on a phase's data."""
     source = study.data.get(phase)
     if phase == "teacher":
         source = None if study.teacher is None else study.teacher.data
@@ -82,7 +81,7 @@ def sections_to_check(study: Study, previews: Previews) -> Placed:
     pretraining = data_surroundings(study, previews, "pretrain")
     for name, method in study.methods.items():
         around = pretraining if name in study.run.methods else Surroundings()
-        yield ("methods", name), method, around._replace(images=_images_by_phase(study, method))
+        yield (("methods", name), method, around._replace(images=_batch_by_phase(study, method)))
     yield ("model",), study.model, pretraining
     if (teacher := study.teacher) is not None:
         yield ("teacher",), teacher.model_copy(update={"training": None}), pretraining
@@ -110,7 +109,7 @@ def find_section_settings(study: Study, name: str) -> Any:
     return settings
 
 
-def _images_by_phase(study: Study, method: Method) -> dict[str, int]:
+def _batch_by_phase(study: Study, method: Method) -> dict[str, int]:
     images = {}
     for phase in stages.TRAINING_PHASES:
         training = getattr(study, phase)
@@ -148,7 +147,7 @@ def list_section_conflicts(study: Study) -> Misfits:
             except UserError as error:
                 yield ("methods", name, key), str(error)
         if name in study.run.methods:
-            yield from _needs_of_teacher(study, name, method)
+            yield from _missing_teacher_misfits(study, name, method)
             training = study.pretrain
             if method.views == 2 and training is not None and training.views == ViewSettings():
                 kind = next(loss.kind for loss in method.regularizers if "two_views" in loss.needs)
@@ -163,11 +162,11 @@ def list_section_conflicts(study: Study) -> Misfits:
         both = f"data.{phases[0]} and data.{other[0]} are of two sorts, real numbers and classes"
         place = ("run", "phases", study.run.phases.index(other[0]))
         yield place, f"found phases whose {both}; allowed: phases of one sort"
-    yield from _calibrator(study)
-    yield from _measurements(study)
+    yield from _calibrator_misfits(study)
+    yield from _measurement_misfits(study)
 
 
-def _needs_of_teacher(study: Study, name: str, method: Method) -> Misfits:
+def _missing_teacher_misfits(study: Study, name: str, method: Method) -> Misfits:
     teacher = study.teacher
     if teacher is not None and teacher.kind != NO_TEACHER:
         return
@@ -186,7 +185,7 @@ def _needs_of_teacher(study: Study, name: str, method: Method) -> Misfits:
             yield ("methods", name, *keys), f"{text}; allowed: {allowed}"
 
 
-def _calibrator(study: Study) -> Misfits:
+def _calibrator_misfits(study: Study) -> Misfits:
     if study.calibrate is None:
         return
     calibrator = study.calibrate.calibrator
@@ -203,7 +202,7 @@ def _calibrator(study: Study) -> Misfits:
             yield ("run", "phases", index), f"{text}; allowed: other phases, or no calibrate"
 
 
-def _measurements(study: Study) -> Misfits:
+def _measurement_misfits(study: Study) -> Misfits:
     for index, phase in enumerate(study.run.phases):
         keys = ("run", "phases", index) if study.run.thorough is None else ("run", "thorough")
         reasons = []
@@ -258,7 +257,7 @@ def _planned_steps(training: Any, card: Card | None) -> int | None:
         return training.epochs * training.updates
     if card is None or not card.counts or len(card.shape) == 1:
         return None
-    images = card.images["train"]
+    images = card.image_counts["train"]
     if training.shots is not None and card.classes:
         images = training.shots * len(card.classes)
     return training.epochs * (images // training.batch)

@@ -33,38 +33,36 @@ from filelock import FileLock
 from pydantic import AfterValidator, Field, model_validator
 
 from moecore.core import config, source_layout
-from moecore.core.files import UserError, describe_refusal, read_json, write_whole
-from moecore.study import papers, params_layers
+from moecore.core.files import UserError, format_found_and_allowed, read_json, write_atomic
+from moecore.study import papers, params_layers, params_reader, run_and_claims
 from moecore.study.papers import ASKS, PIPELINES
-from moecore.study.params_reader import extract_settings
-from moecore.study.run_and_claims import PhaseName
 from moecore.study.yaml_document import YamlDocument, did_you_mean, load_yaml_document, show_value
 
 WORLDS = "worlds"
-RESULTS = "results"
-TEXTS = ("question", "answer", "world", "was")
-DIRECTIVES = (*TEXTS, "seeds", "rounds", "presets", "tune", ASKS)
+RESULTS_FOLDER = "results"
+TEXT_KEYS = ("question", "answer", "world", "was")
+DIRECTIVES = (*TEXT_KEYS, "seeds", "rounds", "presets", "tune", ASKS)
 ROUND_DIRECTIVES = ("was", "seeds", ASKS)
-SEEDS = re.compile(r"(\d+)-(\d+)")
+SEED_RANGE_PATTERN = re.compile(r"(\d+)-(\d+)")
 MAX_SEEDS = 1000
 TUNED_PHASE = "pretrain"  # whose learning rate is tuned
-TUNED = "tuned"  # key of a question's results, in addition to its rounds
+TUNED_KEY = "tuned"  # key of a question's results, in addition to its rounds
 RATE = "learning_rate"
-THRESHOLD = "threshold"
-MIN_GRID = 3
+THRESHOLD_KEY = "threshold"
+MIN_GRID_VALUES = 3
 
 
 def _check_grid(values: tuple[float, ...]) -> tuple[float, ...]:
-    if len(values) < MIN_GRID or list(values) != sorted(set(values)):
-        allowed = f"{MIN_GRID} or more values, ascending"
-        raise ValueError(describe_refusal(found=list(values), allowed=allowed))
+    if len(values) < MIN_GRID_VALUES or list(values) != sorted(set(values)):
+        allowed = f"{MIN_GRID_VALUES} or more values, ascending"
+        raise ValueError(format_found_and_allowed(found=list(values), allowed=allowed))
     return values
 
 
 Grid = Annotated[tuple[float, ...], AfterValidator(_check_grid)]
 
 
-class ThresholdTuning(config.Config):
+class FallbackThresholdGrid(config.Config):
     """Grid from which a router's threshold is chosen, by the wanted share of fallbacks (ERMoE)."""
 
     method: str
@@ -77,7 +75,7 @@ class TuningGrids(config.Config):
 
     learning_rates: Grid
     seeds: tuple[int, ...] = Field(min_length=1, description="seeds that no round has")
-    threshold: ThresholdTuning | None = None
+    threshold: FallbackThresholdGrid | None = None
 
 
 class TuneSection(config.Config):
@@ -86,14 +84,14 @@ class TuneSection(config.Config):
     tune: TuningGrids | None = None
 
 
-MIN_LEAD = 3  # of a dense model over logistic regression, percentage points
+MIN_DENSE_LEAD = 3  # of a dense model over logistic regression, percentage points
 Percent = Annotated[float, Field(ge=0, le=100)]
 
 
 class WorldBaselineAccuracies(config.Config):
     """Accuracies (%) of simple classifiers and a dense model on a world's validation images."""
 
-    phase: PhaseName = "pretrain"
+    phase: run_and_claims.PhaseName = "pretrain"
     logistic: Percent = 0
     neighbours: Percent = 0
     cnn: Percent = 0
@@ -102,11 +100,11 @@ class WorldBaselineAccuracies(config.Config):
     unreached: str = ""
 
     @model_validator(mode="after")
-    def _dense_ahead(self) -> Self:
-        if not self.unreached and self.dense - self.logistic < MIN_LEAD:
+    def _check_dense_ahead(self) -> Self:
+        if not self.unreached and self.dense - self.logistic < MIN_DENSE_LEAD:
             pair = f"dense {self.dense:g}, logistic {self.logistic:g}"
-            allowed = f"dense ahead by {MIN_LEAD} or more; or unreached, with the reason"
-            raise ValueError(describe_refusal(found=pair, allowed=allowed))
+            allowed = f"dense ahead by {MIN_DENSE_LEAD} or more; or unreached, with the reason"
+            raise ValueError(format_found_and_allowed(found=pair, allowed=allowed))
         return self
 
 
@@ -153,25 +151,26 @@ class QuestionFile:
     @cached_property
     def tuning(self) -> TuningGrids | None:
         """The question's grids for ``moecore tune``; None if its learning rates are fixed."""
-        return extract_settings(TuneSection, self.document).tune
+        return params_reader.extract_settings(TuneSection, self.document).tune
 
     @property
-    def results(self) -> Path:
-        return self.root / PIPELINES / RESULTS / f"{self.name}.json"
+    def results_path(self) -> Path:
+        return self.root / PIPELINES / RESULTS_FOLDER / f"{self.name}.json"
 
-    def find_earlier_files(self, suffix: str) -> dict[str, Path]:
+    def find_old_files(self, suffix: str) -> dict[str, Path]:
         """Return part (a round's number, or "tuned") → its file of moecore 0.3."""
-        paths = sorted(self.results.parent.glob(f"{self.results.stem}.*{suffix}"))
+        paths = sorted(self.results_path.parent.glob(f"{self.results_path.stem}.*{suffix}"))
         parts = {path.stem.rpartition(".")[2]: path for path in paths}
-        return {part: path for part, path in parts.items() if _is_part(part)}
+        return {part: path for part, path in parts.items() if _is_results_key(part)}
 
     def read_results(self) -> dict[str, Any]:
         """Return part (a round's number as text, or "tuned") → stored results; {} without any."""
-        parts = {part: read_json(path) for part, path in self.find_earlier_files(".json").items()}
-        if self.results.is_file():
-            parts |= split_results(read_json(self.results))
+        parts = {part: read_json(path) for part, path in self.find_old_files(".json").items()}
+        if self.results_path.is_file():
+            parts |= split_results_by_round(read_json(self.results_path))
         if not all(isinstance(part, dict) for part in parts.values()):
-            raise UserError.at(self.results, found="no results", allowed="the results of rounds")
+            allowed = "the results of rounds"
+            raise UserError.at(self.results_path, found="no results", allowed=allowed)
         return parts
 
     def lock_results(self) -> FileLock:
@@ -180,7 +179,7 @@ class QuestionFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         return FileLock(path)
 
-    def store_part(self, part: str, value: Mapping[str, Any]) -> None:
+    def update_results_file(self, part: str, value: Mapping[str, Any]) -> None:
         """Store the results of ``part``, a round's number or "tuned", and keep the other parts."""
         with self.lock_results():
             parts = self.read_results() | {part: value}
@@ -188,34 +187,33 @@ class QuestionFile:
                 f'"{key}": {json.dumps(parts[key], indent=2, allow_nan=False, ensure_ascii=False)}'
                 for key in sorted(parts)
             ]
-            write_whole(self.results, "{\n" + ",\n".join(texts) + "\n}\n")
-            for path in self.find_earlier_files(".json").values():
+            write_atomic(self.results_path, "{\n" + ",\n".join(texts) + "\n}\n")
+            for path in self.find_old_files(".json").values():
                 path.unlink()
 
-    def check_baseline(self) -> None:
+    def check_world_baseline(self) -> None:
         if self.world is not None:
-            extract_settings(WorldBaselineSection, self.world)
+            params_reader.extract_settings(WorldBaselineSection, self.world)
 
     @property
     def asking_files(self) -> list[Path]:
         """The question's file, and the project's paper.yaml files with its claims."""
         data = self.document.data
         parts = (data, *(data.get("rounds") or ()))
-        folders = (
-            papers.parse_asked_claim(entry)[0] for part in parts for entry in part.get(ASKS) or ()
-        )
+        asks = (ask for part in parts for ask in part.get(ASKS) or ())
+        folders = (papers.parse_asked_claim(ask)[0] for ask in asks)
         files = [papers.find_paper_file(self.root, folder) for folder in dict.fromkeys(folders)]
         return [self.path, *(file for file in files if self.root in file.parents)]
 
-    def read_part(
+    def read_round_or_preset(
         self, document: YamlDocument, directives: Sequence[str]
     ) -> params_layers.SettingsLayer:
         """Return a round or preset as a layer, with the claims that ``asks`` names in full."""
         # directives: keys of ``document`` that are not sections.
         packages = tuple(name for layer in self.layers for name in layer.document.packages)
-        return self._expand(params_layers.read_layer(document, packages, directives))
+        return self._expand_claims(params_layers.read_layer(document, packages, directives))
 
-    def _expand(self, layer: params_layers.SettingsLayer) -> params_layers.SettingsLayer:
+    def _expand_claims(self, layer: params_layers.SettingsLayer) -> params_layers.SettingsLayer:
         """Return the layer with complete claims instead of their names under ``asks``."""
         if ASKS not in (layer.document.data or {}):
             return layer
@@ -231,7 +229,7 @@ class QuestionFile:
         question = params_layers.read_layer(self.document, layers[0].document.packages, DIRECTIVES)
         if not isinstance(self.document.data, dict):
             raise UserError(f"{self.path}:1:1: is empty; allowed: a question and its sections")
-        for key in TEXTS:
+        for key in TEXT_KEYS:
             value = self.document.data.get(key, "")
             if not isinstance(value, str):
                 raise self.document.error((key,), f"found {show_value(value)}; allowed: a text")
@@ -243,7 +241,7 @@ class QuestionFile:
                 raise self.document.error(("world",), text)
             self.world = load_yaml_document(folder / f"{name}.yaml")
             layers.append(params_layers.read_layer(self.world, (), ("baseline",)))
-        return [*layers, self._expand(question)]
+        return [*layers, self._expand_claims(question)]
 
     def _read_rounds(self) -> Iterator[tuple[YamlDocument, list[params_layers.SettingsLayer]]]:
         """Yield (document, layers) of each round; one round if the file lists none."""
@@ -262,7 +260,7 @@ class QuestionFile:
                 raise self.document.error((key,), text)
         for index in range(len(rounds)):
             part = self.document.below("rounds").below(index)
-            layer = self.read_part(part, ROUND_DIRECTIVES)
+            layer = self.read_round_or_preset(part, ROUND_DIRECTIVES)
             if not isinstance(layer.sections.get("methods", []), list):
                 text = f"found {show_value(layer.sections['methods'])}; allowed: a list of names"
                 raise part.error(("methods",), text)
@@ -284,7 +282,7 @@ class QuestionRound(NamedTuple):
         return self.question.name + suffix
 
     @property
-    def was(self) -> str:
+    def old_name(self) -> str:
         return (self.document.data or {}).get("was") or ""
 
     @property
@@ -292,13 +290,13 @@ class QuestionRound(NamedTuple):
         return self.question.root / source_layout.RUNS / self.name.replace("/", ".")
 
     @property
-    def part(self) -> str:
+    def results_key(self) -> str:
         """The round's key in the question's results."""
         return str(self.number)
 
     def read_numbers(self) -> dict[str, Any]:
         """Return the round's stored results, as compare.json has them; {} without any."""
-        return self.question.read_results().get(self.part, {})
+        return self.question.read_results().get(self.results_key, {})
 
     @property
     def command(self) -> str:
@@ -309,14 +307,14 @@ class QuestionRound(NamedTuple):
         """Return the round's params.yaml, with the settings of ``presets`` merged over it."""
         question = self.question
         layers = [*self.layers]
-        if question.tuning and (tuned := question.read_results().get(TUNED)):
+        if question.tuning and (tuned := question.read_results().get(TUNED_KEY)):
             layers.append(self._layer_of_tuned_rates(tuned["methods"]))
         for name in presets:
             if name not in question.presets:
                 allowed = ", ".join(question.presets) or "none, as there are no presets"
                 text = f"found no preset {name!r}{did_you_mean(name, [*question.presets])}"
                 raise UserError(f"{question.name}: {text}; allowed: {allowed}")
-            layers.append(question.read_part(question.presets[name], (ASKS,)))
+            layers.append(question.read_round_or_preset(question.presets[name], (ASKS,)))
         return params_layers.compose_layers(layers, question.root)
 
     def _layer_of_tuned_rates(self, choices: Mapping[str, Any]) -> params_layers.SettingsLayer:
@@ -327,18 +325,17 @@ class QuestionRound(NamedTuple):
             for name in names
         }
         sections = {"methods": rates}
-        return params_layers.SettingsLayer(
-            YamlDocument(str(self.question.results), sections), sections
-        )
+        document = YamlDocument(str(self.question.results_path), sections)
+        return params_layers.SettingsLayer(document, sections)
 
 
-def _is_part(key: str) -> bool:
-    return key == TUNED or key.isdigit()
+def _is_results_key(key: str) -> bool:
+    return key == TUNED_KEY or key.isdigit()
 
 
-def split_results(content: Any) -> dict[str, Any]:
+def split_results_by_round(content: Any) -> dict[str, Any]:
     """Return a file as part → results; a file of moecore 0.3 has only those of the first round."""
-    if isinstance(content, dict) and all(map(_is_part, content)):
+    if isinstance(content, dict) and all(map(_is_results_key, content)):
         return dict(content)
     return {"1": content}
 
@@ -353,7 +350,7 @@ def list_question_names(root: Path) -> list[str]:
     return [
         f"{file.parent.name}/{file.stem}"
         for file in files
-        if file.parent.name not in (WORLDS, RESULTS) and file.name != papers.PAPER_FILE
+        if file.parent.name not in (WORLDS, RESULTS_FOLDER) and file.name != papers.PAPER_FILE
     ]
 
 
@@ -383,7 +380,7 @@ def find_question(root: Path, name: str) -> QuestionFile:
 
 
 def find_round_by_old_name(root: Path, name: str) -> QuestionRound | None:
-    return next((candidate for candidate in load_rounds(root) if candidate.was == name), None)
+    return next((candidate for candidate in load_rounds(root) if candidate.old_name == name), None)
 
 
 def _copy_run_keys(layer: params_layers.SettingsLayer) -> params_layers.SettingsLayer:
@@ -402,7 +399,7 @@ def _copy_run_keys(layer: params_layers.SettingsLayer) -> params_layers.Settings
     data: Mapping[str, Any] = layer.document.data or {}
     if "seeds" in data:
         added["seeds"] = seeds = data["seeds"]
-        match = SEEDS.fullmatch(seeds) if isinstance(seeds, str) else None
+        match = SEED_RANGE_PATTERN.fullmatch(seeds) if isinstance(seeds, str) else None
         if match and int(match[2]) - int(match[1]) < MAX_SEEDS:  # others are refused as run.seeds
             added["seeds"] = list(range(int(match[1]), int(match[2]) + 1))
     present = run if isinstance(run, dict) else {}

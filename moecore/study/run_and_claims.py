@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from moecore.core.config import Config
-from moecore.core.files import describe_refusal
+from moecore.core.files import format_found_and_allowed
 from moecore.study.stages import PHASES
 
 if TYPE_CHECKING:
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 else:
     PhaseName = Literal[PHASES]  # the names in this tuple
 Direction = Literal["higher", "lower", "equivalent", "no_worse"]
-WITH_MARGIN = ("equivalent", "no_worse")
+DIRECTIONS_WITH_MARGIN = ("equivalent", "no_worse")
 # of a paper; it may begin with a formula, or be a cell of a table
 WHOLE_SENTENCE = re.compile(r'(k ?=|[^a-z…]).*[.?!]|(figure|table) [^"]+: ".+"', re.DOTALL)
-TAUGHT = ("router_kl", "distillation", "teacher")  # words in a method that needs a teacher
-OF_FINETUNING = ("guided_finetuning", "unguided_regularizers")  # of a method
-SAMPLES = ("root", "test_unused", "test_limit")  # of data: where they are, and which are tested
-SIZES = ("images", "batch", "overlays", "augmentations", "sweeps", "audit")  # of a measurement
-MEASURING_CLASS = re.compile(r"\((Measurement|Calculation)\):")
+TEACHER_WORDS = ("router_kl", "distillation", "teacher")  # words in a method that needs a teacher
+FINETUNING_KEYS = ("guided_finetuning", "unguided_regularizers")  # of a method
+SAMPLE_KEYS = ("root", "test_unused", "test_limit")  # of data: where they are, and which are tested
+SIZE_KEYS = ("images", "batch", "overlays", "augmentations", "sweeps", "audit")  # of a measurement
+MEASURING_CLASS_PATTERN = re.compile(r"\((Measurement|Calculation)\):")
 
 
 class RunSelection(Config):
@@ -52,7 +52,7 @@ class RunSelection(Config):
         if empty and len(empty) < len(named):
             allowed = "at least one each, or none of methods, seeds and phases"
             lack = f"none of {' and '.join(empty)}"
-            raise ValueError(describe_refusal(found=lack, allowed=allowed))
+            raise ValueError(format_found_and_allowed(found=lack, allowed=allowed))
         return self
 
     @model_validator(mode="after")
@@ -93,20 +93,20 @@ class Comparison(Config):
 
     @model_validator(mode="after")
     def _margin_where_needed(self) -> Self:
-        if (self.better in WITH_MARGIN) == (self.margin is None):
-            kinds = " and ".join(WITH_MARGIN)
+        if (self.better in DIRECTIONS_WITH_MARGIN) == (self.margin is None):
+            kinds = " and ".join(DIRECTIONS_WITH_MARGIN)
             allowed = f"a margin, a number > 0 in the metric's unit, with {kinds} and only there"
             pair = f"margin {self.margin}, better {self.better}"
-            raise ValueError(describe_refusal(found=pair, allowed=allowed))
+            raise ValueError(format_found_and_allowed(found=pair, allowed=allowed))
         if self.margin and self.reference_effect:
             share = self.margin / self.reference_effect
             if share > 1 / 3 and not math.isclose(share, 1 / 3):
                 pair = f"margin {self.margin:g}, reference_effect {self.reference_effect:g}"
                 allowed = "a third of the reference_effect, or less"
-                raise ValueError(describe_refusal(found=pair, allowed=allowed))
+                raise ValueError(format_found_and_allowed(found=pair, allowed=allowed))
         if self.against_metric == self.metric:
             metric = f"against_metric {self.metric}, the metric itself"
-            raise ValueError(describe_refusal(found=metric, allowed="another one, or none"))
+            raise ValueError(format_found_and_allowed(found=metric, allowed="another one, or none"))
         return self
 
     @property
@@ -147,19 +147,20 @@ class Claim(Comparison):
         if not WHOLE_SENTENCE.fullmatch(quote):
             end = f"a quote that stops inside a sentence: … {quote[-30:]}"
             allowed = 'whole sentences, up to their ".", "?" or "!", or table N, …: "the cell"'
-            raise ValueError(describe_refusal(found=end, allowed=allowed))
+            raise ValueError(format_found_and_allowed(found=end, allowed=allowed))
         return quote
 
     @model_validator(mode="after")
     def _has_effects_that_fit(self) -> Self:
         if self.margin and not self.reference_effect:
             allowed = "also a reference_effect, which the paper prints, of three margins or more"
-            raise ValueError(describe_refusal(found="a margin alone", allowed=allowed))
+            raise ValueError(format_found_and_allowed(found="a margin alone", allowed=allowed))
         side = {"higher": 1, "lower": -1}.get(self.better)
         if side and self.effect is not None and side * self.effect <= 0:
             sign = ">" if side > 0 else "<"
             effect = f"effect {self.effect:g}, better {self.better}"
-            raise ValueError(describe_refusal(found=effect, allowed=f"method − against, {sign} 0"))
+            allowed = f"method − against, {sign} 0"
+            raise ValueError(format_found_and_allowed(found=effect, allowed=allowed))
         return self
 
 
@@ -172,7 +173,7 @@ class Question(Comparison):
 
 def file_defines_measurement(file: Path) -> bool:
     """Return whether a Python file defines a measurement or a calculation."""
-    return MEASURING_CLASS.search(file.read_text(encoding="utf-8")) is not None
+    return MEASURING_CLASS_PATTERN.search(file.read_text(encoding="utf-8")) is not None
 
 
 def compared_quantity_key(comparison: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -205,14 +206,14 @@ def design_digest(study: Mapping[str, Any], comparison: Comparison, stage: str =
     methods = study.get("methods") or {}
     compared = {name: methods.get(name) for name in (comparison.method, comparison.against)}
     if comparison.phase == PHASES[0]:
-        compared = _without_keys(compared, OF_FINETUNING)
+        compared = _without_keys(compared, FINETUNING_KEYS)
     sections: dict[str, Any] = {name: study.get(name) for name in ("model", *phases)}
-    if any(word in json.dumps(compared) for word in TAUGHT):
+    if any(word in json.dumps(compared) for word in TEACHER_WORDS):
         sections |= {name: study.get(name) for name in ("teacher", "teacher_router")}
     data = study.get("data") or {}
     sections |= {"methods": compared, "data": {name: data.get(name) for name in phases}}
-    measured = _without_keys(study.get(stage), SIZES)
-    sections = _without_keys(sections, SAMPLES) | {"measured": measured}
+    measured = _without_keys(study.get(stage), SIZE_KEYS)
+    sections = _without_keys(sections, SAMPLE_KEYS) | {"measured": measured}
     return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 METHODS, SEEDS, PHASES_RUN = "${run.methods}", "${run.seeds}", "${run.phases}"
-EACH = {  # the matrix of DVC: the stage runs once per item
+DVC_MATRICES = {  # the matrix of DVC: the stage runs once per item
     "": {},
     "data": {"key": "${data}"},  # not a matrix but a foreach
     "seed": {"seed": SEEDS},
@@ -33,7 +33,7 @@ class Stage(NamedTuple):
 
     name: str
     says: str
-    each: str = ""  # key of EACH: the matrix with an item per run; "": it runs once
+    each: str = ""  # key of DVC_MATRICES: the matrix with an item per run; "": it runs once
     keys: tuple[str, ...] | None = None  # keys of params.yaml that it reads; None: its name
     code: tuple[str, ...] = ()  # hashes below artifacts/code, except its script's and method's
     after: tuple[str, ...] = ()  # inputs below artifacts, if a stage of the study writes them
@@ -54,9 +54,9 @@ class Stage(NamedTuple):
         return self.script or self.name
 
     @property
-    def item(self) -> tuple[str, ...]:
+    def item_names(self) -> tuple[str, ...]:
         """The names of the values that differ between the stage's runs: ("method", "seed")."""
-        return tuple(EACH[self.each])
+        return tuple(DVC_MATRICES[self.each])
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -65,12 +65,12 @@ class Stage(NamedTuple):
     @property
     def item_path(self) -> str:
         """Template of the path of a run's result and history: ``cost/{phase}/{method}/{seed}``."""
-        return self.path or "/".join([self.name, *(f"{{{name}}}" for name in self.item)])
+        return self.path or "/".join([self.name, *(f"{{{name}}}" for name in self.item_names)])
 
     @property
-    def hashes(self) -> tuple[str, ...]:
+    def hash_files(self) -> tuple[str, ...]:
         """The files with hashes of the stage's code, below artifacts/code, without suffix."""
-        method = ("methods/{method}",) if "method" in self.item else ()
+        method = ("methods/{method}",) if "method" in self.item_names else ()
         return (f"stages/{self.module}", *self.code, *method)
 
     @property
@@ -78,11 +78,11 @@ class Stage(NamedTuple):
         return bool(self.title)
 
 
-METHOD = "methods.{method}"
+METHOD_KEY_TEMPLATE = "methods.{method}"
 DATA, MODEL = "data/{phase}", "{phase}/{method}/{seed}"
 ROUTERS, PRETRAINED = "teacher_router/{method}/{seed}", "pretrain/{method}/{seed}"
-OUT_OF_FOLD = "out_of_fold/{phase}/{method}/{seed}"
-ROWS = (
+OUT_OF_FOLD_PATH = "out_of_fold/{phase}/{method}/{seed}"
+STAGE_ROWS = (
     Stage(
         "code",
         "Hash the source files that decide the result of a stage",
@@ -113,7 +113,7 @@ ROWS = (
         "teacher_router",
         "Routers on the frozen teacher of a seed, for the methods that it guides",
         each="model",
-        keys=("model", "teacher_router", METHOD),
+        keys=("model", "teacher_router", METHOD_KEY_TEMPLATE),
         after=("data/pretrain", "teacher/{seed}"),
         early=True,
     ),
@@ -121,7 +121,7 @@ ROWS = (
         "pretrain",
         "One method trained from scratch with one seed",
         each="model",
-        keys=("model", "pretrain", METHOD),
+        keys=("model", "pretrain", METHOD_KEY_TEMPLATE),
         after=("data/pretrain", ROUTERS),
         title="Pretrained",
         trains=True,
@@ -130,7 +130,7 @@ ROWS = (
         "finetune",
         "A pretrained model goes on with other data at another resolution",
         each="model",
-        keys=("finetune", METHOD),
+        keys=("finetune", METHOD_KEY_TEMPLATE),
         after=("data/finetune", PRETRAINED, ROUTERS),
         words="finetune {method} {seed}",
         title="Fine-tuned",
@@ -140,7 +140,7 @@ ROWS = (
         "adversarial",
         "The same pretrained model goes on with images that are attacked at every step",
         each="model",
-        keys=("adversarial", METHOD),
+        keys=("adversarial", METHOD_KEY_TEMPLATE),
         code=("sections/adversarial",),
         after=("data/adversarial", PRETRAINED, ROUTERS),
         script="finetune",
@@ -175,11 +175,11 @@ ROWS = (
         "Training volumes predicted by models that never saw them, where calibrate.calibrator is "
         "fitted on such",
         each="model",
-        keys=("model", "pretrain", METHOD, "calibrate.calibrator", "out_of_fold"),
+        keys=("model", "pretrain", METHOD_KEY_TEMPLATE, "calibrate.calibrator", "out_of_fold"),
         code=("sections/calibrate",),
         after=("data/pretrain", ROUTERS),
         path="out_of_fold/pretrain/{method}/{seed}",
-        settings="moecore.brain.prediction_table.OutOfFoldSettings",
+        settings="moecore.brain.age_predictions.OutOfFoldSettings",
         usual=False,
     ),
     Stage(
@@ -195,7 +195,7 @@ ROWS = (
         "Fit the calibration on the validation split, measure it on the test split",
         each="measured model",
         code=("sections/calibrate",),
-        after=(DATA, MODEL, OUT_OF_FOLD),
+        after=(DATA, MODEL, OUT_OF_FOLD_PATH),
         folder=True,
     ),
     Stage(
@@ -228,7 +228,7 @@ ROWS = (
         "measure",
         "One measurement of one trained model",
         each="measurement",
-        keys=("{what}", METHOD),
+        keys=("{what}", METHOD_KEY_TEMPLATE),
         code=("measure/{what}",),
         after=(DATA, MODEL),
         path=f"{{what}}/{MODEL}",
@@ -288,27 +288,26 @@ ROWS = (
         },
     ),
 )
-STAGES = {stage.name: stage for stage in ROWS}
+STAGES = {stage.name: stage for stage in STAGE_ROWS}
 CODE_STAGE = "code"
 MEASURE = "measure"
 CALCULATE = "calculate"
 LAST_STAGES = ("compare", "numbers")
 
-PHASES = tuple(stage.name for stage in ROWS if stage.is_phase)
+PHASES = tuple(stage.name for stage in STAGE_ROWS if stage.is_phase)
 TRAINING_PHASES = tuple(name for name in PHASES if STAGES[name].trains)  # on their own data
 REDUCING_PHASES = tuple(name for name in PHASES if not STAGES[name].trains)  # to fewer experts
-TRAINING_STAGES = tuple(stage.name for stage in ROWS if stage.trains)
-MODEL_STAGES = tuple(stage.name for stage in ROWS if stage.trains or stage.is_phase)
-MEASURED_STAGES = tuple(stage.name for stage in ROWS if stage.each == "measured model")
-SECTIONS = {  # of params.yaml, by the stage that reads them; {what}, {phase} are named by ``run``
+TRAINING_STAGES = tuple(stage.name for stage in STAGE_ROWS if stage.trains)
+MODEL_STAGES = tuple(stage.name for stage in STAGE_ROWS if stage.trains or stage.is_phase)
+MEASURED_STAGES = tuple(stage.name for stage in STAGE_ROWS if stage.each == "measured model")
+STAGE_SECTIONS = {  # of params.yaml, by the stage that reads them; {what}, {phase}: see ``run``
     stage.name: tuple(dict.fromkeys(key.partition(".")[0] for key in stage.reads if key[0] != "{"))
-    for stage in ROWS
+    for stage in STAGE_ROWS
     if stage.reads
 }
 
 
 def describe_how_to_add(stage: str) -> str:
-    """Return a phrase on how to add a missing stage to dvc.yaml."""
     command = f"`moecore upgrade --yes --stage {stage}`"
     return f"the stage {stage} (to add it: {command}; in a question or overlay.yaml: `stages`)"
 
@@ -316,11 +315,11 @@ def describe_how_to_add(stage: str) -> str:
 def list_hash_files(name: str, **item: str | None) -> list[str]:
     """Return a stage's or measurement's files in artifacts/code; item: values of {placeholders}."""
     stage = STAGES.get(name, STAGES[MEASURE if item.get("method") else CALCULATE])
-    return [hash_file_name(path).format(what=name, **item) for path in stage.hashes]
+    return [hash_file_name(path).format(what=name, **item) for path in stage.hash_files]
 
 
 def hash_file_name(path: str) -> str:
-    """Return an entry of ``Stage.hashes`` with suffix .json; the folder ``methods`` gets none."""
+    """Return an entry of ``Stage.hash_files`` with suffix .json; the folder ``methods``: none."""
     return path if path == "methods" else f"{path}.json"
 
 
@@ -328,6 +327,6 @@ def find_stage_of_command(arguments: Sequence[str]) -> str:
     """Return the stage that Python's ``arguments``, -m moecore.stages.SCRIPT WORD …, run."""
     script, *rest = arguments[1:]
     script = script.rpartition(".")[2]
-    names = [stage.name for stage in ROWS if stage.module == script]
+    names = [stage.name for stage in STAGE_ROWS if stage.module == script]
     word = rest[0] if rest else ""
     return next(name for name in (word, script, *names) if name in names)

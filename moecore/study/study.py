@@ -21,8 +21,8 @@ from moecore.study.stages import (
     CODE_STAGE,
     LAST_STAGES,
     MEASURE,
-    ROWS,
-    SECTIONS,
+    STAGE_ROWS,
+    STAGE_SECTIONS,
     TRAINING_PHASES,
 )
 from moecore.study.yaml_document import YamlDocument, dict_or_empty, list_or_empty
@@ -34,7 +34,7 @@ from moecore.training.teachers.base import Teacher
 Misfits = Iterator[tuple[tuple, str]]  # (keys, message) pairs that rules yield
 
 # read by the stage `measure`
-MEASURED_SECTIONS = tuple(name for name in builtin_measurements() if name not in SECTIONS)
+MEASURED_SECTIONS = tuple(name for name in builtin_measurements() if name not in STAGE_SECTIONS)
 # complete by their defaults
 OPTIONAL_SECTIONS = ("claims", "questions", "monitor", "out_of_fold", "transfer", "packages")
 
@@ -45,7 +45,7 @@ def stage_by_section(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str,
     for stage in stages:
         if stage in TRAINING_PHASES:
             readers.setdefault("monitor", stage)
-        for section in SECTIONS.get(stage, ()):
+        for section in STAGE_SECTIONS.get(stage, ()):
             readers.setdefault(section, stage)
         if stage in (MEASURE, CALCULATE):
             named = list_or_empty(run.get("measurements" if stage == MEASURE else "calculations"))
@@ -61,7 +61,7 @@ MEASUREMENT_FIELDS: dict[str, Any] = {
 }
 STAGE_FIELDS: dict[str, Any] = {  # one section per stage whose row names a settings class
     stage.name: (pkgutil.resolve_name(stage.settings) | None, None)
-    for stage in ROWS
+    for stage in STAGE_ROWS
     if stage.settings
 }
 StageSections = create_model("StageSections", __base__=Config, **MEASUREMENT_FIELDS, **STAGE_FIELDS)

@@ -16,7 +16,7 @@ from moecore import testing
 from moecore.attacks.base import Attack
 from moecore.core.config import Part, Surroundings
 from moecore.core.files import UserError
-from moecore.core.source_layout import DOTTED_NAME, last_traceback_line
+from moecore.core.source_layout import DOTTED_NAME, format_error_with_line
 from moecore.data.card import Card
 from moecore.data.sources.base import Source
 from moecore.measure.base import MeasuredModel, Measurement
@@ -37,9 +37,9 @@ from moecore.training.job import Objective
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.teachers.base import Teacher
 
-ITEMS = 4  # with which a task is tried
+TRIAL_ITEMS = 4  # with which a task is tried
 MAX_WORK = 2e7  # weights times tokens of a backbone that is tried, for at most a second
-OTHER_CHECKS: dict[Any, Callable[[Any], None]] = {
+CHECK_BY_FAMILY: dict[Any, Callable[[Any], None]] = {
     Experts: testing.check_experts,
     Regularizer: testing.check_regularizer,
     Calibrator: testing.check_calibrator,
@@ -52,7 +52,7 @@ def outside_source_misfits(study: Study, notes: list[str]) -> Misfits:
         keys = ("data", phase)
         if _is_from_outside(source):
             attempt = partial(testing.check_source_preview, source)
-            yield from _part_misfits(keys, source.kind, attempt, notes)
+            yield from _trial_misfits(keys, source.kind, attempt, notes)
 
 
 def outside_part_misfits(study: Study, previews: Mapping[str, Card], notes: list[str]) -> Misfits:
@@ -60,18 +60,18 @@ def outside_part_misfits(study: Study, previews: Mapping[str, Card], notes: list
     for phase, preview in previews.items():
         if preview.task is not None and _is_from_outside(preview.task):
             attempt = partial(_try_task, preview.task)
-            yield from _part_misfits(("data", phase), preview.task.kind, attempt, notes)
+            yield from _trial_misfits(("data", phase), preview.task.kind, attempt, notes)
     images = planned_image_spec(previews["pretrain"]) if "pretrain" in previews else None
     chosen = {name: study.methods[name] for name in study.run.methods}
     tried = study.model_copy(update={"methods": chosen})
     for keys, part, around in walk_settings((), tried, Surroundings()):
         if isinstance(part, Part) and _is_from_outside(part) and not isinstance(part, Source):
-            attempt = partial(_try_part, part, around.experts, images)
-            yield from _part_misfits(keys, part.kind, attempt, notes)
+            attempt = partial(_run_family_checks, part, around.experts, images)
+            yield from _trial_misfits(keys, part.kind, attempt, notes)
     for name in study.run.measurements:
         if DOTTED_NAME.fullmatch(name):
             attempt = partial(_try_measurement, find_section_settings(study, name))
-            yield from _part_misfits(tuple(name.split(".")), name, attempt, notes)
+            yield from _trial_misfits(tuple(name.split(".")), name, attempt, notes)
 
 
 def run_and_list_faults(attempt: Callable[[], Any], refusals: list[str]) -> Iterator[str]:
@@ -83,12 +83,12 @@ def run_and_list_faults(attempt: Callable[[], Any], refusals: list[str]) -> Iter
     except UserError as error:
         refusals.append(str(error))
     except AssertionError as error:
-        yield str(error) or last_traceback_line(error)
+        yield str(error) or format_error_with_line(error)
     except Exception as error:
-        yield last_traceback_line(error)
+        yield format_error_with_line(error)
 
 
-def _part_misfits(keys: Keys, kind: str, attempt: Callable[[], Any], notes: list[str]) -> Misfits:
+def _trial_misfits(keys: Keys, kind: str, attempt: Callable[[], Any], notes: list[str]) -> Misfits:
     refusals: list[str] = []
     for fault in run_and_list_faults(attempt, refusals):
         yield keys, f"found {kind}, which breaks what moecore.testing asks: {fault}"
@@ -99,7 +99,7 @@ def _is_from_outside(part: Part) -> bool:
     return DOTTED_NAME.fullmatch(part.kind) is not None
 
 
-def _try_part(part: Any, experts: Experts | None, images: ImageSpec | None) -> None:
+def _run_family_checks(part: Any, experts: Experts | None, images: ImageSpec | None) -> None:
     """Run the checks of a part's family on it; AssertionError if it fails."""
     if part.family is Router and experts is not None:
         testing.check_router(part, experts)
@@ -110,7 +110,7 @@ def _try_part(part: Any, experts: Experts | None, images: ImageSpec | None) -> N
             raise UserError(refusal)
         testing.check_attack(part)
     else:
-        OTHER_CHECKS[part.family](part)
+        CHECK_BY_FAMILY[part.family](part)
 
 
 def _try_model(part: Any, images: ImageSpec | None) -> None:
@@ -145,16 +145,16 @@ def _try_measurement(measurement: Measurement) -> None:
         if error.__cause__ is None:
             raise
         setting = "on a small ViT and 24 images of 8 × 8 pixels"
-        raise UserError(f"it fails {setting}: {last_traceback_line(error.__cause__)}") from error
+        raise UserError(f"it fails {setting}: {format_error_with_line(error.__cause__)}") from error
 
 
 def _try_task(task: Task) -> None:
     if task.long:
         raise UserError("its predictions are scored as they come")
-    shape, dtype = task.storage_format(ITEMS)
+    shape, dtype = task.storage_format(TRIAL_ITEMS)
     labels = np.zeros(shape, dtype)
     task.check(labels, "labels of zeros")
-    prediction = check_helpers.seeded_randn(ITEMS, task.cells * task.outputs)
+    prediction = check_helpers.seeded_randn(TRIAL_ITEMS, task.cells * task.outputs)
     testing.check_task(task, prediction, labels, np.full(shape, np.nan))
 
 
@@ -170,11 +170,11 @@ def trial_step_misfits(study: Study, faulty: Collection[tuple] = ()) -> Misfits:
             if tower is None or tower.router is None or tower.experts is None or is_known:
                 continue
             moe = MoESettings(router=tower.router, experts=tower.experts, blocks="all")
-            for fault in run_and_list_faults(partial(_step, moe, losses), []):
+            for fault in run_and_list_faults(partial(_run_training_step, moe, losses), []):
                 yield keys, f"a small step fails: {fault}"
 
 
-def _step(moe: MoESettings, losses: Sequence[Regularizer]) -> None:
+def _run_training_step(moe: MoESettings, losses: Sequence[Regularizer]) -> None:
     """Compute one small training step; AssertionError if a loss or gradient is not finite."""
     model = check_helpers.small_vit(moe=moe)
     step = check_helpers.small_objective_inputs(model)

@@ -22,15 +22,15 @@ from ruamel.yaml.events import AliasEvent
 from ruamel.yaml.scalarbool import ScalarBoolean
 
 from moecore.core.files import UserError
-from moecore.core.source_layout import find_question_and_project
+from moecore.core.source_layout import find_paper_folder_and_project
 
 Mark = tuple[int, int]  # line and column, from 0
 
 MAX_LEVELS = 64  # of a file
-DEEP = f"nested more than {MAX_LEVELS} levels deep; allowed: fewer"
+TOO_DEEP_TEXT = f"nested more than {MAX_LEVELS} levels deep; allowed: fewer"
 MAX_BYTES = 300_000  # of a file: ours have 30 thousand
 MAX_VALUES = 100_000  # of a file, with those that aliases repeat
-OTHER_VERSION = re.compile(r"(?:\A\ufeff?|(?<=[\n\r]))%YAML\s(?!\s*1\.2(\s|\Z))[^\n\r]*")
+OTHER_VERSION_PATTERN = re.compile(r"(?:\A\ufeff?|(?<=[\n\r]))%YAML\s(?!\s*1\.2(\s|\Z))[^\n\r]*")
 # ruamel lets these pass for a tag that does not fit its value, such as `!!int x`, and for comments
 # on both sides of a value
 PYTHON_ERRORS = (ValueError, LookupError, TypeError, AttributeError, NotImplementedError)
@@ -55,7 +55,7 @@ class YamlDocument:
     def folders(self) -> tuple[Path, ...]:
         """The file's folder; for a run folder also those of its question and project."""
         folder = Path(self.path).parent
-        return (folder, *find_question_and_project(folder))
+        return (folder, *find_paper_folder_and_project(folder))
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -116,15 +116,15 @@ def load_yaml_document(path: str | Path) -> YamlDocument:
 
 def parse_yaml_document(text: str, path: str = "params.yaml") -> YamlDocument:
     """Parse one YAML document; UserError with line and column if it is invalid."""
-    if other := OTHER_VERSION.search(text):
+    if other := OTHER_VERSION_PATTERN.search(text):
         place = _place(path, (text.count("\n", 0, other.start()), 0))
         directive = shorten_to_one_line(other[0].strip("\ufeff "), SHOWN_LETTERS)
         allowed = "YAML 1.2, as DVC reads every file; remove this line"
         raise UserError.at(place, found=directive, allowed=allowed)
     try:
         node = _load_nodes(text)
-        return YamlDocument(path, _PlainData(path).convert(node, (0, 0), 0), node)
-    except _UnfitNode as error:
+        return YamlDocument(path, _PlainDataConverter(path).convert(node, (0, 0), 0), node)
+    except _UnfitNodeError as error:
         raise UserError(shorten_to_one_line(f"{_place(path, error.mark)}: {error}")) from None
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -145,7 +145,7 @@ def _load_nodes(text: str) -> Any:
     return reader.load(text)
 
 
-class _UnfitNode(Exception):
+class _UnfitNodeError(Exception):
     """Error for valid YAML that settings may not contain, with its line and column from 0."""
 
     def __init__(self, mark: Any, text: str) -> None:
@@ -159,23 +159,23 @@ class _Composer(Composer):
     level = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose a node; _UnfitNode if it is too deep, or if DVC cannot read it."""
+        """Compose a node; _UnfitNodeError if it is too deep, or if DVC cannot read it."""
         event = self.parser.peek_event()
         if self.level > MAX_LEVELS:
-            raise _UnfitNode(event.start_mark, DEEP)
+            raise _UnfitNodeError(event.start_mark, TOO_DEEP_TEXT)
         if getattr(event, "tag", None) == "!":  # without a value: None here, a text for DVC
-            raise _UnfitNode(event.start_mark, "found the tag !; allowed: values without one")
+            raise _UnfitNodeError(event.start_mark, "found the tag !; allowed: values without one")
         if not isinstance(event, AliasEvent) and event.anchor in self.anchors:
             first = self.anchors[event.anchor].start_mark.line + 1
             text = f"found the anchor &{event.anchor}; allowed: another name than in line {first}"
-            raise _UnfitNode(event.start_mark, f"{text}: DVC reads no anchor twice")
+            raise _UnfitNodeError(event.start_mark, f"{text}: DVC reads no anchor twice")
         self.level += 1
         node = super().compose_node(parent, index)
         self.level -= 1
         return node
 
 
-class _PlainData:
+class _PlainDataConverter:
     """Converts ruamel's nodes to dicts, lists and plain values."""
 
     # Aliases are followed; limits on values and levels also stop aliases that repeat each other.
@@ -191,16 +191,16 @@ class _PlainData:
         if self.left < 0:
             raise self._refuse(mark, f"found more than {MAX_VALUES:,} values; allowed: fewer")
         if level > MAX_LEVELS:
-            raise self._refuse(mark, DEEP)
+            raise self._refuse(mark, TOO_DEEP_TEXT)
         if getattr(getattr(node, "tag", None), "value", None):
             raise self._refuse(mark, f"found the tag {node.tag.value}; allowed: values without one")
         if isinstance(node, CommentedMap):
             converted = {}
-            for key in self._names(node):
+            for key in self._keys_with_merged(node):
                 place, value = _child(node, key, mark)
                 if isinstance(key, tuple | dict):
                     raise self._refuse(place, "found a list or mapping as key; allowed: a word")
-                converted[self._text(str(key), place)] = self.convert(value, place, level + 1)
+                converted[self._check_text(str(key), place)] = self.convert(value, place, level + 1)
             return converted
         if isinstance(node, CommentedSeq):
             return [self.convert(node[at], node.lc.item(at), level + 1) for at in range(len(node))]
@@ -210,17 +210,17 @@ class _PlainData:
             if isinstance(node, kind):
                 return kind(node)
         if isinstance(node, str | datetime.date):  # a date is text in YAML 1.2
-            return self._text(str(node), mark)
+            return self._check_text(str(node), mark)
         raise self._refuse(mark, f"found {type(node).__name__}; allowed: values of YAML 1.2")
 
-    def _names(self, node: CommentedMap) -> list:
+    def _keys_with_merged(self, node: CommentedMap) -> list:
         """Return a mapping's keys; those merged by ``<<`` from other mappings come first."""
         if id(node) not in self.names:
-            merged = [name for source in node.merge for name in self._names(source)]
+            merged = [name for source in node.merge for name in self._keys_with_merged(source)]
             self.names[id(node)] = list(dict.fromkeys([*merged, *node]))
         return self.names[id(node)]
 
-    def _text(self, text: str, mark: Mark) -> str:
+    def _check_text(self, text: str, mark: Mark) -> str:
         if "\0" in text:
             raise self._refuse(mark, "found a text with the character NUL; allowed: any other")
         longest = max(map(len, text.replace("/", " ").split()), default=0)

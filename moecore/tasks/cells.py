@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from moecore.tasks import base, class_task
 
-SEVERAL = "these mosaics have a label for each cell"
+SEVERAL_LABELS_REASON = "these mosaics have a label for each cell"
 
 
 class Cells(class_task.ClassTask):
@@ -68,7 +68,7 @@ class Cells(class_task.ClassTask):
 
     @classmethod
     def needs_classes(cls, what: str) -> str | None:
-        return None if what in ("label_smoothing", "classes") else SEVERAL
+        return None if what in ("label_smoothing", "classes") else SEVERAL_LABELS_REASON
 
     def _by_cell(self, prediction: Tensor) -> Tensor:
         return prediction.unflatten(1, (self.cells, self.outputs))

@@ -9,16 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from moecore.statistics.comparisons import (
-    count_paired_hits,
-    paired_bootstrap,
-    paired_share_difference,
-)
-from moecore.statistics.intervals import Estimate, Interval, indices_by_person
+from moecore.statistics import comparisons, intervals
 from moecore.tasks.base import ExtraTestMetrics, Reduction, label_shape_error
 from moecore.tasks.class_task import ClassTask, class_nll, confusion_counts, top1_hits, topk_hits
 
-BEST = 5  # most likely answers that count in ``top5``
+TOP_FIVE = 5  # most likely answers that count in ``top5``
 
 
 class Classification(ClassTask):
@@ -55,9 +50,9 @@ class Classification(ClassTask):
         return top1_hits(prediction, labels)
 
     def top5(self, prediction: Tensor, labels: Tensor) -> Tensor | None:
-        if self.outputs <= BEST:
+        if self.outputs <= TOP_FIVE:
             return None
-        return topk_hits(prediction, labels, BEST)
+        return topk_hits(prediction, labels, TOP_FIVE)
 
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         # Of mixed images the label with the larger share counts.
@@ -69,19 +64,21 @@ class Classification(ClassTask):
 
     def difference(
         self, one: Tensor, other: Tensor, level: float = 0.95, people: np.ndarray | None = None
-    ) -> Interval:
+    ) -> intervals.Interval:
         """Return the mean of ``one`` − ``other``, hits (N,) bool, and Newcombe's interval."""
         # Newcombe (1998). With ``people``, the interval is a bootstrap over people.
-        if indices_by_person(people) is not None:
-            return paired_bootstrap(one.numpy(), other.numpy(), level=level, people=people)
-        return paired_share_difference(count_paired_hits(one.numpy(), other.numpy()), level)
+        if intervals.indices_by_person(people) is not None:
+            pair = (one.numpy(), other.numpy())
+            return comparisons.paired_bootstrap(*pair, level=level, people=people)
+        hits = comparisons.count_paired_hits(one.numpy(), other.numpy())
+        return comparisons.paired_share_difference(hits, level)
 
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> ExtraTestMetrics:
         """Return the number of correct images, the top-5 accuracy, and the confusion matrix."""
         hits = self.top5(prediction, labels)
         return ExtraTestMetrics(
             test_correct=int(self.scores(prediction, labels).sum()),
-            test_top5=None if hits is None else Estimate.of(self.interval(hits)),
+            test_top5=None if hits is None else intervals.Estimate.of(self.interval(hits)),
             confusion=confusion_counts(prediction, labels).tolist(),
         )
 

@@ -1,7 +1,7 @@
 """Task of matching images and captions, which two towers map into one space.
 
 B images of a batch, N images of a split, up to C captions per image, M tokens per caption, d
-numbers of an embedding. Labels are tokens, int32 (N, C, M), NONE throughout for a missing caption.
+numbers of an embedding. Labels are tokens, int32 (N, C, M), NO_CAPTION throughout if it is missing.
 Losses do not get the tokens but the output of the text tower for them:
 
 - image side, the prediction (B, d + 1): scale · u, then the bias of the sigmoid loss (else 0);
@@ -21,15 +21,15 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from moecore.core.files import UserError
-from moecore.core.ranks import all_gather_rows, current_ranks, has_process_group, total_over_ranks
+from moecore.core.ranks import all_gather_rows, has_process_group, rank_and_size, total_over_ranks
 from moecore.core.streams import BatchDraws
 from moecore.tasks.base import Reduction, Score, Task, check_label_range, label_shape_error
 
-NONE = -1  # every token of a missing caption
+NO_CAPTION = -1  # every token of a missing caption
 
 TIE = 1e-6  # cosines that differ by less are equal: the order of a sum changes its rounding
 CHUNK = 2**24  # numbers of a similarity matrix at a time
-MARKS = 2  # last numbers of a text side, which identify the caption's text
+ID_LENGTH = 2  # last numbers of a text side, which identify the caption's text
 
 
 class ImageText(Task):
@@ -63,9 +63,9 @@ class ImageText(Task):
 
     def drawn(self, labels: Tensor, draws: BatchDraws) -> Tensor:
         """Return one random caption of each image for a training step, (B, M), from (B, C, M)."""
-        chosen = (draws.rand().to(labels.device) * (labels[:, :, 0] != NONE).sum(dim=1)).long()
-        chosen = chosen.clamp_max(labels.shape[1] - 1)
-        return labels[torch.arange(len(labels), device=labels.device), chosen]
+        index = (draws.rand().to(labels.device) * (labels[:, :, 0] != NO_CAPTION).sum(dim=1)).long()
+        index = index.clamp_max(labels.shape[1] - 1)
+        return labels[torch.arange(len(labels), device=labels.device), index]
 
     def loss(
         self,
@@ -89,23 +89,23 @@ class ImageText(Task):
         all_images = images
         all_texts = texts
         if has_process_group() and images.requires_grad:
-            ranks = current_ranks()
+            ranks = rank_and_size()
             first = ranks.rank * len(images)
             missing = (0, 0, first, (ranks.size - 1) * len(images) - first)  # other ranks' rows
             all_images, all_texts = (total_over_ranks(pad(row, missing)) for row in (images, texts))
         matching = torch.arange(first, first + len(images), device=images.device)
         rows = torch.arange(len(images), device=images.device)
         # Two images with the same caption are no wrong answers to each other.
-        same = (texts[:, None, -MARKS:] == all_texts[None, :, -MARKS:]).all(dim=-1)
+        same = (texts[:, None, -ID_LENGTH:] == all_texts[None, :, -ID_LENGTH:]).all(dim=-1)
         same[rows, matching] = False
         hidden = same | missing_caption_mask(all_texts)
-        by_image = images @ all_texts[:, :-MARKS].T
+        by_image = images @ all_texts[:, :-ID_LENGTH].T
         if self.pairs == "sigmoid":
             sign = torch.full_like(by_image, -1.0)
             sign[rows, matching] = 1.0
             losses = -logsigmoid(sign * by_image).masked_fill(hidden, 0.0).sum(dim=1)
         else:
-            by_text = texts[:, :-MARKS] @ all_images.T
+            by_text = texts[:, :-ID_LENGTH] @ all_images.T
             image_losses = row_cross_entropy(by_image, matching, hidden)
             losses = (image_losses + row_cross_entropy(by_text, matching, hidden)) / 2
         return losses.masked_fill(missing_caption_mask(texts), float("nan"))
@@ -122,9 +122,9 @@ class ImageText(Task):
         self._check_shapes(prediction, labels)
         texts = (labels if self._gallery is None else self._gallery).flatten(0, 1).to(prediction)
         hidden = missing_caption_mask(texts)
-        all_logits = (prediction @ texts[:, :-MARKS].T).masked_fill(hidden, -torch.inf)
+        all_logits = (prediction @ texts[:, :-ID_LENGTH].T).masked_fill(hidden, -torch.inf)
         texts = labels.to(prediction)
-        right_logits = (prediction[:, None] * texts[:, :, :-MARKS]).sum(dim=-1)
+        right_logits = (prediction[:, None] * texts[:, :, :-ID_LENGTH]).sum(dim=-1)
         right_logits = right_logits.masked_fill(missing_caption_mask(texts), -torch.inf)
         return all_logits.logsumexp(dim=1) - right_logits.logsumexp(dim=1)
 
@@ -137,9 +137,9 @@ class ImageText(Task):
 
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         """Count this process's captions that rank their own image first of all images."""
-        logits = all_gather_rows(prediction.float()) @ labels[:, 0, :-MARKS].float().T
+        logits = all_gather_rows(prediction.float()) @ labels[:, 0, :-ID_LENGTH].float().T
         captions = torch.arange(logits.shape[1], device=logits.device)
-        return (logits.argmax(dim=0) == captions + current_ranks().rank * len(captions)).sum()
+        return (logits.argmax(dim=0) == captions + rank_and_size().rank * len(captions)).sum()
 
     def baseline_score(self, labels: Tensor) -> float:
         """Return chance level, 1 / N."""
@@ -151,7 +151,7 @@ class ImageText(Task):
     def check(self, labels: np.ndarray, what: str) -> None:
         if labels.shape[1:] != (self.captions, self.context):
             raise label_shape_error(labels, what, f"(images, {self.captions}, {self.context})")
-        exists = labels[:, :, 0] != NONE
+        exists = labels[:, :, 0] != NO_CAPTION
         if len(labels) and not exists.any(axis=1).all():
             image = int((~exists.any(axis=1)).argmax())
             raise UserError(f"{what}: image {image} has no caption; allowed: at least one")
@@ -169,7 +169,7 @@ class ImageText(Task):
         return "captions are no classes"
 
     def _check_shapes(self, prediction: Tensor, labels: Tensor) -> None:
-        expected = (len(prediction), prediction.shape[1] + MARKS)
+        expected = (len(prediction), prediction.shape[1] + ID_LENGTH)
         if labels.ndim != 3 or (len(labels), labels.shape[2]) != expected:
             raise ValueError(
                 f"image_text: predictions {tuple(prediction.shape)} and labels "
@@ -185,19 +185,19 @@ def row_cross_entropy(logits: Tensor, right: Tensor, hidden: Tensor) -> Tensor:
 
 def missing_caption_mask(texts: Tensor) -> Tensor:
     """Return whether the caption of each text side (…, d + 3) is missing, bool (…)."""
-    return texts[..., -MARKS - 1] == 0
+    return texts[..., -ID_LENGTH - 1] == 0
 
 
 def cosine_matrix(images: Tensor, texts: Tensor) -> Tensor:
     """Return the cosines, fp64 (N, n), of image sides (N, d + 1) and text sides (n, d + 3)."""
     image_directions = torch.nn.functional.normalize(images[:, :-1].double(), dim=1)
-    text_directions = torch.nn.functional.normalize(texts[:, : -MARKS - 1].double(), dim=1)
+    text_directions = torch.nn.functional.normalize(texts[:, : -ID_LENGTH - 1].double(), dim=1)
     return image_directions @ text_directions.T
 
 
 def similarity_logits(images: Tensor, texts: Tensor) -> Tensor:
     """Return scale · cosine + bias, (N, n), of image sides (N, d + 1), text sides (n, d + 3)."""
-    return images @ texts[:, :-MARKS].T
+    return images @ texts[:, :-ID_LENGTH].T
 
 
 def text_to_image_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:

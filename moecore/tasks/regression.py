@@ -137,7 +137,6 @@ def measure_age_bias(prediction: Tensor, labels: Tensor) -> AgeBias:
 
 
 def median_predictor_mae(train_labels: Tensor, test_labels: Tensor) -> float:
-    """Return the test MAE of always predicting the median of the training labels."""
     if len(train_labels) == 0:
         raise UserError("regression: no training labels, so no median")
     median = train_labels.double().quantile(0.5)

@@ -1,5 +1,5 @@
 """The teachers of a section ``teacher``: a family of parts."""
 
-from moecore.core.config import lazy_classes
+from moecore.core.config import lazy_getattr
 
-__getattr__, __dir__ = lazy_classes(__name__, "moecore.training.teachers.base:Teacher")
+__getattr__, __dir__ = lazy_getattr(__name__, "moecore.training.teachers.base:Teacher")

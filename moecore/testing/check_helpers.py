@@ -37,7 +37,8 @@ def name_part_in_errors(check: Callable[P, R]) -> Callable[P, R]:
         except Exception as error:
             part = [*args, *kwargs.values()][0]
             name = getattr(part, "__name__", type(part).__name__)
-            raise AssertionError(f"{name}: {source_layout.last_traceback_line(error)}") from error
+            text = source_layout.format_error_with_line(error)
+            raise AssertionError(f"{name}: {text}") from error
 
     return checked
 
@@ -69,9 +70,8 @@ def check_build_on_meta(part: Any, build: Callable[[], Any]) -> None:
             build()
     except RuntimeError as error:
         promise = "it builds on the meta device, where tensors have shapes and no values"
-        raise AssertionError(
-            f"{type(part).__name__}: {promise}: {source_layout.last_traceback_line(error)}"
-        ) from error
+        text = source_layout.format_error_with_line(error)
+        raise AssertionError(f"{type(part).__name__}: {promise}: {text}") from error
 
 
 def assert_that(part: Any, is_true: Any, promise: str) -> None:

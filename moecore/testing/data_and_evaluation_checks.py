@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.attacks import attack_setup, base
+from moecore.attacks import attack_target, base
 from moecore.conformance.targets import has_same_state, is_close, seeded_randn
 from moecore.core.files import UserError, read_json
 from moecore.core.source_layout import allowing_packages, outside_kinds_in_settings
@@ -80,7 +80,7 @@ def check_source(source: Source | type[Source], folder: Path) -> Prepared:
     assert_that(settings, problem is None, f"describe sees no problem ({problem})")
     wrong = [
         name
-        for name in ("name", "channels", "shape", "classes", "images", "regions", "truth")
+        for name in ("name", "channels", "shape", "classes", "image_counts", "regions", "truth")
         if getattr(planned, name) not in (None, {}, getattr(written, name))
     ]
     assert_that(settings, not wrong, f"describe foresees {', '.join(wrong)}")
@@ -178,8 +178,7 @@ def _check_scores(task: Task, prediction: Tensor, labels: Tensor) -> None:
     interval = task.interval(scores)
     centred = interval.value is not None and abs(interval.value - float(mean)) < 1e-9
     assert_that(task, centred, "the interval is around the mean score")
-    encoded = json.loads(json.dumps(task.encode_scores(scores)))
-    decoded = task.decode_scores(encoded, number)
+    decoded = task.decode_scores(json.loads(json.dumps(task.encode_scores(scores))), number)
     assert_that(task, torch.equal(decoded, scores), "decode_scores inverts encode_scores")
 
 
@@ -408,7 +407,7 @@ def check_attack(attack: base.Attack | type[base.Attack]) -> None:
         assert_that(settings, losses[1] > losses[0], "it raises the mean loss of the task")
 
 
-def small_attack_target(task: Task) -> attack_setup.Target:
+def small_attack_target(task: Task) -> attack_target.Target:
     """Return a small model with eight images to attack, one black and one white among them."""
     images = seeded_randn(8, 1, SIDE, SIDE).sigmoid()
     images[0] = 0.0
@@ -417,7 +416,7 @@ def small_attack_target(task: Task) -> attack_setup.Target:
     if task is YEARS:
         labels = labels.float()[:, None]
     model = small_vit(IMAGE.model_copy(update={"task": task}))
-    return attack_setup.Target(model, task, images, labels, batch=3)
+    return attack_target.Target(model, task, images, labels, batch=3)
 
 
 def _check_images(attack: Any, clean: Tensor, attacked: Tensor) -> None:
@@ -426,5 +425,4 @@ def _check_images(attack: Any, clean: Tensor, attacked: Tensor) -> None:
     assert_that(attack, not attacked.requires_grad, "its images are detached")
     near = (attacked - clean).abs().max() <= EPSILON + 1e-6
     assert_that(attack, near, "no pixel moves by more than ε")
-    inside = attacked.min() >= 0 and attacked.max() <= 1
-    assert_that(attack, inside, "pixels stay in [0, 1]")
+    assert_that(attack, attacked.min() >= 0 and attacked.max() <= 1, "pixels stay in [0, 1]")

@@ -66,7 +66,7 @@ def set_mlflow_timeouts_and_logging() -> None:
 
 
 @contextmanager
-def store_errors_as_user_errors() -> Iterator[None]:
+def mlflow_errors_as_user_errors() -> Iterator[None]:
     from alembic.util import CommandError
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
@@ -112,7 +112,7 @@ def connect_store() -> Any:
             again = "all runs are imported again from artifacts/history"
             problem = f"MLflow's database cannot be used ({error})"
             raise UserError(f"{file}: {problem}; {mend}: {again}") from error
-    with store_errors_as_user_errors():
+    with mlflow_errors_as_user_errors():
         if file is not None and not file.exists():
             # Under another name: a database whose creation was killed cannot be repaired.
             part = file.with_name(f"{file.name}.part")

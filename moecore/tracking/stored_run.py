@@ -30,18 +30,18 @@ from moecore.tracking import mlflow_connection
 if TYPE_CHECKING:
     from moecore.nn.backbones.base_model import ImageSpec
 
-PACE = ("epoch", "learning_rate", "images_per_second", "memory_mb")  # not scores of a training
-GROUPS = {"calibrate": "calibration", "teacher_router": "loss"}  # stage → section, if not its name
+PROGRESS_NAMES = ("epoch", "learning_rate", "images_per_second", "memory_mb")  # not scores
+SECTION_BY_STAGE = {"calibrate": "calibration", "teacher_router": "loss"}  # if not its name
 Point = tuple[str, float, int, int]  # name, value, milliseconds, step
-UID = "moecore.uid"
-PARENT = "mlflow.parentRunId"
-LEVEL = "level"  # "method": a parent; "shared": the parent of shared stages; "stage": a child
-MAX_TAG = 5000  # letters
-MAX_PARAM = 500
-PACKAGES = ("torch", "numpy", "pydantic", "safetensors")
-ALIAS = "current"
-VERSION = "moecore.registered"  # a tag of the run: name and version
-POINTED = "moecore.alias"  # a tag of the run: whether the alias names its model
+UID_TAG = "moecore.uid"
+PARENT_TAG = "mlflow.parentRunId"
+LEVEL_TAG = "level"  # "method": a parent; "shared": the parent of shared stages; "stage": a child
+MAX_TAG_LENGTH = 5000  # letters
+MAX_PARAM_LENGTH = 500
+MODEL_PACKAGES = ("torch", "numpy", "pydantic", "safetensors")
+CURRENT_ALIAS = "current"
+REGISTERED_VERSION_TAG = "moecore.registered"  # a tag of the run: name and version
+HAS_ALIAS_TAG = "moecore.alias"  # a tag of the run: whether the alias names its model
 SCHEME = "models:/"
 
 
@@ -57,7 +57,7 @@ def training_curve_points(lines: list[dict]) -> list[Point]:
         for name, value in values.items():
             group, _, quantity = name.partition("_")
             if group not in ("train", "validation"):
-                group = "train" if name in PACE else "loss"
+                group = "train" if name in PROGRESS_NAMES else "loss"
                 quantity = "total" if name == "loss" else name
             points.append((mlflow_safe_name(f"{group}/{quantity}"), value, int(t * 1000), step))
     return points
@@ -74,7 +74,7 @@ def routing_curve_points(lines: list[dict]) -> list[Point]:
 
 def parent_run_curve_points(lines: list[dict], phase: str) -> list[Point]:
     """Return the points for the parent run: names with the phase, no pace, only main losses."""
-    pace = [f"train/{name}" for name in PACE]
+    pace = [f"train/{name}" for name in PROGRESS_NAMES]
     return [
         (name.replace("/", f"/{phase} ", 1), value, at, step)
         for name, value, at, step in training_curve_points(lines)
@@ -90,7 +90,7 @@ def split_metrics_and_params(
     metrics: dict[str, float] = {}
     params: dict[str, Any] = {}
     for name, value in summary.items():
-        group = GROUPS.get(stage, stage)
+        group = SECTION_BY_STAGE.get(stage, stage)
         title = re.sub(r"\.(value|median)$", "", name)
         if stage in MODEL_STAGES:
             split, _, rest = title.partition("_")
@@ -167,7 +167,7 @@ class StoredRun:
         from mlflow.entities import RunTag
 
         texts = {
-            mlflow_safe_name(name): str(value)[:MAX_TAG]
+            mlflow_safe_name(name): str(value)[:MAX_TAG_LENGTH]
             for name, value in tags.items()
             if value is not None
         }
@@ -184,7 +184,8 @@ class StoredRun:
         for name, value in params.items():
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             if (name := mlflow_safe_name(name)) not in self.params:
-                new[name] = text if len(text) <= MAX_PARAM else text[: MAX_PARAM - 1] + "…"
+                fits = len(text) <= MAX_PARAM_LENGTH
+                new[name] = text if fits else text[: MAX_PARAM_LENGTH - 1] + "…"
         for part in split_into_batches(list(new.items()), 100):
             self.client.log_batch(self.id, params=[Param(*param) for param in part])
         self.params |= set(new)
@@ -271,7 +272,7 @@ def log_model(client: Any, run_id: str, name: str, experiment_id: str, folder: P
             code_paths=[str(source_layout.ROOT / "moecore"), *folders],
             model_config={"packages": outside},
             signature=model_signature(card.image),
-            pip_requirements=[f"{package}=={version(package)}" for package in PACKAGES],
+            pip_requirements=[f"{package}=={version(package)}" for package in MODEL_PACKAGES],
         )
     return str(model.model_id)
 
@@ -308,17 +309,17 @@ def register_model(client: Any, name: str, model_id: str, run: StoredRun) -> Non
             client.create_registered_model(name)
         source = f"{SCHEME}{model_id}"
         versions = [client.create_model_version(name, source, run.id, model_id=model_id)]
-    run.set_tags({VERSION: f"{versions[0].name} {versions[0].version}"})
+    run.set_tags({REGISTERED_VERSION_TAG: f"{versions[0].name} {versions[0].version}"})
 
 
 def point_current_alias(client: Any, run: StoredRun, current: bool) -> None:
     """Let the alias ``current`` name the run's model, if the run is up to date."""
-    if VERSION not in run.tags:
+    if REGISTERED_VERSION_TAG not in run.tags:
         return
-    if current and run.tags.get(POINTED) != "true":
-        name, number = run.tags[VERSION].rsplit(maxsplit=1)
-        client.set_registered_model_alias(name, ALIAS, number)
-    run.set_tags({POINTED: str(current).lower()})
+    if current and run.tags.get(HAS_ALIAS_TAG) != "true":
+        name, number = run.tags[REGISTERED_VERSION_TAG].rsplit(maxsplit=1)
+        client.set_registered_model_alias(name, CURRENT_ALIAS, number)
+    run.set_tags({HAS_ALIAS_TAG: str(current).lower()})
 
 
 def model_folder(address: str) -> Path:

@@ -22,16 +22,16 @@ from moecore.run import history_file as records
 from moecore.run.history_file import ExecutionHistory, HistoryReader, routing_points
 from moecore.study.stages import TRAINING_PHASES
 from moecore.tracking import mlflow_connection, stored_run
-from moecore.tracking.stored_run import LEVEL, PARENT, UID, StoredRun
+from moecore.tracking.stored_run import LEVEL_TAG, PARENT_TAG, UID_TAG, StoredRun
 
 OptionalRun = StoredRun | None
-FAMILY = "moecore.family"  # of a parent: "vmoe/0", or SHARED
+FAMILY_TAG = "moecore.family"  # of a parent: "vmoe/0", or SHARED
 SHARED = "shared"
 DENSE = "dense"  # the method to which headline numbers are relative
-COMPLETE = "moecore.imported.3"  # the run and its parent have the complete history
-MODEL = "moecore.model"  # the folder of the logged model, or why it was not logged
-PIXELS = {"dpi": 110}
-NOTE = "Headline numbers, as in the report. The stages, with all their values, are child runs."
+IMPORT_COMPLETE_TAG = "moecore.imported.3"  # the run and its parent have the complete history
+LOGGED_MODEL_TAG = "moecore.model"  # the folder of the logged model, or why it was not logged
+SAVE_DPI = {"dpi": 110}
+RUN_NOTE = "Headline numbers, as in the report. The stages, with all their values, are child runs."
 
 
 class ModelHistories(NamedTuple):
@@ -86,17 +86,17 @@ def newest_training_by_phase(histories: Iterable[ExecutionHistory]) -> dict[str,
     return {stage: run for stage, run in trainings.items() if run.header["t"] >= begun}
 
 
-CURRENT = "dvc.current"  # whether a run's stage is up to date, or a parent is the newest
-RETRAINING = "until retrained"  # value for the last parent with numbers, while the newest has none
-HEADLINE = "moecore.headline"  # the names of a parent's headline numbers, in the view's order
-KEY = "methods"
-TAG = f"mlflow.sharedViewState.{KEY}"  # MLflow stores views as tags of the experiment
-NAME = "Methods side by side"
+CURRENT_TAG = "dvc.current"  # whether a run's stage is up to date, or a parent is the newest
+UNTIL_RETRAINED = "until retrained"  # the last parent with numbers, while the newest has none
+HEADLINE_NAMES_TAG = "moecore.headline"  # of a parent's numbers, in the view's order
+VIEW_KEY = "methods"
+VIEW_TAG = f"mlflow.sharedViewState.{VIEW_KEY}"  # MLflow stores views as tags of the experiment
+VIEW_NAME = "Methods side by side"
 
 
 def headline_names(parents: Iterable[StoredRun]) -> list[str]:
     """Return the names of all headline numbers of ``parents``, in the order of the view."""
-    lists = [run.tags.get(HEADLINE, "").split() for run in parents]
+    lists = [run.tags.get(HEADLINE_NAMES_TAG, "").split() for run in parents]
     return list(dict.fromkeys(chain.from_iterable(sorted(lists, key=len, reverse=True))))
 
 
@@ -110,7 +110,7 @@ def save_comparison_view(client: Any, experiment: Any, parents: Iterable[StoredR
     widths = {f"metrics.`{name}`": 6 * len(name) + 34 for name in shown}  # pixels
     columns = [*widths, *(f"attributes.`{name}`" for name in ("Dataset", "Source", "Models"))]
     state = {
-        "searchFilter": f"tags.{LEVEL} = 'method' and tags.`{CURRENT}` != 'false'",
+        "searchFilter": f"tags.{LEVEL_TAG} = 'method' and tags.`{CURRENT_TAG}` != 'false'",
         "orderByKey": columns[0] if names else "attributes.start_time",
         "orderByAsc": not names or not names[0].startswith("acc/"),  # the smallest error first
         "selectedColumns": columns,
@@ -119,20 +119,21 @@ def save_comparison_view(client: Any, experiment: Any, parents: Iterable[StoredR
         "runsHiddenMode": "SHOW_ALL",
     }
     if len(means) > 1:
-        section = {"uuid": KEY, "name": f"{means[0]} against {means[1]}", "display": True}
+        section = {"uuid": VIEW_KEY, "name": f"{means[0]} against {means[1]}", "display": True}
         axes = [{"key": name, "type": "METRIC"} for name in means[:2]]
-        chart = {"uuid": KEY, "metricSectionId": KEY, "type": "SCATTER"}
+        chart = {"uuid": VIEW_KEY, "metricSectionId": VIEW_KEY, "type": "SCATTER"}
         chart |= dict(zip(("yaxis", "xaxis"), axes, strict=True))
         state |= {"compareRunSections": [section], "compareRunCharts": [chart]}
         state["isAccordionReordered"] = True  # or sections are sorted by their names
     created = experiment.creation_time
-    text = json.dumps({"name": NAME, "createdAt": created, "state": json.dumps(state)})
-    if experiment.tags.get(TAG) != text:
-        client.set_experiment_tag(experiment.experiment_id, TAG, text)
+    text = json.dumps({"name": VIEW_NAME, "createdAt": created, "state": json.dumps(state)})
+    if experiment.tags.get(VIEW_TAG) != text:
+        client.set_experiment_tag(experiment.experiment_id, VIEW_TAG, text)
 
 
 def view_address(server: str, experiment: Any, mode: str = "TABLE") -> str:
-    query = {"workflowType": "machine_learning", "viewStateShareKey": KEY, "compareRunsMode": mode}
+    query = {"workflowType": "machine_learning", "viewStateShareKey": VIEW_KEY}
+    query["compareRunsMode"] = mode
     return f"{server}/#/experiments/{experiment.experiment_id}/runs?{urlencode(query)}"
 
 
@@ -164,7 +165,7 @@ class HistoryImporter:
         counts: Counter[str] = Counter()
         with mlflow_connection.mlflow_import_lock():
             client = mlflow_connection.connect_store()
-            with mlflow_connection.store_errors_as_user_errors():
+            with mlflow_connection.mlflow_errors_as_user_errors():
                 for study, histories in self.read_studies().items():
                     counts += StudyImporter(client, study, histories, self.sent).import_all()
         return counts
@@ -186,9 +187,9 @@ class StudyImporter:
         self.experiment = mlflow_connection.get_or_create_experiment(client, name)
         # 50,000 is MLflow's limit; runs without a level are not of an import.
         listed = client.search_runs([self.experiment.experiment_id], max_results=50_000)
-        runs = [StoredRun(client, run) for run in listed if LEVEL in run.data.tags]
-        self.parents = {run.id: run for run in runs if run.tags[LEVEL] != "stage"}
-        self.runs = {run.tags[UID]: run for run in runs if run.tags[LEVEL] == "stage"}
+        runs = [StoredRun(client, run) for run in listed if LEVEL_TAG in run.data.tags]
+        self.parents = {run.id: run for run in runs if run.tags[LEVEL_TAG] != "stage"}
+        self.runs = {run.tags[UID_TAG]: run for run in runs if run.tags[LEVEL_TAG] == "stage"}
         self.items: dict[tuple[str, int], frozenset[str]] = {}  # by method and seed
         self.counts: Counter[str] = Counter()
 
@@ -198,7 +199,7 @@ class StudyImporter:
         ended: list[StoredRun] = []  # since the last import
         dense = set()  # seeds whose dense model has changed: headlines are relative to it
         for generation in group_by_method_and_seed(self.histories.values()):
-            parent = self._find_parent(generation)
+            parent = self._find_or_create_parent(generation)
             if not self.methods or generation.method in (*self.methods, SHARED):
                 shown.add(parent.id)
             runs = [self._import_history(run, generation, parent) for run in generation.histories]
@@ -207,7 +208,7 @@ class StudyImporter:
             if generation.method == DENSE and changed:
                 dense.add(generation.seed)
             current = [run for run in generation.histories if not generation.is_outdated(run)]
-            finished = (run.item for run in current if run.run_state()[0] == "FINISHED")
+            finished = (run.subpath for run in current if run.run_state()[0] == "FINISHED")
             self.items[generation.method, generation.seed] = frozenset(finished)
             if generation.method != SHARED and (changed or generation.seed in dense):
                 self._send_headline(generation, parent)
@@ -215,19 +216,18 @@ class StudyImporter:
             parent.set_state(*max(states, key=lambda state: (state[0] == "RUNNING", state[1])))
         mark_import_complete(ended)
         self._retire_runs(shown)
-        viewed = [run for run in self.parents.values() if run.tags[CURRENT] != "false"]
+        viewed = [run for run in self.parents.values() if run.tags[CURRENT_TAG] != "false"]
         save_comparison_view(self.client, self.experiment, viewed)
         return self.counts
 
-    def _find_parent(self, generation: ModelHistories) -> StoredRun:
-        """Return the parent run of a model's trainings, and create it if missing."""
+    def _find_or_create_parent(self, generation: ModelHistories) -> StoredRun:
         from moecore.report.figures.drawing import INK, line_style
 
         training_tags = generation.training_tags()
         fitting = [
             run
             for run in self.parents.values()
-            if run.tags.get(FAMILY) == generation.family
+            if run.tags.get(FAMILY_TAG) == generation.family
             and all(run.tags.get(name, uid) == uid for name, uid in training_tags.items())
         ]
         if fitting:  # with the most equal trainings, and of these the newest
@@ -236,13 +236,13 @@ class StudyImporter:
         else:
             method, seed = generation.method, generation.seed
             name = "data and teachers"
-            tags = {FAMILY: generation.family, LEVEL: SHARED}
+            tags = {FAMILY_TAG: generation.family, LEVEL_TAG: SHARED}
             if method != SHARED:
                 name = f"{method} seed {seed}"
                 listed = method in self.methods
                 colour = line_style(self.methods.index(method))["color"] if listed else INK
-                tags |= {LEVEL: "method", "method": method, "seed": seed}
-                tags |= {"mlflow.note.content": NOTE, "mlflow.runColor": colour}
+                tags |= {LEVEL_TAG: "method", "method": method, "seed": seed}
+                tags |= {"mlflow.note.content": RUN_NOTE, "mlflow.runColor": colour}
             started = min(history.header["t"] for history in generation.histories)
             parent = self._create_run(name, started, tags)
             self.parents[parent.id] = parent
@@ -263,11 +263,11 @@ class StudyImporter:
         run = self.runs.get(header["uid"])
         parent: OptionalRun = newest
         if generation.is_outdated(history):  # it stays with the parent of its model
-            parent = self.parents.get(run.tags.get(PARENT, "")) if run else None
+            parent = self.parents.get(run.tags.get(PARENT_TAG, "")) if run else None
         path = history.folder.relative_to(self.study).as_posix()
         current = parent is newest and history.has_ended
         current = current and (self.locked is None or path in self.locked)
-        tags = {CURRENT: str(current).lower(), PARENT: parent.id if parent else None}
+        tags = {CURRENT_TAG: str(current).lower(), PARENT_TAG: parent.id if parent else None}
         done = "updated"
         if run is None:
             done = "runs added"
@@ -277,8 +277,8 @@ class StudyImporter:
             name = " ".join(part for part in parts if part is not None)
             run = self._create_run(name, header["t"], header_tags(header) | tags)
             self.runs[header["uid"]] = run
-        is_complete = run.tags.get(COMPLETE) == "true"
-        if parent is not None and run.tags.get(PARENT) != parent.id:
+        is_complete = run.tags.get(IMPORT_COMPLETE_TAG) == "true"
+        if parent is not None and run.tags.get(PARENT_TAG) != parent.id:
             is_complete = False  # the new parent needs the lines, too
             self.sent.pop(run.id, None)
         if not is_complete:
@@ -301,7 +301,7 @@ class StudyImporter:
             from moecore.report.figures.model_figures import draw_load_over_steps
 
             figure = draw_load_over_steps([point for _, point in routing_points(history.lines)])
-            self.client.log_figure(run.id, figure, "figures/expert_load.png", save_kwargs=PIXELS)
+            self.client.log_figure(run.id, figure, "figures/expert_load.png", save_kwargs=SAVE_DPI)
         for line in new:
             self._send_line(history, line, run)
         phase = history.header["stage"]
@@ -331,7 +331,7 @@ class StudyImporter:
             run.set_tags({"seconds": line["seconds"], "error": line.get("error")})
         if "file" in line:
             # A stage moves its history at its end from the work folder to the published one.
-            places = (history.folder, self.study / "artifacts/history" / history.item)
+            places = (history.folder, self.study / "artifacts/history" / history.subpath)
             files = [join_below_root(place, line["file"]) for place in places]
             for file in [file for file in files if file.is_file()][:1]:
                 self.client.log_artifact(run.id, str(file), line["file"].split("/")[0])
@@ -347,22 +347,23 @@ class StudyImporter:
                 owner_id = parent.id if parent and stage in TRAINING_PHASES else run.id
                 model_id = stored_run.log_model(self.client, owner_id, stage, experiment, place)
             except UserError as error:  # DVC restored only the history, or the model is too old
-                run.set_tags({MODEL: f"left out: {error}"})
+                run.set_tags({LOGGED_MODEL_TAG: f"left out: {error}"})
                 return
             for owner in (run, parent) if parent else (run,):
                 owner.add_model(model_id)
             parts = (self.experiment.name, header["method"], stage, header["seed"])
             name = ".".join(str(part) for part in parts if part is not None)
             stored_run.register_model(self.client, name, model_id, run)
-            run.set_tags({MODEL: str(place)})
+            run.set_tags({LOGGED_MODEL_TAG: str(place)})
 
     def _send_figures(self, history: ExecutionHistory, run: StoredRun) -> None:
         from moecore.report.report_files import draw_run_figures
 
         names = []
         try:
-            for name, figure in draw_run_figures(self.study, history.header["stage"], history.item):
-                self.client.log_figure(run.id, figure, f"figures/{name}.png", save_kwargs=PIXELS)
+            stage = history.header["stage"]
+            for name, figure in draw_run_figures(self.study, stage, history.subpath):
+                self.client.log_figure(run.id, figure, f"figures/{name}.png", save_kwargs=SAVE_DPI)
                 names.append(name)
         except UserError as error:  # the result was removed, or has another version
             names.append(f"left out: {error}")
@@ -377,22 +378,22 @@ class StudyImporter:
         parent.set_numbers(numbers, int(time.time() * 1000))
         parent.add_params(counts)
         names = dict.fromkeys([*numbers, *headline_names([parent])])
-        parent.set_tags({HEADLINE: " ".join(names) or None})
+        parent.set_tags({HEADLINE_NAMES_TAG: " ".join(names) or None})
 
     def _retire_runs(self, shown: set[str]) -> None:
         """Tag replaced runs, and runs without history, as not current."""
         # A replaced parent stays in the view until its successor has its first number, the score.
-        newest = {self.parents[run_id].tags[FAMILY]: self.parents[run_id] for run_id in shown}
+        newest = {self.parents[run_id].tags[FAMILY_TAG]: self.parents[run_id] for run_id in shown}
         for run in self.parents.values():
             current = str(run.id in shown).lower()
-            successor = newest.get(run.tags[FAMILY], run)
-            was_shown = run.tags.get(CURRENT, "false") != "false"
+            successor = newest.get(run.tags[FAMILY_TAG], run)
+            was_shown = run.tags.get(CURRENT_TAG, "false") != "false"
             missing = set(headline_names([run])[:1]) - set(headline_names([successor]))
-            run.set_tags({CURRENT: RETRAINING if was_shown and missing else current})
+            run.set_tags({CURRENT_TAG: UNTIL_RETRAINED if was_shown and missing else current})
             if run.id not in shown and run.status == "RUNNING":
                 run.set_state("KILLED", time.time())
         for run in [run for uid, run in self.runs.items() if uid not in self.histories]:
-            run.set_tags({CURRENT: "false"})
+            run.set_tags({CURRENT_TAG: "false"})
             writer = (run.tags["host"], int(run.tags["pid"]), run.started)
             if run.status == "RUNNING" and not records.is_process_running(*writer):
                 run.set_state("KILLED", time.time())
@@ -401,12 +402,12 @@ class StudyImporter:
 
 def mark_import_complete(runs: list[StoredRun]) -> None:
     for run in runs:
-        run.set_tags({COMPLETE: "true"})
+        run.set_tags({IMPORT_COMPLETE_TAG: "true"})
 
 
 def header_tags(header: Mapping[str, Any]) -> dict[str, Any]:
     names = ("stage", "method", "seed", "phase", "params_hash", "host", "pid", "python")
-    tags = {UID: header["uid"], LEVEL: "stage", "dvc.stage": header["dvc_stage"]}
+    tags = {UID_TAG: header["uid"], LEVEL_TAG: "stage", "dvc.stage": header["dvc_stage"]}
     versions = header.get("versions", {})  # missing in older histories
     tags |= {f"version.{name}": version for name, version in versions.items()}
     return {name: header[name] for name in names} | tags | source_tags(header)

@@ -14,7 +14,7 @@ from moecore.run.stage_entry import end_with_parent
 from moecore.tracking import mlflow_connection
 from moecore.tracking.sync import HistoryImporter, describe_import, view_address
 
-SECONDS = 5.0  # between imports
+SECONDS_BETWEEN_IMPORTS = 5.0  # between imports
 HOST = "127.0.0.1"
 
 
@@ -98,7 +98,7 @@ def import_while_serving(is_serving: Callable[[], bool], importer: HistoryImport
     last = ""
     interrupts = DelayedInterrupts()
     while is_serving():
-        interrupts.sleep(SECONDS)
+        interrupts.sleep(SECONDS_BETWEEN_IMPORTS)
         try:
             counts = importer.import_all()
             message = describe_import(counts) if counts["runs added"] else ""

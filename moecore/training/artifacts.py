@@ -18,7 +18,7 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from moecore.core import config, files, routing_records, source_layout
-from moecore.core.ranks import broadcast_text, check_equal_across_ranks, current_ranks
+from moecore.core.ranks import broadcast_text, check_equal_across_ranks, rank_and_size
 from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
 from moecore.data.text.tokenizers import load_tokenizer
@@ -29,8 +29,8 @@ from moecore.tasks.image_text import ImageText
 from moecore.training import distributed_training
 from moecore.training.method import Guide, GuidedModel
 
-GUIDE = "guide"
-VOCABULARY = "vocabulary.txt"
+GUIDE_FOLDER = "guide"
+VOCABULARY_FILE = "vocabulary.txt"
 
 
 class ModelCard(config.Config):
@@ -66,12 +66,12 @@ def save_model(folder: str | Path, model: Model) -> None:
     packages = dict.fromkeys([*source_layout.allowed_packages(), *used])
     settings["versions"] = source_layout.package_versions(packages)
     if isinstance(model, GuidedModel):
-        save_guide(folder / GUIDE, model.guide)
+        save_guide(folder / GUIDE_FOLDER, model.guide)
         model = model.model
     if isinstance(model, BackboneModel):
         model.remember(0)  # the state of the training's streams is not part of the model
     write_tensors(folder / "model.safetensors", model.state_dict())
-    files.write_checksummed(folder / "model.json", settings)
+    files.write_json_sha256(folder / "model.json", settings)
 
 
 def save_vocab(folder: Path, data: Prepared) -> None:
@@ -79,9 +79,8 @@ def save_vocab(folder: Path, data: Prepared) -> None:
     if isinstance(data.task, ImageText):
         load_tokenizer(data.folder, data.task).write(folder)
     if data.task.long:
-        files.write_whole(
-            folder / VOCABULARY, (data.folder / VOCABULARY).read_text(encoding="utf-8")
-        )
+        text = (data.folder / VOCABULARY_FILE).read_text(encoding="utf-8")
+        files.write_atomic(folder / VOCABULARY_FILE, text)
         files.write_json(folder / "text.json", {"reading": data.card["reading"]})
 
 
@@ -130,7 +129,7 @@ def load_model(folder: str | Path, packages: Sequence[str] = ()) -> Model:
     """
     with source_layout.allowing_packages(packages):
         model = load_without_teacher(folder)
-        guide = load_guide(Path(folder) / GUIDE) if load_model_card(folder).guided else None
+        guide = load_guide(Path(folder) / GUIDE_FOLDER) if load_model_card(folder).guided else None
         if guide is None:
             return model
         return GuidedModel(model, guide).eval()
@@ -178,18 +177,19 @@ def load_adapted_model(
         weights = model.adapt_weights(weights, card.backbone, card.image)
     except ValueError as error:
         raise files.UserError(f"{folder}: {error}") from error
-    weights = adapt_head(weights, card.image, image)
+    weights = rescale_or_drop_head_weights(weights, card.image, image)
     unmatched = model.load_state_dict(weights, strict=False)
     names = (*unmatched.missing_keys, *unmatched.unexpected_keys)
     unexpected = [name for name in names if not name.startswith("head")]
     if unexpected:
-        raise files.UserError(
-            f"{folder}: the weights do not fit the model: {', '.join(unexpected[:5])}"
-        )
+        shown = ", ".join(unexpected[:5])
+        raise files.UserError(f"{folder}: the weights do not fit the model: {shown}")
     return model
 
 
-def adapt_head(weights: dict[str, Tensor], old: ImageSpec, new: ImageSpec) -> dict[str, Tensor]:
+def rescale_or_drop_head_weights(
+    weights: dict[str, Tensor], old: ImageSpec, new: ImageSpec
+) -> dict[str, Tensor]:
     """Rescale the head's weights to the unit of ``new``; drop them if the task's outputs differ."""
     # A rescaled head predicts the same numbers from the new labels' mean and deviation. Bins (two
     # or more outputs, of an SFCN) have edges in the label's unit and do not change.
@@ -220,10 +220,10 @@ def save_guide(folder: Path, guide: Guide) -> None:
         features=guide.features,
         learns=guide.learns,
     )
-    files.write_checksummed(folder / "guide.json", settings.model_dump(mode="json"))
+    files.write_json_sha256(folder / "guide.json", settings.model_dump(mode="json"))
 
 
-def save_no_guide(folder: Path) -> None:
+def record_no_guide_needed(folder: Path) -> None:
     """Record in ``folder`` that the method needs no teacher, so a new teacher causes no rerun."""
     files.write_json(folder / "guide.json", {"needed": False})
 
@@ -265,22 +265,20 @@ def check_and_load_state_dict(
     try:
         module.load_state_dict(dict(weights), assign=assign)
     except RuntimeError as error:
-        reason = " ".join(str(error).split("\n")[1].split())
-        raise files.UserError(
-            f"{path}: not the weights of this model ({reason}); {mend}"
-        ) from error
+        why = " ".join(str(error).split("\n")[1].split())
+        raise files.UserError(f"{path}: not the weights of this model ({why}); {mend}") from error
 
 
 def guide_folder(method: str, seed: int) -> Path:
     """Return a guide's folder: in the pretrained model's if it exists, else of teacher_router."""
-    with_model = Path("artifacts/pretrain", method, str(seed), GUIDE)
+    with_model = Path("artifacts/pretrain", method, str(seed), GUIDE_FOLDER)
     if with_model.exists():
         return with_model
     return Path("artifacts/teacher_router", method, str(seed))
 
 
-AGAIN = "delete it and start the stage again"
-UNTOUCHED = "what was there before is untouched. Free some space and start again"
+RESTART_ADVICE = "delete it and start the stage again"
+FREE_SPACE_ADVICE = "what was there before is untouched. Free some space and start again"
 Tensors = dict[str, Tensor]
 
 
@@ -310,10 +308,10 @@ class Checkpoint:
         self.wait()
         if self.inputs is not None:  # first: the new code may have computed the state
             self.inputs.refuse_edited_code()
-        tensors = distributed_training.training_state_by_name(model, optimizer)
+        tensors = distributed_training.flatten_training_state(model, optimizer)
         if any(distributed_training.is_sharded_tensor(value) for value in tensors.values()):
             self._writing = self._thread.submit(self._shard_writer(step, tensors, note))
-        elif current_ranks().first:
+        elif rank_and_size().is_first:
             copied = {
                 name: distributed_training.to_full_tensor(value).detach().cpu().clone()
                 for name, value in tensors.items()
@@ -351,7 +349,7 @@ class Checkpoint:
             if prefixed.startswith("model."):
                 name = prefixed.removeprefix("model.")
                 weights[name] = distributed_training.shard_like(value, state.get(name, value))
-        check_and_load_state_dict(model, weights, path, mend=AGAIN)
+        check_and_load_state_dict(model, weights, path, mend=RESTART_ADVICE)
         distributed_training.restore_optimizer(optimizer, tensors)
         return int(about["step"]), json.loads(about["note"])
 
@@ -360,12 +358,12 @@ class Checkpoint:
         about = files.read_json(self.pointer, sealed=True)
         folder = self.folder / about["folder"]
         damaged = ""
-        if current_ranks().first:  # for all, so that all raise or all read together
+        if rank_and_size().is_first:  # for all, so that all raise or all read together
             for name, digest in about["files"].items():
                 if not (folder / name).is_file() or files.file_checksum(folder / name) != digest:
                     damaged = str(folder / name)
         if damaged := broadcast_text(damaged):
-            raise files.UserError(f"{damaged}: damaged or missing; {AGAIN}")
+            raise files.UserError(f"{damaged}: damaged or missing; {RESTART_ADVICE}")
         state = model.state_dict()
         parameters = distributed_training.optimizer_parameters(optimizer)
 
@@ -394,7 +392,7 @@ class Checkpoint:
         def write() -> None:
             writer = HuggingFaceStorageWriter(str(target), save_distributed=True)
             try:
-                if current_ranks().first:
+                if rank_and_size().is_first:
                     # A killed process may have left shards here, which would be read too.
                     shutil.rmtree(target, ignore_errors=True)
                 distributed.barrier(self._group)
@@ -411,13 +409,13 @@ class Checkpoint:
                 free = shutil.disk_usage(self.folder).free
                 raise files.UserError(
                     f"{target}: could not be written ({reason}): it takes {size:,} bytes per rank; "
-                    f"{free:,} are free; {UNTOUCHED}"
+                    f"{free:,} are free; {FREE_SPACE_ADVICE}"
                 ) from error
-            if not current_ranks().first:
+            if not rank_and_size().is_first:
                 return
             about = {"folder": target.name, "step": str(step), "note": json.dumps(note)}
             about |= {"files": {file.name: files.file_checksum(file) for file in target.iterdir()}}
-            files.write_checksummed(self.pointer, about)
+            files.write_json_sha256(self.pointer, about)
             for old in self.folder.glob("sharded-*"):
                 if old != target:
                     shutil.rmtree(old)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from moecore.core.files import UserError
-from moecore.core.ranks import current_ranks
+from moecore.core.ranks import rank_and_size
 from moecore.nn.backbones.language_model import LanguageBlock
 from moecore.nn.kernels.expert_parallel import ShardedExperts
 from moecore.nn.layers.block import Block
@@ -53,7 +53,7 @@ def shard_like(value: Tensor, target: Tensor) -> Tensor:
     return distribute_tensor(value.to(target.device), mesh, getattr(target, "placements", None))
 
 
-def training_state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def flatten_training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return weights as ``model.<name>`` and optimizer state as ``optimizer.<number>.<field>``."""
     state = optimizer.state_dict()["state"]
     return {f"model.{name}": value for name, value in model.state_dict().items()} | {
@@ -105,7 +105,7 @@ def at_least_1d(value: Tensor) -> Tensor:
     return value if value.ndim else value.reshape(1)
 
 
-MAX_UNSHARDED = 8  # shards up to which parameters stay gathered between forward and backward
+MAX_SHARDS_KEPT_GATHERED = 8  # more are gathered again for the backward pass
 
 
 class ShardedReplica:
@@ -114,9 +114,9 @@ class ShardedReplica:
     def __init__(self, job: TrainingJob, settings: Training, device: str) -> None:
         """Shard a copy of ``job.model``, which is equal on all ranks."""
         self.full_model = job.model
-        check_rank_batches(job.model, settings.batch)
+        check_batch_divides_over_ranks(job.model, settings.batch)
         check_expert_parallel(job.model, settings)
-        size = current_ranks().size
+        size = rank_and_size().size
         if size % settings.shard:
             divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
             raise UserError(f"shard is {settings.shard}, with {size} ranks; allowed: {divisors}")
@@ -132,7 +132,7 @@ class ShardedReplica:
                 fully_shard(
                     module,
                     mesh=mesh,
-                    reshard_after_forward=settings.shard > MAX_UNSHARDED,
+                    reshard_after_forward=settings.shard > MAX_SHARDS_KEPT_GATHERED,
                     ignored_params=expert_parameters,
                 )
         fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=expert_parameters)
@@ -153,7 +153,7 @@ class ShardedReplica:
         for name, value in self.job.model.state_dict().items():
             value.copy_(shard_like(state[name], value))
 
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
+    def reduce_and_clip(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
         """Average unsharded gradients over ranks, and clip the norm of all to ``clip``, if any."""
         sharded: dict[Tensor, Tensor] = {}
         unsharded: dict[Tensor, Tensor] = {}
@@ -163,7 +163,7 @@ class ShardedReplica:
             elif parameter.grad is not None:
                 unsharded[parameter] = parameter.grad
                 distributed.all_reduce(parameter.grad)
-                parameter.grad.div_(current_ranks().size)
+                parameter.grad.div_(rank_and_size().size)
         if clip is not None:
             groups = [group for group in (sharded, unsharded) if group]
             parts = [list(group.values()) for group in groups]
@@ -205,11 +205,11 @@ def check_expert_parallel(model: nn.Module, settings: Training) -> None:
             raise UserError(f"{prefix} experts.dropout {dropout}; allowed: 1, or no dropout")
 
 
-def check_rank_batches(model: nn.Module, batch: int) -> None:
-    current_ranks().rows(batch)
-    size = current_ranks().size
+def check_batch_divides_over_ranks(model: nn.Module, batch: int) -> None:
+    rank_and_size().rows(batch)
+    size = rank_and_size().size
     for module in model.modules():
-        group = getattr(module, "coupled_in_training", 1)
+        group = getattr(module, "images_coupled_in_training", 1)
         if (batch // size) % group:
             raise UserError(
                 f"group_size is {group}, and each of {size} ranks has {batch // size} images; "

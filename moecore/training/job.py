@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from moecore.core.files import UserError
-from moecore.core.ranks import current_ranks, has_process_group, mean_over_ranks
+from moecore.core.ranks import has_process_group, mean_over_ranks, rank_and_size
 from moecore.core.routing_records import Batch, ModelOutput, ObjectiveInputs, RoutingRecord
-from moecore.core.streams import PERMUTED, VIEWS, BatchDraws, generator_for
+from moecore.core.streams import PERMUTED_LABELS, VIEWS, BatchDraws, generator_for
 from moecore.data import loader, prepared
 from moecore.data.views.views import make_random_views, mix_images
 from moecore.nn.backbones.base_model import BackboneModel, Model
@@ -53,7 +53,7 @@ class Objective(NamedTuple):
         else:
             terms = {"task": loss_of(output, labels, self.label_smoothing)}
         if self.distillation:
-            terms["distillation"] = hard_distillation(step)
+            terms["distillation"] = hard_distillation_loss(step)
         terms |= {regularizer.kind: regularizer(step) for regularizer in self.regularizers}
         if self.text:
             captions = step._replace(output=step.output._replace(routing=step.output.text_routing))
@@ -129,7 +129,7 @@ def routing_loss(
     return loss
 
 
-def hard_distillation(step: ObjectiveInputs) -> Tensor:
+def hard_distillation_loss(step: ObjectiveInputs) -> Tensor:
     """Return the cross-entropy of the student's last head with the teacher's predicted class."""
     if reason := step.model.image.task.needs_classes("distillation"):
         raise UserError(f"distillation: {reason}; allowed: distillation: 0")
@@ -150,8 +150,8 @@ def hard_distillation(step: ObjectiveInputs) -> Tensor:
 
 class TrainingJob(NamedTuple):
     model: BackboneModel
-    train: loader.Loaded | loader.TextStreams
-    validation: loader.Loaded
+    train: loader.LoadedSplit | loader.TextStreams
+    validation: loader.LoadedSplit
     objective: Objective
     guide: Guide | None = None  # a frozen teacher, for the losses that need one
     views: int = 1  # per image
@@ -171,7 +171,7 @@ class TrainingJob(NamedTuple):
         if settings.updates is not None:
             return settings.updates
         if isinstance(self.train, loader.TextStreams):
-            return self.train.steps(settings.batch)
+            return self.train.steps_per_pass(settings.batch)
         return loader.steps_per_epoch(len(self.train.labels), settings.batch)
 
     @property
@@ -205,11 +205,11 @@ def build_training_job(
     if subset is not None:
         split = prepared.Split(split.images[subset], split.labels[subset])
     if permuted is not None:
-        generator = np.random.default_rng([permuted, PERMUTED])
+        generator = np.random.default_rng([permuted, PERMUTED_LABELS])
         split = prepared.Split(split.images, generator.permutation(split.labels))
-    train: loader.Loaded | loader.TextStreams
+    train: loader.LoadedSplit | loader.TextStreams
     if "tokens" in data.card:  # a text is read as streams; its windows are not shifted
-        tokens = torch.from_numpy(np.array(data.text_rows("train")))
+        tokens = torch.from_numpy(np.array(data.tokens_with_kinds("train")))
         train = loader.TextStreams(tokens.to(device), *data.card["size"])
     else:
         train = loader.load_split_where_it_fits(split, device)
@@ -220,17 +220,17 @@ def build_training_job(
 
 def training_batch(job: TrainingJob, settings: Training, seed: int, step: int) -> Batch:
     """Return the augmented batch of a step, a function of (seed, step) only."""
-    rows = current_ranks().rows(settings.batch)
+    rows = rank_and_size().rows(settings.batch)
     if isinstance(job.train, loader.TextStreams):
         tokens, following, anew = job.train.take(settings.batch, seed, step, rows)
         return Batch(tokens, following, torch.empty(0), anew=anew)
-    views = make_batch_views(job, settings, seed, step, rows)
+    views = draw_batch_and_views(job, settings, seed, step, rows)
     images, labels = views.images, views.labels
     # Two views of an image are never mixed: a patch would lose its counterpart (PRC, §IV).
     if settings.mix is not None and job.views == 1:
 
         def make_partners(places: Tensor) -> tuple[Tensor, Tensor]:
-            partners = make_batch_views(job, settings, seed, step, places)
+            partners = draw_batch_and_views(job, settings, seed, step, places)
             return partners.images, partners.labels
 
         # With one rank the batch contains all partners.
@@ -253,7 +253,7 @@ class BatchViews(NamedTuple):
     draws: BatchDraws  # its generator has drawn the views
 
 
-def make_batch_views(
+def draw_batch_and_views(
     job: TrainingJob, settings: Training, seed: int, step: int, places: Tensor | None
 ) -> BatchViews:
     """Return the views of the batch's images at ``places``, indices in the batch; None: of all."""
@@ -276,7 +276,7 @@ def make_batch_views(
     return BatchViews(views, affines, torch.cat([labels] * job.views), region, epoch, draws)
 
 
-MAKING_BATCH = Lock()  # held while a thread makes a batch, and while a step is captured
+BATCH_LOCK = Lock()  # held while a thread makes a batch, and while a step is captured
 
 
 # Errors of ``make`` are raised at the step that they belong to.
@@ -315,5 +315,5 @@ class BatchPrefetcher:
     def _make_on_stream(self, step: int) -> tuple[Batch, torch.Event | None]:
         if self.stream is None:
             return self.make(step), None
-        with MAKING_BATCH, torch.cuda.stream(self.stream):
+        with BATCH_LOCK, torch.cuda.stream(self.stream):
             return self.make(step), self.stream.record_event()

@@ -10,21 +10,21 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from moecore.core.files import UserError
-from moecore.core.ranks import broadcast_text, current_ranks, has_process_group
+from moecore.core.ranks import broadcast_text, has_process_group, rank_and_size
 from moecore.core.routing_records import Batch, Guidance, ModelOutput, ObjectiveInputs
 from moecore.core.streams import ATTACK, NOISE, generator_for
-from moecore.data.loader import Loaded
+from moecore.data.loader import LoadedSplit
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.predict import predict_in_batches, text_block_scores
+from moecore.nn.predict import last_block_nats, predict_in_batches
 from moecore.training.artifacts import Checkpoint
 from moecore.training.distributed_training import optimizer_parameters
 from moecore.training.job import BatchPrefetcher, TrainingJob, training_batch
 from moecore.training.meter import (
     MEMORY_STEP,
     Meter,
+    average_and_check_metrics,
     check_finite_predictions,
     live_training_tensors,
-    take_and_check_metrics,
 )
 from moecore.training.monitor import LayerTotals, Monitor
 from moecore.training.runtime import CompiledBlocks, Runtime, iterate_traced_steps
@@ -58,7 +58,7 @@ def iterate_training(
     """Train ``job.model`` in place; yield metrics every ``log_every`` steps and each epoch."""
     # Each of several ranks trains on a part of every batch; ``job.model`` is updated at the end
     # of an epoch. Checkpoints follow the step's metrics, so that a resumed run repeats none.
-    replica = shard_over_ranks(job, settings, runtime.device)
+    replica = place_and_shard(job, settings, runtime.device)
     full_model = job.model
     job = job if replica is None else replica.job
     optimizer = build_optimizer(job.model, settings, job.learned_teacher_routers)
@@ -94,8 +94,8 @@ def iterate_training(
         if after % settings.log_every and after % per_epoch:
             continue
         last = _describe_last_checkpoint(checkpoint, saved)
-        values, routing = take_and_check_metrics(meter, job.model, after, rate, last)
-        if after % per_epoch == 0 and current_ranks().first:
+        values, routing = average_and_check_metrics(meter, job.model, after, rate, last)
+        if after % per_epoch == 0 and rank_and_size().is_first:
             model = job._replace(model=full_model).complete_model
             values |= validation_metrics(model, job.validation)
         yield Metrics(after, steps, after / per_epoch, values, routing)
@@ -108,7 +108,7 @@ def iterate_training(
         checkpoint.wait()
 
 
-def shard_over_ranks(job: TrainingJob, settings: Training, device: str) -> "ShardedReplica | None":
+def place_and_shard(job: TrainingJob, settings: Training, device: str) -> "ShardedReplica | None":
     """Move the model to ``device``; return its sharded replica, or None with one rank."""
     job.model.to(device)
     if has_process_group():
@@ -192,7 +192,7 @@ def train_step(
         loss.backward()
     with record_function("optimizer"):
         if replica is not None:
-            replica.reduce_gradients(optimizer, settings.clip)
+            replica.reduce_and_clip(optimizer, settings.clip)
         elif settings.clip is not None:
             nn.utils.clip_grad_norm_(optimizer_parameters(optimizer), settings.clip, foreach=True)
         optimizer.step()
@@ -213,12 +213,12 @@ def forward_and_embed_labels(
     return output, batch._replace(labels=output.target)
 
 
-def validation_metrics(model: Model, split: Loaded) -> dict[str, float]:
+def validation_metrics(model: Model, split: LoadedSplit) -> dict[str, float]:
     """Return ``validation_loss`` and ``validation_<score>``, means over a split, in fp32."""
     labels = split.labels.cpu()
     task = model.image.task
     if task.long:
-        mean = float(text_block_scores(model, split.images, labels).mean())
+        mean = float(last_block_nats(model, split.images, labels).mean())
         return {f"validation_{task.history_name}": mean, "validation_loss": mean}
     prediction, _ = predict_in_batches(model, split.images, batch=500, routing=False)
     check_finite_predictions(prediction, "validation")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from moecore.core.files import UserError
-from moecore.core.ranks import current_ranks, has_process_group, holds_on_all_ranks
+from moecore.core.ranks import has_process_group, holds_on_all_ranks, rank_and_size
 from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.core.torch_internals import TorchDispatchMode, storage_identity, tree_leaves
 from moecore.training.distributed_training import local_shard
@@ -18,7 +18,7 @@ from moecore.training.monitor import LayerTotals, Monitor
 
 MEMORY = "memory_mb"  # key of a step's peak memory, in the first logged point
 MEMORY_STEP = 1  # the step, from 0, whose memory is measured: the optimizer has its state by then
-NEVER = 2**53  # a step that no training reaches
+NEVER_REACHED_STEP = 2**53  # a step that no training reaches
 
 
 class Meter:
@@ -40,7 +40,7 @@ class Meter:
         self.images = 0
         self.count = 0
         self.begun = time.perf_counter()
-        self.first_bad = torch.full((), NEVER, device=self.device)
+        self.first_bad = torch.full((), NEVER_REACHED_STEP, device=self.device)
 
     def add(
         self, step: int, images: int, terms: dict[str, Tensor], score: Tensor, output: ModelOutput
@@ -60,7 +60,7 @@ class Meter:
 
     @contextmanager
     def measuring_memory(self, tensors: Iterable[Tensor], is_measured: bool) -> Iterator[None]:
-        """If ``is_measured``, measure the block's peak memory; the next ``take`` returns it."""
+        """If ``is_measured``, measure the block's peak memory; the next average returns it."""
         if not is_measured:
             yield
             return
@@ -68,9 +68,9 @@ class Meter:
             yield
         self.memory_bytes = peak.size
 
-    def take(self, last_good: str) -> tuple[dict[str, float], dict[str, LayerTotals]]:
+    def average_over_ranks(self, last_good: str) -> tuple[dict[str, float], dict[str, LayerTotals]]:
         """Return means and each MoE layer's totals since ``start``; UserError if not finite."""
-        size = current_ranks().size
+        size = rank_and_size().size
         summed = torch.cat([torch.stack(list(self.sums.values())), *self.routing.values()])
         bad = self.first_bad.double()
         if has_process_group():
@@ -81,7 +81,7 @@ class Meter:
         sums = dict(zip(self.sums, numbers, strict=False))
         score = sums.pop("score")
         means = {name: value / self.count / size for name, value in sums.items()}
-        if first_bad < NEVER:
+        if first_bad < NEVER_REACHED_STEP:
             raise UserError(
                 f"the loss is not finite since step {int(first_bad)} ({_format_means(means)}); "
                 f"{last_good}. Lower the learning rate or a weight"
@@ -95,7 +95,7 @@ class Meter:
         totals = {}
         begin = len(self.sums)
         for name, layer in self.routing.items():
-            totals[name] = LayerTotals.of(numbers[begin : begin + len(layer)])
+            totals[name] = LayerTotals.from_numbers(numbers[begin : begin + len(layer)])
             begin += len(layer)
         return values, totals
 
@@ -120,11 +120,11 @@ def sum_layer_routing(record: RoutingRecord) -> Tensor:
     return torch.cat([chosen.sum(dim=0).double(), torch.stack([value.double() for value in sums])])
 
 
-def take_and_check_metrics(
+def average_and_check_metrics(
     meter: Meter, model: nn.Module, step: int, rate: float, last_good: str
 ) -> tuple[dict[str, float], dict[str, LayerTotals]]:
-    """Return ``meter.take()`` with the learning rate; UserError if weights are not finite."""
-    values, routing = meter.take(last_good)
+    """Return the meter's averages and the learning rate; UserError if weights are not finite."""
+    values, routing = meter.average_over_ranks(last_good)
     values["learning_rate"] = rate
     # A checkpoint must not hold weights that are not finite.
     sums = torch.stack([local_shard(parameter.detach()).sum() for parameter in model.parameters()])
@@ -153,7 +153,7 @@ def _format_means(means: dict[str, float]) -> str:
 
 # Every storage in ``tensors`` or from an operation counts, once, until it is freed. Overhead and
 # workspaces of kernels do not, so the peak is the same on every machine.
-class LiveBytes(TorchDispatchMode):
+class LiveBytesCounter(TorchDispatchMode):
     """Counts bytes of live tensors in the ``with`` block; ``peak`` is the maximum."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
@@ -162,16 +162,16 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self._known = {}
         for tensor in tensors:
-            self._keep(tensor)
+            self._count_tensor(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor):
-                self._keep(leaf)
+                self._count_tensor(leaf)
         return outputs
 
-    def _keep(self, tensor: Tensor) -> None:
+    def _count_tensor(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage_identity(tensor)
         if key in self._known:
@@ -204,7 +204,7 @@ def measure_peak_memory(tensors: Iterable[Tensor], device: torch.device) -> Iter
         # with other tensors of the process
         peak.size = torch.cuda.max_memory_allocated(device)
         return
-    with LiveBytes(tensors) as live:
+    with LiveBytesCounter(tensors) as live:
         yield peak
     peak.size = live.peak
 

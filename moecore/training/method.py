@@ -210,7 +210,7 @@ class Method(TowerRouting):
                 yield ("upcycle", "kind"), f"{text}; allowed: true, false"
             return
         if isinstance(self.upcycle, Granular):
-            yield from self.upcycle.list_parting_settings(self.router, self.experts)
+            yield from self.upcycle.list_settings_parting_pieces(self.router, self.experts)
         if self.upcycle:
             why = "the experts begin as the teacher's MLPs"
             names = self.experts.start_settings
@@ -218,7 +218,7 @@ class Method(TowerRouting):
                 yield ("experts", *keys), text
 
     @property
-    def isolates(self) -> bool:
+    def isolates_tissues(self) -> bool:
         """True if some volumes are reduced to one tissue in training."""
         regions = self.regions
         return regions is not None and (regions.warm_start_epochs > 0 or regions.isolated > 0)
@@ -271,7 +271,7 @@ class Method(TowerRouting):
         if self.joint:
             router = self.teacher_router
             losses.append(TeacherRouterLoss(balance=router.load, entropy=router.entropy))
-        if self.isolates:
+        if self.isolates_tissues:
             losses.append(RegionRouting())
         return tuple(losses)
 

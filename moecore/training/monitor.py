@@ -7,7 +7,7 @@ from pydantic import Field
 
 from moecore.core.config import Config
 
-COLLAPSED = 0.1  # below this ``LayerStatistics.rest`` a layer has collapsed
+MAX_COLLAPSED_LOAD = 0.1  # below this ``LayerStatistics.rest`` a layer has collapsed
 BARS = "▁▂▃▄▅▆▇█"
 NO_TOKEN = "·"
 MAX_STRIP_WIDTH = 72  # characters
@@ -30,7 +30,7 @@ class LayerTotals(NamedTuple):
     with_margin: float  # number of tokens that chose some experts but not all, so have a margin
 
     @classmethod
-    def of(cls, numbers: list[float]) -> "LayerTotals":
+    def from_numbers(cls, numbers: list[float]) -> "LayerTotals":
         """Build the totals from the numbers (E + 4,) that ``sum_layer_routing`` returns."""
         return cls(tuple(numbers[:-4]), *numbers[-4:])
 
@@ -122,7 +122,7 @@ def _find_warnings(
 
 
 def _is_collapsed(layer: LayerStatistics | None) -> bool:
-    return layer is not None and layer.rest is not None and layer.rest < COLLAPSED
+    return layer is not None and layer.rest is not None and layer.rest < MAX_COLLAPSED_LOAD
 
 
 def format_routing_point(point: RoutingPoint) -> str:

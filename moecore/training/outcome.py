@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from moecore.core.config import Config
-from moecore.core.files import write_checksummed
+from moecore.core.files import write_json_sha256
 from moecore.data.prepared import Prepared, Split
 from moecore.nn import encoded_routing, predict
-from moecore.nn.backbones.base_model import Model, parameter_counts
+from moecore.nn.backbones.base_model import Model, count_total_and_active_parameters
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.statistics import comparisons, intervals
 from moecore.tasks.base import ExtraTestMetrics, Task
@@ -38,12 +38,12 @@ class EpochTissueRouting(Config):
     rows: tuple[TissueRoutingRow, ...]
 
 
-class WatchedEpoch(Config):
+class WatchedImagesRouting(Config):
     """The routing of a few test images after one epoch, for pages that show single images."""
 
     epoch: int
     images: tuple[int, ...]  # indices in the split
-    trace: encoded_routing.EncodedRouting
+    trace: encoded_routing.EncodedPredictionsAndRouting
 
 
 class RoutingOverTraining(Config):
@@ -56,7 +56,7 @@ class RoutingOverTraining(Config):
     purity: tuple[float | None, ...] = ()
     class_maps: dict[str, tuple[tuple[ClassMap, ...], ...]] = {}  # epoch → class, layer, expert
     region_routing: tuple[EpochTissueRouting, ...] = ()  # for data with tissue maps
-    watched: tuple[WatchedEpoch, ...] = ()  # after some of the epochs
+    watched: tuple[WatchedImagesRouting, ...] = ()  # after some of the epochs
     routing_agreement_before_after: Agreement = ()  # of fine-tuning; per layer, test images
     # Agreement per item, mean over layers, encoded by ``encode_item_values``; keys are some of
     # with_final_quarter, with_final_half, consecutive_quarter, …_half, …_last, before_after,
@@ -104,9 +104,8 @@ class ModelScore(Config):
 
 
 def save_model_score(folder: Path, outcome: Outcome, data: Prepared) -> None:
-    """Write a model's test score to score.json in its ``folder``."""
     score = outcome.model_dump(mode="json", include={"test_score", "test_count"})
-    write_checksummed(folder / SCORE_FILE, {"data": data.card["name"], **score})
+    write_json_sha256(folder / SCORE_FILE, {"data": data.card["name"], **score})
 
 
 class TrainingLog(NamedTuple):
@@ -128,19 +127,18 @@ def evaluate_trained(model: Model, data: Prepared, settings: Training, log: Trai
         "curve": tuple({"step": at, "train_loss": row["task"], **row} for at, row in log.points),
         "routing_warnings": tuple(log.warnings),
     }
-    outcome = evaluate_to_outcome(model, data, log.seconds, settings.batch)
-    return outcome.model_copy(update=training)
+    return evaluate_to_outcome(model, data, log.seconds, settings.batch).model_copy(update=training)
 
 
 def evaluate_to_outcome(model: Model, data: Prepared, seconds: float, streams: int = 1) -> Outcome:
     # seconds: spent on training. streams: number of text streams read in parallel, for ``ppl``.
     task = model.image.task
     if isinstance(model, LanguageTransformer):  # scores per block, perplexity over whole streams
-        scores = predict.text_block_scores(model, data.test.images, _label_tensor(data.test))
+        scores = predict.last_block_nats(model, data.test.images, _label_tensor(data.test))
         held_out = data.validation
-        validation = predict.text_block_scores(model, held_out.images, _label_tensor(held_out))
+        validation = predict.last_block_nats(model, held_out.images, _label_tensor(held_out))
         loss = float(scores.mean())
-        text = torch.from_numpy(np.array(data.text_rows("test")))
+        text = torch.from_numpy(np.array(data.tokens_with_kinds("test")))
         perplexity = predict.text_perplexity(model, text, streams)
         every_token = predict.text_perplexity(model, text, 1, full_blocks=False)
         details = ExtraTestMetrics(ppl=perplexity, ppl_all=every_token)
@@ -152,7 +150,7 @@ def evaluate_to_outcome(model: Model, data: Prepared, seconds: float, streams: i
         # The loss is reported in the unit of the training, a target's deviation.
         loss = float(task.test_loss(prediction, labels).mean()) / task.head[1]
         details = task.details(prediction, labels, _label_tensor(data.train))
-    parameters = parameter_counts(model)
+    parameters = count_total_and_active_parameters(model)
     return Outcome(
         **details.model_dump(),
         parameters=parameters["parameters"],

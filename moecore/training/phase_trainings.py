@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from moecore.core import files, streams
-from moecore.data.loader import Loaded, batch_indices, draw_few_shot_subset
+from moecore.data.loader import LoadedSplit, batch_indices, draw_few_shot_subset
 from moecore.data.prepared import Prepared
-from moecore.data.views.views import evaluation_images
+from moecore.data.views.views import prepare_evaluation_images
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec
 from moecore.training import artifacts, single_tissue_volumes, upcycle, upcycling_kinds
 from moecore.training.job import Objective, TrainingJob, build_training_job
@@ -31,7 +31,11 @@ def build_unfitted_guide(
 
 
 def iterate_router_fit(
-    guide: Guide, train: Loaded, weights: TeacherRouterSettings, fit: TeacherRouterFit, seed: int
+    guide: Guide,
+    train: LoadedSplit,
+    weights: TeacherRouterSettings,
+    fit: TeacherRouterFit,
+    seed: int,
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """Train the guide's routers in place (TGR-MoE, eq. 8); yield (step, loss values by name)."""
     # Batches are drawn independently of the student's.
@@ -41,7 +45,7 @@ def iterate_router_fit(
     optimizer = torch.optim.AdamW(parameters, lr=fit.learning_rate, weight_decay=0.0)
     for step in range(1, fit.steps + 1):
         images, _ = train.take(batch_indices(len(train.labels), fit.batch, fit_seed, step - 1))
-        terms = balance_and_entropy_terms(probs=guide(evaluation_images(images)).probs)
+        terms = balance_and_entropy_terms(probs=guide(prepare_evaluation_images(images)).probs)
         loss = weights.load * terms["balance"] + weights.entropy * terms["entropy"]
         optimizer.zero_grad(set_to_none=True)
         loss.backward()

@@ -19,9 +19,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from moecore.core.files import UserError, available_cores, read_json, write_checksummed, write_json
-from moecore.core.ranks import current_ranks
-from moecore.core.torch_internals import allow_recompilations, compile_error_class
+from moecore.core import ranks, torch_internals
+from moecore.core.files import UserError, available_cores, read_json, write_json, write_json_sha256
 from moecore.data.thread_map import requested_threads
 from moecore.nn.kernels.grouped import FusedKernels
 from moecore.nn.layers.block import Block
@@ -31,10 +30,10 @@ from moecore.nn.layers.block import Block
 ONEDNN_CACHE_CAPACITY = "1024"
 Precision = Literal["auto", "float32", "bfloat16"]
 
-COMPILE = "MOECORE_COMPILE"
-GRAPH = "MOECORE_GRAPH"
-KERNELS = "MOECORE_KERNELS"
-TRACE = "MOECORE_TRACE"  # names the folder of the trace
+COMPILE_ENV = "MOECORE_COMPILE"
+GRAPH_ENV = "MOECORE_GRAPH"
+KERNELS_ENV = "MOECORE_KERNELS"
+TRACE_ENV = "MOECORE_TRACE"  # names the folder of the trace
 MIN_COMPILED_STEPS = 1000  # estimate of the steps that save the minute that compiling takes
 UNTRACED = 4  # first steps, which load, compile and reserve memory
 TRACED = 4  # steps
@@ -85,11 +84,11 @@ def tune_runtime(device: str | None = None, work: Path | None = None) -> Runtime
                 file=sys.stderr,
             )
     torch.set_num_threads(threads)
-    allocator = _keep_large_blocks() if device == "cpu" else "cuda caching"
-    precision, error = _choose_matmul_precision(device)
+    allocator = _keep_freed_memory() if device == "cpu" else "cuda caching"
+    precision, error = _set_fastest_matmul_precision(device)
     name = device_name(device)
-    speedup = _remembered_speedup(device, name)
-    policies = compile_policy(device), graph_policy(device), choose_kernels(device)
+    speedup = _read_or_probe_bf16_speedup(device, name)
+    policies = compile_policy(device), graph_policy(device), choose_and_set_kernels(device)
     return Runtime(device, name, threads, allocator, precision, error, speedup, *policies)
 
 
@@ -110,8 +109,8 @@ def read_or_store_threads(work: Path, threads: int) -> int:
     path = work / "threads.json"
     if path.exists():
         return read_json(path, sealed=True)["threads"]
-    if current_ranks().first:
-        write_checksummed(path, {"threads": threads})
+    if ranks.rank_and_size().is_first:
+        write_json_sha256(path, {"threads": threads})
     return threads
 
 
@@ -124,7 +123,7 @@ def device_name(device: str) -> str:
     return platform.machine() if model is None else model[1]
 
 
-def _keep_large_blocks() -> str:
+def _keep_freed_memory() -> str:
     """Make glibc keep freed memory, which saves page faults; return the allocator's name."""
     if platform.libc_ver()[0] != "glibc":
         return "system"
@@ -137,7 +136,7 @@ def _keep_large_blocks() -> str:
     return "glibc"
 
 
-def _choose_matmul_precision(device: str) -> tuple[str, float]:
+def _set_fastest_matmul_precision(device: str) -> tuple[str, float]:
     """Set the fastest fp32 precision that does not round to bf16; return its name and error."""
     generator = torch.Generator().manual_seed(0)
     first, second = (torch.randn(256, 256, generator=generator) for _ in range(2))
@@ -152,7 +151,7 @@ def _choose_matmul_precision(device: str) -> tuple[str, float]:
     return precision, float(error)
 
 
-def _remembered_speedup(device: str, name: str) -> float:
+def _read_or_probe_bf16_speedup(device: str, name: str) -> float:
     """Return the bf16 speedup, probed once per machine: a resumed run must get the same dtype."""
     path = Path(".state/runtime.json")
     machine = f"{platform.node()}, {name}, torch {torch.__version__}"
@@ -160,12 +159,12 @@ def _remembered_speedup(device: str, name: str) -> float:
     if not isinstance(speedups, dict) or not isinstance(speedups.get(machine, 0.0), (int, float)):
         speedups = {}  # damaged: probe again
     if machine not in speedups:
-        speedups[machine] = round(_bf16_speedup(device), 2)
+        speedups[machine] = round(_probe_bf16_speedup(device), 2)
         write_json(path, speedups)
     return speedups[machine]
 
 
-def _bf16_speedup(device: str) -> float:
+def _probe_bf16_speedup(device: str) -> float:
     if device.startswith("cuda"):
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return 4.0
@@ -174,12 +173,12 @@ def _bf16_speedup(device: str) -> float:
     torch.set_num_threads(1)  # with several, the probe would measure the wait for a busy core
     first, second = torch.ones(2, 512, 512)
     low, low_right = torch.ones(2, 512, 512).bfloat16()
-    speedup = _shortest_call(lambda: first @ second) / _shortest_call(lambda: low @ low_right)
+    speedup = _shortest_time(lambda: first @ second) / _shortest_time(lambda: low @ low_right)
     torch.set_num_threads(threads)
     return speedup
 
 
-def _shortest_call(call: Callable[[], object]) -> float:
+def _shortest_time(call: Callable[[], object]) -> float:
     """Return the shortest time (s) of 40 calls, or of as many as fit into 0.2 s (emulation)."""
     call()
     times: list[float] = []
@@ -194,24 +193,24 @@ def compile_policy(device: str) -> Compile:
     """Return how blocks are compiled, by $MOECORE_COMPILE: auto (the default), true or false."""
     # auto is ``tried`` on CUDA, in trainings of at least ``MIN_COMPILED_STEPS`` steps, else
     # ``off``: on one core it would take longer than it saves, and bits would differ.
-    return _policy_of(COMPILE, "auto", device)
+    return _read_policy_variable(COMPILE_ENV, "auto", device)
 
 
 def graph_policy(device: str) -> Compile:
     """Return how steps are captured, by $MOECORE_GRAPH: auto, true or false (the default)."""
     # The default is not auto until a GPU has shown that graphs are faster and stay correct.
-    policy = _policy_of(GRAPH, "false", device)
+    policy = _read_policy_variable(GRAPH_ENV, "false", device)
     if policy == "required" and not device.startswith("cuda"):
-        raise UserError.at(GRAPH, found=f"'true' on {device}", allowed="auto, false, or a GPU")
+        raise UserError.at(GRAPH_ENV, found=f"'true' on {device}", allowed="auto, false, or a GPU")
     return policy
 
 
-def choose_kernels(device: str) -> Kernels:
+def choose_and_set_kernels(device: str) -> Kernels:
     """Choose and set the kernels of MLP experts, by $MOECORE_KERNELS: auto, triton or torch."""
     # auto is torch until a GPU has shown that Triton's kernels are faster and equal.
-    policy = os.environ.get(KERNELS) or "auto"
+    policy = os.environ.get(KERNELS_ENV) or "auto"
     if policy not in ("auto", "triton", "torch"):
-        raise UserError.at(KERNELS, found=repr(policy), allowed="auto, triton, torch")
+        raise UserError.at(KERNELS_ENV, found=repr(policy), allowed="auto, triton, torch")
     FusedKernels.compute = None
     if policy != "triton":
         return "torch"
@@ -220,18 +219,18 @@ def choose_kernels(device: str) -> Kernels:
     if device.startswith("cuda"):
         if torch.cuda.get_device_capability(device) < MIN_TRITON_CAPABILITY:
             text = f"'triton' on {device_name(device)}"
-            raise UserError.at(KERNELS, found=text, allowed=allowed)
+            raise UserError.at(KERNELS_ENV, found=text, allowed=allowed)
     elif os.environ.get("TRITON_INTERPRET") != "1":  # Triton's interpreter, for tests
-        raise UserError.at(KERNELS, found=f"'triton' on {device}", allowed=allowed)
+        raise UserError.at(KERNELS_ENV, found=f"'triton' on {device}", allowed=allowed)
     try:
         from moecore.nn.kernels.triton_experts import compute_experts
     except ImportError as error:
-        raise UserError.at(KERNELS, found=f"'triton', but {error}", allowed=allowed) from error
+        raise UserError.at(KERNELS_ENV, found=f"'triton', but {error}", allowed=allowed) from error
     FusedKernels.compute = compute_experts
     return "triton"
 
 
-def _policy_of(variable: str, default: str, device: str) -> Compile:
+def _read_policy_variable(variable: str, default: str, device: str) -> Compile:
     """Return the policy in an environment variable: auto is ``tried`` on CUDA, else ``off``."""
     policy = os.environ.get(variable) or default
     if policy not in ("auto", "true", "false"):
@@ -275,7 +274,7 @@ class CompiledBlocks:
             if isinstance(module, Block) and getattr(module.mlp, "sharded_experts", None) is None
         ]
         # All blocks share one code object, compiled once per kind of block; a Swin has over 8.
-        allow_recompilations(2 * len(self.blocks))
+        torch_internals.allow_recompilations(2 * len(self.blocks))
         for block in self.blocks:
             compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, **options)
             self.ready.append(self._with_fallback(compiled, block.forward))
@@ -294,7 +293,7 @@ class CompiledBlocks:
                 del block.forward
 
     def _with_fallback(self, compiled: Callable, plain: Callable) -> Callable:
-        refused = compile_error_class()
+        refused = torch_internals.compile_error_class()
 
         def forward(*inputs: Any) -> Any:
             if not self.blocks:
@@ -303,7 +302,7 @@ class CompiledBlocks:
                 return compiled(*inputs)
             except refused as error:
                 reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-                message = f"{COMPILE}: a block cannot be compiled: {reason}"
+                message = f"{COMPILE_ENV}: a block cannot be compiled: {reason}"
                 if self.strict:
                     raise UserError(f"{message}; allowed: false, or auto: without") from error
             print(f"{message}; training goes on without", file=sys.stderr)
@@ -315,8 +314,8 @@ class CompiledBlocks:
 
 def trace_file(title: str) -> Path | None:
     """Return a training's trace file below $MOECORE_TRACE; None if unset, or not on rank 0."""
-    folder = os.environ.get(TRACE)
-    if not folder or not current_ranks().first:
+    folder = os.environ.get(TRACE_ENV)
+    if not folder or not ranks.rank_and_size().is_first:
         return None
     return Path(folder) / f"{title.replace(' ', '_')}.json.gz"
 

@@ -10,18 +10,18 @@ from torch import Generator, nn
 
 from moecore.attacks.pgd import Pgd
 from moecore.core import config, streams
-from moecore.core.ranks import current_ranks
+from moecore.core.ranks import rank_and_size
 from moecore.core.routing_records import Batch
-from moecore.data.views.views import UNEVEN_REFUSAL, Mix, ViewSettings
+from moecore.data.views.views import CROP_NEEDED, Mix, ViewSettings
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import eval_mode
 from moecore.tasks.base import Task
 from moecore.training.runtime import Precision
 
 # Settings that need one class per image, and the value that turns them off.
-NEED_CLASSES = {"label_smoothing": 0, "shots": "null", "mix": "null"}
+SETTINGS_NEEDING_CLASSES = {"label_smoothing": 0, "shots": "null", "mix": "null"}
 Groups = list[dict[str, Any]]  # parameter groups, as torch's optimizers take them
-DECAY = 0.05
+DEFAULT_WEIGHT_DECAY = 0.05
 NO_DECAY_SUFFIXES = ("_token", "pos_embed", "bias", "basis", "scale", "target")
 
 
@@ -89,7 +89,7 @@ def _default_decay(fields: Mapping[str, Any]) -> float:
     optimizer = fields.get("optimizer")
     if optimizer is not None and not optimizer.decays:
         return 0.0
-    return DECAY
+    return DEFAULT_WEIGHT_DECAY
 
 
 def batch_misfits(settings: Any, images: int, why: str) -> config.Misfits:
@@ -112,7 +112,7 @@ class Training(config.Config):
         default_factory=_default_decay,
         ge=0,
         description="on matrices; not on biases, norms, tokens and positions; adamw only",
-        json_schema_extra={"default": DECAY},
+        json_schema_extra={"default": DEFAULT_WEIGHT_DECAY},
     )
     clip: float | None = Field(1.0, gt=0, description="largest gradient norm; null for none")
     label_smoothing: float = Field(0.0, ge=0, lt=1)
@@ -135,7 +135,7 @@ class Training(config.Config):
         if self.warmup_epochs > self.epochs:
             text = f"found {self.warmup_epochs:g}, but epochs is {self.epochs}"
             yield ("warmup_epochs",), f"{text}; allowed: 0 to {self.epochs}"
-        for key, off in NEED_CLASSES.items():
+        for key, off in SETTINGS_NEEDING_CLASSES.items():
             value = getattr(self, key)
             if value and (why := around.lacks(key)):
                 text = f"found {config.format_changed_settings(value)}, but {why} ({around.data})"
@@ -152,7 +152,7 @@ class Training(config.Config):
             yield from self.views.pixel_misfits(around)
             if around.preview.short_side is not None:
                 if self.views.crop is None:
-                    yield ("views", "crop"), f"found null, but in {around.data} {UNEVEN_REFUSAL}"
+                    yield ("views", "crop"), f"found null, but in {around.data} {CROP_NEEDED}"
             elif self.views.shift >= min(around.preview.shape):
                 size = f"images of {around.preview.size} pixels"
                 text = f"found {self.views.shift}, but {around.data} has {size}"
@@ -220,7 +220,7 @@ class TeacherRouterFit(config.Config):
 
     def misfits(self, around: config.Surroundings) -> config.Misfits:
         if around.preview is not None and around.preview.counts:
-            yield from batch_misfits(self, around.preview.images["train"], around.data)
+            yield from batch_misfits(self, around.preview.image_counts["train"], around.data)
 
     steps: Annotated[int, Field(ge=1)] = 300
     batch: Annotated[int, Field(ge=1)] = 256
@@ -229,7 +229,7 @@ class TeacherRouterFit(config.Config):
 
 def local_image_generators(generator: Generator, batch: Batch) -> Generator | list[Generator]:
     """Return ``generator``; with several ranks, one per local image, with the same draws."""
-    ranks = current_ranks()
+    ranks = rank_and_size()
     if ranks.size == 1:
         return generator
     states = []

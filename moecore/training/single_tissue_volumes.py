@@ -13,7 +13,7 @@ from moecore.data.prepared import Prepared
 from moecore.data.views.warping import to_device_async
 from moecore.training.method import Method
 
-WHOLE = -1  # the region of an unchanged volume, and of a token that belongs to no expert
+NO_TISSUE = -1  # the region of an unchanged volume, and of a token that belongs to no expert
 
 
 class TissueIsolationSchedule(NamedTuple):
@@ -28,16 +28,16 @@ class TissueIsolationSchedule(NamedTuple):
         self, volumes: Tensor, indices: Tensor, step: int, epoch: int, draws: streams.BatchDraws
     ) -> tuple[Tensor, Tensor]:
         """Reduce some volumes (B, C, D, H, W) to one tissue; return volumes and regions (B,)."""
-        # indices: (B,), of the volumes in the split. The regions, (B,) int64, are tissues or WHOLE.
+        # indices: (B,), of volumes in the split. The regions, (B,) int64, are tissues or NO_TISSUE.
         # Regions take turns, so that every expert learns at every step.
         region = (torch.arange(draws.batch_size) + step) % len(self.channels)
         if epoch not in self.warm_start:
             share = self.share if epoch >= self.warm_start.stop else 0.0
             chances = torch.rand(draws.batch_size, generator=draws.generator)
             # The volume with the largest draw is never reduced, so at least one stays unchanged.
-            region = region.where((chances < share) & (chances < chances.max()), WHOLE)
+            region = region.where((chances < share) & (chances < chances.max()), NO_TISSUE)
         region = draws.select_rows(region)
-        rows = (region != WHOLE).nonzero()[:, 0]
+        rows = (region != NO_TISSUE).nonzero()[:, 0]
         if not len(rows):
             return volumes, region
         channels = np.array(self.channels)[region[rows].numpy()]
@@ -50,13 +50,13 @@ class TissueIsolationSchedule(NamedTuple):
     def mark_experts(self, batch: Batch, region: Tensor, epoch: int, layout: TokenLayout) -> Batch:
         """Add each token's expert, and the indices of volumes that teach age, to ``batch``."""
         # All ranks must compute the same terms, also a rank without reduced volumes.
-        if not ranks.has_process_group() and bool((region == WHOLE).all()):
+        if not ranks.has_process_group() and bool((region == NO_TISSUE).all()):
             return batch
         batch = batch._replace(belongs=self.find_token_experts(batch.images, region, layout))
         if epoch in self.warm_start:  # all volumes teach age
             return batch
         # Reduced volumes teach routers only: if they taught age, some models predicted the median.
-        unchanged = (region == WHOLE).nonzero()[:, 0]
+        unchanged = (region == NO_TISSUE).nonzero()[:, 0]
         return batch._replace(learned=to_device_async(unchanged, batch.images.device))
 
     def find_token_experts(self, views: Tensor, region: Tensor, layout: TokenLayout) -> Tensor:
@@ -66,7 +66,7 @@ class TissueIsolationSchedule(NamedTuple):
         has_tissue = brightest.flatten(1) > 0
         special = has_tissue.new_zeros(len(has_tissue), layout.special)
         has_tissue = torch.cat([special, has_tissue], dim=1)
-        return torch.where(has_tissue, to_device_async(region, views.device)[:, None], WHOLE)
+        return torch.where(has_tissue, to_device_async(region, views.device)[:, None], NO_TISSUE)
 
 
 def build_tissue_isolation(
@@ -74,7 +74,7 @@ def build_tissue_isolation(
 ) -> TissueIsolationSchedule | None:
     """Build the schedule by which ``method`` reduces volumes to one tissue; None if it does not."""
     regions = method.regions
-    if regions is None or not method.isolates:
+    if regions is None or not method.isolates_tissues:
         return None
     channels = find_mask_channels(regions.experts, data.card)
     masks = data.regions("train") if subset is None else data.regions("train")[subset]

@@ -18,16 +18,16 @@ from moecore.core.files import UserError
 from moecore.core.ranks import has_process_group
 from moecore.core.routing_records import Batch, ModelOutput
 from moecore.data.loader import TextStreams
-from moecore.training.job import MAKING_BATCH, TrainingJob
+from moecore.training.job import BATCH_LOCK, TrainingJob
 from moecore.training.regularizers.group_sparsity import GroupSparsity
-from moecore.training.runtime import GRAPH, Compile
+from moecore.training.runtime import GRAPH_ENV, Compile
 
 WARM_UP = 3  # eager steps before a capture; the second is the first with compiled blocks
 # Allowed differences between a replay and the eager step. Adam makes full steps of gradients that
 # are only rounding, so the order of sums matters; another batch or noise exceeds both bounds.
 MAX_UPDATE_ERROR = 0.05  # relative, of the norm
 MAX_TERM_ERROR = 0.01  # of a term of the loss, relative if it is above 1
-WAIT = "called a synchronizing CUDA operation"  # torch's warning
+HOST_WAIT_WARNING = "called a synchronizing CUDA operation"  # torch's warning
 
 StepOutput = tuple[dict[str, Tensor], Tensor, ModelOutput]  # of ``train_step``
 Step = Callable[[], StepOutput]
@@ -50,7 +50,7 @@ class CudaCapture:
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
 
-    def run(self, step: Step) -> StepOutput:
+    def run_eagerly(self, step: Step) -> StepOutput:
         """Run a step eagerly, on the stream of captures."""
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
@@ -59,15 +59,15 @@ class CudaCapture:
         current.wait_stream(self.stream)
         return output
 
-    def run_and_find_obstacle(self, step: Step) -> tuple[StepOutput, str]:
+    def run_and_find_graph_obstacle(self, step: Step) -> tuple[StepOutput, str]:
         """Run a step eagerly; return its output, and why a graph cannot repeat it, or ""."""
         state = torch.get_rng_state()
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            output = self.run(step)
+            output = self.run_eagerly(step)
         torch.cuda.set_sync_debug_mode("default")
-        waits = [line for line in caught if WAIT in str(line.message)]
+        waits = [line for line in caught if HOST_WAIT_WARNING in str(line.message)]
         if waits:
             return output, f"the host waits for it at {waits[0].filename}:{waits[0].lineno}"
         if torch.equal(state, torch.get_rng_state()):
@@ -92,7 +92,7 @@ class CudaCapture:
                 output = step()
         except RuntimeError as error:
             # Allocator and generator may stay in the capture, so this process must end.
-            text = f"{GRAPH}: a capture failed: {str(error).strip().splitlines()[0]}"
+            text = f"{GRAPH_ENV}: a capture failed: {str(error).strip().splitlines()[0]}"
             raise UserError(f"{text}; allowed: false, with which the training resumes") from error
 
         def replay() -> StepOutput:
@@ -120,8 +120,8 @@ class GraphedStepRunner:
         self.replay: Step | None = None
         self.active_parts: list[bool] | None = None
         self.count = 0  # steps with these active parts
-        self.bounds = progress_bounds(job)
-        if self.graphs is not None and (obstacle := find_obstacle(job)):
+        self.bounds = progress_where_parts_end(job)
+        if self.graphs is not None and (obstacle := find_graph_obstacle(job)):
             self._give_up(obstacle)
 
     def take(self, inputs: StepInputs) -> StepOutput:
@@ -142,20 +142,20 @@ class GraphedStepRunner:
         elif signature(inputs.batch) == signature(self.static.batch):
             if self.is_compared:
                 return self._replay(inputs)
-            return self._compare(graphs, inputs)
-        return graphs.run(lambda: self.run_step(inputs))
+            return self._compare_with_eager(graphs, inputs)
+        return graphs.run_eagerly(lambda: self.run_step(inputs))
 
     def _give_up(self, reason: str) -> None:
         """Go on eagerly from now on, and print why; UserError if a graph is required."""
-        text = f"{GRAPH}: a step cannot be captured: {reason}"
+        text = f"{GRAPH_ENV}: a step cannot be captured: {reason}"
         if self.is_required:
             raise UserError(f"{text}; allowed: false, or auto: without")
         print(f"{text}; training goes on without", file=sys.stderr)
         self.graphs = self.replay = None
 
     def _run_watched(self, graphs: CudaCapture, inputs: StepInputs) -> StepOutput:
-        with MAKING_BATCH:
-            output, reason = graphs.run_and_find_obstacle(lambda: self.run_step(inputs))
+        with BATCH_LOCK:
+            output, reason = graphs.run_and_find_graph_obstacle(lambda: self.run_step(inputs))
         if reason:
             self._give_up(reason)
         return output
@@ -172,7 +172,7 @@ class GraphedStepRunner:
         self.static = inputs._replace(batch=Batch(*values), rate=self.rate)
         self.buffers = list(self.job.model.buffers())  # read by the graph, even if replaced later
         self.optimizer.zero_grad(set_to_none=True)
-        with MAKING_BATCH:
+        with BATCH_LOCK:
             step = lambda: detach_step_output(self.run_step(self.static))
             self.replay = graphs.capture(step, self.optimizer)
 
@@ -184,7 +184,7 @@ class GraphedStepRunner:
         self.rate.fill_(inputs.rate)
         return self.replay()
 
-    def _compare(self, graphs: CudaCapture, inputs: StepInputs) -> StepOutput:
+    def _compare_with_eager(self, graphs: CudaCapture, inputs: StepInputs) -> StepOutput:
         """Replay a step, undo it, and run it eagerly; give up replays if the results differ."""
         learned = list(self.job.learners.state_dict().values())
         moments = [value for row in self.optimizer.state.values() for value in row.values()]
@@ -194,7 +194,7 @@ class GraphedStepRunner:
         for value, earlier in zip((*learned, *moments), before, strict=True):
             value.copy_(earlier)
         torch.manual_seed(inputs.noise)
-        output = graphs.run(lambda: self.run_step(inputs))
+        output = graphs.run_eagerly(lambda: self.run_step(inputs))
         self.is_compared = True
         update = distance(learned, before[: len(learned)]).clamp_min(torch.finfo().tiny)
         errors = {"the update": distance(learned, replayed) / update / MAX_UPDATE_ERROR}
@@ -206,7 +206,7 @@ class GraphedStepRunner:
         return output
 
 
-def progress_bounds(job: TrainingJob) -> list[float]:
+def progress_where_parts_end(job: TrainingJob) -> list[float]:
     """Return each part's ``until``, the share of training after which it computes differently."""
     modules = list(job.model.modules())
     parts: list[Any] = [*job.objective.regularizers, *job.objective.text, *modules]
@@ -214,7 +214,7 @@ def progress_bounds(job: TrainingJob) -> list[float]:
     return [part.until for part in parts if hasattr(part, "until")]
 
 
-def find_obstacle(job: TrainingJob) -> str:
+def find_graph_obstacle(job: TrainingJob) -> str:
     """Return why no step can be captured; "" if nothing is known before steps are watched."""
     if has_process_group():
         return "several ranks share the training"

@@ -23,7 +23,7 @@ from moecore.training import artifacts, upcycling_kinds
 
 Settings = TypeVar("Settings")
 
-ACTIVATIONS = {"GELU": "gelu", "ReLU": "relu", "QuickGELU": "quick_gelu"}  # timm's name → ours
+ACTIVATION_BY_TIMM_NAME = {"GELU": "gelu", "ReLU": "relu", "QuickGELU": "quick_gelu"}
 ALLOWED = "timm's ViT, DeiT and Swin, whose blocks have an mlp of fc1, activation, fc2"
 
 
@@ -48,19 +48,19 @@ def upcycle_model(
     """Copy the weights of ``dense`` into ``model``, in place, each dense MLP into all experts."""
     # Routers keep their random weights, as does the head if the classes differ. With
     # ``renormalise`` on the router the model then computes the same as ``dense``.
-    _check_settings(model, dense)
+    _check_equal_settings(model, dense)
     weights = _adapted_weights(model, dense)
     state = model.state_dict()
     dense_modules = dict(dense.named_modules())
     for name, layer in model.named_modules():
         if isinstance(layer, FeedForward):
-            _check_activation(layer, dense_modules.get(name), name)
+            _check_equal_activation(layer, dense_modules.get(name), name)
         if isinstance(layer, MoEFeedForward):
             check_no_shared_experts(layer)
             moe = model.moe_settings_of(name)
             assert moe is not None  # the layer was built from it
-            pieces = prepare_mlp_pieces(layer.router, moe.router, moe.experts, kind)
-            fill_experts(layer.experts, weights, f"{name}.", pieces)
+            pieces = scale_pieces_and_tie_router_rows(layer.router, moe.router, moe.experts, kind)
+            copy_mlp_into_experts(layer.experts, weights, f"{name}.", pieces)
             state = {key: value for key, value in state.items() if not key.startswith(f"{name}.")}
     if dense.image.answers != model.image.answers:
         state = {name: value for name, value in state.items() if not name.startswith("head")}
@@ -78,7 +78,7 @@ def _difference_error(name: str, ours: object, theirs: object, allowed: str) -> 
     return UserError.at("upcycle", found=difference, allowed=allowed)
 
 
-def _check_settings(model: BackboneModel, dense: BackboneModel) -> None:
+def _check_equal_settings(model: BackboneModel, dense: BackboneModel) -> None:
     """Raise UserError if the teacher's weights would have another effect in the model."""
     if dense.config.kind != model.config.kind:
         raise UserError(
@@ -117,7 +117,7 @@ def _adapted_weights(model: BackboneModel, dense: BackboneModel) -> dict[str, to
     """Adapt the teacher's weights to the model's images and task; drop the head if tasks differ."""
     ours, theirs = model.image, dense.image
     try:
-        weights = artifacts.adapt_head(dict(dense.state_dict()), theirs, ours)
+        weights = artifacts.rescale_or_drop_head_weights(dict(dense.state_dict()), theirs, ours)
         weights = model.adapt_weights(weights, dense.config, theirs)
     except ValueError as error:
         raise UserError(f"upcycle: {error}") from error
@@ -140,11 +140,11 @@ def check_no_shared_experts(layer: MoEFeedForward) -> None:
         )
 
 
-def _check_activation(layer: FeedForward, mlp: nn.Module | None, name: str) -> None:
+def _check_equal_activation(layer: FeedForward, mlp: nn.Module | None, name: str) -> None:
     theirs = getattr(mlp, "activation", "gelu")
     is_sparse = isinstance(layer, MoEFeedForward)
     ours = getattr(layer.experts if is_sparse else layer, "activation", "gelu")
-    if mlp is not None and ours != theirs:  # ``fill_experts`` refuses a missing MLP, by name
+    if mlp is not None and ours != theirs:  # ``copy_mlp_into_experts`` refuses a missing MLP
         key = "experts" if is_sparse else "model"
         raise UserError(
             f"upcycle: the teacher's MLP at {name} has {theirs}, {key}.activation is {ours}; set "
@@ -152,19 +152,19 @@ def _check_activation(layer: FeedForward, mlp: nn.Module | None, name: str) -> N
         )
 
 
-def prepare_mlp_pieces(
+def scale_pieces_and_tie_router_rows(
     module: nn.Module, router: Router, experts: Experts, kind: upcycling_kinds.Upcycling
 ) -> upcycling_kinds.MlpPieceScales:
     """Return how ``kind`` cuts the MLP; give its pieces equal rows in the router ``module``."""
     if not isinstance(kind, upcycling_kinds.Granular):
         return upcycling_kinds.WHOLE_MLP
-    for key, refusal in kind.list_parting_settings(router, experts):
+    for key, refusal in kind.list_settings_parting_pieces(router, experts):
         raise UserError(f"{'.'.join(key)}: {refusal}")
     upcycling_kinds.repeat_router_rows(module, kind.pieces)
-    return kind.cut_mlp(router, experts.number)
+    return kind.piece_scales(router, experts.number)
 
 
-def fill_experts(
+def copy_mlp_into_experts(
     experts: Any,
     weights: dict[str, torch.Tensor],
     prefix: str,
@@ -240,7 +240,7 @@ def upcycle_in_place(
     if not owners:
         raise UserError(f"upcycle: {type(model).__name__} has no block with an mlp; {ALLOWED}")
     chosen = [owners[index] for index in sparse_block_indices(blocks, len(owners))]
-    layers = tuple(_sparse_copy(block.mlp, router, experts, kind) for block in chosen)
+    layers = tuple(_build_moe_from_mlp(block.mlp, router, experts, kind) for block in chosen)
     if isinstance(kind, upcycling_kinds.Drop):
         kind.redraw_experts(nn.ModuleList(layers), seed)
     for block, layer in zip(chosen, layers, strict=True):
@@ -249,18 +249,18 @@ def upcycle_in_place(
     return layers
 
 
-def _sparse_copy(
+def _build_moe_from_mlp(
     mlp: Any, router: Router, experts: Experts, kind: upcycling_kinds.Upcycling
 ) -> MoELayer:
     check_dense_mlp(mlp)
-    activation = ACTIVATIONS[type(mlp.act).__name__]
+    activation = ACTIVATION_BY_TIMM_NAME[type(mlp.act).__name__]
     if (other := getattr(experts, "activation", activation)) != activation:
         raise UserError(f"experts.activation: found {other}; allowed: {activation}, as the model's")
     layer = MoELayer(mlp.fc1.in_features, router, experts)
     check_no_shared_experts(layer.feed_forward)
     with torch.no_grad():
-        pieces = prepare_mlp_pieces(layer.feed_forward.router, router, experts, kind)
-        fill_experts(layer.feed_forward.experts, mlp.state_dict(), "", pieces)
+        pieces = scale_pieces_and_tie_router_rows(layer.feed_forward.router, router, experts, kind)
+        copy_mlp_into_experts(layer.feed_forward.experts, mlp.state_dict(), "", pieces)
     return layer.train(mlp.training)
 
 
@@ -278,7 +278,7 @@ def check_dense_mlp(mlp: Any) -> None:
         unsupported.append("convolutions")
     if any(layer.bias is None for layer in linears):
         unsupported.append("no biases")
-    if activation not in ACTIVATIONS:
+    if activation not in ACTIVATION_BY_TIMM_NAME:
         unsupported.append(f"the activation {activation}")
     if getattr(mlp.act, "approximate", "none") != "none":
         unsupported.append("an approximated GELU")

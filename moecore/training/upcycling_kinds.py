@@ -34,7 +34,7 @@ class Granular(config.Config):
     kind: Literal["granular"] = "granular"
     pieces: int = Field(default=2, ge=2, description="experts that a copy of the MLP is cut into")
 
-    def list_parting_settings(
+    def list_settings_parting_pieces(
         self, router: Router, experts: Experts
     ) -> Iterator[tuple[tuple[str, str], str]]:
         """Yield (key, message) per setting that could let a token choose only some pieces."""
@@ -65,7 +65,7 @@ class Granular(config.Config):
             text = f"found {score}, whose sum at the start is unknown"
             yield ("router", "score"), f"{text}; allowed: softmax, or renormalise: true"
 
-    def cut_mlp(self, router: Router, experts: int) -> MlpPieceScales:
+    def piece_scales(self, router: Router, experts: int) -> MlpPieceScales:
         """Return scales with which the layer starts as the MLP if combine weights sum to 1."""
         if _is_renormalised(router):  # the layer starts as the dense MLP
             return MlpPieceScales(self.pieces, self.pieces)

@@ -10,14 +10,14 @@ from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT, allowing_packages
 from moecore.measure.cost import whole_and_routing_flops
 from moecore.measure.values import Found
-from moecore.nn.backbones.base_model import parameter_counts
+from moecore.nn.backbones.base_model import count_total_and_active_parameters
 from moecore.report.page.report_page import render_report
 from moecore.report.report_files import render_report_files
 from moecore.report.study_results import StudyResults
 from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.study.params_writer import dump_inline_yaml
 from moecore.testing import check_calculation
-from moecore.training.meter import LiveBytes, live_training_tensors
+from moecore.training.meter import LiveBytesCounter, live_training_tensors
 from tests.methods import METHODS, REPRESENTATIVE
 from tests.project import compose_shipped
 
@@ -47,7 +47,7 @@ def test_without_memory_the_counts_are_those_of_a_real_model(name):
     torch.manual_seed(0)
     real = one.model.build(made.image, one.method.moe)
     counts = count_sized_model(one)
-    assert parameter_counts(real) == {
+    assert count_total_and_active_parameters(real) == {
         "parameters": counts["parameters"],
         "active_parameters": counts["active_parameters"],
     }
@@ -69,7 +69,7 @@ def test_the_memory_of_a_step_without_values_is_that_of_a_real_step():
         optimizer.zero_grad()
 
     step()
-    with LiveBytes(live_training_tensors([real], optimizer, images)) as live:
+    with LiveBytesCounter(live_training_tensors([real], optimizer, images)) as live:
         step()
     counts = count_sized_model(one)
     assert counts["training_memory_mb"] == live.peak * 1e-6 and set(counts) < set(METRICS)

@@ -10,9 +10,9 @@ from torch import nn
 
 from moecore.attacks import Fgsm, Pgd, Surrogate
 from moecore.attacks import gradient as module
-from moecore.attacks.apgd import Apgd, apgd_ascent, random_start, step_checkpoints
-from moecore.attacks.attack_setup import BFloat16Model, Target, draw_image_indices
-from moecore.attacks.base import Ball, image_generators, uniform_noise_like
+from moecore.attacks.apgd import Apgd, apgd_ascent, random_start, yield_step_size_checks
+from moecore.attacks.attack_target import BFloat16Model, Target, draw_image_indices
+from moecore.attacks.base import Ball, seed_generator_per_image, uniform_noise_like
 from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.nn.predict import coupled_image_count, predict_in_batches, round_batch_to_groups
 from tests.attacks.models import CLASSES, SETS, YEARS, Curved, Linear, Smooth, vit
@@ -38,7 +38,9 @@ def case(images: int = 5, seed: int = 0, side: int = 4) -> tuple[torch.Tensor, t
 
 
 def run(attack, model, images, labels, epsilon, seed=0, task=CLASSES):
-    return attack(model, task, images, labels, epsilon, image_generators(seed, range(len(images))))
+    return attack(
+        model, task, images, labels, epsilon, seed_generator_per_image(seed, range(len(images)))
+    )
 
 
 @pytest.mark.parametrize("attack", [*GRADIENT, Pgd(), Apgd()], ids=named)
@@ -64,7 +66,7 @@ def test_pgd_follows_the_formula(form, length):
     images, labels = case(2)
     model, start = Curved(16), 0.0
     if form == "strong":
-        start = 0.1 * uniform_noise_like(images, image_generators(0, range(2)), "pgd")
+        start = 0.1 * uniform_noise_like(images, seed_generator_per_image(0, range(2)), "pgd")
     current = (images + start).clamp(0, 1)
     for _ in range(3):
         step = length * 0.1 / 3 * module.image_gradient(model, CLASSES, current, labels).sign()
@@ -87,7 +89,7 @@ def test_a_random_start_is_drawn_by_the_generator(attack):
     with pytest.raises(ValueError, match="generator"):
         attack(model, CLASSES, images, labels, 0.1)
     with pytest.raises(ValueError, match="2 generators for 6 images"):
-        attack(model, CLASSES, images, labels, 0.1, image_generators(0, range(2)))
+        attack(model, CLASSES, images, labels, 0.1, seed_generator_per_image(0, range(2)))
 
 
 def test_no_gradient_of_a_parameter_is_computed():
@@ -232,7 +234,7 @@ class Convolution(Smooth):
 @pytest.mark.parametrize("steps", [7, 100])
 def test_agrees_with_the_reference_from_the_same_start(model, loss, steps):
     images, labels = case(12, seed=4)
-    start = random_start(Ball(images, 0.1), image_generators(0, range(12)))
+    start = random_start(Ball(images, 0.1), seed_generator_per_image(0, range(12)))
     options = {"device": torch.device("cpu"), "logger": logging.getLogger("quiet")}
     theirs = APGDAttack(lambda x: model(x).prediction, n_iter=steps, eps=0.1, loss=loss, **options)
     theirs.init_hyperparam(images)
@@ -247,10 +249,10 @@ def test_agrees_with_the_reference_from_the_same_start(model, loss, steps):
 def test_checkpoints_by_hand():
     # The paper's p: 0, 0.22, then each interval 0.03 shorter than the last but at least 0.06, of N
     # = 100 steps.
-    assert list(step_checkpoints(100)) == [22, 41, 57, 70, 80, 87, 93, 99]
+    assert list(yield_step_size_checks(100)) == [22, 41, 57, 70, 80, 87, 93, 99]
     # N = 10: lengths max(int(2.2), 1) = 2, then 1, 1, …
-    assert list(step_checkpoints(10)) == [2, 3, 4, 5, 6, 7, 8, 9, 10]
-    assert list(step_checkpoints(1)) == [1]
+    assert list(yield_step_size_checks(10)) == [2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert list(yield_step_size_checks(1)) == [1]
 
 
 def test_a_halved_step_starts_from_the_best_image():
@@ -263,7 +265,7 @@ def test_a_halved_step_starts_from_the_best_image():
         return -(pixels - 0.53).abs().sum(dim=(1, 2, 3)), -(pixels - 0.53).sign()
 
     found = apgd_ascent(at, Ball(images, 0.1), images, 20)  # checkpoints after 4, 8, …
-    first = next(step_checkpoints(20))
+    first = next(yield_step_size_checks(20))
     best = max(asked[: first + 1], key=lambda x: -abs(x - 0.53))
     assert found.sizes[first - 1 : first + 1, 0].tolist() == pytest.approx([0.2, 0.1])
     direction = 1 if best < 0.53 else -1
@@ -275,7 +277,7 @@ def test_a_halved_step_starts_from_the_best_image():
 
 def test_the_start_lies_on_the_edge_of_the_ball():
     images = torch.full((5, 1, 4, 4), 0.5)
-    start = random_start(Ball(images, 0.1), image_generators(0, range(5)))
+    start = random_start(Ball(images, 0.1), seed_generator_per_image(0, range(5)))
     assert (start - images).abs().amax(dim=(1, 2, 3)).tolist() == pytest.approx([0.1] * 5, abs=1e-6)
 
 

@@ -16,7 +16,7 @@ from moecore import LogitsModel, ModelOutput, RoutingRecord, Target, UserError
 from moecore.attacks import Fgsm, autoattack, base, fab, pgd, square
 from moecore.attacks import gradient as module
 from moecore.attacks.apgd import Apgd, apgd_ascent
-from moecore.attacks.base import image_generators
+from moecore.attacks.base import seed_generator_per_image
 from moecore.attacks.surrogate import RouterAttacks, Surrogate
 from moecore.backbones import MoESettings, Vit
 from moecore.data.prepared import Prepared, Split
@@ -51,7 +51,9 @@ def case(model, images: int = IMAGES, side: int = 8) -> tuple[torch.Tensor, torc
 
 
 def run(attack, model, images, labels, epsilon, task=CLASSES, seed=0):
-    return attack(model, task, images, labels, epsilon, image_generators(seed, range(len(images))))
+    return attack(
+        model, task, images, labels, epsilon, seed_generator_per_image(seed, range(len(images)))
+    )
 
 
 @contextmanager
@@ -73,7 +75,10 @@ def authors(model, images, labels, epsilon, norm, version="standard", attacks=No
     if attacks:
         version = "custom"
     for image, label, generator in zip(
-        images.split(1), labels.split(1), image_generators(0, range(len(images))), strict=True
+        images.split(1),
+        labels.split(1),
+        seed_generator_per_image(0, range(len(images))),
+        strict=True,
     ):
         options = {"eps": epsilon, "norm": NORMS[norm], "version": version, "attacks": attacks}
         theirs = AutoAttack(lambda x: model(x).prediction, **options, seed=0)
@@ -134,7 +139,7 @@ def test_apgd_in_l2_is_the_authors_step_by_step(loss):
     model = Smooth(side=8)
     images, labels = case(model)
     ball = base.Ball(images, 0.3, "l2")
-    start = base.random_start(ball, image_generators(0, range(IMAGES)))
+    start = base.random_start(ball, seed_generator_per_image(0, range(IMAGES)))
     assert ball.lengths(start - images).max() <= 0.3 + 1e-6
     options = {"n_iter": 50, "eps": 0.3, "norm": "L2", "loss": loss, "logger": QUIET}
     theirs = APGDAttack(lambda x: model(x).prediction, **options)
@@ -167,7 +172,7 @@ def test_targeted_dlr_by_hand():
     labels, targets = torch.tensor([0, 1]), torch.tensor([1, 0])
     found = module.targeted_dlr_loss(ModelOutput(logits), labels, targets)
     assert found.tolist() == pytest.approx([-3 / 3.5, 3 / 3.5])
-    assert module.other_classes(logits, labels).tolist() == [[2, 1, 3], [0, 2, 3]]
+    assert module.other_classes_by_likelihood(logits, labels).tolist() == [[2, 1, 3], [0, 2, 3]]
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -258,7 +263,7 @@ def test_the_best_of_restarts_counts(norm):
     images, labels = case(model)
     attack = pgd.Pgd(steps=4, form="strong", restarts=3, norm=norm)
     best = run(attack, model, images, labels, 0.05)
-    generators = image_generators(0, range(IMAGES))
+    generators = seed_generator_per_image(0, range(IMAGES))
     single = attack.model_copy(update={"restarts": 1})
     parts = [single(model, CLASSES, images, labels, 0.05, generators) for _ in range(3)]
     losses = [cross_entropy(model(x).prediction, labels, reduction="none") for x in (best, *parts)]
@@ -370,7 +375,7 @@ def test_the_margin_by_hand():
     # 2 and now has expert 0 ahead by 3, which counts as the most. Token 2 chose all: 0.
     layer = record([[3.0, 2, 1], [3.0, 2, 0], [1.0, 1, 1]], [[1, 1, 0], [1, 0, 0], [1, 1, 1]])
     before = torch.tensor([[[1, 1, 0], [0, 0, 1], [1, 1, 1]]]).bool()
-    expected = torch.tensor([(-1 + module.MAX_EXCESS) / 3])
+    expected = torch.tensor([(-1 + module.MAX_MARGIN_LOSS_PER_TOKEN) / 3])
     for layers in (0, 1, 2):
         output = ModelOutput(torch.zeros(1, 3), (layer,) * layers)
         found = module.routing_margin_loss(output, [before] * layers)
@@ -422,7 +427,9 @@ def test_a_cold_soft_choice_is_the_hard_one(router):
 
 
 def attack_images(attack, model, pixels, labels) -> torch.Tensor:
-    return attack(model, CLASSES, pixels, labels, EPSILON, image_generators(0, range(len(pixels))))
+    return attack(
+        model, CLASSES, pixels, labels, EPSILON, seed_generator_per_image(0, range(len(pixels)))
+    )
 
 
 def test_a_surrogate_is_attacked_and_apgd_goes_on_from_there():
@@ -447,7 +454,7 @@ def test_every_form_is_swept():
     names += ["apgd-task_and_routing-2.0-4", "apgd-routing_margin-4"]
     assert [attack.name for attack in forms] == names
     for attack in forms:
-        assert attack.does_not_apply(vit(None), CLASSES) == module.NO_ROUTING
+        assert attack.does_not_apply(vit(None), CLASSES) == module.NO_ROUTING_TEXT
         assert attack.does_not_apply(vit(SPARSE), CLASSES) is None
 
 

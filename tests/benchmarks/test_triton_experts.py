@@ -62,11 +62,11 @@ def test_what_exceeds_a_limit_is_named():
 
 @needs_triton
 def test_a_file_chooses_the_tiling_of_a_card(tmp_path, monkeypatch):
-    from moecore.nn.kernels.triton_experts import TILINGS, TILINGS_FILE, read_tiling
+    from moecore.nn.kernels.triton_experts import TILINGS, TILINGS_FILE_VARIABLE, read_tiling
 
     read_tiling.cache_clear()
     path = tmp_path / "tilings.json"
-    monkeypatch.setenv(TILINGS_FILE, str(path))
+    monkeypatch.setenv(TILINGS_FILE_VARIABLE, str(path))
     assert read_tiling("first", "product", 2) == TILINGS[2][0]  # no file
     chosen = {"product 2": list(TILINGS[2][1]), "weights 4": [1, 2, 3, 4]}
     path.write_text(json.dumps({"second": chosen}), encoding="utf-8")

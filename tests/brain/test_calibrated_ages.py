@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.brain import age_correction, age_errors, prediction_table
+from moecore.brain import age_correction, age_errors, age_predictions
 from moecore.brain.age_calibration import write_calibration_folder
-from moecore.brain.age_correction import AgeData, CalibratorFit, conformal_radius, fit_age_line
+from moecore.brain.age_correction import CalibratorFit, ModelAges, conformal_radius, fit_calibrator
 from moecore.brain.age_errors import measure_age_errors
-from moecore.brain.prediction_table import read_predictions, write_predictions
+from moecore.brain.age_predictions import read_predictions, write_predictions
 from moecore.core.files import UserError, read_json
 from moecore.measure.calibrators.linear import Linear
 from moecore.statistics.intervals import Estimate
@@ -23,12 +23,12 @@ def ages(tmp_path_factory):
     root = tmp_path_factory.mktemp("ages")
     data = write_cohort(root / "data")
     (root / "model.safetensors").write_bytes(b"weights")
-    return AgeData.of(data, leaning(data), root / "model.safetensors")
+    return ModelAges.of(data, leaning(data), root / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
 def line(ages):
-    return fit_age_line(ages, Linear(), None)
+    return fit_calibrator(ages, Linear(), None)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_the_line_is_that_of_the_training_split(ages, line):
     assert line.fitted.pooled.intercept == pytest.approx(intercept)
     assert (line.n, line.fitted.pooled.n, line.fitted.fit_on) == (60, 60, "train")
     assert line.fitted.predictor_sha256 == hashlib.sha256(b"weights").hexdigest()
-    other = fit_age_line(ages, Linear(fit_on="validation"), None)
+    other = fit_calibrator(ages, Linear(fit_on="validation"), None)
     assert other.n == 24 and other.fitted.pooled.slope != line.fitted.pooled.slope
 
 
@@ -90,14 +90,14 @@ def test_the_interval(found, ages, line):
     errors = np.abs(line.fitted.apply(ages.predicted["test"]) - ages.known("test"))
     assert found.interval.coverage.value == pytest.approx((errors <= found.interval.radius).mean())
     assert "also fitted" not in found.interval.method
-    other = fit_age_line(ages, Linear(fit_on="validation"), None)
+    other = fit_calibrator(ages, Linear(fit_on="validation"), None)
     assert "also fitted" in age_correction.summarize_age_errors(ages, other).interval.method
 
 
 def test_predictions_of_every_volume(folder, ages, line, found):
     assert {path.name for path in folder.iterdir()} == FILES
     rows = read_predictions(folder / "predictions.csv")
-    assert tuple(rows[0]) == prediction_table.COLUMNS
+    assert tuple(rows[0]) == age_predictions.COLUMNS
     assert [row["split"] for row in rows] == ["train"] * 60 + ["validation"] * 24 + ["test"] * 40
     test, raw, known = rows[84:], ages.predicted["test"], ages.known("test")
     pooled = line.fitted.apply(raw)
@@ -133,7 +133,7 @@ def test_the_card_says_simulated_and_what_it_is_not_for(folder, ages, line, foun
     assert f"{found.raw.mae.value:.3f}" in text and f"MAE of {found.median_mae:.2f} years" in text
     assert "train: 60 volumes (F 30, M 29, unknown 1)" in text
     weights = ages.data.folder.parent / "model.safetensors"
-    real = AgeData.of(write_cohort(tmp_path / "data", simulated=False), ages.predicted, weights)
+    real = ModelAges.of(write_cohort(tmp_path / "data", simulated=False), ages.predicted, weights)
     measured = age_correction.summarize_age_errors(real, line)
     write_calibration_folder(tmp_path / "out", real, line, measured, "pretrain/vmoe/0")
     text = (tmp_path / "out/MODEL_CARD.md").read_text()
@@ -144,9 +144,9 @@ def test_a_refused_fit_stops_or_is_reported(ages, tmp_path):
     predicted = {split: np.full(len(values), 60.0) for split, values in ages.predicted.items()}
     flat = ages._replace(predicted=predicted)
     with pytest.raises(UserError, match="slope of 0"):
-        fit_age_line(flat, Linear(), None)
+        fit_calibrator(flat, Linear(), None)
     with pytest.warns(UserWarning, match="Nothing is corrected"):
-        refused = fit_age_line(flat, Linear(), None, "report")
+        refused = fit_calibrator(flat, Linear(), None, "report")
     found = age_correction.summarize_age_errors(flat, refused)
     assert "slope of 0" in found.refused and found.pooled is None and found.sex_specific is None
     assert found.raw.slope.value == pytest.approx(0)
@@ -161,24 +161,24 @@ def test_a_refused_fit_stops_or_is_reported(ages, tmp_path):
 def test_out_of_fold_predictions_are_read(ages, tmp_path):
     subjects = ages.subjects["train"][::-1]
     raw = [30 + 0.5 * float(row["age"]) for row in subjects]
-    said = prediction_table.correct_ages(raw, [], None)
-    rows = prediction_table.prediction_rows(subjects, "train", said, None, [[]] * len(subjects))
+    said = age_predictions.correct_ages(raw, [], None)
+    rows = age_predictions.prediction_rows(subjects, "train", said, None, [[]] * len(subjects))
     write_predictions(tmp_path / "predictions.csv", rows)
-    found = fit_age_line(ages, Linear(fit_on="out_of_fold"), tmp_path / "predictions.csv")
+    found = fit_calibrator(ages, Linear(fit_on="out_of_fold"), tmp_path / "predictions.csv")
     assert found.fitted.pooled.slope == pytest.approx(0.5, abs=1e-5)
     assert found.fitted.pooled.intercept == pytest.approx(30, abs=1e-3)
     assert found.fitted.fit_on == "out_of_fold" and found.fitted.groups["F"].n == 30
     write_predictions(tmp_path / "predictions.csv", rows[1:])
     with pytest.raises(UserError, match="differ from the training split"):
-        fit_age_line(ages, Linear(fit_on="out_of_fold"), tmp_path / "predictions.csv")
+        fit_calibrator(ages, Linear(fit_on="out_of_fold"), tmp_path / "predictions.csv")
     with pytest.raises(UserError, match="no such file"):
-        fit_age_line(ages, Linear(fit_on="out_of_fold"), tmp_path / "missing.csv")
+        fit_calibrator(ages, Linear(fit_on="out_of_fold"), tmp_path / "missing.csv")
 
 
 def test_predictions_that_are_no_numbers_are_refused(ages, tmp_path):
     broken = {**ages.predicted, "test": np.array([np.nan, *ages.predicted["test"][1:]])}
     with pytest.raises(UserError, match="1 of 40 predictions of the split test are NaN"):
-        AgeData.of(ages.data, broken, tmp_path / "model.safetensors")
+        ModelAges.of(ages.data, broken, tmp_path / "model.safetensors")
 
 
 def test_too_few_validation_participants_have_no_interval(ages, line, tmp_path):

@@ -5,14 +5,14 @@ from pydantic import ValidationError
 from moecore import Prepared, UserError
 from moecore.brain import tissue_ridge
 from moecore.brain.age_calibration import write_calibration_folder
-from moecore.brain.age_correction import METRICS, AgeData, fit_age_line, summarize_age_errors
+from moecore.brain.age_correction import METRICS, ModelAges, fit_calibrator, summarize_age_errors
 from moecore.brain.age_errors import AgeGaps, measure_diagnosis_gaps
-from moecore.brain.prediction_table import correct_ages, prediction_rows, read_predictions
+from moecore.brain.age_predictions import correct_ages, prediction_rows, read_predictions
 from moecore.calibrators import GapOnAge, Linear
 from moecore.data.layouts.volumes import VolumeSplitToWrite, write_volumes
-from moecore.data.volumes.cohorts import VolumeSubject, age_cohort_card
-from moecore.data.volumes.volume_preparation import REGIONS
-from moecore.measure.calibration import RidgeSettings
+from moecore.data.volumes.participants import VolumeSubject, age_cohort_card
+from moecore.data.volumes.volume_preparation import TISSUES
+from moecore.measure.calibration import AgeRidgeSettings
 from moecore.measure.values import Values
 from tests.data.making import Balls, ball, balls, leaning, write_cohort
 from tests.measure.subjects import compute_without_cache
@@ -28,7 +28,7 @@ def ages(tmp_path_factory):
     root = tmp_path_factory.mktemp("gaps")
     (root / "model.safetensors").write_bytes(b"weights")
     data = write_cohort(root / "data")
-    return AgeData.of(data, leaning(data), root / "model.safetensors")
+    return ModelAges.of(data, leaning(data), root / "model.safetensors")
 
 
 def test_a_line_by_hand_and_beside_the_other_correction():
@@ -78,17 +78,17 @@ def test_who_has_no_age_keeps_the_prediction_alone():
 
 
 def test_what_the_age_went_into_has_no_error(ages, tmp_path):
-    line = fit_age_line(ages, GapOnAge(fit_on="validation"), None)
+    line = fit_calibrator(ages, GapOnAge(fit_on="validation"), None)
     measured = summarize_age_errors(ages, line)
     assert measured.kind == "gap_on_age" and measured.uses_age and measured.pooled.mae is None
     assert measured.raw.corr.value < -0.6 and abs(measured.pooled.corr.value) < 0.3
     assert set(measured.absolute) == {"raw"} and all(row.pooled is None for row in measured.by_sex)
     out = Values(METRICS, ages.data.task, compute_without_cache)
-    measured.put(out)
+    measured.put_metrics(out)
     found = out.found()
     assert found.find("mae_pooled") is None
     for value in (found.find("mae_raw"), found.find("mae_of_median")):
-        assert value.value == pytest.approx(np.mean(value.array), rel=1e-3)
+        assert value.value == pytest.approx(np.mean(value.item_values), rel=1e-3)
     assert found.find("mae_of_median").value == measured.raw.mae.value / measured.median_mae
     assert found.find("corr_size_raw").value == -measured.raw.corr.value
     write_calibration_folder(tmp_path / "out", ages, line, measured, "pretrain/vmoe/0")
@@ -200,7 +200,7 @@ def write_sites(folder):
         ]
         made = [ball(age, 100 * number + i) for i, age in enumerate(ages)]
         parts[split] = VolumeSplitToWrite(rows, made)
-    card = age_cohort_card("balls", (16, 16, 16), 10.0, REGIONS, ("none", "made"))
+    card = age_cohort_card("balls", (16, 16, 16), 10.0, TISSUES, ("none", "made"))
     write_volumes(folder, Balls(), card, parts)
     return Prepared.open(folder)
 
@@ -210,21 +210,25 @@ def test_ridge_on_tissue_volumes(tmp_path):
     volumes = tissue_ridge.read_tissue_volumes(data, "test")
     shares = data.regions("test")[3].astype(float) / 255
     assert volumes.features[3] == pytest.approx(shares.sum((1, 2, 3)) / 1000)  # voxels of 1 mm³
-    ridge = tissue_ridge.measure_tissue_ridge(data, RidgeSettings())
+    ridge = tissue_ridge.measure_tissue_ridge(data, AgeRidgeSettings())
     ages = data.test.labels
     assert ridge.errors.mae.value < 0.3 * np.abs(ages - np.median(data.train.labels)).mean()
     assert ridge.n_test == len(ages) == len(ridge.absolute) and ridge.reference == {}
     with pytest.raises(UserError, match="this data has no tissue maps"):
-        tissue_ridge.measure_tissue_ridge(balls(tmp_path / "none", regions=False), RidgeSettings())
+        tissue_ridge.measure_tissue_ridge(
+            balls(tmp_path / "none", regions=False), AgeRidgeSettings()
+        )
 
 
 def test_ridge_where_the_test_is_another_site(tmp_path):
     data = write_sites(tmp_path / "data")
     with pytest.raises(UserError, match="found no training people at 'c'"):
-        tissue_ridge.measure_tissue_ridge(data, RidgeSettings(harmonise="combat"))
-    ridge = tissue_ridge.measure_tissue_ridge(data, RidgeSettings(harmonise="combat", reference=6))
+        tissue_ridge.measure_tissue_ridge(data, AgeRidgeSettings(harmonise="combat"))
+    ridge = tissue_ridge.measure_tissue_ridge(
+        data, AgeRidgeSettings(harmonise="combat", reference=6)
+    )
     assert ridge.reference == {"c": 6} and ridge.n_test == 18 and ridge.absolute is None
     with pytest.raises(UserError, match="found 24, which leaves no test volumes"):
-        tissue_ridge.measure_tissue_ridge(data, RidgeSettings(harmonise="combat", reference=24))
+        tissue_ridge.measure_tissue_ridge(data, AgeRidgeSettings(harmonise="combat", reference=24))
     with pytest.raises(ValidationError, match="allowed: 0, or harmonise: combat"):
-        RidgeSettings(reference=3)
+        AgeRidgeSettings(reference=3)

@@ -18,7 +18,7 @@ from torch.distributed import FileStore
 from moecore import UserError, parts
 from moecore.core import config, ranks, safetensors_files, source_layout
 from moecore.core.files import (
-    UnusableFile,
+    FileAccessError,
     atomic_file,
     available_cores,
     explain_file_errors,
@@ -38,9 +38,9 @@ from tests.my_lab import COSINE, forget_package, write_my_lab
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ELOOP, errno.EISDIR])
 def test_what_a_user_can_mend_is_said_in_the_systems_words(number: int):
     said = f"^x/y: {os.strerror(number).lower()}$"
-    with pytest.raises(UnusableFile, match=said), explain_file_errors():
+    with pytest.raises(FileAccessError, match=said), explain_file_errors():
         raise OSError(number, os.strerror(number), "x/y")
-    with pytest.raises(UnusableFile, match=said), explain_file_errors(Path("x/y")):
+    with pytest.raises(FileAccessError, match=said), explain_file_errors(Path("x/y")):
         raise RuntimeError(f"of another library (os error {number})")
     with pytest.raises(RuntimeError), explain_file_errors():  # which file is not known
         raise RuntimeError(f"of another library (os error {number})")
@@ -49,7 +49,7 @@ def test_what_a_user_can_mend_is_said_in_the_systems_words(number: int):
 def test_a_loop_of_links_is_said_and_a_missing_file_is_not(tmp_path):
     (tmp_path / "a").symlink_to(tmp_path / "a")
     said = f"^{tmp_path / 'a'}: too many levels of symbolic links"
-    with pytest.raises(UnusableFile, match=said), explain_file_errors():
+    with pytest.raises(FileAccessError, match=said), explain_file_errors():
         (tmp_path / "a").resolve(strict=True)
     with pytest.raises(FileNotFoundError), explain_file_errors():
         open(tmp_path / "nothing")
@@ -63,7 +63,10 @@ def test_the_file_is_named_as_it_is_called_at_last(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "unlink", refuse)
     name = f"{tmp_path / 'out'}: read-only file system"
-    with pytest.raises(UnusableFile, match=f"^{name}"), atomic_file(tmp_path / "out") as temporary:
+    with (
+        pytest.raises(FileAccessError, match=f"^{name}"),
+        atomic_file(tmp_path / "out") as temporary,
+    ):
         refuse(temporary)
 
 
@@ -84,14 +87,14 @@ def test_a_system_without_affinities_and_prctl_uses_all_cores(monkeypatch, tmp_p
     assert available_cores() == thread_count() == os.cpu_count()
     assert list(map_in_threads(str, range(5))) == ["0", "1", "2", "3", "4"]
     set_parent_death_signal()
-    with pytest.raises(UnusableFile, match="file too large"), atomic_file(tmp_path / "large"):
+    with pytest.raises(FileAccessError, match="file too large"), atomic_file(tmp_path / "large"):
         raise OSError(errno.EFBIG, "File too large")
 
 
 def test_an_error_names_its_place_what_was_found_and_what_is_allowed():
-    error = UnusableFile.at("train.steps", found=-1, allowed="at least 1")
+    error = FileAccessError.at("train.steps", found=-1, allowed="at least 1")
     assert str(error) == "train.steps: found -1; allowed: at least 1"
-    assert type(error) is UnusableFile
+    assert type(error) is FileAccessError
 
 
 def write_empty_tensors(path: Path, number: int) -> None:
@@ -135,7 +138,7 @@ from torch import distributed
 from moecore.core import ranks
 from moecore.core.ranks import join_ranks, leave_ranks
 
-ranks.INTERVAL, ranks.QUESTION_AFTER, ranks.ANSWERS_AFTER = 0.05, 0.2, 1.0
+ranks.WATCH_INTERVAL, ranks.ASK_RANKS_AFTER, ranks.ANSWERS_AFTER = 0.05, 0.2, 1.0
 join_ranks()
 distributed.all_reduce(torch.ones(1))
 if os.environ["RANK"] == "1":
@@ -190,7 +193,7 @@ def test_a_meeting_that_takes_long_is_said(monkeypatch, capsys):
 
     monkeypatch.setattr(ranks, "ANSWERS_AFTER", 0.0)
     monkeypatch.setattr(ranks.distributed, "rendezvous", rendezvous)
-    for name, value in ((ranks.MEETING, "there:1234"), ("RANK", "1"), ("WORLD_SIZE", "2")):
+    for name, value in ((ranks.MEETING_ENV, "there:1234"), ("RANK", "1"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     assert ranks._connect_to_store(ranks.PATIENCE) == "the store"
     assert capsys.readouterr().err == "rank 1 of 2: has waited 0 s for the others at there:1234\n"
@@ -233,7 +236,9 @@ def refusal(text: str = PARAMS) -> str:
 
 def test_every_family_is_a_folder_whose_parts_are_files():
     folders = {Path(inspect.getfile(base)).parent for base in BASES}
-    assert folders == {source_layout.ROOT / "moecore" / family for family in source_layout.FAMILIES}
+    assert folders == {
+        source_layout.ROOT / "moecore" / family for family in source_layout.FAMILY_FOLDERS
+    }
     assert "noisy_top_k" in config.builtin_kinds(parts.Router)
     assert "capacity" not in config.builtin_kinds(parts.Router)
     for base in BASES:

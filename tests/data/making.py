@@ -19,8 +19,8 @@ from moecore.data.layouts.volumes import VolumeSplitToWrite, write_volumes
 from moecore.data.prepared import Prepared
 from moecore.data.sources.bids import Bids
 from moecore.data.sources.phantom import Phantom, simulate_scan
-from moecore.data.volumes.cohorts import VolumeSubject, age_cohort_card
-from moecore.data.volumes.volume_preparation import REGIONS
+from moecore.data.volumes.participants import VolumeSubject, age_cohort_card
+from moecore.data.volumes.volume_preparation import TISSUES
 from moecore.parts import Config, ImageSpec
 from moecore.tasks.regression import Regression
 
@@ -197,7 +197,7 @@ def write_balls(folder: Path, counts=(24, 10, 12), size=SIZE, regions: bool = Tr
         made = [ball(age, 1000 * number + i, size) for i, age in enumerate(ages)]
         pairs = [(volume, shares if regions else None) for volume, shares in made]
         parts[split] = VolumeSplitToWrite(rows, pairs)
-    tissues = REGIONS if regions else ()
+    tissues = TISSUES if regions else ()
     card = age_cohort_card("balls", size, 1.0, tissues, ("none", "generated"), simulated=True)
     return write_volumes(folder, Balls(), card, parts)
 
@@ -225,7 +225,7 @@ def write_cohort(folder: Path, simulated: bool = True, numbers: dict = NUMBERS) 
         ]
         parts[split] = VolumeSplitToWrite(rows, [volume(age, generator) for age in ages])
     about = ("none", "made by tests")
-    card = age_cohort_card("small cohort", SHAPE, 3.0, REGIONS, about, simulated)
+    card = age_cohort_card("small cohort", SHAPE, 3.0, TISSUES, about, simulated)
     write_volumes(folder, Settings(), card, parts)
     return Prepared.open(folder)
 

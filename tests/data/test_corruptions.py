@@ -248,18 +248,20 @@ def test_trail():
 def test_zoom_blur_flattens_a_slope_about_the_centre():
     slope = np.broadcast_to((np.arange(21) - 10) / 40 + 0.5, (1, 17, 21))
     # severity 2 of small images
-    factor = (1 + (1 / np.linspace(1, 1.1, corruptions.ZOOMS)).sum()) / (corruptions.ZOOMS + 1)
+    factor = (1 + (1 / np.linspace(1, 1.1, corruptions.NUMBER_OF_ZOOMS)).sum()) / (
+        corruptions.NUMBER_OF_ZOOMS + 1
+    )
     found = corruptions.zoom_blur(slope, Severity(2, min(slope.shape[-2:])), None)
     np.testing.assert_allclose(found, (slope - 0.5) * factor + 0.5)
 
 
 def test_glass_swaps_near_pixels_and_loses_none():
-    order = corruptions.swap_pixels((9, 14), 2, 1, np.random.default_rng(0))
+    order = corruptions.swapped_order((9, 14), 2, 1, np.random.default_rng(0))
     assert sorted(order) == list(range(126)) and order != list(range(126))
-    back = corruptions.swap_pixels((9, 14), 2, 0, np.random.default_rng(0))
+    back = corruptions.swapped_order((9, 14), 2, 0, np.random.default_rng(0))
     assert back == list(range(126))
     # each image is blurred by its own draws: a single swap moves at most 2 rows and 2 columns
-    one = corruptions.swap_pixels((1, 40), 2, 1, np.random.default_rng(1))
+    one = corruptions.swapped_order((1, 40), 2, 1, np.random.default_rng(1))
     assert np.mean(np.abs(np.array(one) - np.arange(40)) <= 4) > 0.8
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from moecore.core import streams
-from moecore.core.files import UnusableFile, UserError, atomic_folder, read_json, write_json
+from moecore.core.files import FileAccessError, UserError, atomic_folder, read_json, write_json
 from moecore.core.streams import derived_seed, generator_for
 from moecore.data import loader, prepared, stratified_splits
 from moecore.data.card import new_memmap
@@ -101,7 +101,7 @@ def test_one_changed_byte_is_seen_of_large_data_only_by_verify(tmp_path, monkeyp
     path.write_bytes(content)
     with pytest.raises(UserError, match="train_images.npy: has sha256"):
         Prepared.open(tmp_path)
-    monkeypatch.setattr(prepared, "SMALL", 0)
+    monkeypatch.setattr(prepared, "VERIFIED_BYTES", 0)
     Prepared.open(tmp_path)
     with pytest.raises(UserError, match="train_images.npy: has sha256"):
         Prepared.open(tmp_path, verify=True)
@@ -193,7 +193,7 @@ def test_published_sets_that_are_absent_or_downloaded(tmp_path, kind, number):
     download = source.model_copy(update={"download": True}).describe()
     assert download.problem is None and "will download it into" in download.note
     validation = number // 10
-    assert tuple(download.images.values()) == (number - validation, validation, 10_000)
+    assert tuple(download.image_counts.values()) == (number - validation, validation, 10_000)
 
 
 def test_a_class_that_a_split_has_not(tmp_path):
@@ -208,7 +208,7 @@ def test_a_cohort_names_every_problem_of_its_tables_and_files(tmp_path):
     problem = source.describe().problem
     assert "1 problems in the cohort" in problem and "sub-00*_T1w.nii*: no such file" in problem
     left = source.model_copy(update={"on_error": "skip"}).describe()
-    assert sum(left.images.values()) == 11
+    assert sum(left.image_counts.values()) == 11
     assert left.note == "1 problems; those subjects will be left out"
 
 
@@ -224,7 +224,7 @@ def test_on_a_full_disk_prepared_data_stay_and_are_written_later(tmp_path, limit
         return content()
 
     before = write()
-    with limited(400), pytest.raises(UnusableFile) as error:
+    with limited(400), pytest.raises(FileAccessError) as error:
         write()
     assert str(error.value).startswith(f"{folder}: file too large")
     assert content() == before, "all is as it was, and nothing else is there"
@@ -370,7 +370,7 @@ def test_no_two_streams_coincide():
 
 
 def test_no_two_streams_of_numpy_coincide():
-    purposes = (0, 1, 2, streams.FEW_SHOT, streams.PERMUTED, 5, 6)
+    purposes = (0, 1, 2, streams.FEW_SHOT, streams.PERMUTED_LABELS, 5, 6)
     words: list[int | list[int]] = [[seed, purpose] for seed in SEEDS for purpose in purposes]
     words += [derived_seed(who, seed) for who in WHO for seed in SEEDS]
     mixed = [derived_seed("mixed_regions", seed) for seed in SEEDS]
@@ -385,6 +385,6 @@ def test_the_streams_of_a_student_are_what_they_always_were():
         batch_indices(1000, 64, 3, 40).tolist(),
         [generator_for(3, 40, purpose).initial_seed() for purpose in PURPOSES],
         few_shot_indices(TWO, labels, 10, 3).tolist(),
-        np.random.default_rng([3, streams.PERMUTED]).permutation(50).tolist(),
+        np.random.default_rng([3, streams.PERMUTED_LABELS]).permutation(50).tolist(),
     ]
     assert hashlib.sha256(repr(said).encode()).hexdigest()[:16] == "8ddca5fd3dce9597"

@@ -10,7 +10,7 @@ import torch
 from moecore.attacks import apgd, pgd
 from moecore.attacks.base import Ball
 from moecore.attacks.gradient import ModelGradient, frozen_parameters
-from moecore.data.loader import Loaded
+from moecore.data.loader import LoadedSplit
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import FusedKernels, grouped_linear
 from moecore.nn.layers.block import softmax_attention
@@ -107,7 +107,7 @@ def test_a_step_never_waits_for_the_device(name, dtype):
         with no_waits() if step == 2 else nullcontext():
             said = loop.train_step(given, SHIFTED, optimizer, batch, 1e-3, dtype, 0.5)
             meter.add(step, len(batch.images), *said)
-    assert len(meter.take("")[1]) == len(said[-1].routing)
+    assert len(meter.average_over_ranks("")[1]) == len(said[-1].routing)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_batches_made_on_a_stream_of_their_own_are_the_same():
     job = task()
     labels = job.train.labels.cuda()
     for images in (job.train.images.cuda(), job.train.images.numpy()):
-        held = job._replace(train=Loaded(images, labels))
+        held = job._replace(train=LoadedSplit(images, labels))
         make = partial(training_batch, held, SETTINGS, 3)
         ahead = BatchPrefetcher(make, range(20))
         for step in range(20):
@@ -220,9 +220,9 @@ def test_batches_made_on_a_stream_of_their_own_are_the_same():
 def test_training_on_the_gpu_learns(kernels, changes, monkeypatch):
     if kernels == "triton":
         pytest.importorskip("triton")
-    monkeypatch.setenv(runtime.KERNELS, kernels)
+    monkeypatch.setenv(runtime.KERNELS_ENV, kernels)
     monkeypatch.setattr(FusedKernels, "compute", None)  # and as it was after the test
-    assert runtime.choose_kernels("cuda") == kernels
+    assert runtime.choose_and_set_kernels("cuda") == kernels
     asked = CUDA._replace(kernels=kernels, **changes)
     found = list(loop.iterate_training(on_cuda(METHODS["vmoe"]), SETTINGS, 0, asked))
     assert found[-1].values["validation_accuracy"] == 1.0
@@ -237,8 +237,8 @@ def test_experts_in_triton_compute_what_torch_does(name, dtype, error, monkeypat
     model, images = made(method_of(name)).model.cuda().eval(), torch.rand(6, 1, 8, 8).cuda()
     found = []
     for kernels in ("torch", "triton"):
-        monkeypatch.setenv(runtime.KERNELS, kernels)
-        runtime.choose_kernels("cuda")
+        monkeypatch.setenv(runtime.KERNELS_ENV, kernels)
+        runtime.choose_and_set_kernels("cuda")
         with torch.autocast("cuda", dtype=dtype, enabled=dtype != torch.float32):
             output = model(images).prediction
         leaves = list(model.parameters())
@@ -249,7 +249,7 @@ def test_experts_in_triton_compute_what_torch_does(name, dtype, error, monkeypat
 
 
 def test_two_trainings_share_a_card():
-    free = parallel.read_card()[1]
+    free = parallel.read_gpu_name_and_memory()[1]
     assert parallel.choose_jobs(2, 1, free, {}) == 2 and parallel.read_job_rates("none") == {}
     runs = [
         loop.iterate_training(on_cuda(METHODS["vmoe"]), SETTINGS, seed, CUDA) for seed in (0, 1)

@@ -38,7 +38,7 @@ invariance: {images: 8}
 # All in one process: each of its own would import torch
 RUN = """
 from pathlib import Path
-from moecore.pipeline.code_hashes import write_code_hashes
+from moecore.pipeline.code_hashes import write_all_hashes
 from moecore.pipeline.dvc_yaml import build_stage_entries, study_dvc_yaml_texts
 from moecore.run.stage_entry import run_stage
 from moecore.stages.fork_server import STAGES
@@ -49,7 +49,7 @@ check_regularizer(Quiet)
 names = "prepare teacher_router pretrain halve robustness measure compare".split()
 Path("dvc.yaml").write_text(study_dvc_yaml_texts(build_stage_entries(names), {})["dvc.yaml"])
 check_study()
-write_code_hashes("params.yaml")
+write_all_hashes("params.yaml")
 for phase in "pretrain", "halve":
     run_stage(STAGES["prepare"], [phase])
 for name in "teacher_router", "pretrain", "halve":

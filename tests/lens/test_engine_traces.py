@@ -14,7 +14,7 @@ from moecore.lens import engine_traces as module
 from moecore.pipeline.cli import app
 
 LAYERS, K, EXPERTS = 3, 2, 8
-FLAT = module.EngineFormat(top_k=K, layers=LAYERS)
+FLAT = module.EngineFacts(top_k=K, layers=LAYERS)
 START = "0,1\n0,2\n1,0\n"  # of two layers with k = 2, three of four lines
 IDS = [[[0, 1], [2, 3]], [[1, 2], [0, 3]]]  # two tokens, two layers
 
@@ -109,12 +109,12 @@ def test_first_layers_cached_tokens_and_later_starts_are_left_out(tmp_path):
     first = {"routed_experts": np.zeros_like(generated).tolist()}
     path = tmp_path / "a.json"
     path.write_text(json.dumps(old_vllm(prompt, generated)))
-    (request,) = module.read_engine_files([path], module.EngineFormat(first_layer=1))
+    (request,) = module.read_engine_files([path], module.EngineFacts(first_layer=1))
     assert request.ids.shape[1] == LAYERS - 1 and (request.ids[:2] == -1).all()
     said = r"json:1: .*token \d+, layer 0: found expert 0 in \[0, 0\]"
     with pytest.raises(UserError, match=said):
         path.write_text(json.dumps({"choices": [first]}))
-        module.read_engine_files([path], module.EngineFormat())
+        module.read_engine_files([path], module.EngineFacts())
     path.write_text(json.dumps(sglang(prompt[2:], generated, first=1)))
     (request,) = module.read_engine_files([path], FLAT)
     assert request.prompt == len(prompt) - 3
@@ -194,7 +194,7 @@ def test_of_random_routing_nothing_is_beyond_chance(tmp_path):
         requests = [old_vllm(one[:10], one[10:]) for one in ids]
         (tmp_path / f"{name}.json").write_text(json.dumps(requests))
     paths = ([tmp_path / f"{name}.json"] for name in ("a", "b"))
-    for row in module.analyse_engines(*paths, module.EngineFormat()):
+    for row in module.analyse_engines(*paths, module.EngineFacts()):
         name, chance = row["quantity"], row["chance"]
         if "belady" in name or "hits_lfu" in name or "lru" in name:
             continue  # a token has two different experts: fewer hits than independent uses
@@ -273,13 +273,13 @@ def test_a_wrong_file_is_one_line_with_its_place(tmp_path, name, text, problem):
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError, match=problem) as error:
-        module.read_engine_files([path], module.EngineFormat(top_k=2, layers=2, experts=8))
+        module.read_engine_files([path], module.EngineFacts(top_k=2, layers=2, experts=8))
     assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
 
 
 def test_what_files_do_not_say_and_other_requests_are_refused(files, tmp_path):
     for name in ("sglang", "llama"):
         with pytest.raises(UserError, match="with (--layers and )?--top-k"):
-            module.read_engine_files(files[name], module.EngineFormat())
+            module.read_engine_files(files[name], module.EngineFacts())
     with pytest.raises(UserError, match=r"0.csv: \(tokens, layers, k\) of requests: found \[\("):
         module.analyse_engines(files["old_vllm"], files["llama"][:2], FLAT)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from moecore.core.files import UserError
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens import Trace, analyse_trace, build_record, traces, write_trace
-from moecore.lens.page import render_trace_page, write_lens_page
+from moecore.lens.page import render_trace_page, write_lens_pages
 from moecore.lens.recording import record_python_file, record_trained_model
 from moecore.measure.routing_metrics import layer_metrics
 from moecore.measure.routing_metrics.choice_patterns import choice_margin, mean_pair_lift_by_image
@@ -82,7 +82,7 @@ def records_of(items, *chosen, experts=4):
 
 
 def test_the_lens_of_our_language_model_equals_its_records(subject, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(traces, "PROBABILITIES", 1)  # a file a batch
+    monkeypatch.setattr(traces, "PROBABILITIES_PER_FILE", 1)  # a file a batch
     images = subject.data.test.images
     assert record_trained_model(trained, subject.data.folder, tmp_path / "trace") == len(images)
     trace = Trace(tmp_path / "trace")
@@ -93,7 +93,9 @@ def test_the_lens_of_our_language_model_equals_its_records(subject, trained, tmp
         for name, value in trace.layer(number)._asdict().items():
             torch.testing.assert_close(value, getattr(record, name))  # another pass
         assert torch.equal(trace.layer(number, some).combine, trace.layer(number).combine[some])
-    assert torch.equal(trace.beside("tokens"), torch.from_numpy(images[:, -1].astype(np.int64)))
+    assert torch.equal(
+        trace.item_tensor("tokens"), torch.from_numpy(images[:, -1].astype(np.int64))
+    )
     numbers = analyse_trace(trace)
     for layer, record in zip(numbers.layers, records, strict=True):
         expected = layer_metrics.measure_layer_use(record, None, 2)
@@ -121,8 +123,8 @@ def test_images_come_with_their_classes(tmp_path):
     out = tmp_path / "trace"
     assert record_trained_model(tmp_path / "model", data.folder, out, items=20) == 20
     trace, places = Trace(out), evenly_spaced_indices(60, 20)
-    assert torch.equal(trace.beside("labels"), torch.from_numpy(data.test.labels[places]))
-    assert trace.beside("tokens") is None
+    assert torch.equal(trace.item_tensor("labels"), torch.from_numpy(data.test.labels[places]))
+    assert trace.item_tensor("tokens") is None
     assert "Words" not in render_trace_page(trace, analyse_trace(trace))
     _, (record, _) = predict_in_batches(model, data.test.images[places])
     torch.testing.assert_close(trace.layer(0).probs, record.probs)
@@ -281,7 +283,7 @@ def cut_file(folder):
 def test_a_damaged_trace_is_one_line(recorded, tmp_path, damage, problem):
     damage(recorded)
     with pytest.raises(UserError, match=problem) as error:
-        write_lens_page(recorded, tmp_path / "lens.html")
+        write_lens_pages(recorded, tmp_path / "lens.html")
     assert "\n" not in str(error.value)
 
 
@@ -314,7 +316,7 @@ def test_wrong_tensors_of_another_program_are_refused(recorded, tmp_path, name, 
     save_file(tensors, recorded / "00000.safetensors")
     write_card(recorded, chunks=[CHUNK])
     with pytest.raises(UserError, match=problem) as error:
-        write_lens_page(recorded, tmp_path / "lens.html")
+        write_lens_pages(recorded, tmp_path / "lens.html")
     assert "\n" not in str(error.value)
 
 

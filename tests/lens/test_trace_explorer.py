@@ -7,13 +7,13 @@ import torch
 from moecore.core.files import UserError
 from moecore.lens import Trace, build_record, trace_explorer, traces, write_trace
 from moecore.lens.analyses import TopTokens, analyse_trace, update_top_tokens
-from moecore.lens.page import draw_trace_pictures, render_trace_page, write_lens_page
+from moecore.lens.page import draw_expert_patches, render_trace_page, write_lens_pages
 from moecore.lens.recording import record_trained_model, shrink_to_pictures
 from moecore.lens.trace_explorer import ExploredTrace, TraceExplorer, render_traces
 from moecore.measure.explorer import Explorer
 from moecore.nn.backbones.vit import Vit
 from moecore.parts import MeasuredModel, TokenLayout
-from moecore.report.page.explorer_page import HEAD
+from moecore.report.page.explorer_page import STUDY_EXPLORER_HEAD
 from moecore.training.artifacts import save_model, save_vocab
 from tests.browser import LOOKS, clipped, opened
 from tests.measure.subjects import built, compute_without_cache, digits
@@ -46,9 +46,9 @@ def test_our_images_come_with_pictures_and_their_layout(tmp_path):
     trace = Trace(tmp_path / "trace")
     (layer, *_) = trace.card.layers
     assert (layer.special, layer.grid) == (model.layout.special, model.layout.grid)
-    pictures = trace.beside("pictures")
+    pictures = trace.item_tensor("pictures")
     assert pictures.dtype == torch.uint8 and pictures.shape[-1] % layer.grid[-1] == 0
-    names = [name for name, _ in draw_trace_pictures(trace)]
+    names = [name for name, _ in draw_expert_patches(trace)]
     assert names == ["Experts of patches", *(f"Patches of experts, layer {n}" for n in (1, 2))]
     assert render_trace_page(trace, analyse_trace(trace)).count('<section id="patches">') == 1
 
@@ -128,7 +128,7 @@ def explored(model: MeasuredModel, folder) -> TraceExplorer:
 
 def test_of_our_language_model_it_is_the_measurement(subject, tmp_path):
     own = Explorer(images=1).explore(subject, compute_without_cache)
-    ours = explored(subject, tmp_path).result(items=1)
+    ours = explored(subject, tmp_path).build_page_data(items=1)
     assert (ours.grid, ours.images, ours.words) == (own.grid, own.images, own.words)
     assert ours.shown[0].trace.layers == own.shown[0].trace.layers
     for layer, other in zip(ours.layers, own.layers, strict=True):
@@ -140,7 +140,7 @@ def test_of_our_images_it_is_the_measurement_but_for_what_needs_the_model(tmp_pa
     data = digits(tmp_path / "digits")
     model = MeasuredModel(built(Vit(patch=4, width=8, depth=2, heads=1), MOE, data, 1.5), data)
     own = Explorer(images=1, epsilons=(), augmentations=()).explore(model, compute_without_cache)
-    ours = explored(model, tmp_path).result(items=1)
+    ours = explored(model, tmp_path).build_page_data(items=1)
     assert ours.shown[0].picture == own.shown[0].picture and ours.labels == own.labels
     for layer, other in zip(ours.layers, own.layers, strict=True):
         assert layer.places == other.places
@@ -175,19 +175,19 @@ def test_examples_by_hand(tmp_path, monkeypatch):
     profiles = explorer.layers[0].profiles
     assert [one.load for one in profiles] == pytest.approx([4 / 12, 7 / 12, 1 / 12], abs=1e-5)
     # labels 0 to 3 stand at places 0 to 3: expert 2 has place 0 of the last item alone
-    assert of_kinds.layers[0].profiles[2].kinds == ((1, 1.0),) and of_kinds.result().kinds
-    monkeypatch.setattr(traces, "PROBABILITIES", 1)  # a file an item
+    assert of_kinds.layers[0].profiles[2].kinds == ((1, 1.0),) and of_kinds.build_page_data().kinds
+    monkeypatch.setattr(traces, "PROBABILITIES_PER_FILE", 1)  # a file an item
     assert len((many := write_words(tmp_path / "many")).card.chunks) == 3
-    assert TraceExplorer(many).result() == explorer.result()
+    assert TraceExplorer(many).build_page_data() == explorer.build_page_data()
     assert [one.load for one in TraceExplorer(many, items=1).layers[0].profiles] == [0.25, 0.75, 0]
 
 
 def test_the_page_shows_less_where_it_grew_too_large(tmp_path, monkeypatch):
     trace = write_words(tmp_path / "trace")
     explored = ExploredTrace(TraceExplorer(trace), analyse_trace(trace))
-    whole = render_traces(explored, HEAD)
-    monkeypatch.setattr(trace_explorer, "MAX_BYTES", len(whole.encode()) - 1)
-    assert len(render_traces(explored, HEAD)) < len(whole)
+    whole = render_traces(explored, STUDY_EXPLORER_HEAD)
+    monkeypatch.setattr(trace_explorer, "MAX_PAGE_BYTES", len(whole.encode()) - 1)
+    assert len(render_traces(explored, STUDY_EXPLORER_HEAD)) < len(whole)
 
 
 @pytest.mark.parametrize(("width", "scheme"), LOOKS)
@@ -196,7 +196,7 @@ def test_a_reader_sees_what_an_expert_gets(browser, tmp_path, width, scheme):
     with write_trace(tmp_path / "images", "<foreign>", layouts=[(0, (2, 2))]) as trace:
         trace.add([first_choices_record(*CHOICES)], pictures=BYTES[:3], labels=TOKENS[:, 0])
     for name in ("texts", "images"):
-        write_lens_page(tmp_path / name, tmp_path / f"{name}.html")
+        write_lens_pages(tmp_path / name, tmp_path / f"{name}.html")
     with opened(browser, tmp_path / "texts.html", width, scheme) as page:
         page.locator("nav").get_by_text("Explorer").click()
         settled(page).locator("[data-expert='0']").click()
@@ -226,7 +226,7 @@ def test_another_trace_stands_beside_with_its_experts_matched(browser, tmp_path)
         record = first_choices_record(*torch.tensor(renumbered).repeat(2).view(6, 4).tolist())
         with write_trace(tmp_path / name, "foreign", WORDS) as trace:
             trace.add([record], tokens=TOKENS.repeat(2, 1))
-    write_lens_page(tmp_path / "one", tmp_path / "lens.html", against=tmp_path / "two")
+    write_lens_pages(tmp_path / "one", tmp_path / "lens.html", against=tmp_path / "two")
     with opened(browser, tmp_path / "lens_explorer.html", 1400, "light") as page:
         one, two = settled(page).locator(".panel h2").all_inner_texts()
         assert (one, two) == ("foreign", f"foreign, {tmp_path / 'two'}")
@@ -240,7 +240,7 @@ def test_layers_of_other_tokens_have_no_explorer(tmp_path, capsys):
     (tmp_path / "lens_explorer.html").write_text("of an earlier trace", encoding="utf-8")
     with write_trace(tmp_path / "trace", "two streams") as trace:
         trace.add([first_choices_record([0, 1]), first_choices_record([0, 1, 2])])
-    write_lens_page(tmp_path / "trace", tmp_path / "lens.html")
+    write_lens_pages(tmp_path / "trace", tmp_path / "lens.html")
     (line,) = [one for one in capsys.readouterr().out.splitlines() if "explorer" in one]
     assert line.startswith("explorer: layers with different tokens; allowed: ")
     assert not (tmp_path / "lens_explorer.html").exists()

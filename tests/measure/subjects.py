@@ -17,7 +17,7 @@ from moecore.measure import Explorer, Routing
 from moecore.measure.routing_metrics.epoch_routing import count_matching_pairs
 from moecore.measure.values import Found
 from moecore.parts import Backbone, Classification, ImageSpec, MeasuredModel, MoESettings
-from moecore.pipeline.code_hashes import write_code_hashes
+from moecore.pipeline.code_hashes import write_all_hashes
 from moecore.sources import CaptionedMosaic, Digits
 from moecore.training.artifacts import save_model
 from tests.data.making import write_cohort
@@ -141,7 +141,7 @@ def in_run(patch: pytest.MonkeyPatch, folder: Path, **sections: Any) -> None:
     named = sections.get("run", {}).get("methods", [])
     sections = {"run": {"methods": []}, "methods": dict.fromkeys(named, {})} | sections
     (folder / "params.yaml").write_text(yaml.safe_dump(sections))
-    write_code_hashes("params.yaml")
+    write_all_hashes("params.yaml")
 
 
 NASTY = "<img src=x onerror=alert(1)>"

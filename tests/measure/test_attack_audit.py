@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from moecore.attacks import Apgd, Fgsm, Pgd
-from moecore.attacks.attack_setup import Target
+from moecore.attacks.attack_target import Target
 from moecore.measure import attack_audit as module
 from moecore.statistics.intervals import bootstrap_mean, wilson
 from tests.attacks.models import CLASSES, YEARS, Blind, Smooth, vit
@@ -76,7 +76,7 @@ def test_scores_have_wilsons_or_a_bootstrap_interval():
 def test_the_worst_case_is_of_each_image_by_itself(task, clean, attacked, score, worst, scores):
     pairs = zip(("fgsm", "pgd"), attacked, strict=True)
     curves = {name: (row(0, task, clean), row(0.1, task, changed)) for name, changed in pairs}
-    rows = module.worst_case(curves, task, len(clean))
+    rows = module.worst_score_over_attacks(curves, task, len(clean))
     assert [(one.epsilon, pytest.approx(one.score)) for one in rows] == [(0, score), (0.1, worst)]
     stored = [task.decode_scores(one.scores, len(clean)).tolist() for one in rows]
     assert stored == [clean.tolist(), scores]
@@ -182,21 +182,23 @@ def test_too_few_steps_show_in_hits_and_in_errors():
     full = torch.ones(40).bool()
     half = torch.arange(40) < 20
     given = of_classes(Smooth())
-    assert module.check_unchanged("more_steps", given, half, {"more": half}).holds is True
+    assert module.check_pgd_variants("more_steps", given, half, {"more": half}).holds is True
     others = {"half": full, "twice": torch.arange(40) < 19}
-    assert module.check_unchanged("step_size", given, half, others).holds is True
-    line = module.check_unchanged("step_size", given, full, {"half": full, "twice the step": half})
+    assert module.check_pgd_variants("step_size", given, half, others).holds is True
+    line = module.check_pgd_variants(
+        "step_size", given, full, {"half": full, "twice the step": half}
+    )
     assert line.holds is False and line.name == "step_size"
     assert line.text.endswith("under pgd, 100.0% with half, 50.0% with twice the step")
     given, wrong = of_years(Regressor(WEIGHT)), torch.tensor([1.0, 2.0, 3.0] * 10)
     for more, holds in ((0, True), (0.1, True), (2, False)):
-        line = module.check_unchanged("more_steps", given, wrong, {"more": wrong + more})
+        line = module.check_pgd_variants("more_steps", given, wrong, {"more": wrong + more})
         assert line.holds is holds
 
 
 def test_a_loss_that_rises_more_at_random_than_by_its_gradient_is_seen():
-    assert module.check_loss_landscape(of_classes(Smooth()), 0.1).holds is True
-    line = module.check_loss_landscape(of_classes(Blind(Smooth())), 0.1)
+    assert module.check_gradient_beats_random_direction(of_classes(Smooth()), 0.1).holds is True
+    line = module.check_gradient_beats_random_direction(of_classes(Blind(Smooth())), 0.1)
     assert line.holds is False and "along random signs, at 0.25, 0.5, 1.0 of ε = 0.1" in line.text
     given = of_classes(Smooth())
     moved = module.move_to_random_corner(given, 0.1, 3) - given.images

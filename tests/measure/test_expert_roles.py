@@ -12,7 +12,7 @@ from moecore.measure.routing_metrics import choice_patterns as patterns
 from moecore.measure.routing_metrics import expert_roles as module
 from moecore.measure.routing_metrics import expert_similarity as similarity
 from moecore.measure.routing_metrics import label_information as information
-from moecore.measure.routing_metrics.alternative_choices import list_routers
+from moecore.measure.routing_metrics.changed_choices import list_routers
 from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, max_load_violation
 from moecore.nn.balances.loss_free import LossFree
 from moecore.nn.layers.moe import MoEFeedForward
@@ -161,7 +161,7 @@ def test_early_choices_are_the_routers_of_the_tokens_before(made):
     (first, second) = [one for one in measured.model.modules() if isinstance(one, MoEFeedForward)]
     tokens = []
     first.register_forward_hook(lambda *given: tokens.append(given[1][0]))
-    with patterns.record_early_choices(measured.model) as early:
+    with patterns.record_choices_from_earlier_layer(measured.model) as early:
         predict_in_batches(measured.model, images, prediction=False)
     none, parts = early.values()
     assert none == []
@@ -169,18 +169,18 @@ def test_early_choices_are_the_routers_of_the_tokens_before(made):
         choices = similarity.cat_last_calls(parts, len(images))
         assert torch.equal(choices, second.router(tokens[-1])[1].chosen)
     told = made(Told())
-    with patterns.record_early_choices(told.model) as early:
+    with patterns.record_choices_from_earlier_layer(told.model) as early:
         predict_in_batches(told.model, told.data.test.images, prediction=False)
     assert list(early.values()) == [[], []]
 
 
 def test_local_consistency():
     """Windows (0, 0), (0, 1), (1, 2): of the six uses at θ = 1 all are served by five sets."""
-    uses = patterns.uses_per_window(sets_of((0,), (0,), (1,), (2,), experts=3), 2)
+    uses = patterns.window_use_histogram(sets_of((0,), (0,), (1,), (2,), experts=3), 2)
     assert patterns.consistency_f1_scores(uses[0].numpy()).tolist() == ([0.5, 0.75, 0.5])
     assert patterns.consistency_by_image(uses.numpy()).tolist() == pytest.approx([0.75])
     with pytest.raises(UserError, match="a window of 5"):
-        patterns.uses_per_window(sets_of((0,), (1,), experts=2), 5)
+        patterns.window_use_histogram(sets_of((0,), (1,), experts=2), 5)
 
 
 @pytest.mark.parametrize("made", [subject, text_subject])
@@ -212,7 +212,7 @@ def test_all_of_it_is_of_one_pass():
     settings = routing_with_roles(windows=(2,))
     images = len(measured.data.test.images)
     out = Values(module.ExpertRoles.metrics, measured.data.task, compute_without_cache)
-    records = settings.record_routing(measured, np.arange(images), out)
+    records = settings.record_routing_and_put_roles(measured, np.arange(images), out)
     assert len(records) == 2 and settings.images > out.facts["roles"]["images"] == images
     named = {one.metric for one in out.values}
     assert {"pair_lift", "expert_cka", "early_choice", "information_truth"} <= named
@@ -234,7 +234,9 @@ def test_roles_do_not_depend_on_the_batch(made, monkeypatch):
     collector = (module.ExpertRoles.metrics, measured.data.task, compute_without_cache)
     whole, parts = Values(*collector), Values(*collector)
     for batch, out in ((40, whole), (7, parts)):
-        settings.model_copy(update={"batch": batch}).record_routing(measured, np.arange(40), out)
+        settings.model_copy(update={"batch": batch}).record_routing_and_put_roles(
+            measured, np.arange(40), out
+        )
     for one, other in zip(whole.values, parts.values, strict=True):
         assert (one.metric, one.at) == (other.metric, other.at)
         assert other.value == pytest.approx(one.value, abs=1e-5), one.metric

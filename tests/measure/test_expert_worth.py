@@ -14,7 +14,7 @@ from moecore.experts import Eigen, Mlp, ZeroComputation
 from moecore.measure import router_regret
 from moecore.measure.expert_worth import ExpertWorth, draw_experts, expert_counts_to_remove
 from moecore.measure.router_regret import DrawnTokens, RouterRegret, regret_metrics_by_image
-from moecore.measure.routing_metrics import alternative_choices as module
+from moecore.measure.routing_metrics import changed_choices as module
 from moecore.measure.values import Found
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.balances.loss_free import LossFree
@@ -23,7 +23,7 @@ from moecore.routers import Eigenbasis, GroupLimitedChoice, NoisyTopK, Relu, Tol
 from moecore.tasks.regression import Regression
 from moecore.testing import check_measurement
 from moecore.testing.check_helpers import small_data, small_vit
-from moecore.training.surgery.expert_reduction import compute_all_outputs
+from moecore.training.surgery.expert_reduction import outputs_of_all_experts
 from tests.measure.subjects import compute_without_cache
 from tests.measure.test_truth import IMAGE, subject, text_subject
 
@@ -99,7 +99,7 @@ def test_a_dropped_choice_of_a_model(router, experts, way):
             model(images)
         again = model(images)
         (tokens, *_), (_, _, output, (record,)), _ = seen
-        said = list(compute_all_outputs(layer, tokens.flatten(0, 1)))
+        said = list(outputs_of_all_experts(layer, tokens.flatten(0, 1)))
     assert torch.equal(whole.prediction, again.prediction)
     outputs = torch.stack(said).view(4, *output.shape)
     torch.testing.assert_close(output, torch.einsum("nte,entd->ntd", record.combine, outputs))

@@ -13,7 +13,7 @@ from moecore.measure.base import MeasuredModel
 from moecore.measure.invariance import TRANSFORMS, Invariance, draw_affines
 from moecore.measure.routing_metrics import layer_metrics
 from moecore.measure.routing_metrics.layer_metrics import imed_by_image, squared_imed
-from moecore.nn.experts.base import map_shape
+from moecore.nn.experts.base import expert_grid_shape
 from moecore.nn.predict import predict_in_batches
 from moecore.testing import check_measurement
 from tests.measure.subjects import built, compute_without_cache
@@ -48,7 +48,7 @@ def test_every_transform_has_its_distances_and_every_class_its_map(results, name
     found = results[name]
     assert list(found.curve("imed", "transform")) == list(TRANSFORMS)
     for value in found.all("imed"):
-        assert len(value.array) == 40 and 0 <= value.low < value.value < value.high
+        assert len(value.item_values) == 40 and 0 <= value.low < value.value < value.high
         assert 0 < value.value**2 <= 1 / np.pi
     maps = np.array(found.facts["class_maps"])
     assert maps.shape == (10, layers, 6)
@@ -63,7 +63,7 @@ def test_the_identity_moves_nothing(data, vit, monkeypatch):
         imed = found.find("imed", transform=name)
         assert found.find("agreement_transformed", transform=name).value == 1
         assert found.interval("imed_normalised", transform=name) == imed.interval == (0, 0, 0)
-        assert set(imed.array.tolist()) == {0.0}
+        assert set(imed.item_values.tolist()) == {0.0}
 
 
 def test_a_distance_is_held_against_that_between_different_images(results, vit, images):
@@ -142,7 +142,9 @@ def test_equals_the_double_sum_and_is_a_distance(experts, seed, sigma):
     generator = torch.Generator().manual_seed(seed)
     u, v, w = torch.rand(3, experts, generator=generator, dtype=torch.float64).softmax(-1)
     d2 = float(squared_imed(u, v, sigma))
-    assert d2 == pytest.approx(by_definition(u, v, *map_shape(experts), sigma), rel=1e-9, abs=1e-14)
+    assert d2 == pytest.approx(
+        by_definition(u, v, *expert_grid_shape(experts), sigma), rel=1e-9, abs=1e-14
+    )
     assert d2 == float(squared_imed(v, u, sigma)) > 0 == float(squared_imed(u, u, sigma))
     around = (float(squared_imed(*pair, sigma)) ** 0.5 for pair in ((u, w), (w, v)))
     assert math.sqrt(d2) <= sum(around) + 1e-12

@@ -72,13 +72,16 @@ def test_every_attack_has_its_curve(results, name):
         assert values[0].value == clean
         assert found.find("unchanged_images", attack=attack, epsilon=0.0).value == 1
         for value in values:
-            assert value.value == int(value.array.sum()) / 25 and set(value.array) <= {0, 1}
+            assert value.value == int(value.item_values.sum()) / 25 and set(value.item_values) <= {
+                0,
+                1,
+            }
             assert value.low <= value.value <= min(value.high, clean)
             assert found.find("loss", **value.at).value > 0
         again, mean = (found.find("attacked_at", attack=attack, epsilon=at) for at in (0.05, MEAN))
-        assert np.array_equal(again.array, values[1].array)
+        assert np.array_equal(again.item_values, values[1].item_values)
         assert mean.value == pytest.approx((values[1].value + values[2].value) / 2)
-        assert np.array_equal(mean.array, (values[1].array + values[2].array) / 2)
+        assert np.array_equal(mean.item_values, (values[1].item_values + values[2].item_values) / 2)
     changes = 3 * 6 * 2 if name == "vit" else 0
     assert len(found.all("routing_change_layer")) == changes
     assert len(found.all("processing_change_layer")) == changes
@@ -89,8 +92,8 @@ def test_the_worst_case_is_over_all_attacks(results):
     found = results["vit"]
     rows = zip(found.all("worst"), (0, 0.05, 0.2), strict=True)
     for index, (worst, epsilon) in enumerate(rows):
-        hits = np.array([values[index].array for values in curves_of(found).values()])
-        assert np.array_equal(worst.array, hits.all(axis=0))
+        hits = np.array([values[index].item_values for values in curves_of(found).values()])
+        assert np.array_equal(worst.item_values, hits.all(axis=0))
         assert worst.at == {"epsilon": epsilon} and worst.low <= worst.value <= worst.high
 
 
@@ -99,7 +102,7 @@ def test_routing_change_is_nothing_when_clean_and_most_where_it_is_the_aim(resul
         curves = curves_of(results["vit"], change)
         assert all(values[0].value == 0 for values in curves.values())
         for value in (value for values in curves.values() for value in values):
-            assert value.value == pytest.approx(np.mean(value.array))
+            assert value.value == pytest.approx(np.mean(value.item_values))
     moved = {name: values[-1].value for name, values in curves.items()}
     assert moved["pgd-routing_change-4"] > moved["pgd-4"] > 0
 
@@ -195,8 +198,10 @@ def test_attacks_on_routers_are_reported_each_and_by_their_worst(run):
         assert reported[attack.name].value == float(each[-1].double().mean())
     worst = torch.stack(each).all(dim=0).double().numpy()
     curves = curves_of(found)
-    assert np.array_equal(curves["router_attacks"][-1].array, worst)
-    assert np.array_equal(found.all("worst")[-1].array, worst * curves["fgsm"][-1].array)
+    assert np.array_equal(curves["router_attacks"][-1].item_values, worst)
+    assert np.array_equal(
+        found.all("worst")[-1].item_values, worst * curves["fgsm"][-1].item_values
+    )
     assert settings.pieces == 5 * 2 + 1 and settings.places()["attack"] == list(curves)
     dense = settings.collect_result(run[1]["dense"], compute_without_cache)
     assert dense.skipped == (f"router_attacks: {IDLE}",) and not dense.all("part")
@@ -213,9 +218,11 @@ def test_images_attacked_on_another_model_are_scored_too(run, monkeypatch):
     source, target = (target_on_drawn_images(run[1][name], settings) for name in ("dense", "vit"))
     scores = target.worse_scores(source.attacked(settings.transfer, 0.1)).double().numpy()
     curves = curves_of(found)
-    assert np.array_equal(curves["transfer-dense"][-1].array, scores)
-    assert scores.sum() < found.find("clean").array.sum()
-    assert np.array_equal(found.all("worst")[-1].array, scores * curves["fgsm"][-1].array)
+    assert np.array_equal(curves["transfer-dense"][-1].item_values, scores)
+    assert scores.sum() < found.find("clean").item_values.sum()
+    assert np.array_equal(
+        found.all("worst")[-1].item_values, scores * curves["fgsm"][-1].item_values
+    )
     assert found.skipped == ("transfer-seed: the stage transferred attacked no such model",)
     assert "and 1 listed black boxes" in str(found.facts["audit"])
 
@@ -238,21 +245,26 @@ def test_errors_under_attack(aged, name):
     where, test = np.sort(drawn.permutation(40)[:10]), aged[name].data.test
     said, _ = predict_in_batches(aged[name].model, test.images[where], 5)
     errors = np.abs(said[:, 0].numpy() - test.labels[where])
-    assert curves["fgsm-inside"][0].array == pytest.approx(errors, abs=1e-4)
+    assert curves["fgsm-inside"][0].item_values == pytest.approx(errors, abs=1e-4)
     for values in curves.values():
         assert [value.at["epsilon"] for value in values] == [0, 0.02, 0.1]
         assert values[0].value == pytest.approx(clean)
         for value in values:
             assert value.low <= value.value <= value.high
-            assert value.value == pytest.approx(np.mean(value.array)) and len(value.array) == 10
-            assert (value.array >= values[0].array).all(), "the clean image lies in every ball"
+            assert (
+                value.value == pytest.approx(np.mean(value.item_values))
+                and len(value.item_values) == 10
+            )
+            assert (value.item_values >= values[0].item_values).all(), (
+                "the clean image lies in every ball"
+            )
             assert found.find("loss", **value.at).value <= value.value + 1e-9
     layers = {value.at["layer"] for value in found.all("routing_change_layer")}
     assert layers == ({1, 2} if name == "moe" else set())
     plain = curves["pgd-4"][-1].value
     inside = curves["pgd-inside-4"][-1].value
     assert plain > inside > clean + 0.1, "the background is of use to an attack"
-    errors = np.array([[value.array for value in values] for values in curves.values()])
+    errors = np.array([[value.item_values for value in values] for values in curves.values()])
     for worst, left in zip(found.all("worst"), errors.max(axis=0), strict=True):
-        assert np.array_equal(worst.array, left)
+        assert np.array_equal(worst.item_values, left)
     assert len(found.skipped) == (0 if name == "moe" else 1)

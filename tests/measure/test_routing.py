@@ -9,10 +9,10 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import make_random_views
 from moecore.measure import Cost, Routing, routing
 from moecore.measure.routing_metrics import layer_metrics
-from moecore.measure.routing_metrics.alternative_choices import score_threshold
-from moecore.measure.routing_metrics.expert_gallery import (
+from moecore.measure.routing_metrics.changed_choices import router_score_threshold
+from moecore.measure.routing_metrics.expert_profiles import (
     TWO_CROPS,
-    overlapping_views,
+    draw_matched_crops,
     parse_expert_grid,
 )
 from moecore.measure.routing_metrics.two_view_agreement import draw_two_views
@@ -107,8 +107,8 @@ def test_where_no_token_takes_part_there_is_no_load(data):
 
 def test_numbers_by_kind(results):
     """A share of tokens without an expert above a sum of probabilities is no fallback of top_p."""
-    assert score_threshold(TopP(threshold=0.4)) is None
-    assert score_threshold(Eigenbasis(threshold=0.4)) == 0.4
+    assert router_score_threshold(TopP(threshold=0.4)) is None
+    assert router_score_threshold(Eigenbasis(threshold=0.4)) == 0.4
     assert number(results["soft_moe"], "tail_of_probs") is None
     assert number(results["ermoe"], "fallback") is not None
     assert number(results["vmoe"], "fallback") is None
@@ -164,7 +164,7 @@ def test_the_sweep_at_the_trained_setting_is_the_model_itself(data, models, resu
 def test_an_augmentation_does_not_depend_on_the_others(models, images, results):
     settings = Routing(augmentations=("flip",), augmentation_images=15, batch=8)
     alone = Values(Routing.metrics, models["vmoe"].image.task, compute_without_cache)
-    routing.put_augmented_views(models["vmoe"], images, settings, alone)
+    routing.put_augmented_matches(models["vmoe"], images, settings, alone)
     views = {"metric": "match_top1_augmented", "augmentation": "flip"}
     flipped = (number(one, **views) for one in (alone.found(), results["vmoe"]))
     assert next(flipped) == pytest.approx(next(flipped))
@@ -172,8 +172,8 @@ def test_an_augmentation_does_not_depend_on_the_others(models, images, results):
 
 def test_two_crops_and_their_corresponding_patches(images):
     layout = TokenLayout(1, (4, 4), (12, 12))
-    found = overlapping_views(images[:8], layout, 3)
-    assert found == overlapping_views(images[:8], layout, 3)
+    found = draw_matched_crops(images[:8], layout, 3)
+    assert found == draw_matched_crops(images[:8], layout, 3)
     first, second = (parse_expert_grid(rows).flatten().tolist() for rows in found.numbers)
     assert found.views.shape == (2, 1, 12, 12)
     shared = {number for number in first if number >= 0}
@@ -182,8 +182,8 @@ def test_two_crops_and_their_corresponding_patches(images):
     pixels = (draw_two_views(images[:8], TWO_CROPS, 3).images.numpy() * 255).round()
     pairs = [sorted(pixels[[view, 8 + view]].tolist()) for view in range(8)]
     assert pairs.count(sorted(found.views.array().tolist())) == 1
-    assert overlapping_views(images, TokenLayout(0, (1, 1), (12, 12)), 3) is None
-    assert overlapping_views(images[..., None], TokenLayout(0, (2, 2, 1), (12, 12, 1)), 3) is None
+    assert draw_matched_crops(images, TokenLayout(0, (1, 1), (12, 12)), 3) is None
+    assert draw_matched_crops(images[..., None], TokenLayout(0, (2, 2, 1), (12, 12, 1)), 3) is None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -194,8 +194,8 @@ def test_items_are_one_value_an_image_whose_mean_is_the_metric(results, name):
     for metric in ("fallback", "tail_mass", "teacher_agreement"):
         assert ((metric,) in having) == (found.find(metric) is not None)
     for one in having.values():
-        assert one.array.shape == (15 if "augmentation" in one.at else 40,)
-        assert one.array.mean() == pytest.approx(one.value, abs=1e-6), one.metric
+        assert one.item_values.shape == (15 if "augmentation" in one.at else 40,)
+        assert one.item_values.mean() == pytest.approx(one.value, abs=1e-6), one.metric
     for layer in (1, 2):
         assert {("match_top1_layer", layer), ("confidence_others_layer", layer)} <= having.keys()
 

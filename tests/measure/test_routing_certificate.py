@@ -78,14 +78,14 @@ def test_tokens_move_by_at_most_their_bounds(models, images, monkeypatch, is_exa
     exact = lipschitz_lemma.frozen_double_copy(models[name])
     pixels = torch.from_numpy(images[:3]).double() / 255
     seen = []
-    monkeypatch.setattr(bounds, "margin_to_bound_ratio", lambda at, *_: seen.append(at))
+    monkeypatch.setattr(bounds, "share_keeping_choice", lambda at, *_: seen.append(at))
     if not is_exact:
-        monkeypatch.setattr(bounds, "MAX_PIXELS", 0)
+        monkeypatch.setattr(bounds, "MAX_PIXELS_WITH_DERIVATIVES", 0)
     sizes, none = torch.tensor([1e-3, 1e-3 / 4]).double(), torch.zeros(0).double()
     balls = {"linf": none, "l2": none} | {norm: sizes}
-    bounds.routing_shares(exact, bounds.deviation_of_pixels(pixels, **balls), torch.ones(()), 0.0)
+    bounds.routing_radii(exact, bounds.deviation_of_pixels(pixels, **balls), torch.ones(()), 0.0)
     found = seen[0]
-    radius, length = found.moved
+    radius, length = found.total_change_bounds
     assert (radius[1] <= radius[0] / 4 * (1 + 1e-9)).all()
     options = EncodeOptions("mlp_input", (exact.moe.indices(2)[0],))
     tokens = lambda x: exact.encode(x, options).features[0]
@@ -108,11 +108,11 @@ def test_tokens_move_by_at_most_their_bounds(models, images, monkeypatch, is_exa
 
 LAYERS = {
     "linear": (3, lambda at, layer: bounds.bound_after_linear(at, layer.weight, layer.bias)),
-    "gelu": (3, bounds.bound_after_unrouted),
-    "norm": (3, bounds.bound_after_unrouted),
+    "gelu": (3, bounds.bound_dense_layer),
+    "norm": (3, bounds.bound_dense_layer),
     "attention": (3, bounds.bound_attention),
-    "group norm": (4, bounds.bound_after_unrouted),
-    "convolution": (4, bounds.bound_after_unrouted),
+    "group norm": (4, bounds.bound_dense_layer),
+    "convolution": (4, bounds.bound_dense_layer),
 }
 
 
@@ -157,7 +157,7 @@ def test_an_operation_moves_by_at_most_its_bound_and_nearly_as_far(name, size, i
         balls = (sizes, sizes[:0]) if is_box else (sizes[:0], sizes)
         found = bound(bounds.Deviation(centre, tangent, radius, length, balls, shared), layer)
         torch.testing.assert_close(found.centre, clean)
-        limits = found.moved
+        limits = found.total_change_bounds
         for target in range(12):
             change = size * torch.randn_like(centre).sign() / (1 if is_box else centre.numel())
             for _ in range(30):
@@ -172,7 +172,7 @@ def test_an_operation_moves_by_at_most_its_bound_and_nearly_as_far(name, size, i
                     whole = change.norm() if is_exact else norm(change)
                     change = change * (size / whole).clamp(max=1)
                 moved = moved.detach()
-                shares = (moved.abs() / limits[0][0]).max(), (norm(moved) / limits[1][0]).max()
+                shares = ((moved.abs() / limits[0][0]).max(), (norm(moved) / limits[1][0]).max())
                 assert max(shares) <= 1 + 1e-6
                 sharpest = max(sharpest, *map(float, shares))
     assert sharpest > (0.3 if name == "attention" else 0.5)

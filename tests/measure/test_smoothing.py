@@ -4,7 +4,7 @@ import scipy
 import torch
 from torch import nn
 
-from moecore.attacks.base import image_generators
+from moecore.attacks.base import seed_generator_per_image
 from moecore.backbones import MoESettings, Vit
 from moecore.core.routing_records import ModelOutput
 from moecore.measure.base import SEED, MeasuredModel
@@ -49,8 +49,8 @@ def test_radii_by_hand():
 def test_counts_are_those_of_a_slow_loop(data, results, is_fixed):
     model = results["vmoe"][0].model
     image = torch.from_numpy(np.array(data.test.images[:1])).float() / 255
-    generators = [image_generators(SEED, [0])[0] for _ in range(2)]
-    found = SETTINGS.count_classes(model, image, generators[0], is_fixed)
+    generators = [seed_generator_per_image(SEED, [0])[0] for _ in range(2)]
+    found = SETTINGS.count_copies_per_class(model, image, generators[0], is_fixed)
     clean, moved, expected = model.routing_of(image), 0, np.zeros((2, 10), int)
     routers = [block.mlp.router for block in model.blocks]
     noise = torch.randn(40, 1, 12, 12, generator=generators[1])
@@ -107,7 +107,9 @@ def test_a_linear_models_radius_is_its_distance_to_the_border(data, results):
     settings = Smoothing(sigma=0.25, draws=4000)
     for mean in (0.39, 0.4, 0.42):
         image = torch.full((1, 1, 12, 12), mean)
-        counts = settings.count_classes(model, image, torch.Generator().manual_seed(0), False)
+        counts = settings.count_copies_per_class(
+            model, image, torch.Generator().manual_seed(0), False
+        )
         votes = counts[1, counts[0].argmax()]
         radius = float(smoothing_radius(np.array([votes]), 4000, 0.25, 0.001)[0])
         distance = 12 * abs(mean - 0.4)

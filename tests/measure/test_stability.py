@@ -10,7 +10,7 @@ from moecore.data.corruptions import add_noise, standard_normal_noise
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure import explorer, stability, values
 from moecore.measure.routing_metrics import epoch_routing, layer_metrics
-from moecore.measure.routing_metrics.expert_gallery import Overlays, parse_expert_grid
+from moecore.measure.routing_metrics.expert_profiles import Overlays, parse_expert_grid
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views
 from moecore.testing import check_measurement
 from moecore.testing.check_helpers import CLASSES
@@ -86,7 +86,7 @@ def test_each_sigma_has_a_score_and_a_change(results, name):
     assert list(found.curve("noise_score", "sigma")) == [0.05, 0.2]
     for value in found.all("noise_score"):
         assert value.low <= value.value <= value.high
-    assert len(found.find("noise_score").array) == 30
+    assert len(found.find("noise_score").item_values) == 30
     changes = list(found.curve("noise_selection_change", "sigma").values())
     assert changes == sorted(changes) and all(0 < value < 1 for value in changes)
     has_routing = name != "dense"

@@ -9,7 +9,7 @@ from moecore.core.files import UserError, to_jsonable, write_json
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure import AffineRanges, Routing, ViewSettings, base
-from moecore.measure.routing_metrics.expert_gallery import overlay_middle_slices, parse_expert_grid
+from moecore.measure.routing_metrics.expert_profiles import overlay_middle_slices, parse_expert_grid
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views
 from moecore.measure.values import Found, Metric, OnPage, Values, place_slug
 from moecore.nn.predict import predict_in_batches
@@ -124,8 +124,10 @@ def test_people_with_several_sessions_are_one_item(subject, found):
     few = shown[evenly_spaced_indices(12, 6)]
     for one in found.values:
         if one.items:
-            assert len(one.array) == len(set((few if "augmentation" in one.at else shown).tolist()))
-            assert one.array.mean() == pytest.approx(one.value, abs=1e-6)
+            assert len(one.item_values) == len(
+                set((few if "augmentation" in one.at else shown).tolist())
+            )
+            assert one.item_values.mean() == pytest.approx(one.value, abs=1e-6)
 
 
 class Weather(base.Measurement):
@@ -182,7 +184,7 @@ def test_a_signed_metric_has_an_interval_below_0_and_people_are_drawn_whole():
     out.put("error", errors)
     assert out.values[0].interval == bootstrap_mean(errors, people=out.people)
     assert out.values[0].interval != bootstrap_mean(errors), "as if all were other people"
-    assert len(out.values[0].array) == 2
+    assert len(out.values[0].item_values) == 2
 
 
 def test_columns_stand_in_the_order_of_the_metrics_and_details_of_places_at_the_end():
@@ -228,7 +230,7 @@ def test_every_value_has_a_metric_and_every_column_was_planned(name):
     columns = next(one.columns for one in list_displays() if one.kind is kind)
     named = columns.columns(seen)
     assert len({column.name for column in named}) == len(named)
-    planned = columns.foreseen(PlannedPhase(_StudyOf(name, settings), "accuracy", "pretrain"))
+    planned = columns.planned(PlannedPhase(_StudyOf(name, settings), "accuracy", "pretrain"))
     filled = {column.name for column in named if column.read_result(found) is not None}
     assert filled <= set(planned)
 

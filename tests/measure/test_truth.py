@@ -9,7 +9,7 @@ from torch import nn
 
 from moecore.backbones import LanguageModel, Vit
 from moecore.core.files import UserError, to_jsonable
-from moecore.data.corruptions import SIGMAS, add_noise, standard_normal_noise
+from moecore.data.corruptions import NOISE_SIGMAS, add_noise, standard_normal_noise
 from moecore.data.prepared import Prepared, Split
 from moecore.measure import Cost, cost, truth
 from moecore.measure import pixel_baselines as baselines
@@ -29,7 +29,7 @@ from moecore.parts import Classification, ImageSpec, MeasuredModel, MoESettings,
 from moecore.routers import NoisyTopK, Told
 from moecore.stages import baselines as stage
 from moecore.tasks import Regression
-from moecore.training.meter import LiveBytes
+from moecore.training.meter import LiveBytesCounter
 from moecore.training.outcome import RoutingOverTraining
 from tests.measure.subjects import built, compute_without_cache, in_run, top_k_mlps
 from tests.nn.backbones.test_language_model import WORDS, text
@@ -137,7 +137,7 @@ def test_told_reaches_a_purity_of_one_and_a_shuffled_truth_chance(made):
     assert max(result.curve("purity_chance", "layer").values()) < 0.6
     noise, attack = (result.curve("changed_purity", kind) for kind in ("noise", "attack"))
     is_image = made is subject  # words have no pixels
-    assert list(noise) == ([0, *SIGMAS] if is_image else [])
+    assert list(noise) == ([0, *NOISE_SIGMAS] if is_image else [])
     assert list(attack) == ([0, 2, 4, 8] if is_image else [])
     assert set(noise.values()) <= {1}, "what is seen changes, the truth not"
     drawn = torch.from_numpy(np.random.default_rng(2).permutation(40))
@@ -200,8 +200,8 @@ def test_scores_by_hand_and_validation_alone_chooses():
     """Five of six neighbours are of class 0 three times or more; 10⁶ leaves the intercept alone."""
     found = measure({5: 0, 250: 1}, {1: 0, 254: 1})
     values = {value.at["classifier"]: value for value in found.all("baseline")}
-    assert values[baselines.LOGISTIC].array.tolist() == [1, 1]
-    assert values["5 nearest neighbours"].array.tolist() == [1, 0]
+    assert values[baselines.LOGISTIC].item_values.tolist() == [1, 1]
+    assert values["5 nearest neighbours"].item_values.tolist() == [1, 0]
     assert found.facts == {"penalty": 0.01, "images": 6}
     assert measure({5: 0, 250: 1}, {1: 0, 254: 0}).facts["penalty"] == 0.01
     assert measure({5: 0, 250: 0}, {1: 0, 254: 1}).facts["penalty"] == 1e6
@@ -213,7 +213,7 @@ def test_the_seed_draws_the_images_of_each_class():
     """Images between one of class 0, from 0 to 30, and one of class 1, 200 or 210."""
     between = dict.fromkeys(range(98, 122), 0)
     drawn = [measure({5: 0, 250: 1}, between, shots=1, seed=seed) for seed in range(6)]
-    assert len({found.all("baseline")[0].array.tobytes() for found in drawn}) > 1
+    assert len({found.all("baseline")[0].item_values.tobytes() for found in drawn}) > 1
 
 
 def test_the_small_network_learns_and_its_seed_draws_it():
@@ -264,7 +264,7 @@ def test_median_and_quartiles():
 
 def test_live_bytes_by_hand():
     x = torch.zeros(1000)  # 4000 bytes
-    with LiveBytes([x]) as live:
+    with LiveBytesCounter([x]) as live:
         assert (live.now, live.peak) == (4000, 4000)
         y = x + 1
         y.view(10, 100)[2:].t()  # views hold nothing of their own
@@ -320,7 +320,7 @@ def test_padding_is_taken_off(monkeypatch):
     whole, routing = cost.whole_and_routing_flops(moe, tokens)
     assert routing == 2 * 257 * 16 * 4
     assert whole == pytest.approx(routing + 257 * 2 * 2 * (2 * 16 * 16), abs=1e-6)
-    monkeypatch.setattr("moecore.nn.kernels.grouped._LOOPED_ROWS", 0)
+    monkeypatch.setattr("moecore.nn.kernels.grouped._MAX_LOOPED_ROWS", 0)
     assert cost.whole_and_routing_flops(moe, tokens) == (whole, routing), "grouped as looped"
 
 
@@ -363,7 +363,7 @@ def test_times_have_their_parts_and_leave_the_model_alone():
 def test_spans_are_read_at_both_ends():
     ticks = iter(range(100))
     moe = layer().eval()
-    with cost.record_calls(moe, lambda: next(ticks)) as spans:
+    with cost.record_moe_and_teacher_calls(moe, lambda: next(ticks)) as spans:
         moe(torch.randn(1, 5, 16))
     assert [span[:3] for span in spans] == [("experts", 1, 2), ("layer", 0, 3)]
 

@@ -10,11 +10,16 @@ from moecore import Prepared, UserError, predict_in_batches
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.data.text.words import read_vocabulary
 from moecore.measure import WordSwaps, ZeroShot, few_shot, retrieval, routing, word_swaps
-from moecore.measure.calibration import Calibrate, CalibrationPaths, ClassCalibration, final_tokens
+from moecore.measure.calibration import (
+    Calibrate,
+    CalibrationPaths,
+    ClassCalibration,
+    collect_head_inputs,
+)
 from moecore.measure.calibrators.temperature import Temperature, nll_derivative_by_row
 from moecore.measure.explorer import Explorer, ExplorerData
 from moecore.measure.few_shot import BIAS, EPSILON, EXPONENTS, FewShot
-from moecore.measure.routing_metrics.expert_gallery import favourite_words
+from moecore.measure.routing_metrics.expert_profiles import favourite_words
 from moecore.measure.routing_metrics.expert_roles import read_layer_roles
 from moecore.nn import predict
 from moecore.nn.backbones.language_model import LanguageModel
@@ -125,17 +130,17 @@ def test_rows_are_those_of_a_text_with_unknown_words(subject):
     expected = float(torch.stack(moved).mean())
     assert change.value == pytest.approx(expected, abs=1e-6) and expected > 0
     assert lost.value == pytest.approx(first.value - np.log(perplexities[0]), abs=1e-6)
-    assert lost.array.mean() == pytest.approx(lost.value, abs=1e-6)
+    assert lost.item_values.mean() == pytest.approx(lost.value, abs=1e-6)
     few, many = found.curve("swapped_agreement", "percent").values()
     assert many < few < 1
 
 
 def test_tokens_are_worth_what_their_logits_are(subject, monkeypatch):
     monkeypatch.setattr(predict, "logits_chunk_size", lambda *_: 17)
-    known = final_tokens(subject.model, subject.data.test, 5)
+    known = collect_head_inputs(subject.model, subject.data.test, 5)
     logits, _ = predict_in_batches(subject.model, subject.data.test.images, 5, routing=False)
     logits, labels = logits.flatten(0, 1), known.labels.flatten()
-    _, found = known.answers(1.0, 0.7)
+    _, found = known.losses_and_confidences(1.0, 0.7)
     scaled = logits / 0.7
     nats = cross_entropy(scaled.double(), labels, reduction="none")
     briers = (found.squares, brier_scores(scaled, labels))
@@ -172,7 +177,7 @@ def test_the_routing_of_a_text_is_measured(subject):
     """All that asks for no picture and no second view."""
     settings = routing.Routing(images=40, sweeps={"k": [1, 2]})
     found = settings.collect_result(subject, compute_without_cache)
-    assert len(found.find("entropy").array) == 40 and len(found.facts["load"]) == 2
+    assert len(found.find("entropy").item_values) == 40 and len(found.facts["load"]) == 2
     assert found.facts["overlays"]["shape"] == [0, 2, 1, 6]
     assert not [one for one in found.values if one.metric.startswith("match")]
     assert 0 < found.find("entropy").value <= 1 and list(found.curve("score_k", "k")) == [1, 2]
@@ -279,8 +284,8 @@ def test_the_score_is_that_of_ridges_fitted_by_hand(run, results):
         hits.append(right.double().numpy())
     assert value.value == pytest.approx(np.mean(hits)) and value.low < value.value < value.high
     # What claims are judged by: one number a test image, the mean over the draws.
-    assert value.array == pytest.approx(np.mean(hits, axis=0), abs=1e-3)
-    assert value.array.mean() == pytest.approx(value.value, abs=1e-5)
+    assert value.item_values == pytest.approx(np.mean(hits, axis=0), abs=1e-3)
+    assert value.item_values.mean() == pytest.approx(value.value, abs=1e-5)
 
 
 def test_numbers_above_the_smallest_class_are_skipped_with_the_reason(results):
@@ -348,7 +353,7 @@ def test_one_image_and_one_prompt_at_a_time(mosaics, tmp_path):
     accuracy = found.find("zero_shot_accuracy")
     assert accuracy.interval == wilson(sum(right), 40)
     assert found.find("zero_shot_top5").value == pytest.approx(np.mean(among))
-    assert accuracy.array == pytest.approx(np.array(right, float), abs=1e-4)
+    assert accuracy.item_values == pytest.approx(np.array(right, float), abs=1e-4)
     assert [found.facts[name] for name in ("images", "templates", "chance")] == [40, 3, 0.1]
     rows = found.facts["classes"]
     assert [row["name"] for row in rows] == [str(digit) for digit in range(10)]

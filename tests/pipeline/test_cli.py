@@ -18,7 +18,7 @@ from nbclient import NotebookClient
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from moecore.core.files import read_json, write_whole
+from moecore.core.files import read_json, write_atomic
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.pipeline import command_group
 from moecore.pipeline.cli import app
@@ -274,7 +274,7 @@ def looked(tmp_path_factory) -> Project:
     text = (ROOT / "pipelines/ours/quick.yaml").read_text(encoding="utf-8")
     own = "    regularizers: [{kind: my_lab.calm}]"
     text = re.sub("^    regularizers: .*", own, f"packages: [my_lab]\n{text}", flags=re.M)
-    write_whole(folder / "ours/quick.yaml", text.replace("epochs: 4", "epochs: 1"))
+    write_atomic(folder / "ours/quick.yaml", text.replace("epochs: 4", "epochs: 1"))
     write_my_lab(folder / "ours")
     wanted = ["-S", "data.pretrain.train=1000"]
     done = project.moecore("study", "run", "quick", "--jobs", "2", *wanted)
@@ -282,7 +282,7 @@ def looked(tmp_path_factory) -> Project:
     assert "params.yaml: data.pretrain.train: 12000 → 1000" in done.stdout
     assert "results/ours/quick.json: left as it is: this run has other settings" in done.stdout
     text = (folder / "ours/quick.yaml").read_text(encoding="utf-8")
-    write_whole(folder / "ours/quick.yaml", text.replace("train: 12000", "train: 1000"))
+    write_atomic(folder / "ours/quick.yaml", text.replace("train: 12000", "train: 1000"))
     return project
 
 

@@ -373,4 +373,4 @@ def test_words_of_other_methods_change_the_hash(old, new):
 def test_a_package_that_is_not_installed_is_left_to_the_check(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     document = parse_yaml_document("packages: [nowhere_at_all]\ndata: 5\n")
-    assert not code_hashes.is_code_hashed(code_hashes.digest_code(document), document)
+    assert not code_hashes.is_code_up_to_date(code_hashes.digest_code_inputs(document), document)

@@ -17,14 +17,14 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.measure.base import read_result
 from moecore.measure.values import Found
-from moecore.nn.backbones.base_model import ImageSpec, parameter_counts
+from moecore.nn.backbones.base_model import ImageSpec, count_total_and_active_parameters
 from moecore.pipeline import predict_cli
-from moecore.pipeline.code_hashes import write_code_hashes
+from moecore.pipeline.code_hashes import write_all_hashes
 from moecore.report.pictures.robustness import scores_by_epsilon
 from moecore.stages import finetune, prepare, pretrain
 from moecore.study.study import Study
 from moecore.tasks import Classification, MultiLabel, NextToken
-from moecore.training.artifacts import load_model, save_no_guide
+from moecore.training.artifacts import load_model, record_no_guide_needed
 from moecore.training.outcome import Outcome
 from tests import forked
 from tests.data.sources.test_mosaic import split_file
@@ -60,7 +60,7 @@ def test_sizes_are_those_of_table_10(folder, names, depth, width, span, millions
         method = study.methods[name]
         with torch.device("meta"):
             made = method.merge_model_settings(model).build(image, method.moe)
-        found = parameter_counts(made)["parameters"]
+        found = count_total_and_active_parameters(made)["parameters"]
         assert found / 1e6 == pytest.approx(millions, abs=0.05)
         # embedding, head with bias, one position table, and blocks of attention, three norms, a
         # gate with bias and sixteen experts of two layers
@@ -153,11 +153,11 @@ def labelled(tmp_path_factory):
         patch.delenv("MOECORE_PARAMS", raising=False)
         patch.setenv("MOECORE_THREADS", "1")
         (home / "params.yaml").write_text(PARAMS)
-        write_code_hashes("params.yaml")
+        write_all_hashes("params.yaml")
         for name in ("pretrain", "finetune", "adversarial"):
             prepare.prepare(name)
         (home / "artifacts/teacher_router/vmoe/0").mkdir(parents=True)
-        save_no_guide(home / "artifacts/teacher_router/vmoe/0")
+        record_no_guide_needed(home / "artifacts/teacher_router/vmoe/0")
         pretrain.pretrain("vmoe", 0)
         finetune.finetune("finetune", "vmoe", 0)
         finetune.finetune("adversarial", "vmoe", 0)

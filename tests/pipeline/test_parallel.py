@@ -17,7 +17,7 @@ from moecore.core.files import UserError, atomic_folder, write_json
 from moecore.pipeline import parallel, stage_client
 from moecore.pipeline.parallel import next_job_stages, run_job_stages, run_stages
 from moecore.pipeline.plan import query_pipeline_status
-from moecore.pipeline.stage_client import SOCKET
+from moecore.pipeline.stage_client import SOCKET_ENV
 from moecore.pipeline.stage_fork_server import start_stage_server
 from moecore.run.history_file import read_dvc_locks
 from moecore.stages import fork_server as stages_server
@@ -151,9 +151,9 @@ def test_a_terminal_has_a_row_per_stage_and_a_log_a_prefix(live, capsys, monkeyp
     stage = ""
     tables = []
     for line in PRINTED.splitlines(keepends=True):
-        stage = display.add(stage, line)
+        stage = display.show_line(stage, line)
         tables.append(display.table().plain.splitlines())
-    display.end(stage, is_failed=True)
+    display.end_stage(stage, is_failed=True)
     *lines, head, place = capsys.readouterr().out.splitlines()
     assert head == "[truth pretrain vmoe 0] Traceback (most recent call last):"
     assert place == '[truth pretrain vmoe 0]   File "truth.py"'
@@ -239,7 +239,7 @@ def test_a_stage_whose_server_ends_has_failed(tmp_path, answer):
         listening.bind(str(tmp_path / "socket"))
         if answer is not None:
             listening.listen(1)
-        environment = os.environ | {SOCKET: str(tmp_path / "socket")}
+        environment = os.environ | {SOCKET_ENV: str(tmp_path / "socket")}
         client = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
         if answer is not None:
             line, _ = listening.accept()
@@ -351,7 +351,7 @@ def forking(monkeypatch) -> None:
     commands = forked.server() / "bin"
     monkeypatch.setattr(sys, "executable", str(commands / "python"))
     monkeypatch.setenv("PATH", str(commands), prepend=os.pathsep)
-    monkeypatch.setenv(SOCKET, str(forked.server() / "socket"))
+    monkeypatch.setenv(SOCKET_ENV, str(forked.server() / "socket"))
 
 
 APART = """\

@@ -19,12 +19,12 @@ import yaml
 from dvc.repo import Repo
 from typer.testing import CliRunner
 
-from moecore.core.files import UserError, file_checksum, read_json, write_checksummed, write_json
-from moecore.core.source_layout import CODE, FAMILIES, ROOT
+from moecore.core.files import UserError, file_checksum, read_json, write_json, write_json_sha256
+from moecore.core.source_layout import FAMILY_FOLDERS, HASHES_DIR, ROOT
 from moecore.data.prepared import Prepared
 from moecore.data.sources.dialects import Dialects
 from moecore.pipeline import cli, code_hashes, dvc_yaml, pilot, plan
-from moecore.pipeline.plan import DvcStatus, PlannedStage, plan_stages, stages_changed_by_code
+from moecore.pipeline.plan import PlannedStage, StatusAndDag, plan_stages, stages_changed_by_code
 from moecore.study import stages as stage_table
 from moecore.study.params_reader import params_keys_by_field
 from moecore.study.yaml_document import YamlDocument, load_yaml_document, parse_yaml_document
@@ -42,24 +42,26 @@ EDGES = [
 def test_changes_and_other_code_flow_downstream_in_order_and_run_nothing_else():
     status = {"train@a": [{"changed deps": {"params.yaml": {"methods.a.k": "modified"}}}]}
     status["other"] = [{"changed command": None}, "always changed"]
-    assert plan_stages(DvcStatus(status, EDGES), {"train@b": 4.0, "compare": 1.0}) == [
+    assert plan_stages(StatusAndDag(status, EDGES), {"train@b": 4.0, "compare": 1.0}) == [
         PlannedStage("other", ("changed command", "always changed"), None),
         PlannedStage("train@a", ("methods.a.k modified",), 4.0),
         PlannedStage("compare", ("after train@a",), 1.0, is_certain=False),
     ]
     # its training failed: the same model may come again
     status["compare"] = [{"changed deps": {"artifacts/a": "deleted"}}]
-    *_, compare = plan_stages(DvcStatus(status, EDGES), {"train@b": 4.0, "train@c": 6.0})
+    *_, compare = plan_stages(StatusAndDag(status, EDGES), {"train@b": 4.0, "train@c": 6.0})
     assert compare == ("compare", ("dep artifacts/a deleted",), None, False)
     # no stage that would run makes it
     del status["train@a"]
-    *_, compare = plan_stages(DvcStatus(status, EDGES), {})
+    *_, compare = plan_stages(StatusAndDag(status, EDGES), {})
     assert compare == ("compare", ("dep artifacts/a deleted",), None, True)
-    assert [item.stage for item in plan_stages(DvcStatus(EDITED, EDGES), {}, {})] == ["code"]
-    planned = plan_stages(DvcStatus(EDITED, EDGES), {}, {"train@a": ("x.py edited",)})
+    assert [item.stage for item in plan_stages(StatusAndDag(EDITED, EDGES), {}, {})] == ["code"]
+    planned = plan_stages(StatusAndDag(EDITED, EDGES), {}, {"train@a": ("x.py edited",)})
     assert [item.stage for item in planned] == ["code", "train@a", "compare"]
     assert planned[1].reasons == ("x.py edited",)
-    assert len(plan_stages(DvcStatus(EDITED, EDGES), {})) == 5, "where it is not known, all of it"
+    assert len(plan_stages(StatusAndDag(EDITED, EDGES), {})) == 5, (
+        "where it is not known, all of it"
+    )
 
 
 def test_lengths_are_those_of_all_stages_and_unknown_ones_are_counted():
@@ -85,7 +87,7 @@ def finished(folder: Path) -> dict[str, dict[str, str]]:
     (folder / "params.yaml").write_text(ONE_METHOD)
     files = code_hashes.hash_code_files(parse_yaml_document(ONE_METHOD))
     for name, hashes in files.items():
-        write_json(CODE / name, hashes)
+        write_json(HASHES_DIR / name, hashes)
     stages = {
         "train@a": {"deps": [{"path": "artifacts/code/methods/a.json"}]},
         "transfer": {"deps": [{"path": "artifacts/code/methods"}]},
@@ -98,17 +100,17 @@ def finished(folder: Path) -> dict[str, dict[str, str]]:
 def test_which_stages_an_edit_concerns(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files = finished(tmp_path)
-    assert stages_changed_by_code(DvcStatus(EDITED, EDGES)) == {}
-    assert stages_changed_by_code(DvcStatus({"code": ["always changed"]}, EDGES)) == {}
+    assert stages_changed_by_code(StatusAndDag(EDITED, EDGES)) == {}
+    assert stages_changed_by_code(StatusAndDag({"code": ["always changed"]}, EDGES)) == {}
     router = "moecore/nn/routers/hash.py"
-    write_json(CODE / "methods/a.json", files["methods/a.json"] | {router: "0"})
-    found = stages_changed_by_code(DvcStatus(EDITED, [*EDGES, ("train@a", "transfer")]))
+    write_json(HASHES_DIR / "methods/a.json", files["methods/a.json"] | {router: "0"})
+    found = stages_changed_by_code(StatusAndDag(EDITED, [*EDGES, ("train@a", "transfer")]))
     assert found == {"train@a": (f"{router} edited",), "transfer": (f"{router} edited",)}
-    known = stages_changed_by_code(DvcStatus(EDITED, EDGES))
+    known = stages_changed_by_code(StatusAndDag(EDITED, EDGES))
     assert known.keys() == {"train@a"}, "a stage of the lock that the study no longer has"
-    assert stages_changed_by_code(DvcStatus({}, EDGES)) == {}, "DVC found nothing to hash again"
+    assert stages_changed_by_code(StatusAndDag({}, EDGES)) == {}, "DVC found nothing to hash again"
     lost = {"code": [{"changed outs": {"artifacts/code": "deleted"}}]}
-    assert stages_changed_by_code(DvcStatus(lost, EDGES)) is None
+    assert stages_changed_by_code(StatusAndDag(lost, EDGES)) is None
 
 
 def test_files_that_a_kill_of_dvc_left_empty_are_named(monkeypatch, tmp_path):
@@ -258,7 +260,7 @@ def test_a_small_study_and_its_test_images_that_nobody_reads(study, monkeypatch)
         np.save(folder / name, np.zeros_like(np.load(folder / name)))
     card = read_json(folder / "card.json")
     card["files"] |= {name: file_checksum(folder / name) for name in card["files"]}
-    write_checksummed(folder / "card.json", card)
+    write_json_sha256(folder / "card.json", card)
     assert not Prepared.open(folder).test.images.any()
     monkeypatch.setattr(Dialects, "write", None)
     second = run_pilot_command(study / "params.yaml", "--seeds", 2)
@@ -324,7 +326,7 @@ def test_the_main_dvc_yaml_is_the_table_of_stages_and_what_is_written_is_read(mo
     assert step["stages"] == {"prune": {"wdir": "../..", **definitions["prune"]}}
 
 
-@pytest.mark.parametrize("stage", stage_table.ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("stage", stage_table.STAGE_ROWS, ids=lambda row: row.name)
 def test_a_command_tells_its_stage(stage):
     entry = dvc_yaml.build_stage_entries([*stage_table.STAGES])[stage.name]
     words = entry.get("do", entry)["cmd"].split()[1:]
@@ -405,7 +407,7 @@ def test_a_stage_depends_on_the_params_that_it_reads_on_its_script_and_on_their_
         return
     for field, key in keys_of(STAGES[name]).items():
         modules = parts_in(params_of(STAGES[name]).model_fields[field].annotation)
-        parts = [f"moecore.{family.replace('/', '.')}." for family in FAMILIES]
+        parts = [f"moecore.{family.replace('/', '.')}." for family in FAMILY_FOLDERS]
         if not any(part in text for part in parts for text in modules):
             continue
         top = key.split(".")[0]

@@ -16,23 +16,28 @@ import yaml
 from paper_models.sizes import PaperModel, count_sized_model
 from pydantic import TypeAdapter
 
-from moecore.brain import prediction_table as brain_out_of_fold
+from moecore.brain import age_predictions as brain_out_of_fold
 from moecore.core.config import builtin_kinds
 from moecore.core.source_layout import ROOT
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.values import Found
-from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec, parameter_counts
+from moecore.nn.backbones.base_model import (
+    Backbone,
+    BackboneModel,
+    ImageSpec,
+    count_total_and_active_parameters,
+)
 from moecore.nn.predict import meta_device_context
 from moecore.parts import Classification, Experts, Regularizer, Router
-from moecore.pipeline.code_hashes import write_code_hashes
+from moecore.pipeline.code_hashes import write_all_hashes
 from moecore.pipeline.run_folders import write_dvc_yaml_files
-from moecore.report.tables.cells import REPORTED
+from moecore.report.tables.cells import REPORTED_MODELS
 from moecore.stages import calibrate as calibrate_stage
 from moecore.stages import compare, measure, out_of_fold, prepare, pretrain, teacher, teacher_router
 from moecore.stages import robustness as robustness_stage
 from moecore.study.questions import QuestionFile
 from moecore.tasks.regression import Regression
-from moecore.training.meter import LiveBytes
+from moecore.training.meter import LiveBytesCounter
 from moecore.training.method import Method
 from moecore.training.outcome import Outcome
 from tests import forked
@@ -162,7 +167,7 @@ def test_parameters_are_those_of_tables_s9_and_s2(folder, study, names, method, 
 
 def test_the_models_under_attack_are_near_table_1(folder):
     settings = check_params(folder("adversarial", ("imagenet",)) / "params.yaml")
-    printed = {one.model: one.values for one in REPORTED if one.paper == "cost"}
+    printed = {one.model: one.values for one in REPORTED_MODELS if one.paper == "cost"}
     for name in settings.run.methods:
         number = name.rpartition("_")[2]
         titles = {"dense": "ViT-B/32", "dense_big": "ViT-B++/32"}
@@ -197,7 +202,7 @@ def test_a_step_of_volumes_of_1_mm_fits_a_gpu(name):
     with meta_device_context():
         model = backbone.build(image, method.moe).train()
         kept = kept_bytes(model, 2) - kept_bytes(model, 1)  # for the backward pass, per volume
-    parameters = parameter_counts(model)["parameters"]
+    parameters = count_total_and_active_parameters(model)["parameters"]
     memory = 16 * parameters + study["pretrain"]["batch"] * kept  # fp32 weights, gradients, Adam's
     row = re.search(rf"^\| `{name}`.*$", PAGE, re.MULTILINE)[0].split("|")
     assert row[2].strip() == f"{parameters:,}" and row[4].strip() == f"{kept / 1e9:.2f} GB"
@@ -208,7 +213,7 @@ def kept_bytes(model: BackboneModel, number: int) -> int:
     """Bytes that a forward pass of ``number`` volumes holds at its end."""
     image = model.image
     volumes = torch.empty(number, image.stored_channels, *image.shape, device="meta")
-    with LiveBytes() as live:
+    with LiveBytesCounter() as live:
         output = model(volumes)
         held_bytes = live.now
     del output
@@ -233,7 +238,7 @@ def test_an_accepted_study_runs_to_its_end(first, raw, tmp_path):
         if drawer.name != "volumes" and is_accepted(drawer.draw_study(), seed, study):
             break
     with chdir(study):
-        write_code_hashes("params.yaml")
+        write_all_hashes("params.yaml")
     commands = list(list_stage_commands(study))
     assert commands[0] == ["code"] and commands[-1] == ["compare"]
     for words in commands[1:]:
@@ -304,7 +309,7 @@ def study(tmp_path_factory) -> Path:
         patch.delenv("MOECORE_PARAMS", raising=False)
         (folder / "params.yaml").write_text(small(), encoding="utf-8")
         write_dvc_yaml_files(folder, compose_shipped(STUDY).stages)
-        write_code_hashes("params.yaml")
+        write_all_hashes("params.yaml")
         prepare.prepare("pretrain")
         teacher.teacher(0)
         for method in METHODS:

@@ -17,10 +17,10 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from moecore.core.files import UserError
-from moecore.core.source_layout import PROJECT_ANSWERS, ROOT, list_top_and_step_files
+from moecore.core.source_layout import PROJECT_ANSWERS_FILE, ROOT, list_top_and_step_files
 from moecore.pipeline import cli, dvc_yaml
-from moecore.pipeline.project import hash_text, moecore_requirement
 from moecore.pipeline.project_files import render_project_template
+from moecore.pipeline.project_record import hash_text, moecore_requirement
 from moecore.study import check, params_writer, questions
 from moecore.study.params_writer import RENAMED_KEYS, RenamedKey, rename_keys_in_text
 from moecore.study.yaml_document import load_yaml_document, parse_yaml_document
@@ -152,7 +152,7 @@ def test_moecore_is_required_from_where_ours_came(tmp_path, monkeypatch, recorde
 @pytest.mark.parametrize("origin", [f"git+{CLONE}@5ed6621", WHEEL])
 def test_the_workflow_runs_where_the_requirement_can_be_installed(monkeypatch, origin):
     required = lambda: f"moecore @ {origin}"
-    monkeypatch.setattr("moecore.pipeline.project.moecore_requirement", required)
+    monkeypatch.setattr("moecore.pipeline.project_record.moecore_requirement", required)
     text = render_project_template("own", is_of_user=False)[".github/workflows/test.yml"]
     runner = parse_yaml_document(text).data["jobs"]["test"]["runs-on"]
     assert runner == ("self-hosted" if origin == WHEEL else "ubuntu-latest")
@@ -230,9 +230,9 @@ def begun(tmp_path_factory) -> Path:
 
 def answer(files: dict[str, str] | None = None, **changes: str) -> None:
     """Change what the project here says of its beginning."""
-    answers = json.loads(Path(PROJECT_ANSWERS).read_text(encoding="utf-8"))
+    answers = json.loads(Path(PROJECT_ANSWERS_FILE).read_text(encoding="utf-8"))
     answers["files"] |= files or {}
-    Path(PROJECT_ANSWERS).write_text(json.dumps(answers | changes), encoding="utf-8")
+    Path(PROJECT_ANSWERS_FILE).write_text(json.dumps(answers | changes), encoding="utf-8")
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def test_an_upgrade_shows_first_then_writes_and_leaves_what_the_user_edited(olde
     assert before == {file: (older / file).read_text(encoding="utf-8") for file in WRITTEN}
     assert moecore("upgrade", "--yes").stdout.endswith("written\n")
     changed = {file for file in WRITTEN if (older / file).read_text("utf-8") != before[file]}
-    assert changed == {"Makefile", "pyproject.toml", PROJECT_ANSWERS}
+    assert changed == {"Makefile", "pyproject.toml", PROJECT_ANSWERS_FILE}
     assert pyproject.read_text(encoding="utf-8") == now
     again = moecore("upgrade").stdout
     assert "@@" not in again and ".dvcignore" not in again, "it is said once"
@@ -339,7 +339,7 @@ def test_a_project_of_a_newer_version_is_one_line(older):
         assert refused.exit_code == 1 and refused.stderr.count("\n") == 1
         assert "the project is of moecore 9.1.0, newer than the installed" in refused.stderr
         assert refused.stderr.endswith("install moecore>=9.1.0,<9.2\n")
-    Path(PROJECT_ANSWERS).write_text("<<<<<<< ours", encoding="utf-8")
+    Path(PROJECT_ANSWERS_FILE).write_text("<<<<<<< ours", encoding="utf-8")
     assert moecore("check").stderr.endswith("; restore it: git checkout .moecore.json\n")
     os.chdir("..")
     assert "found no such file; start from a folder of `moecore new`" in moecore("upgrade").stderr

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from moecore.core.files import SEAL
+from moecore.core.files import SHA256_KEY
 from moecore.core.safetensors_files import read_tensors
 from moecore.run.history_file import logged_points, read_dvc_locks, read_lines
-from moecore.tracking.stored_run import UID
+from moecore.tracking.stored_run import UID_TAG
 from tests import forked
 from tests.project import COMMAND, Project
 
@@ -113,7 +113,7 @@ def untimed(value: Any) -> Any:
 
 
 def _timed(key: str) -> bool:
-    return key in ("t", SEAL) or any(word in key for word in TIMED if len(word) > 1)
+    return key in ("t", SHA256_KEY) or any(word in key for word in TIMED if len(word) > 1)
 
 
 class Killer:
@@ -284,8 +284,8 @@ def test_an_import_killed_at_random_knows_every_run_once(finished, server, tmp_p
     runs = [run for name in names for run in client.search_runs([name], max_results=5000)]
     known = [run for run in runs if run.data.tags.get("level") == "stage"]
     histories = [read_lines(file.parent) for file in project.folder.rglob("history.jsonl")]
-    assert sorted(run.data.tags[UID] for run in known) == sorted(h[0]["uid"] for h in histories)
-    ids = {run.data.tags[UID]: run.info.run_id for run in known}
+    assert sorted(run.data.tags[UID_TAG] for run in known) == sorted(h[0]["uid"] for h in histories)
+    ids = {run.data.tags[UID_TAG]: run.info.run_id for run in known}
     for history in histories:
         points = [(step, values) for step, _, values in logged_points(history)]
         expected = [(step, values["loss"]) for step, values in points if "loss" in values]

@@ -11,8 +11,8 @@ import pytest
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared, Split
 from moecore.pipeline import run_folders, tune
-from moecore.pipeline.project import LOCK, hold_project
-from moecore.pipeline.pull import unpack_run
+from moecore.pipeline.project_record import LOCK, hold_project_lock
+from moecore.pipeline.pull import unpack_and_check_run
 from moecore.pipeline.run_folders import write_data_or_sweep_run
 from moecore.study.check import check_study
 from moecore.study.questions import QuestionFile
@@ -51,7 +51,7 @@ def kept_rates(project: Project, **chosen: float) -> dict:
     rates = list(run.tuning.learning_rates)
     methods = {name: {"learning_rate": rate, "scores": []} for name, rate in chosen.items()}
     kept = {"settings": run.digest, "learning_rates": rates, "methods": methods}
-    run.question.store_part("tuned", kept)
+    run.question.update_results_file("tuned", kept)
     return kept
 
 
@@ -117,7 +117,7 @@ def test_a_threshold_is_trained_with_used_by_all_methods_that_have_one_and_refus
         name: {"learning_rate": 2e-3, "also": run.also.get(name, {})} for name in run.methods
     }
     kept = {"settings": run.digest, "learning_rates": [1e-4, 2e-3, 1e-2], "methods": methods}
-    with_threshold.store_part("tuned", kept | {"threshold": {"chosen": 0.0}})
+    with_threshold.update_results_file("tuned", kept | {"threshold": {"chosen": 0.0}})
     assert not list(tune.list_tuning_problems(with_threshold))
     used = with_threshold.rounds[1].compose().document.data["methods"]["eigen"]
     assert used["router"]["threshold"] == 0 and used["pretrain"] == {"learning_rate": 2e-3}
@@ -195,7 +195,7 @@ def test_rates_are_chosen_by_trainings_and_used(project):
     done = project.with_dvc().moecore("tune", "own/tuned")
     kept = question(project).read_results()["tuned"]
     run = tune.plan_tuning(question(project))
-    assert kept == json.loads(json.dumps(tune.store_tuned_rates(run)))
+    assert kept == json.loads(json.dumps(tune.choose_and_store(run)))
     for name in ("dense", "vmoe"):
         choice = kept["methods"][name]
         means = [seeds[0] for seeds in choice["scores"]]
@@ -355,7 +355,7 @@ def test_after_a_pull_nothing_runs_and_nothing_of_another_run_is_lost(archive, c
 def test_what_cannot_be_pulled_is_one_line(archive, clone, copied):
     assert "pull: found no remote" in refused(clone)
     assert "No such file" in refused(clone, "--from", str(clone.folder))
-    with hold_project(clone.folder / LOCK):
+    with hold_project_lock(clone.folder / LOCK):
         assert "has been running the stages" in refused(clone, "--from", str(archive))
     clone.edit("shots: 20", "shots: 21")
     assert "finetune.shots: 21 → 20" in refused(clone, "--from", str(archive))
@@ -376,5 +376,5 @@ def test_an_archive_with_links_or_other_places_is_refused(tmp_path, name):
     with tarfile.open(archive, "w") as tar:
         tar.addfile(member)
     with pytest.raises(UserError, match=r"a link or a place outside of the archive; allowed"):
-        unpack_run(archive)
+        unpack_and_check_run(archive)
     assert [path.name for path in tmp_path.iterdir()] == ["run.tar"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moecore.core.files import UserError, read_json
-from moecore.core.source_layout import CODE, ROOT, refuse_other_checkout
+from moecore.core.source_layout import HASHES_DIR, ROOT, refuse_other_checkout
 from moecore.pipeline import code_hashes
 from moecore.pipeline.code_hashes import hash_code_files
 from moecore.run.history_file import read_dvc_locks
@@ -51,9 +51,11 @@ def changed_stages(project: Project) -> set[str]:
     """The stages whose code an edit changed, by the hashes and dvc.lock: DVC is not asked."""
     forget_files()
     hashes = hash_code_files(load_yaml_document(project.folder / "params.yaml"), project.folder)
-    files = [CODE / name for name in hashes]
+    files = [HASHES_DIR / name for name in hashes]
     before = {file: read_json(project.folder / file) for file in files}
-    changed = [file for file in files if before[file] != hashes[file.relative_to(CODE).as_posix()]]
+    changed = [
+        file for file in files if before[file] != hashes[file.relative_to(HASHES_DIR).as_posix()]
+    ]
     locks = read_dvc_locks(project.folder)
     uses = [(stage, Path(dep["path"])) for stage in locks for dep in locks[stage].get("deps", ())]
     return {stage for stage, dep in uses if any(file.is_relative_to(dep) for file in changed)}

@@ -15,7 +15,12 @@ from moecore.nn.kernels.grouped import plain_operations_context
 from moecore.nn.layers.moe import MoELayer, MoESettings
 from moecore.pipeline.predict_cli import main
 from moecore.predict import export as module
-from moecore.predict.continuation import Sampling, continue_prompt, continue_words, sample_token
+from moecore.predict.continuation import (
+    Sampling,
+    continue_prompt_and_write_page,
+    continue_words,
+    sample_token,
+)
 from moecore.predict.export import TensorsOnly, compare_outputs, draw_inputs, export_model
 from moecore.routers import ExpertChoice, Hash, NoisyTopK, Router, SoftSlots, Told
 from moecore.tasks.next_token import NextToken
@@ -268,9 +273,9 @@ def test_bad_options_are_refused(tmp_path, capsys, options, says):
 def test_bad_prompts_and_models_are_refused(trained, tmp_path):
     out = tmp_path / "a.html"
     with pytest.raises(UserError, match=r"prompt.txt: found no word"):
-        continue_prompt(trained, prompt(tmp_path, " \n"), out, Sampling())
+        continue_prompt_and_write_page(trained, prompt(tmp_path, " \n"), out, Sampling())
     with pytest.raises(UserError, match=r"none.txt: No such file"):
-        continue_prompt(trained, tmp_path / "none.txt", out, Sampling())
+        continue_prompt_and_write_page(trained, tmp_path / "none.txt", out, Sampling())
     pictures = built(Vit(patch=6, width=8, depth=1, heads=1), None, digits(tmp_path / "digits"), 1)
     told = text_subject(Told()).model
     for model, says in (
@@ -280,13 +285,13 @@ def test_bad_prompts_and_models_are_refused(trained, tmp_path):
         (tmp_path / "other").mkdir(exist_ok=True)
         save_model(tmp_path / "other", model)
         with pytest.raises(UserError, match=f"^{tmp_path / 'other'}: {says}"):
-            continue_prompt(tmp_path / "other", prompt(tmp_path), out, Sampling())
+            continue_prompt_and_write_page(tmp_path / "other", prompt(tmp_path), out, Sampling())
     assert not out.exists()
 
 
 def test_the_page_fits(browser, trained, tmp_path):
     page = tmp_path / "page.html"
-    continue_prompt(trained, prompt(tmp_path), page, Sampling(new_words=40))
+    continue_prompt_and_write_page(trained, prompt(tmp_path), page, Sampling(new_words=40))
     with opened(browser, page, 390, "dark") as shown:
         assert shown.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         assert shown.locator("h2").count() == 2

@@ -10,9 +10,9 @@ import torch
 from moecore.core.files import to_jsonable, write_json
 from moecore.measure import attack_audit, base, calibration, robustness, training
 from moecore.measure.attack_audit import AuditLine, ScoresAtEpsilon
-from moecore.measure.routing_metrics import expert_gallery, layer_metrics
-from moecore.measure.routing_metrics.alternative_choices import fallback_slopes_over_threshold
-from moecore.measure.routing_metrics.expert_gallery import encode_thumbnails, overlapping_views
+from moecore.measure.routing_metrics import expert_profiles, layer_metrics
+from moecore.measure.routing_metrics.changed_choices import fallback_slopes_over_threshold
+from moecore.measure.routing_metrics.expert_profiles import draw_matched_crops, encode_thumbnails
 from moecore.measure.values import Found, Place, Value, Values
 from moecore.parts import Classification, Config, RoutingRecord, Task, TokenLayout
 from moecore.report.study_results import ModelResults
@@ -283,7 +283,9 @@ def found_under_attack(
             out.put("processing_change", change / 2, **at)
             for layer in range(1, layers + 1):
                 out.put("routing_change_layer", change, **at, layer=layer)
-    robustness.put_scores("worst", attack_audit.worst_case(curves, task, images), images, out)
+    robustness.put_scores(
+        "worst", attack_audit.worst_score_over_attacks(curves, task, images), images, out
+    )
     out.facts |= {"task": task, "images": images, "attacked": None, **facts}
     return out.found()
 
@@ -344,8 +346,8 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
     four = tuple(RoutingRecord(*(field[:4] for field in record[:5])) for record in records)
     facts = {
         "load": [layer_metrics.load_shares(one) for one in counts],
-        "overlays": expert_gallery.encode_expert_overlays(images, four),
-        "corresponding": overlapping_views(images, TokenLayout(1, (4, 4), (28, 28)), 0),
+        "overlays": expert_profiles.encode_expert_overlays(images, four),
+        "corresponding": draw_matched_crops(images, TokenLayout(1, (4, 4), (28, 28)), 0),
         "roles": None,
     }
     return Found(values=values, facts=to_jsonable(facts))

@@ -131,7 +131,7 @@ def test_tissues_alone(tmp_path):
 
 
 def test_region_experts_where_they_were_not_taught(three, text):
-    grid = calibration_and_cohorts.region_expert_agreement(three.phases["pretrain"])
+    grid = calibration_and_cohorts.region_expert_agreement_table(three.phases["pretrain"])
     heads = [line.head.text for line in grid.lines]
     assert [head for head in heads if head in METHODS] == ["vmoe", "ermoe_ba"], "dense has none"
     rows = {line.head.text: [item.text for item in line.items] for line in grid.lines[1:6]}
@@ -142,13 +142,13 @@ def test_region_experts_where_they_were_not_taught(three, text):
     assert "Region experts where they were not taught" in text
     assert "Not checked, generalisation" not in text
     (first, *_) = three.phases["pretrain"].of(CohortChecks)["vmoe"]
-    mixed = calibration_and_cohorts.tissue_mixture_agreement(first, "vmoe")
+    mixed = calibration_and_cohorts.tissue_mixture_table(first, "vmoe")
     assert [line.head.text for line in mixed.lines] == ["WM with GM"]
     assert [item.text for item in mixed.lines[0].items] == [NumberFormat("share", 0).value(0.7)]
     assert mixed.below.endswith("other generator: WM 0.50, GM 0.50, CSF 0.50.")
     phase = three.phases["pretrain"]
     alone = phase._replace(models={"dense": phase.models["dense"]})
-    assert calibration_and_cohorts.region_expert_agreement(alone) is None
+    assert calibration_and_cohorts.region_expert_agreement_table(alone) is None
 
 
 def test_table_s1_over_seeds(three, tmp_path):

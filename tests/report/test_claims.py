@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from moecore.core.files import UnusableFile, UserError, write_json, write_whole
+from moecore.core.files import FileAccessError, UserError, write_atomic, write_json
 from moecore.core.source_layout import ROOT
 from moecore.measure import base, routing
 from moecore.measure.values import Value
@@ -234,9 +234,14 @@ def test_an_open_verdict_says_what_could_have_been_seen():
     shown = study(vmoe=[0.1, 0.5, 0.2], prc=[0.2, 0.7, 0.5])
     found = evaluate_claims([claim()], shown)[0]
     # deviation 0.1, standard error 0.1/√3; t(2): 4.302653 and 1.060660
-    assert found.difference.detectable == pytest.approx((4.302653 + 1.060660) * 0.1 / math.sqrt(3))
+    assert found.difference.detectable_difference == pytest.approx(
+        (4.302653 + 1.060660) * 0.1 / math.sqrt(3)
+    )
     assert "detectable: 31" in claims_markdown([found])
-    assert next(iter(flat_claims([found]).values()))["smallest"] == found.difference.detectable
+    assert (
+        next(iter(flat_claims([found]).values()))["smallest"]
+        == found.difference.detectable_difference
+    )
     assert "detectable: 31" in claim_lines(flat_claims([found]))[0]
     sure = evaluate_claims([claim()], study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89]))[0]
     assert sure.verdict == "holds" and "detectable" not in claims_markdown([sure]).splitlines()[-1]
@@ -395,9 +400,9 @@ def small_project(root, compared: dict | None, **settings) -> str:
     params = {"run": {"methods": ["prc", "vmoe"], "seeds": [0, 1], "phases": ["pretrain"]}}
     params |= {"claims": [asked.model_dump(exclude_none=True) for asked in (claim(), alike, odd)]}
     params |= {"questions": [question().model_dump(exclude_none=True)], **settings}
-    write_whole(root / "params.yaml", "")
+    write_atomic(root / "params.yaml", "")
     stages = ["teacher_router", "pretrain", "compare"]
-    write_whole(root / "pipelines/own/one.yaml", json.dumps({"stages": stages} | params))
+    write_atomic(root / "pipelines/own/one.yaml", json.dumps({"stages": stages} | params))
     if compared is not None:
         write_json(root / "pipelines/results/own/one.json", compared)
     return pages.render_claims_page(root)
@@ -469,7 +474,7 @@ def test_readmes_have_the_answers_between_markers_and_the_numbers_that_a_text_na
     claims = [claim(effect=0.1).model_dump(mode="json")]
     small_project(tmp_path, compared, question="do they?", claims=claims, **texts)
     readme = "# own: ours\n<!-- answers: own/one -->\nstale\n<!-- end -->\nkept\n"
-    write_whole(tmp_path / "pipelines/own/README.md", readme)
+    write_atomic(tmp_path / "pipelines/own/README.md", readme)
     written = pages.write_study_pages(tmp_path)
     assert written == [pages.STUDIES_PAGE, papers.PIPELINES / "own/README.md"]
     index, own = ((tmp_path / path).read_text("utf-8") for path in written)
@@ -481,10 +486,10 @@ def test_readmes_have_the_answers_between_markers_and_the_numbers_that_a_text_na
     assert "| not significant (detectable: " in row
     assert "; the paper: +10.00 pp | `match_top1`" in row
     assert row_of(own, "Do views agree?").endswith("| `match_top1` prc 48 %, vmoe 47 % |")
-    write_whole(tmp_path / "pipelines/own/README.md", readme.replace("own/one", "own/two"))
+    write_atomic(tmp_path / "pipelines/own/README.md", readme.replace("own/one", "own/two"))
     with pytest.raises(UserError, match=r"README.md:2: answers: found 'own/two'.*tgr/table_3"):
         pages.write_study_pages(tmp_path)
-    write_whole(tmp_path / "pipelines/own/README.md", readme)
+    write_atomic(tmp_path / "pipelines/own/README.md", readme)
     small_project(tmp_path, compared, answer="{match_top1 tgr}")
     with pytest.raises(UserError, match=r"one.yaml: found {match_top1 tgr}, which no result of"):
         pages.write_study_pages(tmp_path)
@@ -495,7 +500,7 @@ def test_readers_questions_are_answered_from_the_results(tmp_path):
     found = evaluate_claims([claim(), question(better="lower")], shown)
     compared = json.loads(json.dumps(compare_methods(shown) | claims_for_compare_json(found)))
     small_project(tmp_path, compared, claims=[claim().model_dump(mode="json", exclude_none=True)])
-    write_whole(tmp_path / "pipelines/own/README.md", "# own: ours\n")
+    write_atomic(tmp_path / "pipelines/own/README.md", "# own: ours\n")
     cited = {"study": "own/one", "data": "numbers by hand", "metric": "match_top1"}
     cited |= {"method": "prc", "against": "vmoe"}
     first = {"question": "Does PRC agree more?", "answer": "by {match_top1 prc - vmoe:.1f} points"}
@@ -505,7 +510,7 @@ def test_readers_questions_are_answered_from_the_results(tmp_path):
         "methods": [{"method": "prc", "says": "PRC"}, {"method": "tgr", "says": "TGR"}],
     }
     file = tmp_path / "pipelines/answers.yaml"
-    write_whole(file, json.dumps(content))
+    write_atomic(file, json.dumps(content))
     written = pages.render_study_pages(tmp_path)
     index, text = written[pages.STUDIES_PAGE], written[ANSWERS_PAGE]
     # (0.1 + 0.13 + 0.07) / 3; the interval of one claim excludes 0
@@ -516,7 +521,7 @@ def test_readers_questions_are_answered_from_the_results(tmp_path):
     assert "(3 seeds), holds: [own/one](../pipelines/own/README.md#one)" in text
     assert "| TGR (`tgr`) | – | – | – | – | – |" in text
     content["questions"][1]["evidence"] = [cited | {"metric": "imed"}]
-    write_whole(file, json.dumps(content))
+    write_atomic(file, json.dumps(content))
     said = r"answers.yaml:1:\d+: questions.1..evidence.0.: found imed"
     with pytest.raises(UserError, match=said):
         pages.render_study_pages(tmp_path)
@@ -650,7 +655,7 @@ def test_the_page_of_all_claims_on_a_full_disk_leaves_the_earlier_one(tmp_path, 
     target = tmp_path / pages.CLAIMS_PAGE
     target.parent.mkdir()
     target.write_text("the earlier one")
-    with limited(1000), pytest.raises(UnusableFile) as error:
+    with limited(1000), pytest.raises(FileAccessError) as error:
         pages.write_claims_page(tmp_path)
     assert str(error.value).startswith(f"{target}: file too large")
     assert target.read_text() == "the earlier one" and list(target.parent.iterdir()) == [target]

@@ -101,7 +101,7 @@ def test_seeds_that_are_told_the_same_agree():
     agreement = module.compare_seeds(result, result)
     assert agreement.correlation == pytest.approx(1) and agreement.overlap == 1
     assert agreement.chance < 0.8
-    display = explorer_page.measurement_display(module.ExpertRoles)
+    display = explorer_page.find_display(module.ExpertRoles)
     first, second = display.blocks(phase)
     drawn = ["expert_information", "expert_similarity_1", "coactivation_1_2", "expert_similarity_2"]
     assert len(first.pictures) == 4
@@ -147,8 +147,8 @@ def test_worth_and_regret_of_a_model():
     assert lost == pytest.approx(worth.find("lost_without_choice_reroute", rank=1).value)
     shares = [compared[name]["mean"] for name in ("needed_experts", "better_sets")]
     assert all(0 <= share <= 1 for share in shares)
-    (lost,) = explorer_page.measurement_display(ExpertWorth).blocks(phase)
-    (left,) = explorer_page.measurement_display(RouterRegret).blocks(phase)
+    (lost,) = explorer_page.find_display(ExpertWorth).blocks(phase)
+    (left,) = explorer_page.find_display(RouterRegret).blocks(phase)
     assert [len(block.pictures) for block in (lost, left)] == [2, 1]
 
 
@@ -172,7 +172,7 @@ def test_what_the_explorer_knows_of_experts():
 
 def test_roles_are_a_part_of_what_the_stage_routing_wrote(tmp_path):
     """Not asked they are nothing, and refused a reason; the figures of the run have them, too."""
-    display, item = explorer_page.measurement_display(module.ExpertRoles), "routing/pretrain/vmoe/0"
+    display, item = (explorer_page.find_display(module.ExpertRoles), "routing/pretrain/vmoe/0")
     path = tmp_path / f"artifacts/measured/{item}.json"
     asked = routing_with_roles(windows=(2,))
     read, drawn = [], []

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from moecore.core.files import UserError, write_json, write_whole
+from moecore.core.files import UserError, write_atomic, write_json
 from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.report.claims import result_evidence
 from moecore.report.claims.answers import compute_required_samples, describe_required_samples
 from moecore.report.claims.evaluation import claim_to_json, claims_for_compare_json, evaluate_claims
 from moecore.report.tables.metrics_by_method import compare_methods
-from moecore.statistics.comparisons import BOTH, Difference, VarianceSource
+from moecore.statistics.comparisons import OVER_ITEMS_AND_SEEDS, Difference, VarianceSource
 from moecore.study.questions import QuestionFile, QuestionRound
 from tests.project import PARAMS, ROOT
 from tests.report.test_claims import claim, of_items, question, study
@@ -30,17 +30,17 @@ def write_result(one: QuestionRound, shown, comparisons=ASKED, **record) -> Path
     """Store a result of the round; return the file of its items."""
     evaluated = evaluate_claims(comparisons, shown)
     numbers = claims_for_compare_json(evaluated)
-    one.question.store_part(one.part, record | numbers)
+    one.question.update_results_file(one.results_key, record | numbers)
     items = one.question.root / "items.safetensors"
     write_tensors(items, result_evidence.pack_item_values(evaluated, numbers))
-    result_evidence.store_items(one, items)
-    return one.question.results.with_suffix(".safetensors")
+    result_evidence.copy_items_to_results(one, items)
+    return one.question.results_path.with_suffix(".safetensors")
 
 
 @pytest.fixture
 def one(tmp_path) -> QuestionRound:
-    write_whole(tmp_path / "params.yaml", "")
-    write_whole(tmp_path / "pipelines/own/one.yaml", "rounds: [{}, {}]")
+    write_atomic(tmp_path / "params.yaml", "")
+    write_atomic(tmp_path / "pipelines/own/one.yaml", "rounds: [{}, {}]")
     return QuestionFile(tmp_path, "own/one").rounds[0]
 
 
@@ -72,20 +72,20 @@ def test_numbers_of_seeds_are_kept_too(one):
 
 def test_storing_a_round_leaves_the_bytes_of_all_others_also_if_interrupted(one, monkeypatch):
     path = write_result(one, drawn_items(4))
-    one.question.store_part("tuned", {"rate": 0.1 + 0.2})
+    one.question.update_results_file("tuned", {"rate": 0.1 + 0.2})
     files = {file: file.read_bytes() for file in path.parent.iterdir()}
     items, _ = read_tensors(path)
     second = one.question.rounds[1]
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", lambda *_: sys.exit())  # instead of the last step of a write
         with pytest.raises(SystemExit):
-            one.question.store_part("2", {})
+            one.question.update_results_file("2", {})
         with pytest.raises(SystemExit):
-            result_evidence.store_items(second, one.question.root / "items.safetensors")
+            result_evidence.copy_items_to_results(second, one.question.root / "items.safetensors")
     assert {file: file.read_bytes() for file in path.parent.iterdir()} == files
     write_result(second, drawn_items(0))
-    first, tuned = files[one.question.results].split(b',\n"tuned": ')
-    stored = one.question.results.read_bytes()
+    first, tuned = files[one.question.results_path].split(b',\n"tuned": ')
+    stored = one.question.results_path.read_bytes()
     assert stored.startswith(first + b',\n"2": ') and stored.endswith(b',\n"tuned": ' + tuned)
     now, _ = read_tensors(path)
     assert len(now) == 2 * len(items) and all(torch.equal(now[k], items[k]) for k in items)
@@ -110,7 +110,7 @@ def test_a_file_per_round_as_in_0_3_is_read_and_becomes_one(one):
     names = {"one.json", "one.safetensors", "one.notes.json"}
     assert {file.name for file in path.parent.iterdir()} == names
     assert one.question.read_results() == parts and read_tensors(path)[0].keys() == items.keys()
-    write_json(one.question.results, [parts])
+    write_json(one.question.results_path, [parts])
     with pytest.raises(UserError, match=r"one.json: found no results; allowed: the results of ro"):
         one.read_numbers()
 
@@ -120,15 +120,15 @@ def test_a_claim_that_was_not_asked_follows_from_items_kept_for_others(one):
     path = write_result(one, shown)
     numbers = one.read_numbers() | compare_methods(shown)
     turned = claim(method="vmoe", against="prc", better="lower")
-    entry = result_evidence.compare_stored_items(one, numbers, turned)
+    entry = result_evidence.compute_claim_from_items(one, numbers, turned)
     (asked,) = evaluate_claims([turned], shown)
     expected = claim_to_json(asked)
     for key in ("mean", "low", "high", "variances", "freedoms", "seeds", "items"):
         assert entry["difference"][key] == pytest.approx(expected["difference"][key])
     assert entry["method"]["mean"] == expected["method"]["mean"] < entry["against"]["mean"]
-    assert result_evidence.compare_stored_items(one, numbers, claim(method="tgr")) == {}
+    assert result_evidence.compute_claim_from_items(one, numbers, claim(method="tgr")) == {}
     path.unlink()
-    assert result_evidence.compare_stored_items(one, numbers, turned) == {}
+    assert result_evidence.compute_claim_from_items(one, numbers, turned) == {}
 
 
 def test_items_of_another_result_are_refused(one):
@@ -136,12 +136,12 @@ def test_items_of_another_result_are_refused(one):
     numbers = one.read_numbers()
     first, *_ = numbers["claims"].values()
     first["difference"]["variances"][0] *= 1.01  # the limits follow from them
-    one.question.store_part("1", numbers)
+    one.question.update_results_file("1", numbers)
     with pytest.raises(UserError, match=f"{PLACE}: claims: 0: PRC, pretrain: .* found"):
         result_evidence.verify_stored_items(one)
     first["difference"]["variances"][0] /= 1.01
     numbers["questions"].popitem()
-    one.question.store_part("1", numbers)
+    one.question.update_results_file("1", numbers)
     with pytest.raises(UserError, match=f"{PLACE}: found the items of another result"):
         result_evidence.verify_stored_items(one)
 
@@ -149,7 +149,7 @@ def test_items_of_another_result_are_refused(one):
 def test_what_would_be_too_many_bytes_is_said_and_left_out(one, monkeypatch, capsys):
     monkeypatch.setattr("moecore.report.claims.result_evidence.MAX_ITEM_BYTES", 1000)
     path = write_result(one, drawn_items(0))
-    assert set(read_tensors(path)[0]) == {f"1/{result_evidence.RESULT}"}
+    assert set(read_tensors(path)[0]) == {f"1/{result_evidence.RESULT_DIGEST_TENSOR}"}
     assert "items are too large to be stored: match_top1 of prc higher" in capsys.readouterr().err
     assert result_evidence.verify_stored_items(one) == 0
 
@@ -158,13 +158,13 @@ def test_what_would_be_too_many_bytes_is_said_and_left_out(one, monkeypatch, cap
 def test_intervals_follow_from_the_items_in_git(name, number):  # `moecore claims check`: all
     question = QuestionFile(ROOT, name)
     assert result_evidence.verify_stored_items(question.round(number)) > 0
-    size = question.results.with_suffix(".safetensors").stat().st_size
+    size = question.results_path.with_suffix(".safetensors").stat().st_size
     assert size <= len(question.rounds) * result_evidence.MAX_ITEM_BYTES
 
 
 def difference(value: float, by_seeds: float, by_items: float) -> Difference:
     sources = (VarianceSource(by_seeds, 2), VarianceSource(by_items, 99))
-    return Difference(value, sources, BOTH, 3, 100)
+    return Difference(value, sources, OVER_ITEMS_AND_SEEDS, 3, 100)
 
 
 def test_what_makes_a_claim_precise():
@@ -230,7 +230,7 @@ def asked(tmp_path) -> Path:
 def ask(place: Path, *comparisons) -> QuestionRound:
     content = [one.model_dump(mode="json", exclude_defaults=True) for one in comparisons]
     path = place / "pipelines/own/one.yaml"
-    write_whole(path, json.dumps({"methods": ["vmoe", "tgr"], "claims": content}))
+    write_atomic(path, json.dumps({"methods": ["vmoe", "tgr"], "claims": content}))
     return QuestionFile(place, "own/one").rounds[0]
 
 
@@ -242,33 +242,33 @@ def commit(place: Path) -> str:
 
 def dates(one: QuestionRound) -> list[tuple[bool, bool]]:
     return [
-        (dated.is_late, dated.is_refused) for dated in result_evidence.asked_answered_commits(one)
+        (dated.is_late, dated.is_refused) for dated in result_evidence.find_question_commits(one)
     ]
 
 
 def test_a_question_is_older_than_its_answer(asked):
     one = ask(asked, claim())
     path = Path("pipelines/own/one.yaml")
-    assert result_evidence.find_commit_of_files(asked, path) is None, "it is not committed"
+    assert result_evidence.find_head_if_committed(asked, path) is None, "it is not committed"
     first = commit(asked)
-    assert result_evidence.find_commit_of_files(asked, path) == first
-    assert result_evidence.asked_answered_commits(one) == []
+    assert result_evidence.find_head_if_committed(asked, path) == first
+    assert result_evidence.find_question_commits(one) == []
     record = {"commit": first, "file": str(path)}
     write_result(one, drawn_items(1), [claim()], asked=record)
-    (dated,) = result_evidence.asked_answered_commits(one)
+    (dated,) = result_evidence.find_question_commits(one)
     words = "pretrain: match_top1 of prc higher than of vmoe: asked in "
     assert dated.line == f"{words}{first[:8]}, answered in no commit" and not dated.is_late
     second = commit(asked)
     told = f"{words}{first[:8]}, answered in {second[:8]}"
-    assert result_evidence.asked_answered_commits(one)[0].line == told
-    write_json(one.question.results, one.read_numbers())
+    assert result_evidence.find_question_commits(one)[0].line == told
+    write_json(one.question.results_path, one.read_numbers())
     commit(asked)
-    one.question.store_part("2", one.read_numbers())
+    one.question.update_results_file("2", one.read_numbers())
     commit(asked)
-    assert result_evidence.asked_answered_commits(one)[0].line == told, "another form or round"
+    assert result_evidence.find_question_commits(one)[0].line == told, "another form or round"
     lower = claim(better="lower")
     one = ask(asked, claim(), lower)
-    assert result_evidence.find_commit_of_files(asked, path) is None, "it was edited since"
+    assert result_evidence.find_head_if_committed(asked, path) is None, "it was edited since"
     with_both = commit(asked)
     assert dates(one) == [(False, False), (True, False)], "another direction, asked later"
     both = ask(asked, lower)
@@ -276,23 +276,23 @@ def test_a_question_is_older_than_its_answer(asked):
     (name,) = numbers["claims"]
     numbers["claims"][name]["asked"]["better"] = "lower"  # as if it had run with this one
     for wrong in ({"commit": None}, {"commit": with_both, "answered": with_both}):
-        one.question.store_part("1", numbers | {"asked": record | wrong})
+        one.question.update_results_file("1", numbers | {"asked": record | wrong})
         assert dates(both) == [(True, bool(wrong["commit"]))], "in no commit, or with its answer"
-    one.question.store_part("1", numbers | {"asked": record | {"late": True}})
+    one.question.update_results_file("1", numbers | {"asked": record | {"late": True}})
     assert dates(both) == [(True, False)], "it is known to be late"
     third = commit(asked)
     entries = {name: {"commit": third, "file": str(path)}}
-    one.question.store_part("1", numbers | {"asked": record | {"entries": entries}})
+    one.question.update_results_file("1", numbers | {"asked": record | {"entries": entries}})
     assert dates(both) == [(False, False)], "this entry was asked elsewhere"
     entry = numbers["claims"][name] | {"settings": "others"}
-    one.question.store_part("1", numbers | {"claims": {name: entry}})
+    one.question.update_results_file("1", numbers | {"claims": {name: entry}})
     assert dates(both) == [(True, False)], "it waits for a run of today's settings"
 
 
 def test_claims_of_rounds_are_read_from_the_commit_that_asked(asked):
     content = [one.model_dump(mode="json", exclude_defaults=True) for one in (claim(), question())]
     rounds = [{"seeds": [0], "claims": content[:1]}, {"seeds": [1], "questions": content[1:]}]
-    write_whole(asked / "pipelines/own/one.yaml", json.dumps({"rounds": rounds}))
+    write_atomic(asked / "pipelines/own/one.yaml", json.dumps({"rounds": rounds}))
     record = {"commit": commit(asked), "file": "pipelines/own/one.yaml"}
     second = QuestionFile(asked, "own/one").rounds[1]
     write_result(second, drawn_items(1), [question()], asked=record)
@@ -304,19 +304,19 @@ def test_claims_by_name_are_those_that_the_paper_had_then(asked):
     paper = {"name": content.pop("paper"), "title": "PRC", "short": "PRC"}
     table = {"number": content.pop("source"), "shows": "matches", "claims": {"match": content}}
     path = asked / "pipelines/mine/paper.yaml"
-    write_whole(path, json.dumps(paper | {"tables": [table]}))
-    write_whole(asked / "pipelines/own/one.yaml", json.dumps({"asks": ["mine/match"]}))
+    write_atomic(path, json.dumps(paper | {"tables": [table]}))
+    write_atomic(asked / "pipelines/own/one.yaml", json.dumps({"asks": ["mine/match"]}))
     one = QuestionFile(asked, "own/one").rounds[0]
     files = [file.relative_to(asked) for file in one.question.asking_files]
-    assert result_evidence.find_commit_of_files(asked, *files) is None
+    assert result_evidence.find_head_if_committed(asked, *files) is None
     first = commit(asked)
-    assert result_evidence.find_commit_of_files(asked, *files) == first
+    assert result_evidence.find_head_if_committed(asked, *files) == first
     record = {"commit": first, "file": "pipelines/own/one.yaml"}
     write_result(one, drawn_items(1), [claim()], asked=record)
     assert dates(one) == [(False, False)]
     content["better"] = "lower"
-    write_whole(path, json.dumps(paper | {"tables": [table]}))
-    assert result_evidence.find_commit_of_files(asked, *files) is None, (
+    write_atomic(path, json.dumps(paper | {"tables": [table]}))
+    assert result_evidence.find_head_if_committed(asked, *files) is None, (
         "the paper's file was edited since"
     )
     assert dates(QuestionFile(asked, "own/one").rounds[0]) == [(True, False)], "the page says so"
@@ -326,9 +326,9 @@ def test_an_overwritten_answer_is_reported_until_the_file_lists_it(asked):
     content = claim().model_dump(mode="json", exclude_defaults=True)
     paper = {"name": content.pop("paper"), "title": "PRC", "short": "PRC"}
     table = {"number": content.pop("source"), "shows": "matches", "claims": {"match": content}}
-    write_whole(asked / "pipelines/mine/paper.yaml", json.dumps(paper | {"tables": [table]}))
+    write_atomic(asked / "pipelines/mine/paper.yaml", json.dumps(paper | {"tables": [table]}))
     asks = {"methods": ["vmoe", "tgr"], "asks": ["mine/match"], "seeds": [0, 1, 2]}
-    write_whole(asked / "pipelines/own/one.yaml", json.dumps(asks))
+    write_atomic(asked / "pipelines/own/one.yaml", json.dumps(asks))
     one = QuestionFile(asked, "own/one").rounds[0]
     write_result(one, drawn_items(1), [claim()])
     mean = next(iter(one.read_numbers()["claims"].values()))["difference"]["mean"]
@@ -340,11 +340,11 @@ def test_an_overwritten_answer_is_reported_until_the_file_lists_it(asked):
     (line,) = result_evidence.find_overwritten_answers(one, [])
     text = f"{mean:+.4g} of 3 seeds in {first[:8]} was overwritten and is not in pipelines/results"
     assert f"match_top1 of prc higher than of vmoe: {text}/earlier.json" in line
-    design = result_evidence.digest_design(one, claim())
+    design = result_evidence.design_digest_of_round(one, claim())
     before = {"claim": "mine/match", "question": "one", "commit": first, "mean": mean}
     before |= {"seeds": [2, 3], "design": design}
-    path = asked / result_evidence.EARLIER
-    write_whole(path, json.dumps({"answers": [before]}))
+    path = asked / result_evidence.REPLACED_JSON
+    write_atomic(path, json.dumps({"answers": [before]}))
     earlier = result_evidence.read_replaced_answers_file(asked)
     assert result_evidence.find_overwritten_answers(one, earlier) == []
     line = f"mine/match: seeds 2 answered it before, one in {first[:8]}"
@@ -352,6 +352,6 @@ def test_an_overwritten_answer_is_reported_until_the_file_lists_it(asked):
     for change in ({"seeds": [3, 4]}, {"design": "other"}, {"claim": "mine/other"}):
         assert result_evidence.find_reused_seeds(one, [before | change]) == []
     del before["seeds"]
-    write_whole(path, json.dumps({"answers": [before]}))
+    write_atomic(path, json.dumps({"answers": [before]}))
     with pytest.raises(UserError, match=r"earlier.json: found answers\[0\] without seeds; allowed"):
         result_evidence.read_replaced_answers_file(asked)

@@ -11,7 +11,7 @@ from moecore.report.figures import model_figures as module
 from moecore.report.figures.drawing import PALETTE
 from moecore.report.page.report_page import render_report
 from moecore.report.tables import metrics_by_method
-from moecore.report.tables.cells import PAPERS, REPORTED
+from moecore.report.tables.cells import REPORTED_MODELS, TITLES
 from moecore.report.tables.terminal_summary import headline_rows
 from moecore.study.model_rules import load_data_previews
 from moecore.study.params_reader import extract_settings
@@ -77,11 +77,11 @@ def test_names_are_unique_those_of_transforms_too_and_papers_are_known(whole):
     names = {metric.name for metric in metrics}
     assert len(names) == len(metrics)
     order = [metric.paper for metric in metrics]
-    assert set(order) == {"", *PAPERS} and order == sorted(order, key=["", *PAPERS].index)
-    assert all(found.paper in PAPERS for found in REPORTED)
-    values = {name for found in REPORTED if found.paper != "ages" for name in found.values}
+    assert set(order) == {"", *TITLES} and order == sorted(order, key=["", *TITLES].index)
+    assert all(found.paper in TITLES for found in REPORTED_MODELS)
+    values = {name for found in REPORTED_MODELS if found.paper != "ages" for name in found.values}
     assert {name for name in values if not name.startswith("imed_")} <= names
-    paper = next(found for found in REPORTED if found.model == "MoGE").values
+    paper = next(found for found in REPORTED_MODELS if found.model == "MoGE").values
     names = {f"imed_{place_slug(name)}" for name in invariance.TRANSFORMS}
     assert names == {name for name in paper if name.startswith("imed_")}
 

@@ -242,7 +242,7 @@ def hostile_explorer(folder: Path) -> str:
 
 def hostile_predictions(folder: Path) -> str:
     pixels, experts = np.zeros((1, 8, 8), np.uint8), [np.zeros((2, 2, 1), np.int16)]
-    tile = predicted.build_picture_tile(pixels, experts, EVIL["data"])
+    tile = predicted.encode_picture_as_tile(pixels, experts, EVIL["data"])
     shown = [predicted.ShownFile(EVIL["participant"], EVIL["class"], [tile], (EVIL["caption"],))]
     caption, reason = EVIL["caption"], EVIL["reason"]
     spoken = [predicted.RoutedText(caption, [[(caption, [0])]], [EVIL["class"]], reason)]

@@ -6,19 +6,24 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from moecore.core.files import UserError, write_whole
+from moecore.core.files import UserError, write_atomic
 from moecore.measure.pixel_baselines import LOGISTIC, Baselines
 from moecore.measure.training import Trained, collect_outcome_values
 from moecore.measure.values import Found, Value
 from moecore.report.claims import evaluation, result_evidence
 from moecore.report.claims.answers import collect_answers, collect_corrected_answers
-from moecore.report.claims.evaluation import RouterControl, excludes_zero, list_unasked_controls
-from moecore.report.page.sections import add_reference_rows
+from moecore.report.claims.evaluation import RouterControl, excludes_zero, list_control_questions
+from moecore.report.page.sections import build_table_with_references
 from moecore.report.study_results import ModelResults, PhaseResults, StudyResults
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
-from moecore.report.tables.terminal_summary import find_guess, headline_rows, main_result_sentence
+from moecore.report.tables.terminal_summary import best_guess, headline_rows, main_result_sentence
 from moecore.statistics import intervals
-from moecore.statistics.comparisons import BOTH, SEEDS, Difference, VarianceSource
+from moecore.statistics.comparisons import (
+    OVER_ITEMS_AND_SEEDS,
+    OVER_SEEDS,
+    Difference,
+    VarianceSource,
+)
 from moecore.study import papers
 from moecore.study.questions import load_rounds
 from moecore.study.run_and_claims import Claim, Question, design_digest
@@ -99,7 +104,7 @@ def test_a_guess_is_the_best_constant_answer_and_ends_the_table():
     linear = Value(metric="baseline", at={"classifier": LOGISTIC}, value=0.25, low=0.2, high=0.3)
     fitted = Found(values=(linear,), facts={"images": 4000})
     phase = phase._replace(together={Baselines: fitted})
-    grid = add_reference_rows(phase, [column], table.cells, ())
+    grid = build_table_with_references(phase, [column], table.cells, ())
     assert [line.items[0].note for line in grid.lines] == ["not shown to beat a guess", ""]
     assert [line.items[0].text for line in grid.foot] == ["16.7 %", "25.0 %"]
     assert grid.foot[1].items[0].small == "20.0 – 30.0"
@@ -111,12 +116,12 @@ def test_a_guess_is_the_best_constant_answer_and_ends_the_table():
     assert [row["method"] for row in headline_rows(compared)] == ["tgr", "vmoe"]
     counts = {"test": dict.fromkeys(generated.CLASSES, 100) | {"Coat": 400}}
     phase = phase._replace(card={**CARD, "counts": counts, "images": {"test": 600}})
-    assert find_guess(phase) == (400 / 900, "always Coat, the most frequent class")
+    assert best_guess(phase) == (400 / 900, "always Coat, the most frequent class")
     several = MultiLabel(classes=generated.CLASSES)  # an image may have several of them
-    assert find_guess(phase._replace(task=several)).value == 400 / 600
-    assert find_guess(phase._replace(task=NextToken(words=9))).value == pytest.approx(np.log(9))
+    assert best_guess(phase._replace(task=several)).value == 400 / 600
+    assert best_guess(phase._replace(task=NextToken(words=9))).value == pytest.approx(np.log(9))
     (ages,) = study(AGES, tgr=[2.0]).phases.values()
-    assert find_guess(ages) == (9.0, "always the median age")
+    assert best_guess(ages) == (9.0, "always the median age")
 
 
 MLP = {"kind": "mlp", "number": 8}
@@ -159,22 +164,22 @@ def test_the_pair_differs_in_its_router_alone(methods, pair):
 )
 def test_the_first_sentence_ends_with_what_the_data_can_show(learned, fixed, shown):
     results = study(settings=SETTINGS, tgr=learned, vmoe=learned, hash_moe=fixed)
-    described = evaluation.describe_sensitivity(results, results.phases["pretrain"])
+    described = evaluation.describe_whether_routers_differ(results, results.phases["pretrain"])
     assert described == (shown and f"vmoe − hash_moe = {shown}")
     assert main_result_sentence(results).endswith(f"; {described}." if shown else "vmoe.")
 
 
 def test_the_control_is_asked_once_and_judged():
     results = study(AGES, settings=SETTINGS, vmoe=SECOND, hash_moe=FIRST)
-    (control,) = list_unasked_controls(results, [])
+    (control,) = list_control_questions(results, [])
     assert (control.metric, control.better) == ("test_mae", "lower")
-    assert list_unasked_controls(results, [control]) == []
+    assert list_control_questions(results, [control]) == []
     other = Question(**control.model_dump() | {"method": "hash_moe", "against": "vmoe"})
-    assert list_unasked_controls(results, [other]) == [control]
+    assert list_control_questions(results, [other]) == [control]
     (answer,) = evaluation.evaluate_claims([control], results)
     assert answer.verdict == "holds" and answer.difference.value == pytest.approx(-0.1)
-    assert list_unasked_controls(study(settings=SETTINGS, vmoe=[0.1], hash_moe=[0.2]), []) == []
-    assert list_unasked_controls(study(settings=SETTINGS, vmoe=SECOND, tgr=FIRST), []) == []
+    assert list_control_questions(study(settings=SETTINGS, vmoe=[0.1], hash_moe=[0.2]), []) == []
+    assert list_control_questions(study(settings=SETTINGS, vmoe=SECOND, tgr=FIRST), []) == []
 
 
 @pytest.mark.parametrize(
@@ -300,7 +305,7 @@ def test_claims_with_one_answer_are_unchanged_and_other_p_follow_from_the_runs(r
         runs = []
         for run in entry["runs"]:
             sources = tuple(map(VarianceSource, run["variances"], run["freedoms"]))
-            kind = SEEDS if len(sources) == 1 else BOTH
+            kind = OVER_SEEDS if len(sources) == 1 else OVER_ITEMS_AND_SEEDS
             runs.append(Difference(run["mean"], sources, kind, len(run["seeds"]), 0))
         assert sum(run.seeds for run in runs) == entry["difference"]["seeds"]
         if answer.claim.margin is None:
@@ -313,7 +318,9 @@ def test_claims_with_one_answer_are_unchanged_and_other_p_follow_from_the_runs(r
 
 def run_of(design: str, seeds: tuple[int, ...], value: float) -> Run:
     sources = (VarianceSource(1e-4 / len(seeds), len(seeds) - 1),)
-    return Run("one", design, seeds, Difference(value, sources, SEEDS, len(seeds), 0), (1, 0), None)
+    return Run(
+        "one", design, seeds, Difference(value, sources, OVER_SEEDS, len(seeds), 0), (1, 0), None
+    )
 
 
 def test_of_runs_with_common_seeds_the_last_counts_and_each_design_is_apart():
@@ -372,17 +379,17 @@ def test_a_design_is_its_settings_without_seeds_and_sizes():
     ],
 )
 def test_a_damaged_file_of_earlier_answers_is_one_line(tmp_path, change, message):
-    path = tmp_path / result_evidence.EARLIER
+    path = tmp_path / result_evidence.REPLACED_JSON
     named = papers.load_named_claims(ROOT)
     assert load_earlier_answers(tmp_path, named) == ()
-    write_whole(path, json.dumps({"answers": [ANSWER]}))
+    write_atomic(path, json.dumps({"answers": [ANSWER]}))
     (answer,) = load_earlier_answers(tmp_path, named)
     assert answer.difference is not None and answer.difference.half_width() is not None
-    write_whole(path, json.dumps({"answers": [ANSWER | change]}))
+    write_atomic(path, json.dumps({"answers": [ANSWER | change]}))
     with pytest.raises(UserError, match=message) as caught:
         load_earlier_answers(tmp_path, named)
     assert "\n" not in str(caught.value)
-    write_whole(path, json.dumps({"answers": [ANSWER, ANSWER]}))
+    write_atomic(path, json.dumps({"answers": [ANSWER, ANSWER]}))
     with pytest.raises(UserError, match="found tgr/8_experts of ablations again; allowed: each"):
         load_earlier_answers(tmp_path, named)
 
@@ -393,7 +400,7 @@ def test_variances_follow_from_the_interval_and_the_detectable_difference():
     interval = known.interval()
     stored = {"mean": 0.02, "low": interval.low, "high": interval.high, "items": 200}
     entry = {"difference": stored | {"interval": "items × seeds"}}
-    for more in ({"smallest": known.detectable}, {"p": known.p}):
+    for more in ({"smallest": known.detectable_difference}, {"p": known.p}):
         derived = derive_variances(entry | more, 5, None)
         assert derived is not None and derived[0] == pytest.approx([4e-4, 1e-4], rel=1e-6)
     assert derive_variances(entry, 5, None) is None, "one number does not give two"

@@ -44,10 +44,10 @@ def logged(lines: list[dict]) -> list[tuple[int, dict]]:
 def test_a_finished_run(monkeypatch):
     monkeypatch.setenv("DVC_STAGE", "pretrain@vmoe-0")
     with recorded() as run:
-        run.tag("device", "cpu")
+        run.log_tag("device", "cpu")
         run.log(1, {"loss": 2.0})
         run.log(2, {"loss": float("nan"), "accuracy": 0.5})
-        run.table("rows", [{"a": 1}])
+        run.write_table("rows", [{"a": 1}])
         assert not OUT.exists()
     lines = read_lines(OUT)
     assert lines[0]["params"] == {"epochs": 3, "parts.0.kind": "load", "parts.0.weight": 0.1}
@@ -67,7 +67,7 @@ class Scores(config.Config):
 
 def test_a_typed_result_is_measured_and_its_numbers_are_kept():
     with recorded() as run:
-        run.result(Scores(accuracy=0.5, auroc=float("nan"), load=(0.1, 0.9)))
+        run.write_result(Scores(accuracy=0.5, auroc=float("nan"), load=(0.1, 0.9)))
     text = Path("artifacts/measured/pretrain/vmoe/0.json").read_text()
     assert json.loads(text).keys() == {"accuracy", "auroc", "load", "content_sha256"}
     found = files.read_json("artifacts/measured/pretrain/vmoe/0.json")
@@ -340,7 +340,7 @@ def test_a_line_that_is_of_no_history_ends_what_is_trusted(tmp_path, line):
 def test_a_line_that_finds_no_room_is_said_and_what_was_there_is_read(limited):
     path = Path(HISTORY_FILE)
     files.append_line(path, encode_line({"t": 1, "step": 1}))
-    with limited(len(path.read_bytes()) + 10), pytest.raises(files.UnusableFile) as error:
+    with limited(len(path.read_bytes()) + 10), pytest.raises(files.FileAccessError) as error:
         files.append_line(path, encode_line({"t": 2, "text": "x" * 100}))
     assert str(error.value).startswith(f"{HISTORY_FILE}: file too large")
     assert [line["t"] for line in read_lines(Path())] == [1]
@@ -360,7 +360,7 @@ def test_a_history_that_finds_no_room_to_be_published_leaves_the_earlier_one(mon
     before = files_below(OUT)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfile", full)
-        with pytest.raises(files.UnusableFile) as error, recorded() as run:
+        with pytest.raises(files.FileAccessError) as error, recorded() as run:
             run.log(1, {"loss": 2.0})
         said = f"{OUT}/{HISTORY_FILE}: no space left on device"
         assert str(error.value).startswith(said)

@@ -105,7 +105,7 @@ def test_code_edited_while_a_stage_runs_files_no_result_and_is_named(project):
 
 def test_a_forked_stage_has_the_code_that_its_server_imported(monkeypatch, tmp_path):
     monkeypatch.setattr(stage_inputs, "_imported_by_server", {})
-    stage_inputs.remember_imported_sources()
+    stage_inputs.store_hashes_of_imported_sources()
     file, other = Path(CODE), Path("moecore/training/loop.py")
     hashes = {path.as_posix(): stage_inputs.hash_source_file(path) for path in (file, other)}
     write_json(tmp_path / "hashes.json", hashes)
@@ -118,7 +118,7 @@ def test_a_forked_stage_has_the_code_that_its_server_imported(monkeypatch, tmp_p
 def test_a_stage_compares_the_code_that_dvc_files_its_result_under(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("params.yaml").write_text(PARAMS, encoding="utf-8")
-    code_hashes.write_code_hashes("params.yaml")
+    code_hashes.write_all_hashes("params.yaml")
     names = {"${item.method}": "vmoe", "${key}": "pretrain", "${item.what}": "invariance"}
     for stage in [name for name, row in STAGES.items() if row.reads]:
         defined = dvc_yaml.build_dvc_entry(STAGES[stage])

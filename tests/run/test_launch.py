@@ -24,7 +24,7 @@ from moecore.core.files import UserError
 from moecore.core.safetensors_files import read_tensors
 from moecore.pipeline import parallel
 from moecore.run import launcher
-from moecore.run.launcher import build_launch_command, launcher_environment, ranks_from_slurm
+from moecore.run.launcher import build_launch_command, launcher_environment, rank_env_from_slurm
 from tests.project import PARAMS, Project
 
 CONFIG = """\
@@ -154,12 +154,12 @@ def test_a_job_of_its_own_knows_nothing_of_the_job_around_it_and_a_task_its_rank
     assert launcher_environment(around | kept) == around | kept | kill
     task = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
     ranks = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert ranks_from_slurm(task) == ranks
-    assert ranks_from_slurm(task | {"SLURM_NTASKS": "1"}) == {}
-    assert ranks_from_slurm(task | {"RANK": "0"}) == {}, "torchrun has said it"
+    assert rank_env_from_slurm(task) == ranks
+    assert rank_env_from_slurm(task | {"SLURM_NTASKS": "1"}) == {}
+    assert rank_env_from_slurm(task | {"RANK": "0"}) == {}, "torchrun has said it"
     four = {"MOECORE_THREADS": "4", "OMP_NUM_THREADS": "4"}
-    assert ranks_from_slurm({"SLURM_CPUS_PER_TASK": "4"}) == four
-    assert ranks_from_slurm({"SLURM_CPUS_PER_TASK": "4", "MOECORE_THREADS": "1"}) == {}
+    assert rank_env_from_slurm({"SLURM_CPUS_PER_TASK": "4"}) == four
+    assert rank_env_from_slurm({"SLURM_CPUS_PER_TASK": "4", "MOECORE_THREADS": "1"}) == {}
 
 
 def test_what_is_started(monkeypatch):
@@ -200,15 +200,15 @@ def test_jobs_take_the_cards_that_were_given_one_per_rank(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
     monkeypatch.setenv("MOECORE_RANKS", "2")
     all_places = parallel.job_environments(3)
-    chosen = parallel.choose_places(("pretrain@vmoe-0", "finetune@vmoe-0"), all_places)
+    chosen = parallel.choose_gpu_envs(("pretrain@vmoe-0", "finetune@vmoe-0"), all_places)
     assert parallel.merge_gpus_of_environments(chosen) == {"CUDA_VISIBLE_DEVICES": "7,5"}
     left = [place for place in all_places if place not in chosen]
-    assert parallel.choose_places(("pretrain@tgr-0",), left) is None, "it waits for a second one"
-    assert parallel.choose_places(("compare",), left) == left
+    assert parallel.choose_gpu_envs(("pretrain@tgr-0",), left) is None, "it waits for a second one"
+    assert parallel.choose_gpu_envs(("compare",), left) == left
     shared = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in ("0", "1", "1", "0", "1")]
     fewest_jobs = [{"CUDA_VISIBLE_DEVICES": "1"}]  # three places are free on it, two on the other
-    assert parallel.choose_places(("compare",), shared) == fewest_jobs
-    assert parallel.choose_places(("compare",), shared[:1] + shared[3:]) == shared[:1]
+    assert parallel.choose_gpu_envs(("compare",), shared) == fewest_jobs
+    assert parallel.choose_gpu_envs(("compare",), shared[:1] + shared[3:]) == shared[:1]
     assert len(parallel.job_environments(1)) == 2, "one job at a time has both"
     monkeypatch.setenv("MOECORE_RANKS", "4")
     with pytest.raises(UserError) as caught:
@@ -238,8 +238,8 @@ def test_jobs_share_a_card_by_what_a_training_took_of_it(monkeypatch, tmp_path):
     with pytest.raises(UserError, match=f"--jobs: {found}"):
         parallel.choose_jobs(8, 1, 40.0, {})
     assert parallel.read_job_rates("H200") == {}
-    parallel.JOB_RATES.parent.mkdir()
-    parallel.JOB_RATES.write_text(json.dumps({"H200": {"8": 5.1}, "T4": {"8": "fast"}}))
+    parallel.JOB_RATES_FILE.parent.mkdir()
+    parallel.JOB_RATES_FILE.write_text(json.dumps({"H200": {"8": 5.1}, "T4": {"8": "fast"}}))
     assert parallel.read_job_rates("H200") == {8: 5.1}
     with pytest.raises(UserError, match="jobs.json: T4: found {'8': 'fast'}; allowed: "):
         parallel.read_job_rates("T4")

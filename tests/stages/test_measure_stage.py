@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from moecore import Prepared, UserError
-from moecore.brain import prediction_table as brain
-from moecore.brain.age_correction import AgeData, fit_age_line
-from moecore.brain.prediction_table import assign_folds, read_predictions
+from moecore.brain import age_predictions as brain
+from moecore.brain.age_correction import ModelAges, fit_calibrator
+from moecore.brain.age_predictions import assign_folds, read_predictions
 from moecore.core import config, source_layout
 from moecore.core.files import read_json
 from moecore.measure import stability
@@ -21,7 +21,7 @@ from moecore.measure.calibrators.linear import Linear
 from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.pipeline import code_hashes
-from moecore.pipeline.code_hashes import write_code_hashes
+from moecore.pipeline.code_hashes import write_all_hashes
 from moecore.pipeline.dvc_yaml import build_stage_entries, study_dvc_yaml_texts
 from moecore.report.figures.overview import draw_dataset_samples
 from moecore.report.tables.metrics_by_method import unanswerable_claims
@@ -31,10 +31,10 @@ from moecore.stages.calculate import calculate
 from moecore.stages.compare import compare
 from moecore.stages.measure import measure
 from moecore.stages.prepare import prepare
-from moecore.study.check import check_document, check_study
+from moecore.study.check import check_study, check_without_data
 from moecore.study.yaml_document import load_yaml_document, parse_yaml_document
 from moecore.testing import check_calculation
-from moecore.training.artifacts import save_model, save_no_guide
+from moecore.training.artifacts import record_no_guide_needed, save_model
 from tests.data.making import leaning, write_cohort
 from tests.measure.subjects import digits, in_run
 from tests.methods import tiny
@@ -54,7 +54,7 @@ def project(tmp_path_factory):
     """A folder with data and two models of two phases; the second routes by its teacher."""
     folder = tmp_path_factory.mktemp("measure")
     (folder / "artifacts/teacher_router/dense/0").mkdir(parents=True)
-    save_no_guide(folder / "artifacts/teacher_router/dense/0")
+    record_no_guide_needed(folder / "artifacts/teacher_router/dense/0")
     for phase in ("pretrain", "finetune"):
         data = digits(folder / "artifacts/data" / phase)
         for name in NAMES:
@@ -181,7 +181,7 @@ def test_every_volume_is_predicted_by_a_model_without_its_participant(tmp_path, 
     monkeypatch.setenv("MOECORE_THREADS", "1")
     monkeypatch.delenv("MOECORE_PARAMS", raising=False)
     (tmp_path / "params.yaml").write_text(OUT_OF_FOLD_PARAMS)
-    write_code_hashes("params.yaml")
+    write_all_hashes("params.yaml")
     numbers = {"train": 12, "validation": 4, "test": 4}
     data = write_cohort(tmp_path / "artifacts/data/pretrain", numbers=numbers)
     trained = []
@@ -209,8 +209,8 @@ def test_every_volume_is_predicted_by_a_model_without_its_participant(tmp_path, 
         kept = trained[int(row["qc_flags"].rpartition("fold ")[2])]
         assert place not in kept and people[place] not in {people[other] for other in kept}
     (tmp_path / "w").write_bytes(b"")
-    ages = AgeData.of(data, leaning(data), tmp_path / "w")
-    assert fit_age_line(ages, Linear(fit_on="out_of_fold", min_slope=1e-9), path).n == 12
+    ages = ModelAges.of(data, leaning(data), tmp_path / "w")
+    assert fit_calibrator(ages, Linear(fit_on="out_of_fold", min_slope=1e-9), path).n == 12
     result = read_result(tmp_path / RESULT, brain.OutOfFoldMae, "out_of_fold")
     predicted = np.array([float(row["predicted_age"]) for row in rows])
     assert result.mae == pytest.approx(np.abs(predicted - data.train.labels).mean(), abs=1e-3)
@@ -221,7 +221,7 @@ def test_nothing_is_trained_where_the_calibration_needs_none(tmp_path, monkeypat
     monkeypatch.delenv("MOECORE_PARAMS", raising=False)
     text = OUT_OF_FOLD_PARAMS.replace("fit_on: out_of_fold", "fit_on: validation")
     (tmp_path / "params.yaml").write_text(text)
-    write_code_hashes("params.yaml")
+    write_all_hashes("params.yaml")
     numbers = {"train": 12, "validation": 4, "test": 4}
     write_cohort(tmp_path / "artifacts/data/pretrain", numbers=numbers)
     monkeypatch.setattr(brain, "build_fold_job", lambda *given: pytest.fail("a model was trained"))
@@ -242,7 +242,7 @@ def study(tmp_path, monkeypatch):
 
 def prepare_from(study: Path, source: str) -> None:
     (study / "params.yaml").write_text(f"run: {{methods: []}}\ndata:\n  finetune: {source}\n")
-    write_code_hashes("params.yaml")
+    write_all_hashes("params.yaml")
     prepare("finetune")
 
 
@@ -279,7 +279,7 @@ def runs(tmp_path, monkeypatch) -> list[str]:
         card.parent.mkdir(parents=True)
         card.touch()
     checked: list[str] = []
-    monkeypatch.setattr(code_stage, "check_models", checked.append)
+    monkeypatch.setattr(code_stage, "check_params_data_models", checked.append)
     code_stage.code()
     code_stage.code()
     assert checked == ["params.yaml"], "the second time there was nothing to do"
@@ -323,7 +323,7 @@ def test_a_refused_study_is_checked_again(runs, monkeypatch):
         runs.append(path)
         raise UserError(f"{path}: refused")
 
-    monkeypatch.setattr(code_stage, "check_models", refuse)
+    monkeypatch.setattr(code_stage, "check_params_data_models", refuse)
     for _ in range(2):
         with pytest.raises(UserError, match="refused"):
             code_stage.code()
@@ -338,9 +338,9 @@ def test_an_edit_during_the_check_is_noticed_by_the_next_run(runs, monkeypatch):
         runs.append(path)
         file.write_text(file.read_text(encoding="utf-8") + "\nEDITED = 1\n", encoding="utf-8")
 
-    monkeypatch.setattr(code_stage, "check_models", edit_meanwhile)
+    monkeypatch.setattr(code_stage, "check_params_data_models", edit_meanwhile)
     code_stage.code()
-    monkeypatch.setattr(code_stage, "check_models", runs.append)
+    monkeypatch.setattr(code_stage, "check_params_data_models", runs.append)
     code_stage.code()
     assert len(runs) == 3
 
@@ -403,7 +403,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_its_values_reach_the_page_and_answer_a_question(folder):
     check_study(also=unanswerable_claims)
-    write_code_hashes("params.yaml")
+    write_all_hashes("params.yaml")
     hashed = read_json(folder / "artifacts/code/measure/my_lab.bound.json")
     assert "my_lab/bound.py" in hashed and "my_lab/pictures.py" not in hashed
     assert "my_lab/pictures.py" in read_json(folder / "artifacts/code/stages/compare.json")
@@ -424,7 +424,7 @@ def test_its_values_reach_the_page_and_answer_a_question(folder):
 
 
 def test_it_keeps_its_promises(folder):
-    check_document(load_yaml_document("params.yaml"), ("calculate", "compare"))
+    check_without_data(load_yaml_document("params.yaml"), ("calculate", "compare"))
     check_calculation(config.find_class(Measurement, "my_lab.bound"))
 
 
@@ -447,4 +447,6 @@ def test_what_is_wrong_is_named(folder, old, new, line):
 
 def test_a_calculation_needs_its_stage(folder):
     with pytest.raises(UserError, match="run.calculations: found a list, but dvc.yaml has no sta"):
-        check_document(parse_yaml_document(CALCULATED, str(folder / "params.yaml")), ("compare",))
+        check_without_data(
+            parse_yaml_document(CALCULATED, str(folder / "params.yaml")), ("compare",)
+        )

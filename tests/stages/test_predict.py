@@ -14,8 +14,8 @@ from PIL import Image
 
 from moecore.backbones import Vit, Vit3d
 from moecore.brain.age_calibration import write_calibration_folder
-from moecore.brain.age_correction import AgeData, fit_age_line, summarize_age_errors
-from moecore.brain.prediction_table import read_predictions
+from moecore.brain.age_correction import ModelAges, fit_calibrator, summarize_age_errors
+from moecore.brain.age_predictions import read_predictions
 from moecore.core import arrays_as_text, config
 from moecore.core.files import UserError, to_jsonable, write_json
 from moecore.data.files.decode import decode_image
@@ -27,7 +27,7 @@ from moecore.nn.predict import predict_in_batches
 from moecore.parts import Classification, ImageSpec, MoESettings
 from moecore.pipeline.predict_cli import main
 from moecore.predict import folder_predictions as module
-from moecore.predict.folder_predictions import predict_ages as predict
+from moecore.predict.folder_predictions import write_age_predictions as predict
 from moecore.predict.model_quality import calibrator_folder
 from moecore.routers import NoisyTopK, Told
 from moecore.training.artifacts import load_model, save_model
@@ -51,8 +51,8 @@ def trained(tmp_path_factory):
     save_model(target, model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ages = AgeData.of(data, leaning(data), target / "model.safetensors")
-        line = fit_age_line(ages, Linear(), None)
+        ages = ModelAges.of(data, leaning(data), target / "model.safetensors")
+        line = fit_calibrator(ages, Linear(), None)
         errors = summarize_age_errors(ages, line)
         write_calibration_folder(calibrator_folder(target), ages, line, errors, "pretrain/dense/0")
     return target, data, model

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moecore import UserError, predict_in_batches
-from moecore.brain.prediction_table import read_predictions
+from moecore.brain.age_predictions import read_predictions
 from moecore.core import streams
 from moecore.core.config import read_json_settings
 from moecore.measure.base import read_result
@@ -15,7 +15,7 @@ from moecore.measure.routing_metrics.epoch_routing import EpochRecorder
 from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit3d import Vit3d
-from moecore.pipeline.code_hashes import write_code_hashes
+from moecore.pipeline.code_hashes import write_all_hashes
 from moecore.stages import calibrate as stage
 from moecore.stages.finetune import finetune
 from moecore.stages.pretrain import pretrain
@@ -67,7 +67,7 @@ def study(tmp_path_factory):
     patched.setenv("MOECORE_THREADS", "1")  # tiny products: threads would wait for each other
     patched.chdir(folder)
     try:
-        write_code_hashes("params.yaml")
+        write_all_hashes("params.yaml")
         teacher(0)
         for method in ("dense", "vmoe", "tgr", "ermoe_ba", "control"):
             teacher_router(method, 0)
@@ -183,7 +183,7 @@ def results(tmp_path_factory):
         patch.delenv("MOECORE_PARAMS", raising=False)
         patch.setenv("MOECORE_THREADS", "1")
         (folder / "params.yaml").write_text(NO_METHODS + CALIBRATION)
-        write_code_hashes("params.yaml")
+        write_all_hashes("params.yaml")
         numbers = {"train": 20, "validation": 12, "test": 9}
         data = write_cohort(folder / "artifacts/data/pretrain", numbers=numbers)
         torch.manual_seed(1)
@@ -221,7 +221,7 @@ def test_another_kind_of_calibrator_is_refused(results, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = "calibrate: {calibrator: {kind: temperature}}\n"
     (tmp_path / "params.yaml").write_text(NO_METHODS + settings)
-    write_code_hashes("params.yaml")
+    write_all_hashes("params.yaml")
     numbers = {"train": 4, "validation": 3, "test": 3}
     write_cohort(tmp_path / "artifacts/data/pretrain", numbers=numbers)
     said = (

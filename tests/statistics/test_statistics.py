@@ -13,14 +13,23 @@ from benchmarks.looks import hold_until
 from moecore.core.arrays_as_text import decode_float_array, encode_rounded
 from moecore.statistics import comparisons as compare
 from moecore.statistics import intervals
-from moecore.statistics.comparisons import BOTH, Difference, VarianceSource, paired_seed_difference
+from moecore.statistics.comparisons import (
+    OVER_ITEMS_AND_SEEDS,
+    Difference,
+    VarianceSource,
+    paired_seed_difference,
+)
 from moecore.tasks.image_text import ImageText
 from tools import designs
 
 COUNTS = st.integers(0, 40)
 PEOPLE = np.array(["d", "a", "b", "a", "c", "b", "b", "b", "c"])  # 1, 2, 4 and 2 images
-FEW = Difference(0.02, (VarianceSource(4e-4, 3), VarianceSource(1e-4, 99)), BOTH, 4, 100)
-MANY = Difference(0.04, (VarianceSource(1e-4, 11), VarianceSource(4e-4, 399)), BOTH, 12, 400)
+FEW = Difference(
+    0.02, (VarianceSource(4e-4, 3), VarianceSource(1e-4, 99)), OVER_ITEMS_AND_SEEDS, 4, 100
+)
+MANY = Difference(
+    0.04, (VarianceSource(1e-4, 11), VarianceSource(4e-4, 399)), OVER_ITEMS_AND_SEEDS, 12, 400
+)
 
 
 def test_wilson_against_published_values_and_seeds_by_hand():
@@ -185,7 +194,11 @@ def test_by_hand():
     # Seed means 0.25, 0.75: variance 0.125, A = 0.0625. Item means 0, 0, 1, 1: variance 1/3,
     # B = 1/12. t(1) = 12.7062, t(3) = 3.18245.
     found = compare.crossed_difference(np.array([[0, 0, 0, 1], [0, 0, 2, 1.0]]))
-    assert found.value == 0.5 and (found.kind, found.seeds, found.items) == (compare.BOTH, 2, 4)
+    assert found.value == 0.5 and (found.kind, found.seeds, found.items) == (
+        compare.OVER_ITEMS_AND_SEEDS,
+        2,
+        4,
+    )
     half = math.sqrt(12.70620**2 * 0.0625 + 3.182446**2 / 12)
     assert found.half_width() == pytest.approx(half, rel=1e-5)
     assert found.interval() == pytest.approx((0.5, 0.5 - half, 0.5 + half), rel=1e-5)
@@ -195,18 +208,18 @@ def test_one_seed_is_student_over_items():
     values = np.random.default_rng(0).standard_normal((1, 30)) + 0.3
     found = compare.crossed_difference(values)
     expected = ttest_1samp(values[0], 0)
-    assert found.kind == compare.ITEMS and found.p == pytest.approx(expected.pvalue)
+    assert found.kind == compare.OVER_ITEMS and found.p == pytest.approx(expected.pvalue)
     limits = expected.confidence_interval(0.95)
     assert found.interval().limits == pytest.approx((limits.low, limits.high))
 
 
 def test_without_items_it_is_student_over_seeds():
     found = compare.paired_seed_difference([0.1, 0.2, 0.3])
-    assert found.kind == compare.SEEDS
+    assert found.kind == compare.OVER_SEEDS
     assert found.interval() == pytest.approx(intervals.mean_over_seeds([0.1, 0.2, 0.3]))
     assert found.p == pytest.approx(ttest_1samp([0.1, 0.2, 0.3], 0).pvalue)
     alone = compare.paired_seed_difference([0.1])
-    assert (alone.kind, alone.p, alone.detectable) == ("", None, None)
+    assert (alone.kind, alone.p, alone.detectable_difference) == ("", None, None)
     assert alone.interval() == (0.1, None, None)
 
 
@@ -231,7 +244,7 @@ def test_what_never_varies_and_the_smallest_effect_seen_four_times_in_five():
     for value, p in ((2.0, 0), (0.0, 1)):
         assert compare.paired_seed_difference([value, value]).p == p
     generator = np.random.default_rng(3)
-    effect = compare.crossed_difference(generator.standard_normal((1, 2000))).detectable
+    effect = compare.crossed_difference(generator.standard_normal((1, 2000))).detectable_difference
     assert effect == pytest.approx((1.9612 + 0.8418) / math.sqrt(2000), rel=0.05)
     drawn = (generator.standard_normal((1, 2000)) + effect for _ in range(400))
     seen = [compare.crossed_difference(values).p < 0.05 for values in drawn]
@@ -303,7 +316,7 @@ def test_two_runs_by_hand():
     by_seeds, by_items = pooled.sources
     assert by_seeds == pytest.approx((8.125e-5, 13.31), rel=1e-3)
     assert by_items == pytest.approx((0.0175**2, 99))
-    assert (pooled.kind, pooled.seeds, pooled.items) == (BOTH, 16, 400)
+    assert (pooled.kind, pooled.seeds, pooled.items) == (OVER_ITEMS_AND_SEEDS, 16, 400)
     apart = designs.pool_differences([FEW, MANY], same_items=False)
     assert apart.sources[1].variance == pytest.approx(0.0025**2 + 0.015**2)
     assert designs.pool_differences([FEW]) is FEW
@@ -323,7 +336,7 @@ def test_runs_of_drawn_items_are_pooled_as_by_loops_and_without_items_by_seeds()
     assert pooled.sources[0] == pytest.approx((by_seeds, by_seeds**2 / squares))
     assert pooled.sources[1].variance == pytest.approx(root**2)
     alone = [paired_seed_difference(values.mean(axis=1).tolist()) for values in draws]
-    assert designs.pool_differences(alone).kind == compare.SEEDS
+    assert designs.pool_differences(alone).kind == compare.OVER_SEEDS
     mixed = designs.pool_differences([alone[0], runs[1]])
     assert mixed.sources[1].variance == pytest.approx(runs[1].sources[1].variance)
     differences = [paired_seed_difference([0.5] * number) for number in (2, 3)]
@@ -331,7 +344,7 @@ def test_runs_of_drawn_items_are_pooled_as_by_loops_and_without_items_by_seeds()
     assert flat.sources == ((0.0, 3),)
     with pytest.raises(ValueError, match="found variances over .'items'.; over seeds is needed"):
         designs.pool_differences([FEW, compare.crossed_difference(draws[0][:1])])
-    assert compare.crossed_difference(draws[0][:1]).kind == compare.ITEMS
+    assert compare.crossed_difference(draws[0][:1]).kind == compare.OVER_ITEMS
 
 
 def test_the_combination_is_stouffers_for_runs_without_items():
@@ -342,7 +355,9 @@ def test_the_combination_is_stouffers_for_runs_without_items():
     assert designs.combined_p(runs, 0.0, -1.0) == 1.0, "the scores are on the other side"
     assert designs.combined_p(runs[:1], 0.0, 1.0) == runs[0].p
     # Nothing but the shared items varies: a second run adds nothing.
-    alike = Difference(0.02, (VarianceSource(0.0, 3), VarianceSource(1e-4, 99)), BOTH, 4, 100)
+    alike = Difference(
+        0.02, (VarianceSource(0.0, 3), VarianceSource(1e-4, 99)), OVER_ITEMS_AND_SEEDS, 4, 100
+    )
     assert designs.combined_p([alike, alike], 0.0, 1.0) == pytest.approx(alike.p)
     assert designs.combined_p([alike, alike], 0.0, 1.0, same_items=False) < alike.p
 

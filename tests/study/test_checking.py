@@ -217,7 +217,7 @@ def test_a_study_in_order_says_what_its_data_are(project):
         f"data.pretrain: Digits; images of 1×16×16; {said}",
         f"data.finetune: Digits; images of 1×24×24; {said}",
     )
-    head, *notes = check.describe_checked_study(project / "params.yaml").splitlines()
+    head, *notes = check.check_and_describe(project / "params.yaml").splitlines()
     assert head.endswith("params.yaml: in order (dense, vmoe, tgr; seeds 0)") and len(notes) == 5
     assert "teacher.training: 40 training steps, and fewer than 100" in notes[2]
     assert {path.name for path in project.iterdir()} == {"params.yaml", "dvc.yaml"}

@@ -43,7 +43,7 @@ def test_a_value_is_that_of_the_last_layer_that_has_it(ask):
     assert question.text("question") == "does it learn?" and question.rounds[-1].number == 2
     assert [one.name for one in question.rounds] == ["own/asked", "own/asked.2"]
     assert [one.folder.name for one in question.rounds] == ["own.asked", "own.asked.2"]
-    assert question.results == question.root / "pipelines/results/own/asked.json"
+    assert question.results_path == question.root / "pipelines/results/own/asked.json"
     assert question.rounds[1].command == "moecore study run own/asked --round 2"
 
 
@@ -144,7 +144,7 @@ def test_claims_of_a_paper_are_written_out(ask, place):
     assert values(question, "none")["claims"] == []
     composed = ask("asks: [mine/faster]\n").round(1).compose()
     with pytest.raises(UserError, match=r"mine/paper.yaml:5:52: claims\[0\].method: found 'fast'"):
-        check.check_document(composed.document, composed.all_stages)
+        check.check_without_data(composed.document, composed.all_stages)
     seen = [path.relative_to(place) for path in question.asking_files if place in path.parents]
     assert [str(path) for path in seen] == ["pipelines/own/asked.yaml", "pipelines/mine/paper.yaml"]
     assert list_question_names(place) == ["own/asked"], "a paper's file is no question"
@@ -210,7 +210,7 @@ def test_a_wrong_question_names_its_line(ask, place, text, place_and_key, word):
         for name in question.presets:
             question.round(1).compose([name])
         composed = question.round(1).compose()
-        check.check_document(composed.document, composed.all_stages)
+        check.check_without_data(composed.document, composed.all_stages)
     (line,) = str(caught.value).split("\n")
     assert f"/pipelines/own/asked.yaml:{place_and_key}: " in line and word in line
 
@@ -232,10 +232,10 @@ def test_a_wrong_question_names_its_line(ask, place, text, place_and_key, word):
 def test_a_world_says_what_a_dense_model_and_pixels_reach(ask, baseline, said):
     question = ask("world: small\nmethods: {asked: {from: mine}}\n", small=f"{baseline}\n{WORLD}")
     if said is None:
-        assert question.check_baseline() is None and "baseline" not in values(question)
+        assert question.check_world_baseline() is None and "baseline" not in values(question)
         return
     with pytest.raises(UserError) as caught:
-        question.check_baseline()
+        question.check_world_baseline()
     (line,) = str(caught.value).split("\n")
     assert "worlds/small.yaml:1:" in line and said in line
 
@@ -259,7 +259,7 @@ def test_a_problem_is_found_in_the_layer_that_decides(ask, place, file, old, new
     path.write_text(content.replace(old, new), encoding="utf-8")
     with pytest.raises(UserError) as caught:
         composed = QuestionFile(place, "own/asked").round(None).compose()
-        check.check_document(composed.document, composed.all_stages)
+        check.check_without_data(composed.document, composed.all_stages)
     assert f"/{place_and_key}" in str(caught.value).split("\n")[0]
 
 
@@ -296,7 +296,7 @@ def test_old_studies_are_named_in_one_line_and_have_one_new_name(tmp_path):
     with pytest.raises(UserError, match="mine/overlay.yaml: found a study's folder of moecore 0.2"):
         find_question(tmp_path, "mine")
     rounds = load_rounds(ROOT)
-    old = [one.was for one in rounds if one.was]
+    old = [one.old_name for one in rounds if one.old_name]
     assert len(old) == len(set(old)) >= 54 and all(one.question.text("question") for one in rounds)
     assert len(list_question_names(ROOT)) < len(rounds)
 

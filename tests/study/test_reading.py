@@ -266,7 +266,9 @@ def params_of(script: str) -> type[config.Config] | None:
 
 
 SCRIPTS = sorted(path.stem for path in (source_layout.ROOT / "stages").glob("[a-z]*.py"))
-READERS = [name for name in SCRIPTS if name in stages.SECTIONS and params_of(name) is not None]
+READERS = [
+    name for name in SCRIPTS if name in stages.STAGE_SECTIONS and params_of(name) is not None
+]
 
 
 def types_in(annotation: Any) -> set[type]:
@@ -286,7 +288,7 @@ def test_a_stage_reads_sections_with_the_types_of_the_whole(script):
 
 
 def test_every_section_is_known():
-    named = {section for sections in stages.SECTIONS.values() for section in sections}
+    named = {section for sections in stages.STAGE_SECTIONS.values() for section in sections}
     assert named | {"monitor", "packages"} | set(MEASURED_SECTIONS) == set(Study.model_fields)
 
 

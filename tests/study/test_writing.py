@@ -16,7 +16,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moecore.core.files import UserError, write_whole
+from moecore.core.files import UserError, write_atomic
 from moecore.core.source_layout import ROOT, SHIPPED
 from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
@@ -251,7 +251,7 @@ def change(data: dict, draw: random.Random) -> None:
 
 def written(folder: Path, data: dict, stages: dict[str, str]) -> Path:
     for name, text in stages.items():
-        write_whole(folder / name, text)
+        write_atomic(folder / name, text)
     path = folder / "params.yaml"
     path.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), encoding="utf-8")
     return path

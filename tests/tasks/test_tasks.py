@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from moecore.core.files import UserError
 from moecore.core.streams import BatchDraws, generator_for
 from moecore.tasks import Cells, Classification, MultiLabel, NextToken, Regression, image_text
-from moecore.tasks.image_text import NONE, ImageText, image_to_text_recall, text_to_image_recall
+from moecore.tasks.image_text import (
+    NO_CAPTION,
+    ImageText,
+    image_to_text_recall,
+    text_to_image_recall,
+)
 from moecore.testing import check_task
 
 ONE = Classification(classes=("a", "b", "c"))
@@ -312,7 +317,7 @@ def test_an_attack_compares_with_the_captions_of_all_and_not_of_the_batch():
 
 
 def test_a_step_draws_one_caption_of_each_that_is_there():
-    labels = torch.full((200, 2, 4), NONE)
+    labels = torch.full((200, 2, 4), NO_CAPTION)
     labels[:, 0] = 3
     labels[:100, 1] = 4
     chosen = TASK.drawn(labels, BatchDraws(generator_for(0, 0), 200))

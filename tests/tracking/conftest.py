@@ -18,7 +18,7 @@ from moecore.parts import Config, Values
 from moecore.run.run_record import record_run
 from moecore.statistics.intervals import Interval
 from moecore.tasks.class_task import reliability_bins
-from moecore.tracking.sync import TAG
+from moecore.tracking.sync import VIEW_TAG
 
 CARD = {"name": "toy", "files": {"a": "0123"}, "counts": {"train": {"x": 1}}, "source": "here"}
 CARD |= {"channels": 1, "size": 8, "mean": [0.5], "std": [0.5]}
@@ -45,10 +45,10 @@ class Study:
         with record_run(stage, Params(), method=method, seed=seed) as run:
             for step in range(1, steps + 1):
                 run.log(step, {"loss": 1 / step, "share@1": 0.5})
-            run.tag("runtime.device", "cpu")
-            run.dataset(CARD)
-            run.table("rows", [{"a": 1}])
-            run.result(Scores())
+            run.log_tag("runtime.device", "cpu")
+            run.log_dataset(CARD)
+            run.write_table("rows", [{"a": 1}])
+            run.write_result(Scores())
 
     @property
     def client(self) -> Any:
@@ -75,7 +75,7 @@ class Study:
 
     def view(self) -> dict[str, Any]:
         experiment = self.client.get_experiment_by_name(self.folder.name)
-        return json.loads(json.loads(experiment.tags[TAG])["state"])
+        return json.loads(json.loads(experiment.tags[VIEW_TAG])["state"])
 
     def parent_ids(self) -> dict[str, str]:
         """Stage → the id of its parent, of the current runs."""
@@ -116,7 +116,7 @@ def calibrate(ece: float = 0.5) -> None:
     Path("artifacts/data/pretrain").mkdir(parents=True, exist_ok=True)
     Path("artifacts/data/pretrain/card.json").write_text(json.dumps(CARD))
     with record_run("calibrate", None, phase="pretrain", method="vmoe", seed=0) as run:
-        run.result(result)
+        run.write_result(result)
 
 
 def hears_interrupts() -> None:

@@ -27,7 +27,7 @@ from moecore.tasks.next_token import NextToken
 from moecore.tracking import sync as module
 from moecore.tracking import ui
 from moecore.tracking.stored_run import model_folder, model_signature
-from moecore.tracking.sync import HEADLINE, HistoryImporter
+from moecore.tracking.sync import HEADLINE_NAMES_TAG, HistoryImporter
 from moecore.training.artifacts import load_model, save_model
 from tests.browser import opened
 from tests.my_lab import forget_package, write_my_lab
@@ -52,7 +52,7 @@ def image_spec(task, **changed) -> ImageSpec:
 def train(model) -> None:
     with record_run("pretrain", None, method="dense", seed=0) as run:
         save_model(FOLDER, model)
-        run.model(FOLDER)
+        run.log_model_folder(FOLDER)
 
 
 def classifier() -> torch.nn.Module:
@@ -167,7 +167,7 @@ def test_a_model_is_logged_once_also_where_an_import_was_killed(study, monkeypat
 
 def test_a_model_that_cannot_be_read_is_left_out_in_words(study):
     with record_run("pretrain", None, method="dense", seed=0) as run:
-        run.model(FOLDER)
+        run.log_model_folder(FOLDER)
     HistoryImporter().import_all()
     said = only_run(study).data.tags["moecore.model"]
     assert said.startswith("left out: ") and f"{FOLDER}/model.json" in said
@@ -184,7 +184,7 @@ SCROLL = "document.querySelector('.ag-body-horizontal-scroll-viewport').scrollBy
 OFTEN = """
 from moecore.pipeline.cli import app
 from moecore.tracking import ui
-ui.SECONDS = 0.2
+ui.SECONDS_BETWEEN_IMPORTS = 0.2
 app()
 """
 
@@ -234,7 +234,7 @@ def test_the_first_view_has_metrics_data_source_and_live_runs(study, request):
         parent = study.parent().info.run_id
         for name, value in numbers.items():
             study.client.log_metric(parent, name, value)
-        study.client.set_tag(parent, HEADLINE, " ".join(numbers))
+        study.client.set_tag(parent, HEADLINE_NAMES_TAG, " ".join(numbers))
         wait_until(lambda: "metrics.`ms/pretrain`" in study.view()["selectedColumns"])
         from playwright.sync_api import expect
 
@@ -287,7 +287,7 @@ def test_an_interrupt_ends_it_after_the_import_and_a_second_one_at_once(
             return counts
 
     start = lambda port: subprocess.Popen(["sleep", "60"], start_new_session=True)
-    monkeypatch.setattr(ui, "SECONDS", 0)
+    monkeypatch.setattr(ui, "SECONDS_BETWEEN_IMPORTS", 0)
     monkeypatch.setattr(ui, "HistoryImporter", Importing)
     monkeypatch.setattr(ui, "start_server", start)
     assert ui.serve_ui(unused_port()) == 0 and len(done) == 3 - presses

@@ -355,7 +355,7 @@ def test_the_routing_of_a_training_has_curves_and_a_map_while_it_trains(study):
             run.log(step, {"loss": 1.0})
             layer = LayerTotals(counts, 8, 4.0, 2.0, 8)
             point = build_routing_point(step, {"MoE 1": layer}, point, Monitor(dead_after=10), 0.5)
-            run.routing(point)
+            run.log_routing(point)
             importer.import_all()
         stored = only_run(study)
         names = ("max_violation", "dead")
@@ -368,7 +368,7 @@ def test_the_routing_of_a_training_has_curves_and_a_map_while_it_trains(study):
 
 def test_a_result_of_other_code_is_left_out_in_words(study):
     with record_run("calibrate", None, phase="pretrain", method="vmoe", seed=0) as run:
-        run.result(Params())
+        run.write_result(Params())
     import_all()
     run = only_run(study)
     assert study.client.list_artifacts(run.info.run_id, "figures") == []

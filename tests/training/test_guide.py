@@ -83,7 +83,7 @@ def test_saved_and_loaded_it_says_the_same_also_at_another_resolution(tmp_path):
     told = artifacts.load_guide(tmp_path, IMAGE.model_copy(update={"truth": 3}))
     with_truth = torch.cat([images, torch.ones(2, 1, 8, 8)], 1)
     assert torch.equal(told(with_truth).prediction, made(images).prediction)
-    artifacts.save_no_guide(tmp_path)
+    artifacts.record_no_guide_needed(tmp_path)
     assert artifacts.load_guide(tmp_path) is None
 
 
@@ -263,7 +263,7 @@ def record(probs: list, chosen: list) -> routing_records.RoutingRecord:
 def test_the_sums_of_a_layer_by_hand():
     scores = [[0.5, 0.3, 0.15, 0.05], [0.4, 0.1, 0.35, 0.15], [0.25, 0.25, 0.25, 0.25]]
     one = record(scores, [[1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1]])
-    totals = LayerTotals.of(sum_layer_routing(one).tolist())
+    totals = LayerTotals.from_numbers(sum_layer_routing(one).tolist())
     # margins 0.3 − 0.15 and 0.35 − 0.15; a token that chose all experts has none
     assert totals.counts == (3, 2, 2, 1) and (totals.tokens, totals.with_margin) == (3, 2)
     assert totals.margins == pytest.approx(0.35)
@@ -278,7 +278,7 @@ def test_the_meter_adds_steps_and_layers_and_reads_them_with_its_terms():
     for step in range(4):  # two of which are counted
         output = routing_records.ModelOutput(torch.zeros(1), (narrow,), text_routing=(wide,))
         meter.add(step, 1, {"loss": torch.tensor(1.0)}, torch.tensor(1.0), output)
-    values, totals = meter.take("")
+    values, totals = meter.average_over_ranks("")
     assert values["loss"] == 1.0
     counts = {name: layer.counts for name, layer in totals.items()}
     assert counts == {"MoE 1": (2, 0), "text MoE 1": (4, 0, 0)}
@@ -350,7 +350,7 @@ def run_training(work, kill_at: int | None = None) -> list:
     with run_record.record_run("pretrain", None, method="vmoe", seed=0, work=work) as run:
         training = TrainingRun(run, work, "pretrain", EVERY)
         training.train(job, SETTINGS, 0, each_epoch)
-        assert training.log().warnings
+        assert training.read_log().warnings
     return [point for _, point in history_file.routing_points(history_file.read_lines(run.folder))]
 
 
@@ -372,13 +372,13 @@ def test_a_pretraining_and_its_teacher_learn_from_images_that_the_seed_draws(tmp
     monkeypatch.chdir(tmp_path)
     digits(tmp_path / "artifacts/data/pretrain")
     data = Prepared.open("artifacts/data/pretrain")
-    artifacts.save_no_guide(tmp_path / "none")
+    artifacts.record_no_guide_needed(tmp_path / "none")
     training = {"epochs": 1, "batch": 10, "learning_rate": 1e-3, "shots": 2}
     teacher = {"kind": "dense", "model": {"kind": "vit", "patch": 4}, "training": training}
     (tmp_path / "params.yaml").write_text(yaml.safe_dump({"teacher": teacher}), encoding="utf-8")
     seen = []
-    ignored = SimpleNamespace(result=lambda result: None, model=lambda folder: None)
-    run = SimpleNamespace(work=tmp_path, runtime=CPU, run=ignored, log=lambda: None)
+    ignored = SimpleNamespace(write_result=lambda result: None, log_model_folder=lambda path: 0)
+    run = SimpleNamespace(work=tmp_path, runtime=CPU, record=ignored, read_log=lambda: None)
     run.train = lambda job, *rest: seen.append(job.train.images)
     monkeypatch.setattr(teacher_stage, "training_run", lambda *rest: nullcontext(run))
     monkeypatch.setattr(teacher_stage, "evaluate_trained", lambda *rest: Skipped(skipped=""))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moecore.core.files import SEAL, UnusableFile, UserError, read_json, write_checksummed
+from moecore.core.files import SHA256_KEY, FileAccessError, UserError, read_json, write_json_sha256
 from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.core.source_layout import allow_packages, allowing_packages
 from moecore.nn.backbones.vit import Vit
@@ -262,7 +262,9 @@ def test_what_does_not_fit_or_is_absurdly_large_is_refused(tmp_path, model):
         load_adapted_model(tmp_path, IMAGE, None)
     card = json.loads((tmp_path / "model.json").read_text())
     card["backbone"] |= {"width": 2**16, "mlp_ratio": 1000}  # 17 GB in each matrix of an MLP
-    write_checksummed(tmp_path / "model.json", {key: card[key] for key in card if key != SEAL})
+    write_json_sha256(
+        tmp_path / "model.json", {key: card[key] for key in card if key != SHA256_KEY}
+    )
     with pytest.raises(UserError, match=r"model\.safetensors: not the weights of this model"):
         load_model(tmp_path)
 
@@ -330,7 +332,7 @@ def test_a_checkpoint_on_a_full_disk_leaves_the_last_and_the_run_ends_bit_equal(
     for _ in range(2):
         next(run)
     last = tmp_path / "checkpoint.safetensors"
-    with limited(1000), pytest.raises(UnusableFile) as error:
+    with limited(1000), pytest.raises(FileAccessError) as error:
         list(run)
     assert str(error.value).startswith(f"{last}: file too large")
     assert read_tensors(last)[1]["step"] == "3" and not list(tmp_path.glob(".*"))
@@ -400,7 +402,7 @@ def test_what_is_missing_is_said_with_the_version_that_wrote_it(folder):
 def test_models_from_before_there_were_versions_load(folder):
     card = read_json(folder / "model.json")
     del card["versions"]
-    write_checksummed(folder / "model.json", card)
+    write_json_sha256(folder / "model.json", card)
     assert load_model(folder, packages=["my_lab"]).moe.router.k == 1
     with pytest.raises(UserError, match="written with my_lab, version: unknown"):
         load_model(folder)

@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from moecore.backbones import SwinV2, Vit
 from moecore.core import safetensors_files, source_layout, streams
 from moecore.core.files import UserError
-from moecore.core.ranks import MEETING, Ranks, join_ranks, leave_ranks
+from moecore.core.ranks import MEETING_ENV, RankAndSize, join_ranks, leave_ranks
 from moecore.study.yaml_document import load_yaml_document
 from moecore.teachers import Adversarial, Mix, Training, ViewSettings
 from moecore.training import loop, monitor, runtime
@@ -280,7 +280,7 @@ def compare_rank(rank: int, built: list, target: str) -> None:
 
 def join(rank: int, size: int, meeting: str) -> None:
     sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    os.environ |= sizes | {"RANK": str(rank), MEETING: meeting}
+    os.environ |= sizes | {"RANK": str(rank), MEETING_ENV: meeting}
     join_ranks()
 
 
@@ -380,10 +380,10 @@ def test_ranks_merge_no_experts_share_equal_rows_and_draw_as_the_whole_batch():
     apart = SETTINGS.model_copy(update={"shard": 2, "expert_parallel": 2})
     with pytest.raises(UserError, match="^expert_parallel is 2, and the router merges .*; allowed"):
         check_expert_parallel(made(METHODS["merged"]).model, apart)
-    assert Ranks(0, 1).rows(5) is None
-    assert [Ranks(rank, 3).rows(6).tolist() for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert RankAndSize(0, 1).rows(5) is None
+    assert [RankAndSize(rank, 3).rows(6).tolist() for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(UserError, match="batch is 7, and 3 ranks share it"):
-        Ranks(0, 3).rows(7)
+        RankAndSize(0, 3).rows(7)
     whole = streams.BatchDraws(streams.generator_for(1), 6)
     part = streams.BatchDraws(streams.generator_for(1), 6, torch.tensor([4, 1]))
     for one, other in (

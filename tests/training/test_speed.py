@@ -17,7 +17,7 @@ from moecore.nn.layers.moe import MoEFeedForward, print_once
 from moecore.training import method, runtime, settings
 from moecore.training.job import TrainingJob
 from moecore.training.loop import iterate_training, train_step
-from moecore.training.runtime import COMPILE, MIN_COMPILED_STEPS, TRACE, CompiledBlocks
+from moecore.training.runtime import COMPILE_ENV, MIN_COMPILED_STEPS, TRACE_ENV, CompiledBlocks
 from tests.methods import METHODS, REPRESENTATIVE, tiny
 from tests.training.small import CPU, SETTINGS, VMOE, made, step_batch, task
 
@@ -80,7 +80,7 @@ def test_every_kind_of_block_is_one_graph_and_learns_the_same(name):
 
 
 def test_a_graph_in_bf16_has_grouped_products(monkeypatch):
-    monkeypatch.setattr(grouped, "_LOOPED_ROWS", -1)  # without a graph too
+    monkeypatch.setattr(grouped, "_MAX_LOOPED_ROWS", -1)  # without a graph too
     job = made(VMOE)
     plain = learned(job, None, 0, torch.bfloat16)
     ours = learned(job, compiled(job, backend="aot_eager"), 0, torch.bfloat16)
@@ -121,7 +121,9 @@ def test_what_cannot_be_compiled_ends_the_training_or_goes_on_without(capsys):
     job = made(VMOE)
     job.model.blocks[0].__class__ = Waits
     plain = learned(job, None, 1)
-    with pytest.raises(UserError, match=f"^{COMPILE}: a block cannot be compiled: .*; allowed: f"):
+    with pytest.raises(
+        UserError, match=f"^{COMPILE_ENV}: a block cannot be compiled: .*; allowed: f"
+    ):
         learned(job, compiled(job), 1)
     assert "forward" not in vars(job.model.blocks[0])
     ours = learned(job, compiled(job, "tried"), 1)
@@ -132,11 +134,11 @@ def test_what_cannot_be_compiled_ends_the_training_or_goes_on_without(capsys):
 
 
 def test_the_environment_decides(monkeypatch):
-    monkeypatch.delenv(COMPILE, raising=False)
+    monkeypatch.delenv(COMPILE_ENV, raising=False)
     assert (runtime.compile_policy("cuda"), runtime.compile_policy("cpu")) == ("tried", "off")
-    monkeypatch.setenv(COMPILE, "true")
+    monkeypatch.setenv(COMPILE_ENV, "true")
     assert runtime.compile_policy("cpu") == "required"
-    monkeypatch.setenv(COMPILE, "1")
+    monkeypatch.setenv(COMPILE_ENV, "1")
     with pytest.raises(UserError, match="found '1'; allowed: auto, true, false"):
         runtime.compile_policy("cpu")
 
@@ -144,23 +146,23 @@ def test_the_environment_decides(monkeypatch):
 def test_kernels_are_chosen_once_and_what_is_missing_is_one_line(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for policy in ("", "auto", "torch"):  # auto: until a card has shown what Triton gains
-        monkeypatch.setenv(runtime.KERNELS, policy)
-        assert runtime.choose_kernels("cuda") == "torch" and FusedKernels.compute is None
+        monkeypatch.setenv(runtime.KERNELS_ENV, policy)
+        assert runtime.choose_and_set_kernels("cuda") == "torch" and FusedKernels.compute is None
     assert CPU.kernels == "torch"  # a field that each run records
     refusals = {"fast": "'fast'; allowed: auto, triton, torch", "triton": "'triton' on cpu; al"}
     for policy, refusal in refusals.items():
-        monkeypatch.setenv(runtime.KERNELS, policy)
-        with pytest.raises(UserError, match=f"^{runtime.KERNELS}: found {refusal}"):
+        monkeypatch.setenv(runtime.KERNELS_ENV, policy)
+        with pytest.raises(UserError, match=f"^{runtime.KERNELS_ENV}: found {refusal}"):
             runtime.tune_runtime("cpu")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "T4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     with pytest.raises(UserError, match="found 'triton' on T4; allowed: auto, torch, or"):
-        runtime.choose_kernels("cuda")
+        runtime.choose_and_set_kernels("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "moecore.nn.kernels.triton_experts", raising=False)
     with pytest.raises(UserError, match="^MOECORE_KERNELS: found 'triton', but [^\n]*allowed: a"):
-        runtime.choose_kernels("cuda")
+        runtime.choose_and_set_kernels("cuda")
 
 
 LACKING = {
@@ -183,7 +185,7 @@ def test_layers_that_triton_lacks_are_named_once_and_run_as_without(name, monkey
 
 
 def test_a_training_is_traced_by_the_parts_of_its_steps(tmp_path, monkeypatch):
-    monkeypatch.setenv(TRACE, str(tmp_path / "traces"))
+    monkeypatch.setenv(TRACE_ENV, str(tmp_path / "traces"))
     file = runtime.trace_file("pretrain vmoe 0")
     plain = [metrics.values["loss"] for metrics in iterate_training(task(), SETTINGS, 0, CPU)]
     seen = [row.values["loss"] for row in iterate_training(task(), SETTINGS, 0, CPU, trace=file)]
@@ -194,7 +196,7 @@ def test_a_training_is_traced_by_the_parts_of_its_steps(tmp_path, monkeypatch):
         assert names.count(name) == 4, name
     assert [one for one in names if one.startswith("step ")] == [f"step {n}" for n in range(4, 8)]
     assert any(event.get("name") == "aten::mm" for event in events)
-    monkeypatch.delenv(TRACE)
+    monkeypatch.delenv(TRACE_ENV)
     assert runtime.trace_file("pretrain vmoe 0") is None
 
 

@@ -39,14 +39,14 @@ class FakeGraphs:
     rate_dtype = torch.float64
     error = 0.0  # that replays add to a weight
 
-    def run(self, step):
+    def run_eagerly(self, step):
         self.calls.append("eager")
         return step()
 
     def describe_memory_shortage(self):
         return ""
 
-    def run_and_find_obstacle(self, step):
+    def run_and_find_graph_obstacle(self, step):
         self.calls.append("watched")
         with Reads() as reads:
             output = step()
@@ -147,9 +147,9 @@ def test_a_first_replay_that_differs_is_undone(fake, capsys, monkeypatch):
 
 def test_what_the_environment_asks_for(monkeypatch):
     assert runtime.graph_policy("cuda") == "off"  # until a card has shown what it gains
-    monkeypatch.setenv(runtime.GRAPH, "auto")
+    monkeypatch.setenv(runtime.GRAPH_ENV, "auto")
     assert (runtime.graph_policy("cuda"), runtime.graph_policy("cpu")) == ("tried", "off")
-    monkeypatch.setenv(runtime.GRAPH, "true")
+    monkeypatch.setenv(runtime.GRAPH_ENV, "true")
     with pytest.raises(UserError, match="MOECORE_GRAPH: found 'true' on cpu; allowed: auto"):
         runtime.tune_runtime("cpu")
     with pytest.raises(UserError, match="precision: found bfloat16, which T4 does not compute"):

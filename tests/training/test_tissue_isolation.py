@@ -15,9 +15,9 @@ from moecore.data.layouts.text import block_windows
 from moecore.data.loader import TextStreams, load_split_where_it_fits
 from moecore.data.prepared import Split
 from moecore.experts import Eigen, Mlp
-from moecore.measure.routing_metrics.epoch_routing import tissue_rows
+from moecore.measure.routing_metrics.epoch_routing import tissue_routing_rows
 from moecore.nn.backbones.base_model import ImageSpec
-from moecore.nn.predict import eval_mode, text_block_scores, text_perplexity
+from moecore.nn.predict import eval_mode, last_block_nats, text_perplexity
 from moecore.nn.routers.expert_choice import ExpertChoice
 from moecore.nn.routers.teacher_routed import TeacherRouted
 from moecore.routers import Cosine, Depth, Dynamic, Eigenbasis, Folded, Hash, NoisyTopK, Relu, TopP
@@ -29,13 +29,13 @@ from moecore.training.job import Objective, TrainingJob, training_batch
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method
 from moecore.training.single_tissue_volumes import (
-    WHOLE,
+    NO_TISSUE,
     TissueIsolationSchedule,
     build_tissue_isolation,
     find_mask_channels,
 )
 from moecore.training.surgery.expert_reduction import ExpertUseSums, measure_expert_use
-from moecore.training.surgery.merge import Merge, cluster_outputs, cluster_shares, merge_parameter
+from moecore.training.surgery.merge import Merge, cluster_experts, member_shares, merge_parameter
 from moecore.training.surgery.prune import Prune
 from tests.data.making import VOLUMES, balls
 from tests.training.small import CPU, assert_resumes
@@ -71,7 +71,7 @@ def task(data, method=METHOD):
 def assert_kept(data, kept, volumes, indices, region) -> None:
     """Each volume that is not whole keeps the voxels of its one tissue, and nothing else."""
     for place, (index, tissue) in enumerate(zip(indices.tolist(), region.tolist(), strict=True)):
-        if tissue != WHOLE:
+        if tissue != NO_TISSUE:
             inside = torch.tensor(data.regions("train")[index, tissue]) == 255
             assert torch.equal(kept[place, 0][inside], volumes[place, 0][inside])
             assert (kept[place, 0][~inside] == 0).all()
@@ -108,11 +108,11 @@ def test_tokens_with_any_voxel_of_the_tissue_belong_to_its_expert():
     views = torch.zeros(3, 1, 4, 2, 2)
     views[0, 0, 3, 1, 1] = 0.2  # the second cube of the first view
     views[1:] = 0.5
-    found = made.find_token_experts(views, torch.tensor([0, 1, WHOLE]), layout)
+    found = made.find_token_experts(views, torch.tensor([0, 1, NO_TISSUE]), layout)
     expected = [[-1, -1, 0], [-1, 1, 1], [-1, -1, -1]]  # class token, two cubes
     assert found.dtype == torch.int64 and found.tolist() == expected
     batch = Batch(views, torch.zeros(3), None)
-    assert made.mark_experts(batch, torch.full((3,), WHOLE), 0, layout) is batch
+    assert made.mark_experts(batch, torch.full((3,), NO_TISSUE), 0, layout) is batch
 
 
 def test_it_ends_with_its_epochs(data):
@@ -134,7 +134,7 @@ def test_afterwards_a_share_of_the_volumes_keeps_one_tissue(data):
         kept, region = isolated(made, volumes, indices, step, 2)
         again = isolated(made, volumes, indices, step, 2)
         assert torch.equal(kept, again[0]) and torch.equal(region, again[1]), "depends on the step"
-        assert torch.equal(kept[region == WHOLE], volumes[region == WHOLE])
+        assert torch.equal(kept[region == NO_TISSUE], volumes[region == NO_TISSUE])
         assert_kept(data, kept, volumes, indices, region)
         counts += torch.bincount(region + 1, minlength=4)
     shares = counts / counts.sum()
@@ -171,7 +171,7 @@ def test_every_batch_keeps_a_whole_volume_after_the_warm_start(data):
     made = build_tissue_isolation(of_regions(isolated=0.99), data)
     volumes, indices = torch.zeros(2, 1, 16, 16, 16), torch.tensor([0, 1])
     for step in range(50):
-        assert (isolated(made, volumes, indices, step, 5)[1] == WHOLE).any()
+        assert (isolated(made, volumes, indices, step, 5)[1] == NO_TISSUE).any()
 
 
 def test_scores_find_their_tissue_more_than_the_random_control(data):
@@ -185,7 +185,7 @@ def test_scores_find_their_tissue_more_than_the_random_control(data):
     terms = [one.values["region_routing"] for one in iterate_training(made, settings, 0, CPU)]
     assert terms[-1] < terms[0] / 4 and not torch.equal(model.blocks[1].mlp.router.target, before)
     images, maps = data.validation.images, data.regions("validation")
-    found = tissue_rows(model, images, maps, data.card["regions"], METHOD.expert_names)
+    found = tissue_routing_rows(model, images, maps, data.card["regions"], METHOD.expert_names)
     rows, lead = {row.region: row for row in found}, 0.0
     for tissue in ("wm", "gm", "csf"):
         assert rows[tissue].experts[0][0] == tissue
@@ -259,7 +259,7 @@ def test_what_is_saved_is_the_model_alone(tmp_path):
     images, labels = (torch.tensor(part) for part in block_windows(counting(60, 1).numpy(), 4, 2))
     with eval_mode(job.model):
         torch.testing.assert_close(loaded(images).prediction, job.model(images).prediction)
-    assert text_block_scores(loaded, images, labels).shape == (14,)
+    assert last_block_nats(loaded, images, labels).shape == (14,)
 
 
 @torch.no_grad()
@@ -317,15 +317,15 @@ def test_the_nearest_clusters_are_joined_and_averaged_by_their_tokens():
     # Fixture D4: 0 and 1 lie 1 apart; 2 lies 3 and √10 from these, 3.081139 on average; 3 is 4 from
     # 2. (3 · 1 + 1 · 5 + 2 · 2) / 6 = 2. Of a cluster that no token chose: the plain mean.
     means = torch.tensor([[0.0, 0], [1, 0], [0, 3], [4, 3]])
-    labels, heights = cluster_outputs(means, 2, "average")
+    labels, heights = cluster_experts(means, 2, "average")
     assert labels.tolist() == [0, 0, 0, 1] and heights == pytest.approx((1, 3.081139), abs=1e-6)
     merged = partial(merge_parameter, torch.tensor([[1.0], [5], [2], [4]]))
     counts = torch.tensor([3, 1, 2, 2])
-    assert merged(cluster_shares(labels, counts, 2)).flatten().tolist() == [2, 4]
-    none = merged(cluster_shares(labels, torch.tensor([0, 0, 0, 2]), 2)).flatten()
+    assert merged(member_shares(labels, counts, 2)).flatten().tolist() == [2, 4]
+    none = merged(member_shares(labels, torch.tensor([0, 0, 0, 2]), 2)).flatten()
     assert none.tolist() == pytest.approx([8 / 3, 4])
-    assert cluster_outputs(means, 2, "single")[1] == (1, 3)
-    assert cluster_outputs(means, 2, "complete")[1] == pytest.approx((1, 10**0.5))
+    assert cluster_experts(means, 2, "single")[1] == (1, 3)
+    assert cluster_experts(means, 2, "complete")[1] == pytest.approx((1, 10**0.5))
 
 
 def test_weights_and_probs_are_summed_within_clusters():

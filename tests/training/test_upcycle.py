@@ -19,7 +19,7 @@ from moecore.routers import Cosine, Depth, Hash, NoisyTopK, TopKSoftmax
 from moecore.tasks import Classification, ImageText, NextToken, Regression
 from moecore.testing.check_helpers import IMAGE
 from moecore.training.teachers.timm import define_missing_operators
-from moecore.training.upcycle import fill_experts, upcycle_in_place, upcycle_model
+from moecore.training.upcycle import copy_mlp_into_experts, upcycle_in_place, upcycle_model
 from moecore.training.upcycling_kinds import Drop, Granular, redraw_rows, repeat_router_rows
 from tests.attacks.models import vit
 
@@ -241,12 +241,12 @@ def test_a_head_of_the_same_target_says_it_of_another_cohort():
 def test_pieces_of_a_copy_are_chosen_together_and_sum_to_it(renormalise, weight, output):
     router = NoisyTopK(k=2, noise_std=0, renormalise=renormalise)
     experts = Mlp(number=4, hidden_ratio=1, activation="relu")
-    assert not list(PIECES.list_parting_settings(router, experts))
+    assert not list(PIECES.list_settings_parting_pieces(router, experts))
     layer = build_moe_feed_forward(router, experts, 2)
     with torch.no_grad():
         layer.router.weight.copy_(torch.tensor([[0.3, 0], [9, 9], [-0.2, 0], [9, 9]]))
         repeat_router_rows(layer.router, 2)
-        fill_experts(layer.experts, dict(DENSE), "", PIECES.cut_mlp(router, 4))
+        copy_mlp_into_experts(layer.experts, dict(DENSE), "", PIECES.piece_scales(router, 4))
     made, (record,) = layer(torch.tensor([[[1.0, -2.0]]]))
     torch.testing.assert_close(made[0, 0], torch.tensor(output), atol=1e-6, rtol=0)
     expected = torch.tensor([weight, weight, 0, 0])

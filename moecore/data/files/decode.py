@@ -35,9 +35,9 @@ SUFFIXES = frozenset(".png .jpg .jpeg .bmp .webp .tif .tiff .gif .ppm .pgm".spli
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
 MODES = {1: "L", 3: "RGB"}
 BACKGROUND = "white"  # behind transparent pixels, as on most web pages
-DEEPEST = 65535  # 16 bits; a file that uses fewer bits of them stays dark
-SIXTEEN = ("I;16", "I;16L", "I;16B", "I;16N")
-DEEP = ("I", "F")  # prefixes of 32-bit modes, whose range is not known
+MAX_16_BIT_VALUE = 65535  # 16 bits; a file that uses fewer bits of them stays dark
+MODES_OF_16_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
+REFUSED_MODE_PREFIXES = ("I", "F")  # prefixes of 32-bit modes, whose range is not known
 
 
 class UnreadableImage(Exception):
@@ -57,7 +57,7 @@ class JpegWithHistogram(NamedTuple):
     histogram: np.ndarray  # int64 (C, 256), of the pixels before compression
 
 
-def recompress_image(path: str | Path, short_side: int, channels: int) -> JpegWithHistogram:
+def resize_and_encode_jpeg(path: str | Path, short_side: int, channels: int) -> JpegWithHistogram:
     """Resize an image file, uncropped, to ``short_side`` pixels, and encode it as JPEG."""
     with _errors_as_unreadable():
         image = _open_image(path, short_side, channels)
@@ -86,7 +86,7 @@ def _open_image(path: str | Path, size: int, channels: int) -> Image.Image:
         image.draft(MODES[channels], (2 * size, 2 * size))
         image.load()
         ImageOps.exif_transpose(image, in_place=True)  # a copy of a large picture is a gigabyte
-        plain = _to_plain_mode(image)
+        plain = _to_opaque_8_bit(image)
         if plain.mode == MODES[channels]:
             return plain
         return plain.convert(MODES[channels])
@@ -120,12 +120,12 @@ def describe_refused_mode(mode: str) -> str:
     return f"has mode {mode}; allowed: 8 or 16 bits a channel"
 
 
-def _to_plain_mode(image: Image.Image) -> Image.Image:
+def _to_opaque_8_bit(image: Image.Image) -> Image.Image:
     """Return the image with 8 bits per channel, transparency blended with BACKGROUND."""
-    if image.mode in SIXTEEN:
+    if image.mode in MODES_OF_16_BITS:
         values = np.asarray(image).astype(np.float32)
-        return Image.fromarray(np.rint(values * (255 / DEEPEST)).astype(np.uint8))
-    if image.mode.startswith(DEEP):
+        return Image.fromarray(np.rint(values * (255 / MAX_16_BIT_VALUE)).astype(np.uint8))
+    if image.mode.startswith(REFUSED_MODE_PREFIXES):
         # PIL would clip them to 0 … 255 silently.
         raise UnreadableImage(describe_refused_mode(image.mode))
     if not image.has_transparency_data:

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from moecore.core.files import ResumableParts, UserError, find_raw_folder, join_below_root
 from moecore.data import stratified_splits, thread_map
-from moecore.data.card import Card, count_classes, new_memmap, open_array
+from moecore.data.card import Card, count_per_class, new_memmap, open_array
 from moecore.data.files import decode
 from moecore.data.layouts.images import PackedJpegFile, SplitToWrite, write_images
 from moecore.data.sources.base import Source
@@ -41,7 +41,7 @@ class DecodeCache(NamedTuple):
 
     def decode(self, split: str, paths: list[Path]) -> tuple[Path, dict[int, str]]:
         """Decode files to a .npy (N, C, size, size); return its path, and index → error text."""
-        work_folder = self._work_folder(split, f"{self.size}", paths)
+        work_folder = self._make_folder_and_remove_others(split, f"{self.size}", paths)
         array = work_folder / "images.npy"
         shape = (len(paths), self.channels, self.size, self.size)
         finished = ResumableParts(work_folder)
@@ -66,15 +66,15 @@ class DecodeCache(NamedTuple):
             return {row: reason for row, reason in zip(rows, reasons, strict=True) if reason}
 
         bad: dict[str, str] = {}
-        for rows in _chunks(len(paths)):
+        for rows in _chunk_ranges(len(paths)):
             bad |= finished.part(str(rows), partial(decode_rows, rows))
         return array, {int(row): reason for row, reason in bad.items()}
 
-    def pack(
+    def pack_jpegs(
         self, split: str, paths: list[Path], short_side: int
     ) -> tuple[PackedJpegFile, dict[int, str]]:
         """Recompress files, uncropped, as one file of JPEGs; return it, and index → error text."""
-        work_folder = self._work_folder(split, f"whole {short_side}", paths)
+        work_folder = self._make_folder_and_remove_others(split, f"whole {short_side}", paths)
         file = work_folder / "images.bin"
         finished = ResumableParts(work_folder)
         written = sum(sum(part["lengths"]) for part in finished.parts.values())
@@ -84,7 +84,7 @@ class DecodeCache(NamedTuple):
 
         def pack_row(row: int) -> decode.JpegWithHistogram | str:
             try:
-                return decode.recompress_image(paths[row], short_side, self.channels)
+                return decode.resize_and_encode_jpeg(paths[row], short_side, self.channels)
             except decode.UnreadableImage as error:
                 return str(error)
 
@@ -107,7 +107,7 @@ class DecodeCache(NamedTuple):
         end = 0
         histogram = np.zeros((self.channels, 256), np.int64)
         bad: dict[str, str] = {}
-        for rows in _chunks(len(paths)):
+        for rows in _chunk_ranges(len(paths)):
             part = finished.part(str(rows), partial(pack_rows, rows, end))
             lengths += part["lengths"]
             end += sum(part["lengths"])
@@ -116,7 +116,7 @@ class DecodeCache(NamedTuple):
         images = PackedJpegFile(file, np.array(lengths, np.int64), histogram, short_side)
         return images, {int(row): reason for row, reason in bad.items()}
 
-    def _work_folder(self, split: str, form: str, paths: list[Path]) -> Path:
+    def _make_folder_and_remove_others(self, split: str, form: str, paths: list[Path]) -> Path:
         """Return the split's folder, named by a hash of settings and files; remove all others."""
         # Decoding will report broken links.
         lengths = [path.stat().st_size if path.exists() else -1 for path in paths]
@@ -131,7 +131,7 @@ class DecodeCache(NamedTuple):
         return work
 
 
-def _chunks(number: int) -> Iterator[range]:
+def _chunk_ranges(number: int) -> Iterator[range]:
     for start in range(0, number, CHUNK):
         yield range(start, min(start + CHUNK, number))
 
@@ -144,7 +144,7 @@ def decode_splits(
 ) -> dict[str, SplitToWrite]:
     """Decode splits for ``write_images``; "stop": UserError for bad files, "skip": omit them."""
     decoded = {
-        split: cache.pack(split, files.paths, short_side)
+        split: cache.pack_jpegs(split, files.paths, short_side)
         if short_side is not None and split == "train"
         else cache.decode(split, files.paths)
         for split, files in splits.items()
@@ -162,14 +162,14 @@ def decode_splits(
     parts = {}
     for split, (images, reasons) in decoded.items():
         readable = np.setdiff1d(np.arange(len(splits[split].paths)), list(reasons))
-        rows = _stored_rows(images, readable) if reasons and isinstance(images, Path) else images
+        rows = _yield_rows(images, readable) if reasons and isinstance(images, Path) else images
         parts[split] = SplitToWrite(splits[split].labels[readable], rows)
     return parts
 
 
-def _stored_rows(array: Path, rows: np.ndarray) -> Iterator[np.ndarray]:
+def _yield_rows(array: Path, rows: np.ndarray) -> Iterator[np.ndarray]:
     images = np.load(array, mmap_mode="r", allow_pickle=False)
-    for part in _chunks(len(rows)):
+    for part in _chunk_ranges(len(rows)):
         yield images[rows[part]]
 
 
@@ -187,7 +187,7 @@ class ImageFilesSource(stratified_splits.SplitSettings, Source):
     )
 
     @model_validator(mode="after")
-    def _large_enough(self) -> Self:
+    def _check_short_side(self) -> Self:
         if self.short_side is not None and self.short_side < self.size:
             raise ValueError(
                 f"short_side is {self.short_side}, size {self.size}; "
@@ -197,7 +197,7 @@ class ImageFilesSource(stratified_splits.SplitSettings, Source):
 
     @property
     @abstractmethod
-    def about(self) -> tuple[str, str, str]:
+    def name_licence_origin(self) -> tuple[str, str, str]:
         """Return name, licence and origin of the data, for the card."""
 
     @abstractmethod
@@ -208,7 +208,7 @@ class ImageFilesSource(stratified_splits.SplitSettings, Source):
         return folder / ".decoded"
 
     def describe(self) -> Card:
-        return self._card().complete_with(lambda: self._count(*self.list_splits()))
+        return self._card().fill_or_set_problem(lambda: self._count(*self.list_splits()))
 
     def write(self, folder: Path) -> dict[str, Any]:
         classes, splits = self.list_splits()
@@ -221,13 +221,13 @@ class ImageFilesSource(stratified_splits.SplitSettings, Source):
         return content
 
     def _card(self) -> Card:
-        name, licence, source = self.about
+        name, licence, source = self.name_licence_origin
         return Card(name, self.channels, self.size, None, licence, source)
 
     def _count(self, classes: tuple[str, ...], splits: dict[str, LabelledFiles]) -> dict[str, Any]:
         task = Classification(classes=classes)
         labels = {split: files.labels for split, files in splits.items()}
-        counts = count_classes(self.about[0], task, labels)
+        counts = count_per_class(self.name_licence_origin[0], task, labels)
         return {"task": task, "counts": counts, "short_side": self.short_side}
 
     def root_folder(self) -> Path:

@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from moecore.core import files
 from moecore.core.files import UserError, find_raw_folder, join_below_root
-from moecore.data.card import SPLITS, Card, count_classes
+from moecore.data.card import SPLITS, Card, count_per_class
 from moecore.data.files.decode import resize_images_in_chunks
 from moecore.data.files.image_files import DecodeCache, LabelledFiles, decode_splits
 from moecore.data.layouts.images import SplitToWrite, write_images
@@ -32,7 +32,7 @@ from moecore.tasks import classification, image_text
 LabelledImages = tuple[np.ndarray, np.ndarray]  # images uint8 (N, C, H, W) and labels int64 (N,)
 SPLIT_STREAM = 6  # random stream of the splits; the next one draws limits
 # name in Karpathy & Fei-Fei's files → split
-SPLIT_NAMES = {"train": "train", "restval": "train", "val": "validation", "test": "test"}
+KARPATHY_SPLITS = {"train": "train", "restval": "train", "val": "validation", "test": "test"}
 
 
 class PublishedSetFacts(NamedTuple):
@@ -57,12 +57,12 @@ class PublishedSource(SplitSettings, Source):
     test_unused: bool = Field(False, description="Also test on training images beyond train_limit")
 
     @model_validator(mode="after")
-    def _known_classes(self) -> Self:
+    def _check_only_classes(self) -> Self:
         classes = self.facts().classes
         named = self.only_classes
         if named and (len(set(named)) < max(2, len(named)) or not set(named) <= set(classes)):
             allowed = f"two or more of {', '.join(classes)}, each once"
-            refusal = files.describe_refusal(found=", ".join(named), allowed=allowed)
+            refusal = files.format_found_and_allowed(found=", ".join(named), allowed=allowed)
             raise ValueError(f"only_classes: {refusal}")
         return self
 
@@ -101,27 +101,27 @@ class PublishedSource(SplitSettings, Source):
         card = Card(name, facts.channels, self.size, task, facts.licence, facts.source)
 
         def count() -> dict[str, Any]:
-            place, root = self._place_and_root()
+            place, root = self._find_files_and_root()
             train, test = (np.arange(n) % len(facts.classes) for n in (facts.train, facts.test))
-            labels = self._number_kept_classes(np.concatenate([train, test]))
+            labels = self._renumber_kept_classes(np.concatenate([train, test]))
             parts = {split: labels[rows] for split, rows in self._split_rows(train, test).items()}
             note = None if place else f"prepare will download it into {root}"
-            return {"counts": count_classes(name, task, parts), "note": note}
+            return {"counts": count_per_class(name, task, parts), "note": note}
 
-        return card.complete_with(count)
+        return card.fill_or_set_problem(count)
 
     def write(self, folder: Path) -> dict[str, Any]:
-        place, root = self._place_and_root()
+        place, root = self._find_files_and_root()
         (train, train_labels), (test, test_labels) = self.read_sets(place or self.fetch_files(root))
         images = np.concatenate([train, test])
-        labels = self._number_kept_classes(np.concatenate([train_labels, test_labels]))
+        labels = self._renumber_kept_classes(np.concatenate([train_labels, test_labels]))
         parts = {
             split: SplitToWrite(labels[rows], resize_images_in_chunks(images[rows], self.size))
             for split, rows in self._split_rows(train_labels, test_labels).items()
         }
         return write_images(folder, self, self.describe(), parts)
 
-    def _number_kept_classes(self, labels: np.ndarray) -> np.ndarray:
+    def _renumber_kept_classes(self, labels: np.ndarray) -> np.ndarray:
         """Renumber labels (N,) by their position in ``kept_classes``; −1 for other classes."""
         if not self.only_classes:
             return labels
@@ -129,9 +129,9 @@ class PublishedSource(SplitSettings, Source):
         numbers = [classes.index(name) if name in classes else -1 for name in self.facts().classes]
         return np.array(numbers)[labels]
 
-    def _place_and_root(self) -> tuple[Path | None, Path]:
+    def _find_files_and_root(self) -> tuple[Path | None, Path]:
         """Return where all files are, or None to download them, and the folder for downloads."""
-        roots = files.raw_data_folders(self.root)
+        roots = files.candidate_raw_folders(self.root)
         place = self.find_files(roots)
         if place is None and not self.download:
             raise files.UserError(self.describe_absence(roots))
@@ -147,7 +147,7 @@ class PublishedSource(SplitSettings, Source):
             test = np.concatenate([test, unused])
         test = test[stratified_limit(all_labels[test], self.test_limit, self.seed)]
         # Classes are dropped last, so that their choice moves no image to another split.
-        numbers = self._number_kept_classes(all_labels)
+        numbers = self._renumber_kept_classes(all_labels)
         rows = {"train": train, "validation": validation, "test": test}
         return {split: part[numbers[part] >= 0] for split, part in rows.items()}
 
@@ -169,9 +169,8 @@ def download_file(url: str, path: Path, check: Callable[[Path], object]) -> None
             ConnectionError,
             ValueError,  # of a bad address in a redirection
         ) as error:
-            raise files.UserError(
-                f"{url}: download failed ({error}); check the network, or put the file at {path}"
-            ) from error
+            mend = f"check the network, or put the file at {path}"
+            raise files.UserError(f"{url}: download failed ({error}); {mend}") from error
         check(temporary)
 
 
@@ -205,7 +204,7 @@ class CaptionedSource(Source):
 
     @property
     @abstractmethod
-    def about(self) -> tuple[str, str, str]:
+    def name_licence_origin(self) -> tuple[str, str, str]:
         """Name of the data, licence, and where they are from, for the card."""
 
     @abstractmethod
@@ -216,7 +215,7 @@ class CaptionedSource(Source):
         """Return the card from annotations alone, without counting words or writing data."""
         # The vocabulary is not known before the captions are tokenized.
         card = self._card(tokenizers.WordTokenizer([]))
-        return card.complete_with(
+        return card.fill_or_set_problem(
             lambda: {"counts": {split: (len(part),) for split, part in self._image_files().items()}}
         )
 
@@ -228,7 +227,7 @@ class CaptionedSource(Source):
         files, counts = {}, {}
         for split, images in splits.items():
             captions = [image.captions for _, image in images]
-            labels, counts[split] = tokenize_captions(captions, tokenizer, card.task)
+            labels, counts[split] = tokenize_and_count_captions(captions, tokenizer, card.task)
             files[split] = LabelledFiles([path for path, _ in images], labels)
         scratch = folder / ".decoded"
         parts = decode_splits(DecodeCache(scratch, self.size, self.channels), files, self.on_error)
@@ -237,7 +236,7 @@ class CaptionedSource(Source):
         return written
 
     def _card(self, tokenizer: tokenizers.Tokenizer) -> Card:
-        name, licence, source = self.about
+        name, licence, source = self.name_licence_origin
         return Card(name, self.channels, self.size, caption_task(self, tokenizer), licence, source)
 
     def _image_files(self) -> dict[str, list[tuple[Path, ImageCaptions]]]:
@@ -303,7 +302,7 @@ def read_karpathy_split(path: Path) -> dict[str, list[ImageCaptions]]:
     splits: dict[str, list[ImageCaptions]] = {split: [] for split in SPLITS}
     for number, image in enumerate(content["images"]):
         try:
-            split = SPLIT_NAMES[image["split"]]
+            split = KARPATHY_SPLITS[image["split"]]
             parts = (image.get("filepath", ""), image["filename"])
             captions = tuple(sentence["raw"] for sentence in image["sentences"])
             if not all(isinstance(text, str) for text in (*parts, *captions)):
@@ -353,11 +352,11 @@ def caption_task(settings: Any, tokenizer: tokenizers.Tokenizer) -> image_text.I
     )
 
 
-def tokenize_captions(
+def tokenize_and_count_captions(
     captions: Sequence[Sequence[str]], tokenizer: tokenizers.Tokenizer, task: Any
 ) -> tuple[np.ndarray, dict[str, int]]:
     """Return tokens int32 (N, C, M), and counts of captions, cut captions and unknown words."""
-    tokens = np.full((len(captions), task.captions, task.context), image_text.NONE, np.int32)
+    tokens = np.full((len(captions), task.captions, task.context), image_text.NO_CAPTION, np.int32)
     counts = {"captions": 0, "cut": 0, "unknown": 0}
     encoded_texts: dict[str, tokenizers.EncodedCaption] = {}
     for image, texts in enumerate(captions):

@@ -19,7 +19,7 @@ from moecore.data.card import (
     PREPARE_AGAIN,
     SPLITS,
     Card,
-    count_classes,
+    count_per_class,
     new_memmap,
     open_array,
     open_labels,
@@ -71,19 +71,19 @@ def write_images(
         UserError: For a card with a problem, labels that are not the task's, classes without an
             image, and images that do not fit the labels or the size.
     """
-    task = card.without_problem().task
+    task = card.check_has_no_problem().task
     assert task is not None
     folder.mkdir(parents=True, exist_ok=True)
     if len(set(task.classes)) != len(task.classes):
         raise UserError(f"{card.name}: two classes have the same name")
     for split in SPLITS:
         task.check(parts[split].labels, f"{card.name}: labels of {split}")
-    counted = count_classes(card.name, task, {split: parts[split].labels for split in SPLITS})
+    counted = count_per_class(card.name, task, {split: parts[split].labels for split in SPLITS})
     names = list(files)
     for split in SPLITS:
         labels, images = parts[split]
         if isinstance(images, PackedJpegFile):
-            names += _write_jpegs(folder, split, len(labels), images)
+            names += _move_jpegs(folder, split, len(labels), images)
         else:
             names.append(f"{split}_images.npy")
             _write_array(folder / names[-1], card, len(labels), images)
@@ -106,7 +106,7 @@ def write_images(
 def _describe_training_images(folder: Path, card: Card, train: SplitToWrite) -> dict[str, Any]:
     """Return card entries: ``mean`` and ``std`` per channel, and ``jpeg`` for uncropped images."""
     if isinstance(train.images, PackedJpegFile):
-        mean, std = _moments_of(train.images.histogram)
+        mean, std = _histogram_moments(train.images.histogram)
         return {"mean": mean, "std": std, "jpeg": {"side": train.images.short_side}}
     stored = np.load(folder / "train_images.npy", mmap_mode="r", allow_pickle=False)
     mean, std = channel_moments(stored[:, : card.channels])
@@ -129,10 +129,10 @@ def channel_moments(images: np.ndarray, chunk: int = 512) -> tuple[list[float], 
     histogram = np.zeros((channels, 256), np.int64)
     for counts in map_in_threads(count_chunk, range(0, len(images), chunk)):
         histogram += counts
-    return _moments_of(histogram)
+    return _histogram_moments(histogram)
 
 
-def _moments_of(histogram: np.ndarray) -> tuple[list[float], list[float]]:
+def _histogram_moments(histogram: np.ndarray) -> tuple[list[float], list[float]]:
     values = np.arange(256) / 255
     share = histogram / histogram.sum(1, keepdims=True)
     mean = share @ values
@@ -143,7 +143,7 @@ def _jpeg_file_names(split: str) -> list[str]:
     return [f"{split}_images.bin", f"{split}_offsets.npy"]
 
 
-def _write_jpegs(folder: Path, split: str, labels: int, images: PackedJpegFile) -> list[str]:
+def _move_jpegs(folder: Path, split: str, labels: int, images: PackedJpegFile) -> list[str]:
     """Move the JPEG file to the folder and write its offsets; return the two file names."""
     if len(images.lengths) != labels:
         raise UserError(f"{split}: {len(images.lengths)} images for {labels} labels")
@@ -188,7 +188,7 @@ def open_images(
 
 
 # Behaves like an array uint8 (N, C, S, S) of their centre squares; an index array selects images
-# without decoding, ``numpy.asarray`` decodes. ``whole`` returns all pixels.
+# without decoding, ``numpy.asarray`` decodes. ``decode_uncropped`` returns all pixels.
 @dataclass(frozen=True)
 class JpegImages:
     """N images of different shapes, stored as JPEG files in one file."""
@@ -227,28 +227,28 @@ class JpegImages:
     def __getitem__(self, key: Any) -> Any:
         """Return a centre square uint8 (C, S, S) for an int, else undecoded JpegImages."""
         if isinstance(key, (int, np.integer)):
-            return self._square(self.places[key])
+            return self._decode_square(self.places[key])
         return replace(self, places=self.places[key])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        squares = list(_decoding_thread_pool(thread_count()).map(self._square, self.places))
+        squares = list(_decoding_thread_pool(thread_count()).map(self._decode_square, self.places))
         array = np.stack(squares) if squares else np.empty(self.shape, np.uint8)
         return array if dtype is None else array.astype(dtype, copy=False)
 
-    def whole(self, rows: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+    def decode_uncropped(self, rows: Sequence[int] | np.ndarray) -> list[np.ndarray]:
         """Return the uncropped images at ``rows``, uint8 (H, W, C); UserError for damaged ones."""
-        return list(_decoding_thread_pool(thread_count()).map(self._pixels, self.places[rows]))
+        return list(_decoding_thread_pool(thread_count()).map(self._uncropped, self.places[rows]))
 
-    def _pixels(self, place: int) -> np.ndarray:
-        pixels = np.asarray(self._open_picture(place))
+    def _uncropped(self, place: int) -> np.ndarray:
+        pixels = np.asarray(self._decode_picture(place))
         return pixels.reshape(*pixels.shape[:2], self.channels)
 
-    def _square(self, place: int) -> np.ndarray:
+    def _decode_square(self, place: int) -> np.ndarray:
         from moecore.data.files.decode import resize_centre_square  # loads PIL
 
-        return resize_centre_square(self._open_picture(place), self.size).transpose(2, 0, 1)
+        return resize_centre_square(self._decode_picture(place), self.size).transpose(2, 0, 1)
 
-    def _open_picture(self, place: int) -> Any:  # PIL's Image
+    def _decode_picture(self, place: int) -> Any:  # PIL's Image
         from moecore.data.files.decode import UnreadableImage, decode_jpeg_to_pil  # loads PIL
 
         start, stop = self.offsets[place : place + 2]

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, write_whole
+from moecore.core.files import UserError, write_atomic
 from moecore.data.card import SPLITS, Card, open_array, save_array, write_card
 from moecore.tasks import base, next_token
 
 END = "<eos>"
 UNKNOWN = "<unk>"
-NONE = -1  # the token before a text's first
+BEFORE_TEXT = -1  # the token before a text's first
 
 
 class TokenizedText(NamedTuple):
@@ -30,7 +30,7 @@ class TokenizedText(NamedTuple):
 
 def write_text(folder: Path, settings: Config, card: Card, text: TokenizedText) -> dict[str, Any]:
     """Write a text and card.json, return the card; UserError for a split shorter than one block."""
-    card = card.without_problem()
+    card = card.check_has_no_problem()
     tokens, vocabulary, more, truth = text
     (block,) = card.shape
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def write_text(folder: Path, settings: Config, card: Card, text: TokenizedText) 
         save_array(folder / f"{split}_tokens.npy", tokens[split])
         if truth:
             save_array(folder / f"{split}_truth.npy", truth[split])
-    write_whole(folder / "vocabulary.txt", "".join(f"{word}\n" for word in vocabulary))
+    write_atomic(folder / "vocabulary.txt", "".join(f"{word}\n" for word in vocabulary))
     files = [*(f"{split}_tokens.npy" for split in SPLITS), "vocabulary.txt"]
     files += [f"{split}_truth.npy" for split in truth]
     unknown = list(vocabulary).index(UNKNOWN)
@@ -93,7 +93,7 @@ def block_windows(tokens: np.ndarray, block: int, context: int) -> tuple[np.ndar
     # C = context + 1, the block is last, −1 before the text's start; N = (n − 1) // M drops an
     # incomplete last block. The windows are views of one array.
     number = (len(tokens) - 1) // block
-    before = np.full(context * block, NONE, tokens.dtype)
+    before = np.full(context * block, BEFORE_TEXT, tokens.dtype)
     padded = np.concatenate([before, tokens]) if context else tokens
     step = padded.strides[0]
     shape, strides = (number, context + 1, block), (block * step, block * step, step)

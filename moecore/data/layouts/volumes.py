@@ -22,15 +22,15 @@ from moecore.data.card import (
     save_array,
     write_card,
 )
-from moecore.data.volumes.cohorts import VolumeSubject, read_prepared_csv_rows
+from moecore.data.volumes.participants import VolumeSubject, read_prepared_csv_rows
 from moecore.tasks.base import Task
 from moecore.tasks.regression import Regression
 
-SEXES = {"F": "F", "M": "M", "": "unknown"}  # code in the files → name in counts
-BRAIN = 0.5  # a voxel with at least this share of tissue is inside the brain
+SEX_NAMES = {"F": "F", "M": "M", "": "unknown"}  # code in the files → name in counts
+BRAIN_SHARE = 0.5  # a voxel with at least this share of tissue is inside the brain
 # shares of the head, wide enough for ages 18 to 95 with atrophy
-USUAL = {"wm": (0.2, 0.5), "gm": (0.3, 0.7), "csf": (0.03, 0.45)}
-BRIGHTNESS = (0.2, 0.85)  # mean over the brain of a normalised T1-weighted image
+USUAL_TISSUE_SHARES = {"wm": (0.2, 0.5), "gm": (0.3, 0.7), "csf": (0.03, 0.45)}
+USUAL_BRIGHTNESS = (0.2, 0.85)  # mean over the brain of a normalised T1-weighted image
 
 
 class VolumeSplitToWrite(NamedTuple):
@@ -72,7 +72,7 @@ def write_volumes(
 
 
 def sex_counts(sexes: Sequence[str]) -> dict[str, int]:
-    counts = {name: list(sexes).count(code) for code, name in SEXES.items()}
+    counts = {name: list(sexes).count(code) for code, name in SEX_NAMES.items()}
     return {name: number for name, number in counts.items() if number or name != "unknown"}
 
 
@@ -123,13 +123,13 @@ def unusual_volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[
     """Describe unusual brightness or tissue shares of a volume (1, D, H, W), one text each."""
     texts = []
     mean = image[image > 0].astype(np.float32).mean()
-    if not BRIGHTNESS[0] <= mean <= BRIGHTNESS[1]:
+    if not USUAL_BRIGHTNESS[0] <= mean <= USUAL_BRIGHTNESS[1]:
         texts.append(f"mean intensity unusual ({mean:.2f})")
     if regions is None:
         return texts
-    if unusual := describe_unusual_tissues(regions, USUAL):
+    if unusual := describe_unusual_tissues(regions, USUAL_TISSUE_SHARES):
         texts.append(f"tissue fractions unusual ({unusual})")
-    masks = [part > 255 * BRAIN for part in regions[:2]]
+    masks = [part > 255 * BRAIN_SHARE for part in regions[:2]]
     white, grey = (image[0][mask].sum(dtype=np.float64) / max(mask.sum(), 1) for mask in masks)
     if not (white > grey and masks[1].any()):
         texts.append("white matter not brighter than grey matter: not T1-weighted?")

@@ -31,22 +31,22 @@ VENTRICLES_ML = np.array(
     [10.94, 11.78, 12.87, 14.20, 15.79, 17.63, 19.76, 22.19]
     + [24.96, 28.11, 31.68, 35.70, 40.23, 45.33, 51.05]
 )
-REFERENCE = 1  # index of age 25 in AGES, the assumed age of the template
+INDEX_OF_25 = 1  # index of age 25 in AGES, the assumed age of the template
 
 # Choices of this simulation, not published values
 HEAD_ML = {"F": 1390.0, "M": 1580.0}  # median volume inside the skull
 HEAD_LOG_SD = 0.085  # SD of its logarithm within a sex
-VENTRICLES_OF_MEN = 1.08  # men / women, at equal head size and age
+MEN_VENTRICLE_FACTOR = 1.08  # men / women, at equal head size and age
 # limits of the simulated brain age (age + gap)
-OLDEST = 95.0
-YOUNGEST = 18.0
-SHAPE_LOG_SD = 0.025  # head proportions, along each axis
+MAX_BRAIN_AGE = 95.0
+MIN_BRAIN_AGE = 18.0
+HEAD_PROPORTIONS_LOG_SD = 0.025  # head proportions, along each axis
 # residual pose after registration
 TILT_DEGREES_SD = 1.5
 SHIFT_MM_SD = 1.0
 # decay length of the outward push of a larger ventricle on tissue
 PUSH_DECAY_MM = 25.0
-CORTEX_LOG_SD = 0.25  # regional variation of cortical thinning
+CORTEX_THINNING_LOG_SD = 0.25  # regional variation of cortical thinning
 
 # Brightness on a T1-weighted image, as shares of the template's brightest tissue; lesions in white
 # matter are darker by LESION_DARKER
@@ -54,15 +54,15 @@ GREY = 0.65
 WHITE = 0.87
 FLUID = 0.31
 LESION_DARKER = 0.22
-# caps around the ventricles, and spots where a smooth field is above LESION_SPOT
-LESION_RIM_MM = 5.0
-LESION_SPOT = 0.9
+# caps around the ventricles, and spots where a smooth field is above LESION_SPOT_MIN
+LESION_CAP_DECAY_MM = 5.0
+LESION_SPOT_MIN = 0.9
 LESION_SPOT_WEIGHT = 0.6
-LESION_HEAD_ML = 1450.0  # head volume for which lesions_ml is given
+LESION_REFERENCE_HEAD_ML = 1450.0  # head volume for which lesions_ml is given
 
 # Scanner and site
 # SD of the logarithm of shading and of overall brightness, per scan
-BIAS = 0.06
+BIAS_LOG_SD = 0.06
 SCAN_LOG_SD = 0.03
 # per site: brightness, contrast, noise (SD at gain 1)
 SITE_GAIN = (0.7, 1.4)
@@ -89,12 +89,12 @@ PRESETS: dict[str, PopulationSpread] = {
 
 def tissue_relative_to_25(medians: np.ndarray, age: float) -> float:
     """Return a tissue's volume at ``age`` relative to 25 years, from ``medians`` at AGES (mL)."""
-    return float(np.interp(age, AGES, medians / medians[REFERENCE]))
+    return float(np.interp(age, AGES, medians / medians[INDEX_OF_25]))
 
 
 def ventricles_relative_to_25(age: float) -> float:
     """Return the lateral ventricles' median volume at ``age`` relative to 25 years."""
-    return float(np.exp(np.interp(age, AGES, np.log(VENTRICLES_ML / VENTRICLES_ML[REFERENCE]))))
+    return float(np.exp(np.interp(age, AGES, np.log(VENTRICLES_ML / VENTRICLES_ML[INDEX_OF_25]))))
 
 
 def lesions_ml(age: float) -> float:
@@ -125,7 +125,7 @@ def spline_basis() -> np.ndarray:
 BASIS = spline_basis()
 
 
-def smooth_fields(random: Generator, number: int = 1) -> np.ndarray:
+def draw_smooth_fields(random: Generator, number: int = 1) -> np.ndarray:
     """Draw smooth Gaussian fields with SD near 1: float32 (number, 64, 64, 64)."""
     field = random.standard_normal((number, KNOTS, KNOTS, KNOTS), dtype=np.float32) @ BASIS.T
     field = np.matmul(BASIS, field)  # (n, 8, 64, 64)
@@ -155,7 +155,7 @@ def simulate_scanner(
     gain = scanner.uniform(*SITE_GAIN)
     gamma = float(np.exp(scanner.normal(0, SITE_GAMMA_LOG_SD)))
     noise = scanner.uniform(*SITE_NOISE) * gain
-    shading = np.exp(BIAS * smooth_fields(random)[0] + random.normal(0, SCAN_LOG_SD))
+    shading = np.exp(BIAS_LOG_SD * draw_smooth_fields(random)[0] + random.normal(0, SCAN_LOG_SD))
     real, imaginary = random.standard_normal((2, mask.sum()), dtype=np.float32) * np.float32(noise)
     signal = np.clip(brightness, 0, None) ** gamma * shading * gain
     image = np.zeros(brightness.shape, np.float32)
@@ -163,15 +163,15 @@ def simulate_scanner(
     return image
 
 
-FILE = Path(__file__).parent / "mni152" / "mni152_64.npz"
-SHA256 = "868656a0af5c77b3ba04897af18c4efdd53ed9c75d25bdaad74661c87dfdb3e5"
+TEMPLATE_FILE = Path(__file__).parent / "mni152" / "mni152_64.npz"
+TEMPLATE_SHA256 = "868656a0af5c77b3ba04897af18c4efdd53ed9c75d25bdaad74661c87dfdb3e5"
 # Where the distance to the ventricles has a smaller slope, its gradient has no clear direction, and
 # the vector away from them is shortened.
-MIN_SLOPE = 0.2
-SKULL_MM = 20.0  # tissue nearer to the outer surface moves less, down to 0 at the surface
+MIN_DISTANCE_SLOPE = 0.2
+SKULL_DAMPING_MM = 20.0  # tissue nearer to the outer surface moves less, down to 0 at the surface
 # largest distance at which a voxel may become ventricle, and range of the wall's offset, mm
-NEAR_MM = 45.0
-WALL = (-6.0, 40.0)
+MAX_VENTRICLE_DISTANCE_MM = 45.0
+WALL_OFFSET_RANGE_MM = (-6.0, 40.0)
 BISECTIONS = 22  # 46 mm / 2^22: the wall's position is exact to 1e-5 mm
 
 
@@ -211,9 +211,9 @@ class PlacedTemplate(NamedTuple):
 @cache
 def load_template() -> Template:
     """Return the template of the MNI152 maps; UserError if their file is missing or was changed."""
-    if not FILE.is_file() or file_checksum(FILE) != SHA256:
-        raise UserError(f"{FILE}: missing, or not the template of this version; reinstall")
-    with np.load(FILE, allow_pickle=False) as stored:
+    if not TEMPLATE_FILE.is_file() or file_checksum(TEMPLATE_FILE) != TEMPLATE_SHA256:
+        raise UserError(f"{TEMPLATE_FILE}: missing, or not the template of this version; reinstall")
+    with np.load(TEMPLATE_FILE, allow_pickle=False) as stored:
         names = ("brightness", "grey", "white", "fluid")
         brightness, grey, white, fluid = (stored[name].astype(np.float32) / 255 for name in names)
         distance = stored["distance"].astype(np.float32)
@@ -235,8 +235,8 @@ def template_from_maps(
     slope = np.stack(np.gradient(distance, VOXEL_MM))
     # the skull does not move
     depth = np.asarray(scipy.ndimage.distance_transform_edt(head > 0.5))
-    mobility = np.clip(depth * VOXEL_MM / SKULL_MM, 0, 1)
-    steepness = np.maximum(np.linalg.norm(slope, axis=0), MIN_SLOPE)
+    mobility = np.clip(depth * VOXEL_MM / SKULL_DAMPING_MM, 0, 1)
+    steepness = np.maximum(np.linalg.norm(slope, axis=0), MIN_DISTANCE_SLOPE)
     away = (mobility * slope / steepness).astype(np.float32).reshape(3, -1)
     region = np.flatnonzero(scipy.ndimage.binary_dilation(head > 0.02, iterations=3))
     ventricles = ventricle_voxel_shares(0.0, distance)
@@ -265,7 +265,7 @@ def _grey_loss_speed_map(origin: np.ndarray) -> np.ndarray:
 
 
 def draw_pose(random: Generator, warp_mm: float) -> Pose:
-    shape = np.exp(random.normal(0, SHAPE_LOG_SD, 3))
+    shape = np.exp(random.normal(0, HEAD_PROPORTIONS_LOG_SD, 3))
     angles = np.deg2rad(random.normal(0, TILT_DEGREES_SD, 3))
     cx, cy, cz = np.cos(angles)
     sx, sy, sz = np.sin(angles)
@@ -273,7 +273,7 @@ def draw_pose(random: Generator, warp_mm: float) -> Pose:
     about_y = np.array([[cy, 0, sy], [0, 1, 0], [-sy, 0, cy]])
     about_z = np.array([[cz, -sz, 0], [sz, cz, 0], [0, 0, 1]])
     shift = random.normal(0, SHIFT_MM_SD, 3) / VOXEL_MM
-    warp = smooth_fields(random, 3).reshape(3, -1) * np.float32(warp_mm / VOXEL_MM)
+    warp = draw_smooth_fields(random, 3).reshape(3, -1) * np.float32(warp_mm / VOXEL_MM)
     return Pose(shape / shape.prod() ** (1 / 3), about_x @ about_y @ about_z, shift, warp)
 
 
@@ -287,7 +287,7 @@ def place_template(
     points = back @ (voxel_indices()[:, region] - np.float32(centre)) + np.float32(centre)
     points += pose.warp[:, region] - pose.shift.astype(np.float32)[:, None]
     distance = interpolate_volume(base.distance, points)
-    wall = ventricle_wall_offset(distance[distance < NEAR_MM], ventricle_voxels)
+    wall = ventricle_wall_offset(distance[distance < MAX_VENTRICLE_DISTANCE_MM], ventricle_voxels)
     inside = ventricle_voxel_shares(wall, distance)
     # A voxel shows the tissue that was nearer to the ventricles before they grew.
     voxels = np.clip(np.rint(points), 0, SIDE - 1).astype(np.int64)
@@ -299,7 +299,7 @@ def place_template(
         for values in (base.brightness, base.grey, base.white, base.fluid)
     )
     ventricles = _scatter_to_volume(region, inside)
-    caps = _scatter_to_volume(region, np.exp(-np.maximum(distance - wall, 0) / LESION_RIM_MM))
+    caps = _scatter_to_volume(region, np.exp(-np.maximum(distance - wall, 0) / LESION_CAP_DECAY_MM))
     ventricles *= grey + white + fluid + ventricles > 0.3  # not outside the head
     brightness = brightness + np.float32(FLUID) * ventricles
     return PlacedTemplate(brightness, grey, white, fluid, ventricles, caps)
@@ -307,7 +307,7 @@ def place_template(
 
 def ventricle_wall_offset(distance: np.ndarray, voxels: float) -> float:
     """Return the wall's offset (mm) for ventricles of ``voxels`` voxels; distance: to it, mm."""
-    low, high = WALL
+    low, high = WALL_OFFSET_RANGE_MM
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         if ventricle_voxel_shares(middle, distance).sum(dtype=np.float64) < voxels:

@@ -11,14 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import scipy
 
-from moecore.data.layouts.volumes import BRAIN
+from moecore.data.layouts.volumes import BRAIN_SHARE
 from moecore.data.phantom import anatomy
 from moecore.data.thread_map import one_blas_thread
-from moecore.data.volumes.volume_preparation import VolumeWithTissueShares, pack_stored_volume
+from moecore.data.volumes.volume_preparation import VolumeWithTissueShares, normalise_and_pack
 
-MAX_REMOVED = 0.9  # share of a voxel's tissue that may be removed
-ROUNDS = 4  # of redistributing what voxels at this limit could not give
-TOLERANCE = 0.5  # voxels (0.0135 mL) that may remain unremoved
+MAX_REMOVED_SHARE = 0.9  # share of a voxel's tissue that may be removed
+REMOVAL_ROUNDS = 4  # of redistributing what voxels at this limit could not give
+REMOVAL_TOLERANCE_VOXELS = 0.5  # voxels (0.0135 mL) that may remain unremoved
 
 
 class TargetTissueShares(NamedTuple):
@@ -68,29 +68,29 @@ class LifelongTraits(NamedTuple):
         spread = anatomy.PRESETS[preset]
         gap, atrophy, boundary, ventricles, head, lesions = random.normal(size=6).tolist()
         pose = anatomy.draw_pose(random, spread.warp)
-        thinning, spots = anatomy.smooth_fields(random, 2)
+        thinning, spots = anatomy.draw_smooth_fields(random, 2)
         scores = (gap * spread.gap, atrophy, boundary, ventricles, lesions, head)
         return cls(*scores, pose, thinning, spots, preset)
 
-    def at(self, age: float, sex: str, base: anatomy.Template | None = None) -> BrainMaps:
+    def brain(self, age: float, sex: str, base: anatomy.Template | None = None) -> BrainMaps:
         """Return this person's brain at an age in years; ``base`` None uses the MNI152 template."""
         base = base or anatomy.load_template()
         head_ml = anatomy.HEAD_ML[sex] * float(np.exp(anatomy.HEAD_LOG_SD * self.head))
         scale = (head_ml / base.head_ml) ** (1 / 3)
-        targets = self.targets(base, age, sex)
+        targets = self.target_shares(base, age, sex)
         ventricle_voxels = targets.ventricles * head_ml / anatomy.VOXEL_ML
         placement = anatomy.place_template(base, self.pose, scale, ventricle_voxels)
-        thinning = base.thinning * np.exp(anatomy.CORTEX_LOG_SD * self.thinning)
+        thinning = base.thinning * np.exp(anatomy.CORTEX_THINNING_LOG_SD * self.thinning)
         return shift_tissue_boundaries(placement, targets, thinning, self.spots)
 
-    def targets(self, base: anatomy.Template, age: float, sex: str) -> TargetTissueShares:
+    def target_shares(self, base: anatomy.Template, age: float, sex: str) -> TargetTissueShares:
         """Return this person's tissue volumes at an age, as shares of the head."""
-        brain_age = float(np.clip(age + self.gap, anatomy.YOUNGEST, anatomy.OLDEST))
+        brain_age = float(np.clip(age + self.gap, anatomy.MIN_BRAIN_AGE, anatomy.MAX_BRAIN_AGE))
         spread = anatomy.PRESETS[self.preset]
         grey, white, ventricles = base.shares
         boundary_shift = white * spread.boundary * self.boundary
         tissue_factor = 1 + spread.atrophy * self.atrophy
-        sex_factor = anatomy.VENTRICLES_OF_MEN if sex == "M" else 1.0
+        sex_factor = anatomy.MEN_VENTRICLE_FACTOR if sex == "M" else 1.0
         growth = float(np.exp(spread.ventricles * self.ventricles))
         lesions = anatomy.lesions_ml(brain_age) * float(np.exp(spread.lesions * self.lesions))
         relative = anatomy.tissue_relative_to_25
@@ -98,7 +98,7 @@ class LifelongTraits(NamedTuple):
             grey * relative(anatomy.GREY_ML, brain_age) * tissue_factor - boundary_shift,
             white * relative(anatomy.WHITE_ML, brain_age) * tissue_factor + boundary_shift,
             ventricles * anatomy.ventricles_relative_to_25(brain_age) * growth * sex_factor,
-            lesions / anatomy.LESION_HEAD_ML,
+            lesions / anatomy.LESION_REFERENCE_HEAD_ML,
         )
 
 
@@ -118,7 +118,7 @@ def shift_tissue_boundaries(
     surplus = _sum_in_fp64(grey) - targets.grey * head
     weight = _blur_volume(fluid) * thinning
     to_fluid = tissue_exchange_map(grey, fluid, surplus, weight, _blur_volume(grey))
-    spotted = caps + anatomy.LESION_SPOT_WEIGHT * np.clip(spots - anatomy.LESION_SPOT, 0, 1)
+    spotted = caps + anatomy.LESION_SPOT_WEIGHT * np.clip(spots - anatomy.LESION_SPOT_MIN, 0, 1)
     lesions = tissue_removal_map(white, spotted**2, targets.lesions * head)
     brightness = placement.brightness - np.float32(anatomy.WHITE) * to_grey
     brightness += np.float32(anatomy.GREY) * (to_grey - to_fluid)
@@ -140,11 +140,11 @@ def tissue_exchange_map(
 def tissue_removal_map(source: np.ndarray, weight: np.ndarray, amount: float) -> np.ndarray:
     """Return each voxel's loss of ``source``, ∝ weight · source and ``amount`` in sum."""
     weighted = weight * source
-    limit = MAX_REMOVED * source
+    limit = MAX_REMOVED_SHARE * source
     result = np.zeros_like(source)
-    for _ in range(ROUNDS):
+    for _ in range(REMOVAL_ROUNDS):
         remaining = amount - _sum_in_fp64(result)
-        if remaining < TOLERANCE:
+        if remaining < REMOVAL_TOLERANCE_VOXELS:
             break
         available = weighted * (result < limit)
         share = np.float32(remaining / (_sum_in_fp64(available) + 1e-9))
@@ -161,36 +161,36 @@ def _blur_volume(values: np.ndarray) -> np.ndarray:
 
 
 # semi-axes along right, anterior, superior
-HEAD = (72.0, 88.0, 76.0)
-VENTRICLE = (6.0, 30.0, 10.5)
-NUCLEUS = (11.0, 20.0, 12.0)
+HEAD_RADII = (72.0, 88.0, 76.0)
+VENTRICLE_RADII = (6.0, 30.0, 10.5)
+NUCLEUS_RADII = (11.0, 20.0, 12.0)
 # centres on the right; the left ones are mirrored
 VENTRICLE_AT = (14.0, -4.0, 4.0)
 NUCLEUS_AT = (30.0, 0.0, -12.0)
 # depths below the skull where grey and white matter begin, and the amplitude of their folds
 GREY_DEPTH = 3.5
-GREY_FOLD = 2.0
+GREY_FOLD_AMPLITUDE = 2.0
 WHITE_DEPTH = 17.0
-WHITE_FOLD = 7.0
-FOLD_MM = 34.0  # from one gyrus to the next
+WHITE_FOLD_AMPLITUDE = 7.0
+FOLD_WAVELENGTH_MM = 34.0  # from one gyrus to the next
 
 # Brightness is raised to this power before the scan. Grey matter is then at 0.44 of the way from
 # fluid to white matter; in the first generator at 0.61, which scanners vary by 0.06 (SD of log).
-CONTRAST = 2.5
+CONTRAST_EXPONENT = 2.5
 FIRST_SITE = 1000  # site numbers from here on are in no cohort
-SITES = 8
+NUMBER_OF_SITES = 8
 _STREAM = 5  # random stream of the site; the first generator's streams are 1 to 3
 
 
 def simulate_ellipsoid_scan(age: float, sex: str, seed: int) -> VolumeWithTissueShares:
     """Simulate the scan of person ``seed`` (sex F or M) at an age in years, as data store it."""
-    site = FIRST_SITE + int(np.random.default_rng([seed, _STREAM]).integers(SITES))
+    site = FIRST_SITE + int(np.random.default_rng([seed, _STREAM]).integers(NUMBER_OF_SITES))
     with one_blas_thread():
-        brain = LifelongTraits.draw(seed, "realistic").at(age, sex, base=folded_brain_template())
-        mask = brain.regions.sum(axis=0) > BRAIN
-        brightness = np.clip(brain.brightness, 0, None) ** CONTRAST
+        brain = LifelongTraits.draw(seed, "realistic").brain(age, sex, base=folded_brain_template())
+        mask = brain.regions.sum(axis=0) > BRAIN_SHARE
+        brightness = np.clip(brain.brightness, 0, None) ** CONTRAST_EXPONENT
         volume = anatomy.simulate_scanner(brightness, mask, seed, 0, site)
-        return pack_stored_volume(volume, brain.regions, mask)
+        return normalise_and_pack(volume, brain.regions, mask)
 
 
 @cache
@@ -199,19 +199,19 @@ def folded_brain_template() -> anatomy.Template:
     middle = (anatomy.SIDE - 1) / 2
     points = (anatomy.voxel_indices() - np.float32(middle)) * np.float32(anatomy.VOXEL_MM)
     points = points.reshape(3, *(anatomy.SIDE,) * 3)
-    depth = -ellipsoid_distance(points, HEAD)
-    folds = np.sin(points * np.float32(2 * np.pi / FOLD_MM)).sum(axis=0) / 3
+    depth = -ellipsoid_distance(points, HEAD_RADII)
+    folds = np.sin(points * np.float32(2 * np.pi / FOLD_WAVELENGTH_MM)).sum(axis=0) / 3
     head = anatomy.ventricle_voxel_shares(0.0, -depth)
-    brain = anatomy.ventricle_voxel_shares(0.0, GREY_DEPTH + GREY_FOLD * folds - depth)
-    core = anatomy.ventricle_voxel_shares(0.0, WHITE_DEPTH + WHITE_FOLD * folds - depth)
-    sides = np.abs(points[:1])  # mirror symmetry
-    half = np.concatenate([sides, points[1:]])
-    nucleus = anatomy.ventricle_voxel_shares(0.0, ellipsoid_distance(half, NUCLEUS, NUCLEUS_AT))
+    brain = anatomy.ventricle_voxel_shares(0.0, GREY_DEPTH + GREY_FOLD_AMPLITUDE * folds - depth)
+    core = anatomy.ventricle_voxel_shares(0.0, WHITE_DEPTH + WHITE_FOLD_AMPLITUDE * folds - depth)
+    half = np.concatenate([np.abs(points[:1]), points[1:]])  # mirror symmetry
+    distance = ellipsoid_distance(half, NUCLEUS_RADII, NUCLEUS_AT)
+    nucleus = anatomy.ventricle_voxel_shares(0.0, distance)
     white = core * (1 - nucleus)
     grey = brain - white
     fluid = head - brain
     brightness = anatomy.FLUID * fluid + anatomy.GREY * grey + anatomy.WHITE * white
-    distance = ellipsoid_distance(half, VENTRICLE, VENTRICLE_AT)
+    distance = ellipsoid_distance(half, VENTRICLE_RADII, VENTRICLE_AT)
     maps = np.stack([brightness, grey, white, fluid, distance]).astype(np.float32)
     return anatomy.template_from_maps(*maps, origin=np.full(3, -middle * anatomy.VOXEL_MM))
 

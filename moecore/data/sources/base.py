@@ -28,9 +28,8 @@ class Source(Part, ABC):
         """Raise UserError for a class with a method in OLD_METHODS, which is no longer called."""
         super().__init_subclass__(**options)
         if old := [name for name in OLD_METHODS if name in vars(cls)]:
-            raise UserError.at(
-                cls.__name__, found=", ".join(old), allowed="describe, write (CHANGELOG.md, 0.3.0)"
-            )
+            allowed = "describe, write (CHANGELOG.md, 0.3.0)"
+            raise UserError.at(cls.__name__, found=", ".join(old), allowed=allowed)
 
     @abstractmethod
     def describe(self) -> Card:
@@ -50,7 +49,7 @@ class Source(Part, ABC):
         return self.task
 
 
-RULE = 0  # random stream of the rule, which all splits share; the splits' streams follow
+RULE_STREAM = 0  # random stream of the rule, which all splits share; the splits' streams follow
 LICENCE = "none needed: drawn numbers"
 
 
@@ -83,12 +82,12 @@ class DrawnSource(Source, ABC):
 
     def describe(self) -> Card:
         counts = {split: (getattr(self, split),) for split in SPLITS}
-        return self.uncounted_card._replace(counts=counts).check_with(self._rule)
+        return self.uncounted_card._replace(counts=counts).add_check_problem(self._seeded_rule)
 
     def write(self, folder: Path) -> dict[str, Any]:
-        rule = self._rule()
+        rule = self._seeded_rule()
         parts = {}
-        for stream, name in enumerate(SPLITS, RULE + 1):
+        for stream, name in enumerate(SPLITS, RULE_STREAM + 1):
             random = np.random.default_rng([self.seed, stream])
             values, labels, kinds = self.draw_images(rule, getattr(self, name), random)
             grey = np.rint(128 + 127 * values.clip(-1, 1))
@@ -96,5 +95,5 @@ class DrawnSource(Source, ABC):
             parts[name] = SplitToWrite(labels, [np.stack([grey, truth], axis=1).astype(np.uint8)])
         return write_images(folder, self, self.describe(), parts)
 
-    def _rule(self) -> Any:
-        return self.draw_rule(np.random.default_rng([self.seed, RULE]))
+    def _seeded_rule(self) -> Any:
+        return self.draw_rule(np.random.default_rng([self.seed, RULE_STREAM]))

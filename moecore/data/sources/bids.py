@@ -5,8 +5,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from moecore.data.sources.file_cohort import PATTERN_WORDS, FileCohort, TissueMapPatterns
-from moecore.data.volumes.cohorts import CohortTable, read_participants_table
+from moecore.data.sources.file_cohort import PATTERN_HELP, FileCohort, TissueMapPatterns
+from moecore.data.volumes.participants import CohortTable, read_participants_table
 
 
 class Bids(FileCohort):
@@ -19,7 +19,7 @@ class Bids(FileCohort):
 
     kind: Literal["bids"] = "bids"
     root: str = Field(description="Folder with participants.tsv; derivatives may lie below it")
-    t1: str = Field("{folder}/anat/{prefix}*_T1w.nii*", description=f"T1w volume: {PATTERN_WORDS}")
+    t1: str = Field("{folder}/anat/{prefix}*_T1w.nii*", description=f"T1w volume: {PATTERN_HELP}")
     maps: TissueMapPatterns | None = Field(
         TissueMapPatterns(), description="Tissue as probability maps; null: none"
     )

@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from moecore.data.card import SPLITS, Card
-from moecore.data.files.published_source import caption_task, tokenize_captions
+from moecore.data.files.published_source import caption_task, tokenize_and_count_captions
 from moecore.data.layouts.images import SplitToWrite, write_images
 from moecore.data.prepared import Prepared, Split
 from moecore.data.sources.mosaic import CombinedImageSource, compose_mosaics
@@ -18,7 +18,7 @@ from moecore.tasks.image_text import ImageText
 
 STREAM = 8  # first random stream; lower ones belong to splits, few_shot and mosaics
 CHUNK = 4096
-LAYOUTS = 10**4  # of four cells with ten classes each
+NUMBER_OF_LAYOUTS = 10**4  # of four cells with ten classes each
 # five wordings of the layout {0} {1} / {2} {3}, in different words and order
 WORDINGS = (
     "a {0} at the top left, a {1} at the top right, a {2} at the bottom left, "
@@ -28,7 +28,7 @@ WORDINGS = (
     "left column: {0} above {2}; right column: {1} above {3}",
     "below a {2} next to a {3}, over them a {0} next to a {1}",
 )
-TEMPLATES = ("a photo of a {0}",)  # adds the words of zero-shot prompts to the vocabulary
+PROMPT_TEMPLATES = ("a photo of a {0}",)  # adds the words of zero-shot prompts to the vocabulary
 
 
 class CaptionedMosaic(CombinedImageSource):
@@ -46,12 +46,12 @@ class CaptionedMosaic(CombinedImageSource):
     seed: int = Field(0, ge=0, description="Draws layouts and images")
 
     @model_validator(mode="after")
-    def _layouts_enough(self) -> Self:
+    def _check_layouts_suffice(self) -> Self:
         number = self.validation + self.test
-        if number >= LAYOUTS:
+        if number >= NUMBER_OF_LAYOUTS:
             raise ValueError(
                 f"validation and test are {number} mosaics; "
-                f"allowed: fewer than the {LAYOUTS} layouts of four cells"
+                f"allowed: fewer than the {NUMBER_OF_LAYOUTS} layouts of four cells"
             )
         return self
 
@@ -71,12 +71,12 @@ class CaptionedMosaic(CombinedImageSource):
         parts, counts = {}, {}
         for split, rows in draw_layouts(len(names), self).items():
             captions = [layout_captions([names[cell] for cell in row]) for row in rows]
-            labels, counts[split] = tokenize_captions(captions, tokenizer, card.task)
-            images = self._images(getattr(source, split), rows, SPLITS.index(split))
+            labels, counts[split] = tokenize_and_count_captions(captions, tokenizer, card.task)
+            images = self._mosaics(getattr(source, split), rows, SPLITS.index(split))
             parts[split] = SplitToWrite(labels, images)
         return write_images(folder, self, card, parts, counts, [tokenizer.write(folder)])
 
-    def _images(self, split: Split, layouts: np.ndarray, number: int) -> Iterator[np.ndarray]:
+    def _mosaics(self, split: Split, layouts: np.ndarray, number: int) -> Iterator[np.ndarray]:
         """Yield uint8 chunks of mosaics; ``layouts`` (n, 4) has the class of each cell's image."""
         random = np.random.default_rng([self.seed, STREAM + number])
         members = [np.flatnonzero(split.labels == c) for c in range(int(layouts.max()) + 1)]
@@ -97,7 +97,7 @@ def layout_captions(names: Sequence[str]) -> list[str]:
 
 def build_tokenizer(names: Sequence[str]) -> WordTokenizer:
     """Return a tokenizer of all words in captions, prompts and class names."""
-    texts = [text.format(*[""] * 4) for text in (*WORDINGS, *TEMPLATES)]
+    texts = [text.format(*[""] * 4) for text in (*WORDINGS, *PROMPT_TEMPLATES)]
     return WordTokenizer(sorted({word for text in (*texts, *names) for word in lower_words(text)}))
 
 

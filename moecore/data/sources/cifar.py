@@ -17,7 +17,7 @@ from moecore.data.files.published_source import (
 )
 
 URL = "https://www.cs.toronto.edu/~kriz/"
-PIXELS = 3 * 32 * 32  # bytes of a record, after its label bytes
+PIXEL_BYTES = 3 * 32 * 32  # bytes of a record, after its label bytes
 
 
 class CifarArchiveSpec(NamedTuple):
@@ -44,7 +44,7 @@ def read_binary(place: Path, spec: CifarArchiveSpec, files: dict[str, int]) -> L
                     contents[name] = opened.read()
     else:
         contents = {name: (place / name).read_bytes() for name in files}
-    width = spec.label_bytes + PIXELS
+    width = spec.label_bytes + PIXEL_BYTES
     for name, number in files.items():
         if (length := len(contents[name])) != number * width:
             needed = f"{number * width} bytes ({number} records of {width})"
@@ -54,8 +54,8 @@ def read_binary(place: Path, spec: CifarArchiveSpec, files: dict[str, int]) -> L
     return images, records[:, spec.label_bytes - 1].astype(np.int64)
 
 
-TEN = "airplane automobile bird cat deer dog frog horse ship truck"
-HUNDRED = """
+CIFAR_10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck"
+CIFAR_100_CLASSES = """
 apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly
 camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile
 cup dinosaur dolphin elephant flatfish forest fox girl hamster house kangaroo keyboard lamp
@@ -65,7 +65,7 @@ rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail 
 squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train
 trout tulip turtle wardrobe whale willow_tree wolf woman worm
 """
-SETS = {
+ARCHIVES = {
     10: CifarArchiveSpec(
         "cifar-10-binary.tar.gz",
         "c32a1d4ab5d03f1284b67883e8d87530",
@@ -73,7 +73,7 @@ SETS = {
         {f"data_batch_{i}.bin": 10000 for i in range(1, 6)},
         {"test_batch.bin": 10000},
         1,
-        tuple(TEN.split()),
+        tuple(CIFAR_10_CLASSES.split()),
     ),
     100: CifarArchiveSpec(
         "cifar-100-binary.tar.gz",
@@ -82,12 +82,12 @@ SETS = {
         {"train.bin": 50000},
         {"test.bin": 10000},
         2,
-        tuple(HUNDRED.split()),
+        tuple(CIFAR_100_CLASSES.split()),
     ),
 }
 PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 # files of the python version, which is refused
-PYTHON = (
+PYTHON_FILES = (
     "cifar-{}-python.tar.gz",
     "cifar-10-batches-py/data_batch_1",
     "cifar-100-python/train",
@@ -108,25 +108,25 @@ class Cifar(PublishedSource):
     size: int = Field(32, ge=4, le=1024, description="Height and width, pixels; bilinear if not 32")
 
     def facts(self) -> PublishedSetFacts:
-        spec = SETS[self.classes]
+        spec = ARCHIVES[self.classes]
         name = f"CIFAR-{self.classes}"
         train, test = (sum(files.values()) for files in (spec.train, spec.test))
         licence = "none stated by the authors"
         return PublishedSetFacts(name, spec.names, 3, licence, PAGE, train, test)
 
     def fetch_files(self, root: Path) -> Path:
-        spec = SETS[self.classes]
+        spec = ARCHIVES[self.classes]
         path = root / spec.archive
         url = URL + spec.archive
         download_file(url, path, lambda temporary: check_digest(temporary, "md5", spec.md5, url))
         return path
 
     def read_sets(self, place: Path) -> tuple[LabelledImages, LabelledImages]:
-        spec = SETS[self.classes]
+        spec = ARCHIVES[self.classes]
         return read_binary(place, spec, spec.train), read_binary(place, spec, spec.test)
 
     def find_files(self, roots: list[Path]) -> Path | None:
-        spec = SETS[self.classes]
+        spec = ARCHIVES[self.classes]
         for root in roots:
             for folder in (root, root / spec.folder):
                 if all((folder / name).is_file() for name in spec.train | spec.test):
@@ -136,9 +136,9 @@ class Cifar(PublishedSource):
         return None
 
     def describe_absence(self, roots: list[Path]) -> str:
-        spec = SETS[self.classes]
+        spec = ARCHIVES[self.classes]
         needed = f"{spec.archive}, or its {', '.join(spec.train | spec.test)}"
-        candidates = [root / name.format(self.classes) for root in roots for name in PYTHON]
+        candidates = [root / name.format(self.classes) for root in roots for name in PYTHON_FILES]
         pickled = [path for path in candidates if path.is_file()]
         if pickled:
             return (

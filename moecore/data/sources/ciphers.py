@@ -7,7 +7,7 @@ from pydantic import Field
 
 from moecore.data.card import SPLITS, Card
 from moecore.data.layouts.text import END, UNKNOWN, TokenizedText
-from moecore.data.sources.dialects import NAMES, STREAM, check_rarest_dialect, zipf_shares
+from moecore.data.sources.dialects import NAMES_STREAM, STREAM, check_rarest_dialect, zipf_shares
 from moecore.data.sources.docstrings import DocstringSource
 from moecore.data.text.words import lower_words
 
@@ -32,7 +32,7 @@ class Ciphers(DocstringSource):
     def read(self) -> TokenizedText:
         return self.encrypt(super().read())
 
-    def identify_paragraph(self, paragraph: str) -> str:
+    def paragraph_duplicate_key(self, paragraph: str) -> str:
         """Return a paragraph's lower-case words, by which duplicate paragraphs are found."""
         return " ".join(lower_words(paragraph))
 
@@ -60,7 +60,7 @@ class Ciphers(DocstringSource):
 
 def draw_word_ciphers(dialects: int, words: int, special: list[int], seed: int) -> np.ndarray:
     """Draw D permutations of V tokens, int32 (D, V), that do not move the ``special`` tokens."""
-    random = np.random.default_rng([seed, NAMES])
+    random = np.random.default_rng([seed, NAMES_STREAM])
     ordinary = np.setdiff1d(np.arange(words), special)
     ciphers = np.tile(np.arange(words, dtype=np.int32), (dialects, 1))
     for cipher in ciphers:

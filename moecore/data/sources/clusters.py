@@ -11,8 +11,8 @@ from moecore.data.sources.base import LICENCE, DrawnImages, DrawnSource
 from moecore.tasks.classification import Classification
 
 PAPER = "drawn; Chen et al. 2022 (arXiv 2208.02813), definition 3.1"
-SIGNAL = (0.5, 2.0)  # range of α and γ, uniform; the paper's third setting, with equal ranges
-CENTRE = (1.0, 2.0)  # range of β
+SIGNAL_RANGE = (0.5, 2.0)  # range of α and γ, uniform; the paper's third setting, with equal ranges
+CENTRE_RANGE = (1.0, 2.0)  # range of β
 
 
 class Clusters(DrawnSource):
@@ -46,8 +46,7 @@ class Clusters(DrawnSource):
                 allowed=f"at most {dimension // 2}, half of a patch's {dimension} pixels",
             )
         vectors = random.standard_normal((dimension, 2 * self.clusters))
-        directions = np.linalg.qr(vectors)[0].T
-        return directions.reshape(2, self.clusters, dimension)
+        return np.linalg.qr(vectors)[0].T.reshape(2, self.clusters, dimension)
 
     def draw_images(
         self, rule: np.ndarray, number: int, random: np.random.Generator
@@ -58,8 +57,8 @@ class Clusters(DrawnSource):
         labels, signs = random.integers(2, size=(2, number))
         kinds = random.integers(self.clusters, size=number)
         disturbing = (kinds + random.integers(1, self.clusters, size=number)) % self.clusters
-        alpha, gamma = random.uniform(*SIGNAL, size=(2, number))
-        beta = random.uniform(*CENTRE, size=number)
+        alpha, gamma = random.uniform(*SIGNAL_RANGE, size=(2, number))
+        beta = random.uniform(*CENTRE_RANGE, size=number)
         patches = random.normal(0, self.noise / dimension**0.5, (number, self.grid**2, dimension))
         patches[:, 0] = ((2 * labels - 1) * alpha)[:, None] * features[kinds]
         patches[:, 1] = beta[:, None] * centres[kinds]
@@ -69,5 +68,5 @@ class Clusters(DrawnSource):
         cells = patches.reshape(number, self.grid, self.grid, self.patch, self.patch)
         side = self.grid * self.patch
         values = cells.swapaxes(2, 3).reshape(number, side, side)
-        largest = max(SIGNAL[1], CENTRE[1]) * np.abs(rule).max()
+        largest = max(SIGNAL_RANGE[1], CENTRE_RANGE[1]) * np.abs(rule).max()
         return values / largest, labels, kinds

@@ -21,7 +21,7 @@ class CocoCaptions(published_source.CaptionedSource):
     folders: tuple[str, ...] = Field(("train2014", "val2014"), description="per annotation file")
 
     @property
-    def about(self) -> tuple[str, str, str]:
+    def name_licence_origin(self) -> tuple[str, str, str]:
         return "COCO captions", "CC BY 4.0; images: Flickr's terms", "https://cocodataset.org"
 
     def read(self) -> dict[str, list[published_source.ImageCaptions]]:

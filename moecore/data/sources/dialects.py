@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
-from moecore.core.files import UserError, describe_refusal
+from moecore.core.files import UserError, format_found_and_allowed
 from moecore.data.card import SPLITS, Card
 from moecore.data.layouts.images import SplitToWrite, write_images
 from moecore.data.prepared import Prepared, Split
@@ -24,21 +24,21 @@ from moecore.tasks.cells import Cells
 
 Change = Literal["permutation", "texture", "colour", "shifted_colour", "rotation", "frequency"]
 STRENGTH = 0.35  # weight of a texture; the image has the rest
-WAVES = (0.9, 1.6)  # of textures, radians per pixel
-DIRECTIONS = 8
+FREQUENCIES = (0.9, 1.6)  # of textures, radians per pixel
+DIRECTION_COUNT = 8
 CHUNK = 4096
 STREAM = 8  # first random stream of the splits; lower ones belong to other sources
-NAMES = 11  # random stream of the permutations of names
-MIN_ITEMS = 50  # expected training images, or paragraphs, of every dialect
+NAMES_STREAM = 11  # random stream of the permutations of names
+MIN_ITEMS_PER_DIALECT = 50  # expected training images, or paragraphs, of every dialect
 
 
-class Permutation(NamedTuple):
+class PixelPermutation(NamedTuple):
     """A change: each dialect applies a different permutation to the pixels."""
 
     orders: np.ndarray  # int64 (D, S·S)
 
     @classmethod
-    def draw(cls, number: int, size: int, seed: int) -> "Permutation":
+    def draw(cls, number: int, size: int, seed: int) -> "PixelPermutation":
         random = np.random.default_rng([seed, size])
         return cls(np.stack([random.permutation(size * size) for _ in range(number)]))
 
@@ -58,8 +58,8 @@ class Texture(NamedTuple):
         row, column = np.mgrid[:size, :size]
         phases = np.random.default_rng([seed, size]).uniform(0, 2 * np.pi, number)
         kinds = np.arange(number)
-        angles = kinds % DIRECTIONS * np.pi / DIRECTIONS
-        lengths = np.array(WAVES)[kinds // DIRECTIONS % len(WAVES)]
+        angles = kinds % DIRECTION_COUNT * np.pi / DIRECTION_COUNT
+        lengths = np.array(FREQUENCIES)[kinds // DIRECTION_COUNT % len(FREQUENCIES)]
         along = np.stack([column * np.cos(angle) + row * np.sin(angle) for angle in angles])
         waves = 0.5 + 0.5 * np.sin(lengths[:, None, None] * along + phases[:, None, None])
         return cls(np.rint(255 * STRENGTH * waves).astype(np.uint8))
@@ -136,7 +136,7 @@ class FamilyChange(NamedTuple):
     """A change shared by a family of dialects; each dialect then permutes every other pixel."""
 
     shared: "DialectChange"  # of F families
-    permutation: Permutation  # of D dialects; the white fields of a chessboard stay
+    permutation: PixelPermutation  # of D dialects; the white fields of a chessboard stay
     members: int  # dialects per family, D / F
 
     @classmethod
@@ -148,26 +148,26 @@ class FamilyChange(NamedTuple):
         orders = np.tile(np.arange(size * size), (number, 1))
         black = np.flatnonzero(np.indices((size, size)).sum(axis=0) % 2)
         orders[:, black] = random.permuted(orders[:, black], axis=1)
-        return cls(shared, Permutation(orders), number // families)
+        return cls(shared, PixelPermutation(orders), number // families)
 
     def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
         return self.permutation.apply(self.shared.apply(images, dialects // self.members), dialects)
 
 
-DialectChange = Permutation | Texture | Colour | Rotation | WalshProduct | FamilyChange
+DialectChange = PixelPermutation | Texture | Colour | Rotation | WalshProduct | FamilyChange
 CHANGES: dict[str, Any] = {
-    "permutation": Permutation,
+    "permutation": PixelPermutation,
     "texture": Texture,
     "colour": Colour,
     "shifted_colour": ShiftedColour,
     "rotation": Rotation,
     "frequency": WalshProduct,
 }
-HUES = 24
+MAX_HUES = 24
 MAX_DIALECTS = {  # numbers of different dialects
-    "texture": DIRECTIONS * len(WAVES),
-    "colour": HUES,
-    "shifted_colour": HUES,
+    "texture": DIRECTION_COUNT * len(FREQUENCIES),
+    "colour": MAX_HUES,
+    "shifted_colour": MAX_HUES,
     "rotation": 8,
 }
 
@@ -232,7 +232,7 @@ class Dialects(mosaic.CombinedImageSource):
         if families and number % families:
             divisors = [str(part) for part in range(1, number + 1) if number % part == 0]
             allowed = f"null, or of {number} dialects {', '.join(divisors)}"
-            raise ValueError(describe_refusal(found=families, allowed=allowed))
+            raise ValueError(format_found_and_allowed(found=families, allowed=allowed))
         return families
 
     @property
@@ -240,19 +240,19 @@ class Dialects(mosaic.CombinedImageSource):
         return Cells if self.form == "cells" else classification.Classification
 
     @property
-    def side(self) -> int:
+    def cells_per_side(self) -> int:
         """Number of the source's images along each side of an image."""
         return 1 if self.form == "image" else self.grid
 
     @property
     def cells(self) -> int:
         """Number of the source's images in one image."""
-        return self.side**2
+        return self.cells_per_side**2
 
     @property
     def title(self) -> str:
         """Title of the data, without the source's name."""
-        form = f", mosaics of {self.grid}×{self.grid}" if self.side > 1 else ""
+        form = f", mosaics of {self.grid}×{self.grid}" if self.cells_per_side > 1 else ""
         families = f" of {self.families} families" if self.families else ""
         return f"in {self.dialects} dialects{families} ({self.change}){form}"
 
@@ -266,7 +266,7 @@ class Dialects(mosaic.CombinedImageSource):
             name=f"{source.name} {self.title}",
             channels=(3 if is_colour_change(self.change) else source.channels)
             + (self.form == "mosaic"),
-            size=source.shape[0] * self.side,
+            size=source.shape[0] * self.cells_per_side,
             task=task,
             counts={},
             truth=self.dialects,
@@ -279,7 +279,7 @@ class Dialects(mosaic.CombinedImageSource):
             mosaic.check_splits_fill_mosaic(source, self.cells)
             return {"counts": {split: (getattr(self, split),) for split in SPLITS}}
 
-        return card.complete_with(count)
+        return card.fill_or_set_problem(count)
 
     def write_from(self, source: Prepared, folder: Path) -> dict[str, Any]:
         card = source.card
@@ -292,7 +292,7 @@ class Dialects(mosaic.CombinedImageSource):
         shares = zipf_shares(self.dialects, self.zipf)
         check_rarest_dialect(self.zipf, shares, self.train * self.cells)
         change = draw_change(self.change, self.dialects, size, self.seed, channels, self.families)
-        random = np.random.default_rng([self.seed, NAMES])
+        random = np.random.default_rng([self.seed, NAMES_STREAM])
         families = self.families or self.dialects
         names = np.stack([random.permutation(classes) for _ in range(families)])
         return change, names.repeat(self.dialects // families, axis=0)
@@ -334,7 +334,7 @@ class Dialects(mosaic.CombinedImageSource):
             planes = np.broadcast_to(planes, (*planes.shape[:2], *pixels.shape[2:]))
             stacked = np.concatenate([pixels, planes], axis=1)
             stacked = stacked.reshape(-1, self.cells, *stacked.shape[1:])
-            yield mosaic.compose_mosaics(stacked, self.side)
+            yield mosaic.compose_mosaics(stacked, self.cells_per_side)
 
 
 def zipf_shares(dialects: int, zipf: float) -> np.ndarray:
@@ -345,9 +345,9 @@ def zipf_shares(dialects: int, zipf: float) -> np.ndarray:
 
 def check_rarest_dialect(zipf: float, shares: np.ndarray, items: int) -> None:
     expected = shares[-1] * items
-    if expected < MIN_ITEMS:
+    if expected < MIN_ITEMS_PER_DIALECT:
         raise UserError.at(
             "zipf",
             found=f"{zipf}, which leaves about {expected:.0f} of the last dialect in training",
-            allowed=f"{MIN_ITEMS} or more of each",
+            allowed=f"{MIN_ITEMS_PER_DIALECT} or more of each",
         )

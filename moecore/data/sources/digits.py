@@ -7,14 +7,14 @@ import numpy as np
 from pydantic import Field
 
 from moecore.data import stratified_splits
-from moecore.data.card import Card, count_classes
+from moecore.data.card import Card, count_per_class
 from moecore.data.files.decode import resize_images_in_chunks
 from moecore.data.layouts.images import SplitToWrite, write_images
 from moecore.data.sources.base import Source
 from moecore.tasks.classification import Classification
 
 TASK = Classification(classes=tuple("0123456789"))
-IMAGES = (178, 182, 177, 183, 181, 182, 181, 179, 174, 180)  # per class
+IMAGES_PER_CLASS = (178, 182, 177, 183, 181, 182, 181, 179, 174, 180)  # per class
 
 
 class Digits(stratified_splits.SplitSettings, Source):
@@ -27,13 +27,13 @@ class Digits(stratified_splits.SplitSettings, Source):
     def describe(self) -> Card:
         source = "scikit-learn load_digits (UCI, doi 10.24432/C50P49)"
         card = Card("Digits", 1, self.size, TASK, "CC BY 4.0", source)
-        labels = np.repeat(np.arange(10), IMAGES)
+        labels = np.repeat(np.arange(10), IMAGES_PER_CLASS)
 
         def count() -> dict[str, Any]:
             parts = {name: labels[rows] for name, rows in self._splits(labels).items()}
-            return {"counts": count_classes(card.name, TASK, parts)}
+            return {"counts": count_per_class(card.name, TASK, parts)}
 
-        return card.complete_with(count)
+        return card.fill_or_set_problem(count)
 
     def write(self, folder: Path) -> dict[str, Any]:
         from sklearn.datasets import load_digits  # takes a second to import

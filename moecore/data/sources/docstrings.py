@@ -15,10 +15,10 @@ from moecore.data.layouts.text import TokenizedText
 from moecore.data.text import words
 
 PACKAGES = ("matplotlib", "networkx", "numpy", "pandas", "scikit-learn", "scipy", "sympy", "timm")
-CODE = (">>>", "---", "===", "::")  # marks of code and markup; prose has none of them
-MIN_COUNT = 3  # occurrences in training of a word of the vocabulary
+CODE_MARKS = (">>>", "---", "===", "::")  # marks of code and markup; prose has none of them
+MIN_WORD_COUNT = 3  # occurrences in training of a word of the vocabulary
 MIN_WORDS = 8  # of a paragraph
-MIN_LETTERS = 0.7  # share of letters among a paragraph's characters
+MIN_LETTER_SHARE = 0.7  # share of letters among a paragraph's characters
 
 
 class DocstringSource(words.TextSource):
@@ -39,10 +39,10 @@ class DocstringSource(words.TextSource):
         for name in sorted(self.packages):
             for path, text in read_python_files(name):
                 for paragraph in extract_docstring_prose(text, path):
-                    if (identity := self.identify_paragraph(paragraph)) not in identities:
+                    if (identity := self.paragraph_duplicate_key(paragraph)) not in identities:
                         identities.add(identity)
-                        lines[self._split(path)].append(words.lower_words(paragraph))
-        vocabulary = words.build_vocabulary(lines["train"], MIN_COUNT)
+                        lines[self._choose_split(path)].append(words.lower_words(paragraph))
+        vocabulary = words.build_vocabulary(lines["train"], MIN_WORD_COUNT)
         numbers = {word: number for number, word in enumerate(vocabulary)}
         tokens = {split: words.tokenize_lines(part, numbers) for split, part in lines.items()}
         more = {"packages": versions, "lines": {split: len(part) for split, part in lines.items()}}
@@ -51,16 +51,16 @@ class DocstringSource(words.TextSource):
     def describe(self) -> Card:
         licence = "BSD and MIT; matplotlib: its own, Apache-2.0: timm"
         card = self.text_card("Docstrings", licence, "docstrings of installed packages")
-        return card.check_with(self._versions)
+        return card.add_check_problem(self._versions)
 
     def _versions(self) -> dict[str, str]:
         return {name: find_distribution(name).version for name in self.packages}
 
-    def identify_paragraph(self, paragraph: str) -> str:
+    def paragraph_duplicate_key(self, paragraph: str) -> str:
         """Return a paragraph's key; later paragraphs with an equal key are dropped."""
         return paragraph
 
-    def _split(self, path: str) -> str:
+    def _choose_split(self, path: str) -> str:
         position = int(hashlib.sha256(path.encode()).hexdigest()[:8], 16) / 2**32
         if position < self.test:
             return "test"
@@ -73,7 +73,7 @@ class Docstrings(DocstringSource):
     """Paragraphs of prose without duplicates, one per line, in the order of packages and files.
 
     A file's split depends on the sha256 of its path in the package, so a new release of one package
-    moves no file of another. Words with fewer than MIN_COUNT occurrences in training are ``<unk>``.
+    moves no file of another. Words below MIN_WORD_COUNT training occurrences are ``<unk>``.
     """
 
     kind: Literal["docstrings"] = "docstrings"
@@ -116,8 +116,7 @@ def extract_docstring_prose(source: str, path: str = "source") -> Iterator[str]:
             continue
         for paragraph in (ast.get_docstring(node) or "").split("\n\n"):
             text = " ".join(paragraph.split())
-            letters = sum(map(str.isalpha, text))
-            plain = letters > MIN_LETTERS * len(text)
-            coded = any(mark in text for mark in CODE)
+            plain = sum(map(str.isalpha, text)) > MIN_LETTER_SHARE * len(text)
+            coded = any(mark in text for mark in CODE_MARKS)
             if plain and not coded and len(text.split()) >= MIN_WORDS:
                 yield text

@@ -26,7 +26,7 @@ SHA256 = {  # of the decompressed content
     "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
     "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
 }
-GZIP = b"\x1f\x8b"
+GZIP_MAGIC = b"\x1f\x8b"
 MAX_BYTES = 2**26  # decompressed; the largest published file has 47 million
 
 
@@ -53,7 +53,7 @@ class FashionMnist(PublishedSource):
         return root
 
     def read_sets(self, place: Path) -> tuple[LabelledImages, LabelledImages]:
-        return _read_part(place, "train"), _read_part(place, "t10k")
+        return _read_images_and_labels(place, "train"), _read_images_and_labels(place, "t10k")
 
     def describe_absence(self, roots: list[Path]) -> str:
         gaps = []
@@ -70,7 +70,7 @@ class FashionMnist(PublishedSource):
         )
 
 
-def _read_part(root: Path, part: str) -> LabelledImages:
+def _read_images_and_labels(root: Path, part: str) -> LabelledImages:
     names = (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte")
     images, labels = (_read_file(name, _existing_files(root, name)[0]) for name in names)
     return images[:, None], labels.astype(np.int64)
@@ -92,7 +92,7 @@ def read_idx(path: Path, dimensions: int, sha256: str) -> np.ndarray:
     """Read the uint8 array of an IDX file, plain or gzip, and verify its content's sha256."""
     try:
         with open(path, "rb") as file:
-            is_packed = file.read(2) == GZIP
+            is_packed = file.read(2) == GZIP_MAGIC
             file.seek(0)
             content = (gzip.GzipFile(fileobj=file) if is_packed else file).read(MAX_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:

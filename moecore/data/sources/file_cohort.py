@@ -12,17 +12,22 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, atomic_file, find_raw_folder, raw_data_folders
+from moecore.core.files import UserError, atomic_file, candidate_raw_folders, find_raw_folder
 from moecore.data.card import Card
 from moecore.data.layouts.volumes import VolumeSplitToWrite, write_volumes
 from moecore.data.sources.base import Source
 from moecore.data.thread_map import map_in_threads
-from moecore.data.volumes import cohorts, volume_preparation
-from moecore.data.volumes.cohorts import CohortTable, SubjectProblem, VolumeSubject, find_only_file
-from moecore.data.volumes.volume_preparation import REGIONS, UnusableVolume, VolumeWithTissueShares
+from moecore.data.volumes import participants, volume_preparation
+from moecore.data.volumes.participants import (
+    CohortTable,
+    SubjectProblem,
+    VolumeSubject,
+    find_only_file,
+)
+from moecore.data.volumes.volume_preparation import TISSUES, UnusableVolume, VolumeWithTissueShares
 
-VERSION = 2  # of the cache; raise it when reading a subject gives different values
-PATTERN_WORDS = """a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for \
+CACHE_VERSION = 2  # of the cache; raise it when reading a subject gives different values
+PATTERN_HELP = """a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for \
 sub-01 or sub-01_ses-1, * for anything"""
 
 
@@ -39,7 +44,7 @@ class VolumeCache(NamedTuple):
             name: [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
             for name, path in files.items()
         }
-        key = json.dumps([VERSION, self.settings, stamps], sort_keys=True)
+        key = json.dumps([CACHE_VERSION, self.settings, stamps], sort_keys=True)
         return self.folder / f"{sha256(key.encode()).hexdigest()}.npz"
 
 
@@ -58,8 +63,7 @@ class TissueMapPatterns(Config):
     """File name patterns of the probability maps of the three tissues."""
 
     wm: str = Field(
-        "{folder}/anat/{prefix}*_label-WM_probseg.nii*",
-        description=f"White matter: {PATTERN_WORDS}",
+        "{folder}/anat/{prefix}*_label-WM_probseg.nii*", description=f"White matter: {PATTERN_HELP}"
     )
     gm: str = Field("{folder}/anat/{prefix}*_label-GM_probseg.nii*", description="Grey matter")
     csf: str = Field("{folder}/anat/{prefix}*_label-CSF_probseg.nii*", description="Fluid")
@@ -68,7 +72,7 @@ class TissueMapPatterns(Config):
 class Dseg(Config):
     """File name pattern of a label map (BIDS: dseg), and its numbers for each tissue."""
 
-    pattern: str = Field("{folder}/anat/{prefix}*_dseg.nii*", description=f"Map: {PATTERN_WORDS}")
+    pattern: str = Field("{folder}/anat/{prefix}*_dseg.nii*", description=f"Map: {PATTERN_HELP}")
     wm: tuple[int, ...] = Field((2,), min_length=1, description="Numbers of white matter")
     gm: tuple[int, ...] = Field((1,), min_length=1, description="Numbers of grey matter")
     csf: tuple[int, ...] = Field((3,), min_length=1, description="Numbers of fluid")
@@ -80,11 +84,11 @@ class CachedSubject(NamedTuple):
     digest: str  # of the stored T1
 
 
-class FileCohort(cohorts.CohortSettings, volume_preparation.VoxelGrid, Source):
+class FileCohort(participants.CohortSettings, volume_preparation.VoxelGrid, Source):
     """Base class of cohorts with one T1-weighted volume (NIfTI or .mgz) per row of a table."""
 
     root: str = Field(description="Folder of the cohort; derivatives may lie below it")
-    t1: str = Field(description=f"The T1w volume: {PATTERN_WORDS}")
+    t1: str = Field(description=f"The T1w volume: {PATTERN_HELP}")
     mask: str | None = Field(None, description="Brain mask, as t1; null: voxels over half tissue")
     maps: TissueMapPatterns | None = Field(None, description="Tissue probability maps; null: none")
     dseg: Dseg | None = Field(None, description="Tissue as one label map; needs maps: null")
@@ -106,7 +110,7 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.VoxelGrid, Source):
         return self.train_diagnoses
 
     @model_validator(mode="after")
-    def _one_kind_of_map(self) -> Self:
+    def _check_one_kind_of_map(self) -> Self:
         if self.maps and self.dseg:
             raise ValueError("maps and dseg are both set; allowed: one of them (set maps: null)")
         return self
@@ -123,33 +127,35 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.VoxelGrid, Source):
     def uncounted_card(self) -> Card:
         """The data's card before subjects are counted: ``counts`` and ``skipped`` are empty."""
         about = (self.licence, self.root)
-        return cohorts.age_cohort_card(self.name, self.size, self.voxel_mm, self.regions, about)
+        return participants.age_cohort_card(
+            self.name, self.size, self.voxel_mm, self.regions, about
+        )
 
     def describe(self) -> Card:
         def count() -> dict[str, Any]:
             usable, table = self.find_subjects()
-            rows = cohorts.split_cohort(usable, self, table.splits, table.places)
+            rows = participants.split_cohort(usable, self, table.splits, table.places)
             return count_subjects(rows, table.problems)
 
-        return self.uncounted_card.complete_with(count)
+        return self.uncounted_card.fill_or_set_problem(count)
 
     def write(self, folder: Path) -> dict[str, Any]:
-        cached, table = self.read_volumes()
+        cached, table = self.read_volumes_into_cache()
         subjects = [entry.subject for entry in cached]
-        rows_of_split = cohorts.split_cohort(subjects, self, table.splits, table.places)
+        rows_of_split = participants.split_cohort(subjects, self, table.splits, table.places)
         parts = {split: [cached[row] for row in rows] for split, rows in rows_of_split.items()}
         return write_cohort(folder, self, self.uncounted_card, table.problems, parts)
 
-    def read_volumes(self) -> tuple[list[CachedSubject], CohortTable]:
+    def read_volumes_into_cache(self) -> tuple[list[CachedSubject], CohortTable]:
         """Read all volumes into the cache; return usable subjects, and the table with problems."""
         root = self._root()
         table = self.read_rows(root)
         problems = table.problems
         labels = self.dseg and self.dseg.model_dump(exclude={"pattern"})
         settings = {"voxel_mm": self.voxel_mm, "size": list(self.size), "dseg": labels}
-        folders = (path for path in raw_data_folders(self.cache) if path.is_dir())
+        folders = (path for path in candidate_raw_folders(self.cache) if path.is_dir())
         cache = VolumeCache(next(folders, Path(self.cache)), settings)
-        read_subject = partial(self._read, root, cache)
+        read_subject = partial(self._read_subject_into_cache, root, cache)
         usable = []
         first: dict[str, VolumeSubject] = {}
         outcomes = map_in_threads(read_subject, table.subjects)
@@ -163,7 +169,7 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.VoxelGrid, Source):
                 problems.append(SubjectProblem(*subject[:2], reason))
             else:
                 usable.append(outcome)
-        self._refuse(root, problems)
+        self._refuse_problems(root, problems)
         return usable, table
 
     def find_subjects(self) -> tuple[list[VolumeSubject], CohortTable]:
@@ -173,14 +179,13 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.VoxelGrid, Source):
         usable = []
         for subject in table.subjects:
             try:
-                files = self.find_files(root, subject)
-                usable.append(self.complete_subject(subject, files["t1"]))
+                usable.append(self.complete_subject(subject, self.find_files(root, subject)["t1"]))
             except UnusableVolume as error:
                 table.problems.extend(_subject_problems(subject, error))
-        self._refuse(root, table.problems)
+        self._refuse_problems(root, table.problems)
         return usable, table
 
-    def _refuse(self, root: Path, problems: list[SubjectProblem]) -> None:
+    def _refuse_problems(self, root: Path, problems: list[SubjectProblem]) -> None:
         if problems and self.on_error == "stop":
             lines = "\n  ".join(" ".join(problem.reason.split()) for problem in problems)
             raise UserError(
@@ -191,12 +196,12 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.VoxelGrid, Source):
     @property
     def regions(self) -> tuple[str, ...]:
         """Names of the tissues whose maps are stored with the volumes; () without maps."""
-        return REGIONS if self.maps or self.dseg else ()
+        return TISSUES if self.maps or self.dseg else ()
 
-    def _read(
+    def _read_subject_into_cache(
         self, root: Path, cache: VolumeCache, subject: VolumeSubject
     ) -> CachedSubject | UnusableVolume:
-        labels = {name: getattr(self.dseg, name) for name in REGIONS} if self.dseg else None
+        labels = {name: getattr(self.dseg, name) for name in TISSUES} if self.dseg else None
         try:
             files = self.find_files(root, subject)
             subject = self.complete_subject(subject, files["t1"])

@@ -18,7 +18,7 @@ class Flickr30k(published_source.CaptionedSource):
     karpathy: str | None = Field(None, description="dataset_flickr30k.json")
 
     @property
-    def about(self) -> tuple[str, str, str]:
+    def name_licence_origin(self) -> tuple[str, str, str]:
         source = "https://shannon.cs.illinois.edu/DenotationGraph"
         return "Flickr30k", "Flickr's terms, for research and education", source
 

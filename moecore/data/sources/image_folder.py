@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from moecore.core.files import raw_data_folders
+from moecore.core.files import candidate_raw_folders
 from moecore.data.files import image_files
 from moecore.data.stratified_splits import split_train, stratified_limit, stratified_split
 
@@ -24,8 +24,8 @@ class ImageFolder(image_files.ImageFilesSource):
     licence: str = Field("not stated", description="Licence of the images, for the card")
 
     @property
-    def about(self) -> tuple[str, str, str]:
-        name = self.name or os.path.basename(os.path.realpath(raw_data_folders(self.root)[0]))
+    def name_licence_origin(self) -> tuple[str, str, str]:
+        name = self.name or os.path.basename(os.path.realpath(candidate_raw_folders(self.root)[0]))
         return name, self.licence, self.root
 
     def list_splits(self) -> tuple[tuple[str, ...], dict[str, image_files.LabelledFiles]]:

@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from moecore.core.files import UserError, raw_data_folders
+from moecore.core.files import UserError, candidate_raw_folders
 from moecore.data.files import image_files
 from moecore.data.stratified_splits import split_train, stratified_limit
 
-WNID = re.compile(r"n\d{8}")
+WNID_PATTERN = re.compile(r"n\d{8}")
 
 
 class Imagenet(image_files.ImageFilesSource):
@@ -27,12 +27,12 @@ class Imagenet(image_files.ImageFilesSource):
     validation: float = Field(10000, gt=0, description="Share (< 1) or number of training images")
 
     @property
-    def about(self) -> tuple[str, str, str]:
+    def name_licence_origin(self) -> tuple[str, str, str]:
         licence = "non-commercial research and education only (terms at image-net.org)"
         return "ImageNet", licence, "https://image-net.org"
 
     def scratch_folder(self, folder: Path) -> Path:
-        caches = raw_data_folders(self.cache)
+        caches = candidate_raw_folders(self.cache)
         return next((path for path in caches if path.is_dir()), Path(self.cache))
 
     def list_splits(self) -> tuple[tuple[str, ...], dict[str, image_files.LabelledFiles]]:
@@ -48,7 +48,7 @@ class Imagenet(image_files.ImageFilesSource):
         }
 
     def root_folder(self) -> Path:
-        roots = raw_data_folders(self.root)
+        roots = candidate_raw_folders(self.root)
         halves = ("train", "val")
         root = next((path for path in roots if all((path / h).is_dir() for h in halves)), None)
         if root is None:
@@ -60,6 +60,6 @@ class Imagenet(image_files.ImageFilesSource):
             names = sorted(path.name for path in (root / half).iterdir() if path.is_dir())
             if not names:
                 raise UserError(f"{root / half}: no class folders; sort by wnid (n01440764, …)")
-            if wrong := [name for name in names if not WNID.fullmatch(name)]:
+            if wrong := [name for name in names if not WNID_PATTERN.fullmatch(name)]:
                 raise UserError(f"{root / half}: {wrong[0]} is no wnid; allowed: n and 8 digits")
         return root

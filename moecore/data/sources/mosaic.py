@@ -60,7 +60,7 @@ class Mosaic(CombinedImageSource):
             task=MultiLabel(classes=source.classes or ()),
             counts={split: (getattr(self, split),) for split in SPLITS},
         )
-        return card.check_with(lambda: check_splits_fill_mosaic(source, self.grid**2))
+        return card.add_check_problem(lambda: check_splits_fill_mosaic(source, self.grid**2))
 
     def write_from(self, source: Prepared, folder: Path) -> dict[str, Any]:
         classes = source.task.outputs
@@ -98,7 +98,7 @@ def draw_mosaic_members(
 def check_splits_fill_mosaic(source: Card, cells: int) -> None:
     if source.problem is None:
         for split in SPLITS:
-            check_images_fill_mosaic(source.images[split], cells, split)
+            check_images_fill_mosaic(source.image_counts[split], cells, split)
 
 
 def check_images_fill_mosaic(total: int, cells: int, name: str) -> None:

@@ -7,24 +7,24 @@ import numpy as np
 from pydantic import Field
 
 from moecore.data.card import SPLITS, Card
-from moecore.data.layouts.volumes import BRAIN, VolumeSplitToWrite, write_volumes
+from moecore.data.layouts.volumes import BRAIN_SHARE, VolumeSplitToWrite, write_volumes
 from moecore.data.phantom.anatomy import SIDE, VOXEL_MM, Preset, simulate_scanner
 from moecore.data.phantom.simulated_person import LifelongTraits
 from moecore.data.sources.base import Source
 from moecore.data.thread_map import map_in_threads, one_blas_thread
-from moecore.data.volumes import cohorts
+from moecore.data.volumes import participants
 from moecore.data.volumes.volume_preparation import (
-    REGIONS,
+    TISSUES,
     VolumeWithTissueShares,
-    pack_stored_volume,
+    normalise_and_pack,
     resample_masked_volume,
     resample_volume,
 )
 
 MAX_SUBJECTS = 1_000_000  # of one cohort: keeps the seeds of cohorts apart
-AGES = (20.0, 90.0)  # years; uniform between the two
-WOMEN = 0.5  # share of the people
-SITES = 3  # scanners, each with its brightness, contrast and noise
+AGE_RANGE = (20.0, 90.0)  # years; uniform between the two
+WOMEN_SHARE = 0.5  # share of the people
+NUMBER_OF_SITES = 3  # scanners, each with its brightness, contrast and noise
 LICENCE = "simulated from the MNI152 maps (see moecore/data/phantom/mni152/NOTICE.md)"
 SOURCE = (
     "simulated; trajectories of Bethlehem et al. 2022 (doi 10.1038/s41586-022-04554-y), anatomy of "
@@ -46,7 +46,7 @@ class ScanWithTissueShares(NamedTuple):
 
 
 class Visit(NamedTuple):
-    subject: cohorts.VolumeSubject
+    subject: participants.VolumeSubject
     seed: int
     site: int
 
@@ -59,20 +59,20 @@ def simulate_scan(
     # same brain again. The result depends on the arguments alone.
     # With several BLAS threads, two voxels in a hundred volumes depend on the number of cores.
     with one_blas_thread():
-        brain = LifelongTraits.draw(seed, preset).at(age, sex)
-        mask = brain.regions.sum(axis=0) > BRAIN
+        brain = LifelongTraits.draw(seed, preset).brain(age, sex)
+        mask = brain.regions.sum(axis=0) > BRAIN_SHARE
         volume = simulate_scanner(brain.brightness, mask, seed, scan, site)
         return ScanWithTissueShares(volume, brain.regions, mask)
 
 
-class Phantom(cohorts.CohortSettings, Source):
+class Phantom(participants.CohortSettings, Source):
     """Scans of simulated people; results hold for the simulation only, not for real brains.
 
     Head size, tissue volumes, ventricles, lesions and scanners vary independently, given age and
     sex.
     """
 
-    regions: ClassVar[tuple[str, ...]] = REGIONS
+    regions: ClassVar[tuple[str, ...]] = TISSUES
 
     kind: Literal["phantom"] = "phantom"
     subjects: int = Field(480, ge=8, lt=MAX_SUBJECTS, description="Number of simulated people")
@@ -82,23 +82,25 @@ class Phantom(cohorts.CohortSettings, Source):
     def describe(self) -> Card:
         side = round(SIDE * VOXEL_MM / self.voxel_mm)
         name = f"Simulated ageing cohort (phantom, {self.preset})"
-        card = cohorts.age_cohort_card(
-            name, (side,) * 3, self.voxel_mm, REGIONS, (LICENCE, SOURCE), simulated=True
+        card = participants.age_cohort_card(
+            name, (side,) * 3, self.voxel_mm, TISSUES, (LICENCE, SOURCE), simulated=True
         )
 
         def count() -> dict[str, Any]:
-            rows = cohorts.split_cohort([visit.subject for visit in self.visits()], self)
+            rows = participants.split_cohort([visit.subject for visit in self.visits()], self)
             return {"counts": {split: (len(rows[split]),) for split in SPLITS}}
 
-        return card.complete_with(count)
+        return card.fill_or_set_problem(count)
 
     def write(self, folder: Path) -> dict[str, Any]:
         """Write arrays and card.json, with equal bytes for equal settings; return the card."""
         visits = self.visits()
         parts = {}
-        for split, rows in cohorts.split_cohort([visit.subject for visit in visits], self).items():
+        for split, rows in participants.split_cohort(
+            [visit.subject for visit in visits], self
+        ).items():
             visits_of_split = [visits[row] for row in rows]
-            volumes = map_in_threads(self._draw_visit, visits_of_split)
+            volumes = map_in_threads(self._simulate_visit, visits_of_split)
             parts[split] = VolumeSplitToWrite([visit.subject for visit in visits_of_split], volumes)
         return write_volumes(folder, self, self.describe(), parts)
 
@@ -107,9 +109,9 @@ class Phantom(cohorts.CohortSettings, Source):
     ) -> VolumeWithTissueShares:
         """Simulate a scan in the form that ``write`` stores; ``seed`` is from ``person_seed``."""
         simulated = simulate_scan(age, sex, seed, scan, site, self.preset)
-        return pack_stored_volume(*simulated.resample(self.voxel_mm))
+        return normalise_and_pack(*simulated.resample(self.voxel_mm))
 
-    def _draw_visit(self, visit: Visit) -> VolumeWithTissueShares:
+    def _simulate_visit(self, visit: Visit) -> VolumeWithTissueShares:
         return self.draw(visit.subject.age, visit.subject.sex, visit.seed, site=visit.site)
 
     def person_seed(self, number: int) -> int:
@@ -121,9 +123,11 @@ class Phantom(cohorts.CohortSettings, Source):
         for number in range(self.subjects):
             seed = self.person_seed(number)
             random = np.random.default_rng([seed, 3])  # 1 and 2: the person's anatomy and scans
-            age = round(float(random.uniform(*AGES)), 2)
-            sex = "F" if random.random() < WOMEN else "M"
-            site = int(random.integers(SITES))
-            row = cohorts.VolumeSubject(f"sub-{number + 1:04}", "", age, sex, f"site-{site + 1}")
+            age = round(float(random.uniform(*AGE_RANGE)), 2)
+            sex = "F" if random.random() < WOMEN_SHARE else "M"
+            site = int(random.integers(NUMBER_OF_SITES))
+            row = participants.VolumeSubject(
+                f"sub-{number + 1:04}", "", age, sex, f"site-{site + 1}"
+            )
             visits.append(Visit(row, seed, site))
         return visits

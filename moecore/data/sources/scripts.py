@@ -21,18 +21,18 @@ from moecore.data.sources.base import Source
 from moecore.tasks.classification import Classification
 
 STREAM = 14  # first random stream of the splits; lower ones belong to other sources
-CHOICE = 17  # random stream of the choice of characters
-HELD_OUT = 18  # random stream of the choice of test fonts
-COLUMNS = ("character", "script", "font", "style")
+CHOICE_STREAM = 17  # random stream of the choice of characters
+TEST_FONTS_STREAM = 18  # random stream of the choice of test fonts
+RENDERING_COLUMNS = ("character", "script", "font", "style")
 ENDINGS = (".ttf", ".otf")
 NO_SCRIPT = {"Zinh", "Zyyy", "Zzzz"}  # Unicode's codes for inherited, common and unknown
 OVERSAMPLING = 2  # pixels drawn per pixel of the image, along each axis
-EM = 0.8  # side of the font's em square / S, before the random scale
-LARGEST = 0.95  # side of the largest glyph / S, before the random scale
-SHRINKING = 0.3  # largest decrease of the scale from 1
-DEGREES = 15.0  # largest rotation
-SHEAR = 0.2
-SHIFT = 0.08  # largest shift / S
+EM_SHARE = 0.8  # side of the font's em square / S, before the random scale
+MAX_GLYPH_SHARE = 0.95  # side of the largest glyph / S, before the random scale
+MAX_SHRINKING = 0.3  # largest decrease of the scale from 1
+MAX_DEGREES = 15.0  # largest rotation
+MAX_SHEAR = 0.2
+MAX_SHIFT = 0.08  # largest shift / S
 
 Drawing = tuple[Path, tuple[int, int], bytes]  # font, width and height, pixels' checksum
 
@@ -97,10 +97,9 @@ class Scripts(Source):
     def describe(self) -> Card:
         licence = "of the fonts; Noto: SIL Open Font License 1.1"
         card = Card("Scripts", 1, self.size, None, licence, "rendered fonts, Unicode's scripts")
-        return card.complete_with(self._describe_characters)
+        return card.fill_or_set_problem(self._fields_from_fonts)
 
-    def _describe_characters(self) -> dict[str, Any]:
-        """Return the card's fields that depend on the fonts."""
+    def _fields_from_fonts(self) -> dict[str, Any]:
         import PIL
         from PIL import features
 
@@ -119,7 +118,7 @@ class Scripts(Source):
         }
 
     def write(self, folder: Path) -> dict[str, Any]:
-        card = self.describe().without_problem()
+        card = self.describe().check_has_no_problem()
         *_, characters = self.choose_characters()
         folder.mkdir(parents=True, exist_ok=True)
         parts, tables = {}, []
@@ -127,9 +126,9 @@ class Scripts(Source):
             renderings = list(self._draw_fonts(characters, split))
             rows = [(chr(code), script, *font[1:3]) for (code, script, *_), font, _ in renderings]
             tables.append(f"{split}_renderings.csv")
-            write_csv(folder / tables[-1], [COLUMNS, *rows])
+            write_csv(folder / tables[-1], [RENDERING_COLUMNS, *rows])
             labels = np.arange(len(characters)).repeat(getattr(self, split))
-            parts[split] = SplitToWrite(labels, self._draw(renderings, card.more["scripts"]))
+            parts[split] = SplitToWrite(labels, self._draw_images(renderings, card.more["scripts"]))
         return write_images(folder, self, card, parts, files=tables)
 
     def choose_characters(self) -> tuple[Path, str, tuple[CharacterFonts, ...]]:
@@ -145,7 +144,7 @@ class Scripts(Source):
         if self.sha256 not in (None, sha256):
             allowed = f"{self.sha256}, see `sha256`"
             raise UserError.at(root, found=f"fonts with sha256 {sha256}", allowed=allowed)
-        return root, sha256, _choose_characters(self, root, sha256)
+        return root, sha256, _pick_characters(self, root, sha256)
 
     def _draw_fonts(self, characters: Iterable[CharacterFonts], split: str) -> Iterator[Rendering]:
         """Yield each image's character and font, and the generator that draws its distortion."""
@@ -156,7 +155,7 @@ class Scripts(Source):
                 random = np.random.default_rng([self.seed, stream, character.code, number])
                 yield character, choices[random.integers(len(choices))], random
 
-    def _draw(self, renderings: list[Rendering], scripts: list[str]) -> Iterator[np.ndarray]:
+    def _draw_images(self, renderings: list[Rendering], scripts: list[str]) -> Iterator[np.ndarray]:
         """Yield images uint8 (1, 2, S, S): pixels, and the script's number from 1."""
         for character, font, random in renderings:
             glyph = draw_glyph(font, character.code, self.size)
@@ -165,7 +164,7 @@ class Scripts(Source):
 
 
 @lru_cache(maxsize=8)
-def _choose_characters(settings: Scripts, root: Path, sha256: str) -> tuple[CharacterFonts, ...]:
+def _pick_characters(settings: Scripts, root: Path, sha256: str) -> tuple[CharacterFonts, ...]:
     """Draw the characters (classes) from fonts below ``root``; UserError if there are too few."""
     fonts_of: dict[int, list[Font]] = {}
     scripts: dict[int, str] = {}
@@ -181,7 +180,7 @@ def _choose_characters(settings: Scripts, root: Path, sha256: str) -> tuple[Char
     earlier: set[Drawing] = set()
     counts: Counter[str] = Counter()
     characters = []
-    for code in np.random.default_rng([settings.seed, CHOICE]).permutation(codes).tolist():
+    for code in np.random.default_rng([settings.seed, CHOICE_STREAM]).permutation(codes).tolist():
         if len(characters) == settings.characters:
             break
         train = [font for font in fonts_of[code] if font.family not in held_out]
@@ -221,7 +220,7 @@ def _hold_out_families(settings: Scripts, letters: list[tuple[str, list[Font]]])
     families: dict[str, set[str]] = {}
     for script, script_fonts in letters:
         families.setdefault(script, set()).update(font.family for font in script_fonts)
-    random = np.random.default_rng([settings.seed, HELD_OUT])
+    random = np.random.default_rng([settings.seed, TEST_FONTS_STREAM])
     held_out: set[str] = set()
     training: set[str] = set()
     for _, names in sorted(families.items()):
@@ -280,7 +279,7 @@ def draw_glyph(font: Font, code: int, size: int) -> Any:  # PIL's Image
     """Draw a character upright for an image of ``size`` pixels, and crop it to its ink."""
     from PIL import Image
 
-    mask = _open_font(font.path, round(EM * OVERSAMPLING * size)).getmask(chr(code))
+    mask = _open_font(font.path, round(EM_SHARE * OVERSAMPLING * size)).getmask(chr(code))
     glyph = Image.frombytes("L", mask.size, bytes(mask))
     return glyph.crop(glyph.getbbox() or (0, 0, 0, 0))
 
@@ -298,13 +297,13 @@ def warp_glyph(glyph: Any, size: int, distortion: float, random: np.random.Gener
     from PIL import Image, ImageOps
 
     side = OVERSAMPLING * size
-    scale = min(1, LARGEST * side / max(glyph.size))
-    scale *= 1 - distortion * SHRINKING * random.random()
-    angle, shear = distortion * random.uniform(-1, 1, 2) * (np.radians(DEGREES), SHEAR)
+    scale = min(1, MAX_GLYPH_SHARE * side / max(glyph.size))
+    scale *= 1 - distortion * MAX_SHRINKING * random.random()
+    angle, shear = distortion * random.uniform(-1, 1, 2) * (np.radians(MAX_DEGREES), MAX_SHEAR)
     rotation = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
     # from places in the image to places in the glyph
     matrix = np.linalg.inv(scale * rotation @ np.array([[1, shear], [0, 1]]))
-    centre = side / 2 + distortion * side * SHIFT * random.uniform(-1, 1, 2)
+    centre = side / 2 + distortion * side * MAX_SHIFT * random.uniform(-1, 1, 2)
     padded = ImageOps.expand(glyph, 1)  # or edges would not be interpolated
     affine = np.column_stack([matrix, np.array(padded.size) / 2 - matrix @ centre]).ravel().tolist()
     method, filter = Image.Transform.AFFINE, Image.Resampling.BILINEAR

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from moecore.core.config import Config
 from moecore.core.files import UserError, join_below_root
 from moecore.data.sources.file_cohort import FileCohort
-from moecore.data.volumes import cohorts
+from moecore.data.volumes import participants
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
@@ -46,7 +46,7 @@ class Spreadsheet(FileCohort):
     )
 
     @model_validator(mode="after")
-    def _one_group(self) -> Self:
+    def _check_site_in_name(self) -> Self:
         if self.site_in_name is None:
             return self
         if self.columns.site is not None:
@@ -59,7 +59,7 @@ class Spreadsheet(FileCohort):
             raise ValueError(f"site_in_name: found {groups} groups; allowed: one, the site's")
         return self
 
-    def read_rows(self, root: Path) -> cohorts.CohortTable:
+    def read_rows(self, root: Path) -> participants.CohortTable:
         path = root / self.table
         if path.suffix not in SEPARATORS:
             raise UserError.at(
@@ -69,7 +69,7 @@ class Spreadsheet(FileCohort):
             )
         if not join_below_root(root, path).is_file():
             raise UserError(f"{path}: no such file; `table` names the cohort's table below `root`")
-        _, rows = cohorts.read_text_table(path, SEPARATORS[path.suffix])
+        _, rows = participants.read_text_table(path, SEPARATORS[path.suffix])
         if not rows:
             raise UserError(f"{path}: has no rows")
         problems = []
@@ -77,7 +77,7 @@ class Spreadsheet(FileCohort):
         diagnosis_counts: Counter[str] = Counter()
         people = defaultdict(list)
         places: dict[str, str] = {}
-        for line, row in enumerate(self._rename_columns(path, rows), 2):
+        for line, row in enumerate(self._translate_rows(path, rows), 2):
             diagnosis_counts[row.get("diagnosis") or "none given"] += 1
             if self.diagnoses is not None and row.get("diagnosis") not in self.diagnoses:
                 continue
@@ -85,16 +85,16 @@ class Spreadsheet(FileCohort):
             place = f"{path}:{line}"
             people[who].append(row)
             places.setdefault(who, place)
-            subject, reasons = cohorts.parse_subject_with_problems(row)
+            subject, reasons = participants.parse_subject_with_problems(row)
             lines = [f"{place}: {who}: {why}" for why in reasons]
-            problems += [cohorts.SubjectProblem(*subject[:2], line) for line in lines]
+            problems += [participants.SubjectProblem(*subject[:2], line) for line in lines]
             subjects.append(subject)
         if not subjects:
-            why = cohorts.describe_absent_diagnoses(self.diagnoses, diagnosis_counts)
+            why = participants.describe_absent_diagnoses(self.diagnoses, diagnosis_counts)
             raise UserError(f"{path}: {why}")
-        return cohorts.table_of_usable_rows(path, people, subjects, problems, places)
+        return participants.table_of_usable_rows(path, people, subjects, problems, places)
 
-    def _rename_columns(self, path: Path, rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    def _translate_rows(self, path: Path, rows: list[dict[str, str]]) -> list[dict[str, str]]:
         """Rename columns as in ``ColumnNames``, sexes to F and M, and pad ids with zeros."""
         names = {name: theirs for name, theirs in self.columns.model_dump().items() if theirs}
         if missing := [theirs for theirs in names.values() if theirs not in rows[0]]:
@@ -105,13 +105,17 @@ class Spreadsheet(FileCohort):
         renamed = []
         for row in rows:
             ours = {name: row[theirs] for name, theirs in names.items()}
-            ours = {name: "" if value == cohorts.MISSING else value for name, value in ours.items()}
+            ours = {
+                name: "" if value == participants.MISSING else value for name, value in ours.items()
+            }
             ours["sex"] = self.sexes.get(ours["sex"], ours["sex"])
             ours["participant_id"] = ours["participant_id"].zfill(self.digits)
             renamed.append(ours)
         return renamed
 
-    def complete_subject(self, subject: cohorts.VolumeSubject, t1: Path) -> cohorts.VolumeSubject:
+    def complete_subject(
+        self, subject: participants.VolumeSubject, t1: Path
+    ) -> participants.VolumeSubject:
         if self.site_in_name is None:
             return subject
         match = re.search(self.site_in_name, t1.name)

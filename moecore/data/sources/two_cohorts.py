@@ -9,7 +9,12 @@ from pydantic import Field, model_validator
 from moecore.core.files import UserError
 from moecore.data.card import Card
 from moecore.data.sources import base, bids, file_cohort, spreadsheet
-from moecore.data.volumes.cohorts import CohortSettings, CohortTable, VolumeSubject, split_cohort
+from moecore.data.volumes.participants import (
+    CohortSettings,
+    CohortTable,
+    VolumeSubject,
+    split_cohort,
+)
 
 Cohort = Annotated[bids.Bids | spreadsheet.Spreadsheet, Field(discriminator="kind")]
 EQUAL_SETTINGS = ("voxel_mm", "size", "regions")  # of both cohorts
@@ -27,7 +32,7 @@ class TwoCohorts(CohortSettings, base.Source):
     second: Cohort = Field(description="The test cohort, on the same grid")
 
     @model_validator(mode="after")
-    def _alike(self) -> Self:
+    def _check_cohorts_match(self) -> Self:
         for name in ("first", "second"):
             cohort = getattr(self, name)
             if cohort.test_sites or cohort.train_diagnoses:
@@ -59,11 +64,11 @@ class TwoCohorts(CohortSettings, base.Source):
             rows = self._split(train_subjects, train_table, test_subjects, test_table)
             return file_cohort.count_subjects(rows, [*train_table.problems, *test_table.problems])
 
-        return self._card.complete_with(count)
+        return self._card.fill_or_set_problem(count)
 
     def write(self, folder: Path) -> dict[str, Any]:
-        train_volumes, train_table = self.first.read_volumes()
-        test_volumes, test_table = self.second.read_volumes()
+        train_volumes, train_table = self.first.read_volumes_into_cache()
+        test_volumes, test_table = self.second.read_volumes_into_cache()
         train_subjects = [volume.subject for volume in train_volumes]
         test_subjects = [volume.subject for volume in test_volumes]
         rows_of_split = self._split(train_subjects, train_table, test_subjects, test_table)

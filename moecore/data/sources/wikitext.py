@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from moecore.core.files import UserError, file_checksum, raw_data_folders
+from moecore.core.files import UserError, candidate_raw_folders, file_checksum
 from moecore.data.card import SPLITS, Card
 from moecore.data.layouts.text import END, UNKNOWN, TokenizedText
 from moecore.data.text.words import TextSource, WordSplitting
@@ -22,7 +22,7 @@ SPLIT_FILES = {
     "test": ("wiki.test.tokens", "test.txt"),
 }
 # published size of the vocabulary, and tokens of the training split
-PRINTED_COUNTS = {"wikitext-103": (267_735, 103_227_021)}
+PUBLISHED_COUNTS = {"wikitext-103": (267_735, 103_227_021)}
 
 
 class Wikitext(TextSource):
@@ -36,16 +36,16 @@ class Wikitext(TextSource):
     licence: str = Field("CC BY-SA 3.0", description="licence of the text, for the card")
 
     def describe(self) -> Card:
-        vocabulary_size = PRINTED_COUNTS.get(self.name, (2, 0))[0]
+        vocabulary_size = PUBLISHED_COUNTS.get(self.name, (2, 0))[0]
         card = self.text_card(self.name, self.licence, self.root, vocabulary_size)
-        return card.check_with(self._files)
+        return card.add_check_problem(self._find_split_files)
 
     def read(self) -> TokenizedText:
-        files = self._files()
+        files = self._find_split_files()
         numbers: dict[str, int] = {}
-        tokens = {split: read_and_tokenize(files[split], numbers) for split in SPLITS}
+        tokens = {split: tokenize_and_extend_vocabulary(files[split], numbers) for split in SPLITS}
         counts = (len(numbers), len(tokens["train"]))
-        if (expected := PRINTED_COUNTS.get(self.name, counts)) != counts:
+        if (expected := PUBLISHED_COUNTS.get(self.name, counts)) != counts:
             raise UserError(
                 f"{self.root}: found {counts[0]:,} words and {counts[1]:,} training tokens; "
                 f"allowed with name {self.name}: {expected[0]:,} and {expected[1]:,}, or a new name"
@@ -56,8 +56,8 @@ class Wikitext(TextSource):
         checksums = {path.name: file_checksum(path) for path in files.values()}
         return TokenizedText(tokens, vocabulary, {"read": checksums})
 
-    def _files(self) -> dict[str, Path]:
-        for root in raw_data_folders(self.root):
+    def _find_split_files(self) -> dict[str, Path]:
+        for root in candidate_raw_folders(self.root):
             paths = {
                 split: next((root / name for name in names if (root / name).is_file()), None)
                 for split, names in SPLIT_FILES.items()
@@ -65,7 +65,7 @@ class Wikitext(TextSource):
             files = {split: path for split, path in paths.items() if path is not None}
             if len(files) == len(SPLITS):
                 return files
-        folders = ", ".join(map(str, raw_data_folders(self.root)))
+        folders = ", ".join(map(str, candidate_raw_folders(self.root)))
         raise UserError.at(
             "root",
             found=f"{folders}, where a file is missing",
@@ -73,7 +73,7 @@ class Wikitext(TextSource):
         )
 
 
-def read_and_tokenize(path: Path, numbers: dict[str, int]) -> np.ndarray:
+def tokenize_and_extend_vocabulary(path: Path, numbers: dict[str, int]) -> np.ndarray:
     """Return a file's tokens int32 (n,), and add its new words to ``numbers`` (word → token)."""
     tokens = array("i")
     lines = 0

@@ -10,14 +10,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from moecore.core import config, source_layout
-from moecore.core.files import UserError, file_checksum, find_raw_file, write_whole
-from moecore.data.text.words import list_frequent_words, lower_words, read_words
+from moecore.core.files import UserError, file_checksum, find_raw_file, write_atomic
+from moecore.data.text.words import list_words_by_min_count, lower_words, read_words
 from moecore.tasks.image_text import ImageText
 
 PAD, START, END, UNKNOWN = "<pad>", "<start>", "<end>", "<unk>"
 SPECIAL = (PAD, START, END, UNKNOWN)
 OURS, THEIRS = "vocabulary.txt", "tokenizer.json"
-CLIP = ("<|startoftext|>", "<|endoftext|>")
+CLIP_TOKENS = ("<|startoftext|>", "<|endoftext|>")
 
 
 class EncodedCaption(NamedTuple):
@@ -38,7 +38,7 @@ class WordTokenizer:
 
     @cached_property
     def digest(self) -> str:
-        return hashlib.sha256(self._text().encode()).hexdigest()
+        return hashlib.sha256(self._vocabulary_text().encode()).hexdigest()
 
     def encode(self, text: str, context: int) -> EncodedCaption:
         """Return ``context`` tokens: START, words, END, PAD; extra words are cut."""
@@ -50,10 +50,10 @@ class WordTokenizer:
         return self.vocabulary[token]
 
     def write(self, folder: Path) -> str:
-        write_whole(folder / OURS, self._text())
+        write_atomic(folder / OURS, self._vocabulary_text())
         return OURS
 
-    def _text(self) -> str:
+    def _vocabulary_text(self) -> str:
         return "".join(f"{word}\n" for word in self.vocabulary)
 
 
@@ -76,7 +76,7 @@ class BpeTokenizer:
         if self.words != size:
             says = f"{size:,}, as tokenizer.words says"
             raise UserError.at(path, found=f"{self.words:,} words", allowed=says)
-        numbers: dict[str, Any] = {special: self.loaded.token_to_id(special) for special in CLIP}
+        numbers: dict[str, Any] = {name: self.loaded.token_to_id(name) for name in CLIP_TOKENS}
         if missing := [special for special, number in numbers.items() if number is None]:
             raise UserError(f"{path}: lacks the token {missing[0]}; allowed: CLIP's vocabulary")
         self.start, self.end = numbers.values()
@@ -115,7 +115,7 @@ class WordSettings(config.Config):
 
     def build(self, training: Iterable[str]) -> WordTokenizer:
         """Build a tokenizer of all words in the ``training`` captions, most frequent first."""
-        frequent = list_frequent_words(map(lower_words, training), minimum=1)
+        frequent = list_words_by_min_count(map(lower_words, training), minimum=1)
         return WordTokenizer([word for word in frequent if word not in SPECIAL])
 
 

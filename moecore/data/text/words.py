@@ -16,7 +16,7 @@ from moecore.data.layouts.text import END, UNKNOWN, TokenizedText, write_text
 from moecore.data.sources.base import Source
 from moecore.tasks.next_token import NextToken
 
-WORD = re.compile(r"[^\W_]+(?:['\-_][^\W_]+)*|[^\w\s]|_")
+WORD_PATTERN = re.compile(r"[^\W_]+(?:['\-_][^\W_]+)*|[^\w\s]|_")
 # How text becomes words: "prose" lower-cases and separates punctuation, "blanks" splits at blanks.
 WordSplitting = Literal["prose", "blanks"]
 
@@ -56,7 +56,7 @@ class TextSource(Source):
 
 def lower_words(text: str) -> list[str]:
     """Return the lower-case words of a text, with punctuation as separate words."""
-    return WORD.findall(text.lower())
+    return WORD_PATTERN.findall(text.lower())
 
 
 def split_prompt_words(text: str, reading: WordSplitting) -> list[str]:
@@ -70,11 +70,11 @@ def split_prompt_words(text: str, reading: WordSplitting) -> list[str]:
 
 def build_vocabulary(train: Iterable[Sequence[str]], minimum: int) -> list[str]:
     """Return ``<eos>``, ``<unk>``, and the words with ``minimum`` or more occurrences."""
-    frequent = list_frequent_words(train, minimum)
+    frequent = list_words_by_min_count(train, minimum)
     return [END, UNKNOWN, *(word for word in frequent if word not in (END, UNKNOWN))]
 
 
-def list_frequent_words(lines: Iterable[Sequence[str]], minimum: int) -> list[str]:
+def list_words_by_min_count(lines: Iterable[Sequence[str]], minimum: int) -> list[str]:
     """Return words that occur at least ``minimum`` times, by frequency, then alphabetically."""
     counts = Counter(word for line in lines for word in line)
     frequent = [word for word, number in counts.items() if number >= minimum]

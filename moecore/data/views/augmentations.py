@@ -102,27 +102,25 @@ class ColourJitter(config.Config):
         return not (self.brightness or self.contrast or self.saturation)
 
 
-JITTERED = (adjust_brightness, adjust_contrast, adjust_saturation)
+JITTER_OPERATIONS = (adjust_brightness, adjust_contrast, adjust_saturation)
 
 
 class DrawnJitter(NamedTuple):
-    order: Tensor  # (B, 3), of the operations JITTERED
+    order: Tensor  # (B, 3), of the operations JITTER_OPERATIONS
     factors: Tensor  # (B, 3)
 
 
 def draw_jitter(settings: ColourJitter, draws: streams.BatchDraws) -> DrawnJitter:
-    order = draws.rand(len(JITTERED)).argsort(dim=1)
-    factors = [
-        warping.uniform_draws(draws, max(0.0, 1 - value), 1 + value)
-        for value in (settings.brightness, settings.contrast, settings.saturation)
-    ]
+    order = draws.rand(len(JITTER_OPERATIONS)).argsort(dim=1)
+    values = (settings.brightness, settings.contrast, settings.saturation)
+    factors = [warping.uniform_draws(draws, max(0.0, 1 - value), 1 + value) for value in values]
     return DrawnJitter(order, torch.stack(factors, dim=1))
 
 
 def jitter_colours(pixels: Tensor, jitter: DrawnJitter) -> Tensor:
     """Change colours of pixels fp32 (B, C, H, W) in 0..255 in place; return the same tensor."""
-    for place in range(len(JITTERED)):
-        for index, operation in enumerate(JITTERED):
+    for place in range(len(JITTER_OPERATIONS)):
+        for index, operation in enumerate(JITTER_OPERATIONS):
             chosen = (jitter.order[:, place] == index) & (jitter.factors[:, index] != 1)
             _change_chosen(pixels, chosen, operation, jitter.factors[:, index])
     return pixels
@@ -168,7 +166,7 @@ Colour = Literal[
     "invert",
 ]
 STRENGTHLESS = frozenset({"autocontrast", "equalize", "invert"})  # independent of the magnitude
-STANDARD = (*get_args(Geometric), *(name for name in get_args(Colour) if name != "invert"))
+DEFAULTS = (*get_args(Geometric), *(name for name in get_args(Colour) if name != "invert"))
 
 
 class RandAugment(config.Config):
@@ -182,7 +180,7 @@ class RandAugment(config.Config):
     operations: int = Field(2, ge=0, le=16, description="Operations per image, with replacement")
     magnitude: float = Field(9, ge=0, le=30, description="Strength; 10: the full range of each")
     names: tuple[Geometric | Colour, ...] = Field(
-        STANDARD, min_length=1, description="Operations to draw from; all but invert by default"
+        DEFAULTS, min_length=1, description="Operations to draw from; all but invert by default"
     )
 
     @property
@@ -216,7 +214,7 @@ def operation_affines(operations: DrawnOperations, height: float, width: float) 
     for place in range(operations.choices.shape[1]):
         levels = operations.levels[:, place]
         level = {
-            name: torch.where(_is_operation(operations, place, name), levels, 0.0)
+            name: torch.where(_drawn_operation_mask(operations, place, name), levels, 0.0)
             for name in get_args(Geometric)
         }
         shear = warping.shearing_affines(0.3 * level["shear_y"], 0.3 * level["shear_x"], count)
@@ -231,14 +229,14 @@ def operation_affines(operations: DrawnOperations, height: float, width: float) 
 def apply_colour_operations(pixels: Tensor, operations: DrawnOperations) -> Tensor:
     """Apply colour operations in place to fp32 (B, C, H, W) in 0..255; return the same tensor."""
     for place in range(operations.choices.shape[1]):
-        for name in (name for name in dict.fromkeys(operations.names) if name in OPERATIONS):
-            operation, strength = OPERATIONS[name]
-            chosen = _is_operation(operations, place, name)
+        for name in (name for name in dict.fromkeys(operations.names) if name in COLOUR_OPERATIONS):
+            operation, strength = COLOUR_OPERATIONS[name]
+            chosen = _drawn_operation_mask(operations, place, name)
             _change_chosen(pixels, chosen, operation, strength(operations.levels[:, place]))
     return pixels
 
 
-def _is_operation(operations: DrawnOperations, place: int, name: str) -> Tensor:
+def _drawn_operation_mask(operations: DrawnOperations, place: int, name: str) -> Tensor:
     if name not in operations.names:
         return torch.zeros(len(operations.choices), dtype=torch.bool)
     return operations.choices[:, place] == operations.names.index(name)
@@ -248,7 +246,7 @@ def _enhance_factor(levels: Tensor) -> Tensor:
     return (1 + 0.9 * levels).clamp(min=0)
 
 
-OPERATIONS: dict[str, tuple[Operation, Callable[[Tensor], Tensor]]] = {
+COLOUR_OPERATIONS: dict[str, tuple[Operation, Callable[[Tensor], Tensor]]] = {
     "autocontrast": (autocontrast, torch.abs),
     "equalize": (equalize, torch.abs),
     "invert": (invert, torch.abs),

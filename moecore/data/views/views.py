@@ -17,21 +17,21 @@ from pydantic import AfterValidator, Field
 from torch import Generator, Tensor
 
 from moecore.core.config import Config, Misfits, Surroundings, format_changed_settings
-from moecore.core.files import UserError, describe_refusal
+from moecore.core.files import UserError, format_found_and_allowed
 from moecore.core.streams import BatchDraws
 from moecore.data.views import augmentations, warping
-from moecore.data.views.warping import FLAT_VIEWS, make_random_volume_views_and_affines
+from moecore.data.views.warping import FLAT_IMAGE_SETTINGS, make_random_volume_views_and_affines
 from moecore.tasks.base import Task
 
 CROP_RATIO = (3 / 4, 4 / 3)  # width / height of a crop: lowest, highest
-UNEVEN_REFUSAL = "the images are kept whole (short_side); allowed: a crop, as {scale: [0.08, 1.0]}"
+CROP_NEEDED = "the images are kept whole (short_side); allowed: a crop, as {scale: [0.08, 1.0]}"
 
 
 def _check_range(ends: tuple[float, float], limit: float = math.inf) -> tuple[float, float]:
     low, high = ends
     if not 0 < low <= high <= limit:
         allowed = "0 < lowest ≤ highest" + (f" ≤ {limit:g}" if math.isfinite(limit) else "")
-        raise ValueError(describe_refusal(found=f"[{low}, {high}]", allowed=allowed))
+        raise ValueError(format_found_and_allowed(found=f"[{low}, {high}]", allowed=allowed))
     return ends
 
 
@@ -92,11 +92,11 @@ class ViewSettings(Config):
             if change is not None and change.is_identity:
                 fields = ", ".join(name for name in type(change).model_fields if name != "names")
                 yield (key,), f"found one that changes nothing; allowed: null, or other {fields}"
-        if self.fill != "zeros" and not self.leaves_image:
+        if self.fill != "zeros" and not self.reaches_outside_image:
             why = f"found {self.fill}, but no view reaches beyond its image"
             yield ("fill",), f"{why}; allowed: zeros, or a shift, a crop or an affine"
         if around.source is not None and around.source.volumes:
-            for name in FLAT_VIEWS:
+            for name in FLAT_IMAGE_SETTINGS:
                 if value := getattr(self, name):
                     yield (
                         (name,),
@@ -120,13 +120,13 @@ class ViewSettings(Config):
                 yield ("views", key), f"found a change of pixels, {describe_truth_conflict(around)}"
 
     @property
-    def leaves_image(self) -> bool:
+    def reaches_outside_image(self) -> bool:
         """True if a view can show, or interpolate with, pixels outside its image."""
         moves = self.randaugment is not None and self.randaugment.moves
         return bool(self.shift or self.crop or self.affine or moves)
 
     @property
-    def on_grid(self) -> bool:
+    def needs_no_interpolation(self) -> bool:
         """True if views are only flips and shifts by whole pixels, without interpolation."""
         return not (self.crop or self.affine or (self.randaugment and self.randaugment.moves))
 
@@ -150,18 +150,18 @@ def make_random_views(
     original: Sequence[Any]
     if isinstance(images, warping.MixedSizeImageList):
         if settings.crop is None:
-            raise UserError(f"views: found crop: null, but {UNEVEN_REFUSAL}")
+            raise UserError(f"views: found crop: null, but {CROP_NEEDED}")
         original, size = images.extents, (images.size, images.size)
     else:
         original = size = (images.shape[2], images.shape[3])
     shifts = draws.integers(-settings.shift, settings.shift + 1, 2)
-    frame = _frame_affines(settings, original, size, draws)
+    frame = _crop_or_scale_affines(settings, original, size, draws)
     # Drawn even if unused, so that a setting changes no other draw.
     mirrored = draws.rand() < (0.5 if settings.flip else 0.0)
     moved = warping.translation_affines(shifts[:, 0], shifts[:, 1], len(images))
     affines = warping.flip_affines(mirrored, size[1]) @ frame @ moved
     if settings.affine:
-        affines = _affine(settings.affine, size, draws) @ affines
+        affines = _draw_affines(settings.affine, size, draws) @ affines
     operations = None
     if settings.randaugment:
         operations = augmentations.draw_operations(settings.randaugment, draws)
@@ -172,7 +172,7 @@ def make_random_views(
         parts, of_parts = warping.cut_parts_seen_by_views(images, affines, size, settings.fill)
         parts = warping.to_device_async(parts, images.device).permute(0, 3, 1, 2).contiguous()
         pixels = warping.warp_images(parts, of_parts, size, "zeros")
-    elif settings.on_grid:
+    elif settings.needs_no_interpolation:
         pixels = warping.shift_and_flip(images, shifts, mirrored, settings.fill).to(torch.float32)
     else:
         pixels = warping.warp_images(images, affines, size, settings.fill)
@@ -188,7 +188,7 @@ def make_random_views(
     return ViewsWithAffines(pixels, affines)
 
 
-def evaluation_images(images: Tensor | warping.MixedSizeImageList) -> Tensor:
+def prepare_evaluation_images(images: Tensor | warping.MixedSizeImageList) -> Tensor:
     """Return images for evaluation, fp32 (B, C, H, W) in [0, 1], cut to squares if uncropped."""
     if isinstance(images, warping.MixedSizeImageList):
         images = images.squares()
@@ -196,22 +196,21 @@ def evaluation_images(images: Tensor | warping.MixedSizeImageList) -> Tensor:
     return pixels if images.is_floating_point() else pixels.mul_(1 / 255)
 
 
-def _frame_affines(
+def _crop_or_scale_affines(
     settings: ViewSettings, original: Sequence[Any], size: tuple[int, int], draws: BatchDraws
 ) -> Tensor:
     """Return affines (B, 3, 3) from images of size ``original``, or random crops, to ``size``."""
-    count = draws.images
+    count = draws.image_count
     if settings.crop is None:
         return warping.scaling_affines(size[0] / original[0], size[1] / original[1], count)
-    first_row, first_column, height, width = warping.draw_crop_windows(
-        draws, original, settings.crop.scale, CROP_RATIO
-    )
+    windows = warping.draw_crop_windows(draws, original, settings.crop.scale, CROP_RATIO)
+    first_row, first_column, height, width = windows
     enlarged = warping.scaling_affines(size[0] / height, size[1] / width, count)
     return enlarged @ warping.translation_affines(-first_row, -first_column, count)
 
 
-def _affine(settings: AffineRanges, size: tuple[int, int], draws: BatchDraws) -> Tensor:
-    count = draws.images
+def _draw_affines(settings: AffineRanges, size: tuple[int, int], draws: BatchDraws) -> Tensor:
+    count = draws.image_count
     factor = warping.uniform_draws(draws, *settings.scale)
     shear = warping.uniform_draws(draws, -settings.shear, settings.shear).deg2rad().tan()
     degrees = warping.uniform_draws(draws, -settings.degrees, settings.degrees)
@@ -260,7 +259,7 @@ def mix_images(
     draws = BatchDraws.of(source, len(images))
     height, width = images.shape[-2:]
     partner = draws.select_rows(torch.randperm(draws.batch_size, generator=draws.generator))
-    shares, cut = _draw_shares(settings, draws)
+    shares, cut = _draw_mix_shares(settings, draws)
     # boxes of area 1 − λ around random centres: rows (B, H), columns (B, W)
     centres = torch.rand(2, draws.batch_size, generator=draws.generator, dtype=torch.float64)
     half = (1 - shares).sqrt() / 2 * cut
@@ -273,8 +272,7 @@ def mix_images(
     hidden = send(box_rows)[:, :, None] & send(box_columns)[:, None, :]
     cut = send(cut)[:, None]
     shares = send(shares)[:, None]
-    visible = 1 - hidden.to(torch.float32)
-    weights = torch.where(cut[:, None], visible, shares[:, None])[:, None]
+    weights = torch.where(cut[:, None], 1 - hidden.to(torch.float32), shares[:, None])[:, None]
     if take_partners is None:
         rows = send(partner)
         return torch.lerp(images[rows], images, weights), torch.lerp(hard[rows], hard, shares)
@@ -283,7 +281,7 @@ def mix_images(
     return torch.lerp(draw_partners, images, weights), torch.lerp(partner_hard, hard, shares)
 
 
-def _draw_shares(settings: Mix, draws: BatchDraws) -> tuple[Tensor, Tensor]:
+def _draw_mix_shares(settings: Mix, draws: BatchDraws) -> tuple[Tensor, Tensor]:
     """Draw mixing shares λ (B,) fp64, 1 for unmixed images, and whether to use CutMix, (B,)."""
     # torch cannot draw Beta from a generator, numpy can.
     random = np.random.default_rng(int(torch.randint(2**62, (), generator=draws.generator)))

@@ -210,14 +210,14 @@ def clamp_or_reflect_indices(index: Tensor, length: int, fill: str) -> Tensor:
     return torch.minimum(folded, 2 * length - 1 - folded)
 
 
-FLAT_VIEWS = ("crop", "randaugment", "jitter", "erasing")  # not for volumes
+FLAT_IMAGE_SETTINGS = ("crop", "randaugment", "jitter", "erasing")  # not for volumes
 
 
 def make_random_volume_views_and_affines(
     volumes: Tensor, settings: Any, draws: BatchDraws
 ) -> tuple[Tensor, Tensor]:
     """Make one random view of each volume, fp32; also return its affine fp32 (B, 4, 4)."""
-    names = [name for name in FLAT_VIEWS if getattr(settings, name)]
+    names = [name for name in FLAT_IMAGE_SETTINGS if getattr(settings, name)]
     if settings.affine and settings.affine.shear:
         names.append("affine.shear")
     if names:
@@ -230,7 +230,7 @@ def make_random_volume_views_and_affines(
     mirrored = draws.rand() < (0.5 if settings.flip else 0.0)
     affines = volume_flip_affines(mirrored, size[0]) @ volume_translations(shifts)
     if settings.affine:
-        affines = _affine(settings.affine, size, draws) @ affines
+        affines = _draw_volume_affines(settings.affine, size, draws) @ affines
         views = warp_volumes(volumes, affines, settings.fill)
     else:
         views = _shift_and_flip_volumes(volumes, shifts, mirrored, settings.fill)
@@ -254,9 +254,9 @@ def warp_volumes(volumes: Tensor, affines: Tensor, fill: str) -> Tensor:
     return F.grid_sample(volumes.float(), grid, padding_mode=fill, align_corners=False)
 
 
-def _affine(settings: Any, size: list[int], draws: BatchDraws) -> Tensor:
+def _draw_volume_affines(settings: Any, size: list[int], draws: BatchDraws) -> Tensor:
     """Return random affines (B, 4, 4) that scale, rotate about three central axes, and move."""
-    scaled = volume_identities(draws.images)
+    scaled = volume_identities(draws.image_count)
     scaled[:, :3] *= uniform_draws(draws, *settings.scale)[:, None, None]
     degrees, share = settings.degrees, settings.translate
     turns = [uniform_draws(draws, -degrees, degrees).deg2rad() for _ in size]

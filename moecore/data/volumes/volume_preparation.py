@@ -14,15 +14,15 @@ from pydantic import Field, model_validator
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.source_layout import import_optional_library
-from moecore.data.layouts.volumes import BRAIN, describe_unusual_tissues
+from moecore.data.layouts.volumes import BRAIN_SHARE, describe_unusual_tissues
 
 AFFINE_TOLERANCE_MM = 0.1  # affines are equal if no corner of the volume lies farther apart
 MAX_VOXELS = 512**3  # a head at 0.5 mm, half a gigabyte of values
 MAX_HEADER = 2**26  # bytes before the values; extensions of scanners take a few thousand
-NUMBERS = "biuf"  # numpy's kinds of real numbers; without complex numbers and colours
+REAL_NUMBER_KINDS = "biuf"  # numpy's kinds of real numbers; without complex numbers and colours
 MIN_BRIGHTNESS = 0.01  # of a voxel inside the mask, so that value > 0 gives the mask
 PERCENTILES = (1.0, 99.0)
-REGIONS = ("wm", "gm", "csf")
+TISSUES = ("wm", "gm", "csf")
 
 
 class UnusableVolume(UserError):
@@ -94,9 +94,8 @@ def _read_header(path: Path) -> tuple[Any, Any]:
             with files["header" if "header" in files else "image"].get_prepare_fileobj() as file:
                 header = kind.header_class(file.read(kind.header_class.sizeof_hdr))
             if not 0 <= (offset := header.get_data_offset()) <= MAX_HEADER:
-                raise UnusableVolume(
-                    f"{path}: its values begin at byte {offset:,}; allowed: up to {MAX_HEADER:,}"
-                )
+                found = f"its values begin at byte {offset:,}"
+                raise UnusableVolume(f"{path}: {found}; allowed: up to {MAX_HEADER:,}")
             return header, files["image"].filename
     if not MGHImage.path_maybe_image(path)[0]:
         raise UnusableVolume(f"{path}: neither NIfTI nor .mgz, or damaged")
@@ -120,7 +119,7 @@ def _header_problem(header: Any) -> str | None:
         return f"has the shape {shape}; allowed: one 3-D volume"
     if math.prod(shape) > MAX_VOXELS:
         return _voxel_count_problem(shape)
-    if header.get_data_dtype().kind not in NUMBERS:
+    if header.get_data_dtype().kind not in REAL_NUMBER_KINDS:
         return f"its values are {header.get_data_dtype()}; allowed: whole and real numbers"
     if header.get("sform_code", 1) == 0 and header.get("qform_code", 1) == 0:
         return "says no orientation (sform_code and qform_code are 0): left and right are unknown"
@@ -129,7 +128,7 @@ def _header_problem(header: Any) -> str | None:
     return None
 
 
-TILE = 16  # voxels: cubes of this side tile every stored volume
+TILE_SIDE = 16  # voxels: cubes of this side tile every stored volume
 FWHM_TO_SD = 2 * np.sqrt(2 * np.log(2))
 VOXEL_TOLERANCE_MM = 1e-3  # voxel sizes that differ less count as equal
 
@@ -143,11 +142,11 @@ class VoxelGrid(Config):
     )
 
     @model_validator(mode="after")
-    def _tiled(self) -> Self:
-        if any(length <= 0 or length % TILE for length in self.size):
+    def _check_size_tiled(self) -> Self:
+        if any(length <= 0 or length % TILE_SIDE for length in self.size):
             raise ValueError(
                 f"size is {list(self.size)}; "
-                f"allowed: multiples of {TILE}, so that cubes of {TILE}³ tile the volume"
+                f"allowed: multiples of {TILE_SIDE}, so that cubes of {TILE_SIDE}³ tile the volume"
             )
         return self
 
@@ -173,11 +172,11 @@ def resample_masked_volume(
     """Resample a volume and its mask to voxels of ``voxel_mm``; values outside the mask are 0."""
     weight = resample_volume(mask.astype(np.float32), zooms, voxel_mm)
     values = resample_volume(np.where(mask, volume, 0), zooms, voxel_mm)
-    inside = weight >= BRAIN
-    return np.where(inside, values / np.maximum(weight, BRAIN), 0).astype(np.float32), inside
+    inside = weight >= BRAIN_SHARE
+    return np.where(inside, values / np.maximum(weight, BRAIN_SHARE), 0).astype(np.float32), inside
 
 
-def brain_window_start(mask: np.ndarray, size: tuple[int, int, int]) -> tuple[int, ...]:
+def unclipped_window_start(mask: np.ndarray, size: tuple[int, int, int]) -> tuple[int, ...]:
     """Return a window's first index per axis, centred on the mask; negative if it needs padding."""
     if mask.shape == tuple(size):
         return (0, 0, 0)
@@ -194,27 +193,28 @@ def cut_window(volume: np.ndarray, start: tuple[int, ...], size: tuple[int, ...]
 
 
 # possible shares of the head
-POSSIBLE = {"wm": (0.1, 0.7), "gm": (0.15, 0.85), "csf": (0.0, 0.7)}
+POSSIBLE_SHARES = {"wm": (0.1, 0.7), "gm": (0.15, 0.85), "csf": (0.0, 0.7)}
 HEAD_ML = (500, 3000)  # tissue and fluid in an adult's head, with room for any segmentation
 SHARE_TOLERANCE = 0.02  # a tissue share may lie this far outside 0 to 1
 SUM_TOLERANCE = 0.1  # a voxel's shares may sum to 1 plus this
-MAX_OVERFULL = 0.01  # share of voxels that may exceed that sum
-BRIGHT = 0.1  # voxels above this × the brain's 99th percentile count as bright
-MAX_OUTSIDE = 0.15  # bright voxels outside the tissue, relative to the brain
-MAX_FILLED = 0.7  # share of voxels that a stripped brain may fill
-MAX_LOST = 0.01  # share of the brain that a crop may lose
+MAX_OVERFULL_SHARE = 0.01  # share of voxels that may exceed that sum
+BRIGHT_THRESHOLD = 0.1  # voxels above this × the brain's 99th percentile count as bright
+MAX_BRIGHT_OUTSIDE = 0.15  # bright voxels outside the tissue, relative to the brain
+MAX_FILLED_SHARE = 0.7  # share of voxels that a stripped brain may fill
+MAX_LOST_BRAIN_SHARE = 0.01  # share of the brain that a crop may lose
 
 
 def describe_impossible_tissue(regions: np.ndarray, voxel_ml: float) -> str | None:
     """Describe why tissue shares fp32 (3, D, H, W) cannot be those of a head; None if they can."""
     total = regions.sum(axis=0)
-    if (over := float((total > 1 + SUM_TOLERANCE).mean())) > MAX_OVERFULL:
+    if (over := float((total > 1 + SUM_TOLERANCE).mean())) > MAX_OVERFULL_SHARE:
         return f"tissue shares sum to more than 1 in {over:.1%} of voxels (up to {total.max():.2f})"
     head = float(total.sum(dtype=np.float64)) * voxel_ml
     if not HEAD_ML[0] <= head <= HEAD_ML[1]:
         return f"the tissue maps hold {head:.0f} mL; possible: {HEAD_ML[0]} to {HEAD_ML[1]} mL"
-    if wrong := describe_unusual_tissues(regions, POSSIBLE):
-        limits = ", ".join(f"{name} {low:g} to {high:g}" for name, (low, high) in POSSIBLE.items())
+    if wrong := describe_unusual_tissues(regions, POSSIBLE_SHARES):
+        shares = POSSIBLE_SHARES.items()
+        limits = ", ".join(f"{name} {low:g} to {high:g}" for name, (low, high) in shares)
         return f"tissue fractions are impossible: {wrong}; possible: {limits}"
     return None
 
@@ -225,12 +225,12 @@ def describe_visible_skull(volume: np.ndarray, mask: np.ndarray, from_maps: bool
     if not mask.any():
         return "there is no brain in it (no voxel inside the mask)"
     if not from_maps:
-        if (share := float(mask.mean())) <= MAX_FILLED:
+        if (share := float(mask.mean())) <= MAX_FILLED_SHARE:
             return None
         return f"not skull-stripped: {share:.0%} of its voxels are above 0; {remedy}"
-    bright = volume > BRIGHT * np.percentile(volume[mask], 99)
+    bright = volume > BRIGHT_THRESHOLD * np.percentile(volume[mask], 99)
     outside = (bright & ~scipy.ndimage.binary_dilation(mask, iterations=2)).sum() / mask.sum()
-    if outside <= MAX_OUTSIDE:
+    if outside <= MAX_BRIGHT_OUTSIDE:
         return None
     return f"not skull-stripped: bright voxels outside tissue: {outside:.0%} of the brain; {remedy}"
 
@@ -247,24 +247,24 @@ def read_subject_volumes(
     # files: "t1", perhaps "mask", and tissue either as maps ("wm", "gm", "csf"), or as one label
     # map ("dseg") whose numbers are the ``labels`` of each region, or neither. Brain: the mask
     # file, else voxels with more than half tissue, else T1 > 0 (skull-stripped).
-    volumes = _load_volumes(files)
+    volumes = _load_matching_volumes(files)
     t1 = volumes["t1"]
     regions = None  # tissue shares fp32 (3, D, H, W)
     if labels is not None:
         numbers = np.rint(volumes["dseg"].values)
-        regions = np.stack([np.isin(numbers, labels[name]) for name in REGIONS]).astype(np.float32)
+        regions = np.stack([np.isin(numbers, labels[name]) for name in TISSUES]).astype(np.float32)
     elif "wm" in volumes:
-        regions = np.stack([volumes[name].values for name in REGIONS])
+        regions = np.stack([volumes[name].values for name in TISSUES])
     if regions is not None:
         first, *rest = [path for name, path in files.items() if name not in ("t1", "mask")]
         place = ", ".join([str(first), *(path.name for path in rest)])
         _refuse(place, describe_impossible_tissue(regions, float(np.prod(t1.zooms)) / 1000))
     if "mask" in volumes:
-        mask = volumes["mask"].values > BRAIN
+        mask = volumes["mask"].values > BRAIN_SHARE
     else:
-        mask = t1.values > 0 if regions is None else regions.sum(axis=0) > BRAIN
+        mask = t1.values > 0 if regions is None else regions.sum(axis=0) > BRAIN_SHARE
         _refuse(files["t1"], describe_visible_skull(t1.values, mask, regions is not None))
-    return _store_on_grid(files["t1"], t1, regions, mask, grid)
+    return _pack_on_grid(files["t1"], t1, regions, mask, grid)
 
 
 def read_volume(path: str | Path, grid: VoxelGrid, mask: str | Path | None = None) -> np.ndarray:
@@ -285,7 +285,7 @@ def normalise_intensities(volume: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return image
 
 
-def pack_stored_volume(
+def normalise_and_pack(
     volume: np.ndarray, regions: np.ndarray | None, mask: np.ndarray
 ) -> VolumeWithTissueShares:
     """Normalise a volume (D, H, W), and convert it and tissue shares (R, D, H, W) for storage."""
@@ -300,7 +300,7 @@ def _refuse(place: str | Path, problem: str | None) -> None:
         raise UnusableVolume(f"{place}: {problem}")
 
 
-def _load_volumes(files: Mapping[str, Path]) -> dict[str, Volume]:
+def _load_matching_volumes(files: Mapping[str, Path]) -> dict[str, Volume]:
     """Load files; return kind (t1, mask, …) → volume; UnusableVolume lists all problems."""
     volumes = {}
     problems = []
@@ -312,7 +312,7 @@ def _load_volumes(files: Mapping[str, Path]) -> dict[str, Volume]:
     if not problems:
         for name, volume in volumes.items():
             why = describe_grid_mismatch(volumes["t1"], volume)
-            if why is None and name in REGIONS:
+            if why is None and name in TISSUES:
                 low, high = float(volume.values.min()), float(volume.values.max())
                 if low < -SHARE_TOLERANCE or high > 1 + SHARE_TOLERANCE:
                     why = f"tissue shares run from {low:.2f} to {high:.2f}; allowed: 0 to 1"
@@ -323,7 +323,7 @@ def _load_volumes(files: Mapping[str, Path]) -> dict[str, Volume]:
     return volumes
 
 
-def _store_on_grid(
+def _pack_on_grid(
     path: Path, t1: Volume, regions: np.ndarray | None, mask: np.ndarray, grid: VoxelGrid
 ) -> VolumeWithTissueShares:
     sides = np.multiply(t1.values.shape, t1.zooms)
@@ -336,9 +336,9 @@ def _store_on_grid(
     volume, inside = resample_masked_volume(t1.values, mask, t1.zooms, grid.voxel_mm)
     if not inside.any():
         raise UnusableVolume(f"{path}: the brain mask is empty")
-    start = brain_window_start(inside, grid.size)
+    start = unclipped_window_start(inside, grid.size)
     window_mask = cut_window(inside, start, grid.size)
-    if (lost := 1 - float(window_mask.sum()) / float(inside.sum())) > MAX_LOST:
+    if (lost := 1 - float(window_mask.sum()) / float(inside.sum())) > MAX_LOST_BRAIN_SHARE:
         raise UnusableVolume(
             f"{path}: {lost:.1%} of the brain lies outside {'×'.join(map(str, grid.size))} voxels; "
             "use a larger `size` or `voxel_mm`"
@@ -347,6 +347,6 @@ def _store_on_grid(
         parts = [resample_volume(part, t1.zooms, grid.voxel_mm) for part in regions]
         regions = np.stack([cut_window(part, start, grid.size) for part in parts])
     try:
-        return pack_stored_volume(cut_window(volume, start, grid.size), regions, window_mask)
+        return normalise_and_pack(cut_window(volume, start, grid.size), regions, window_mask)
     except ValueError as error:
         raise UnusableVolume(f"{path}: {error}") from None

@@ -186,7 +186,7 @@ def select_fits(fits: Mapping[str, Fit], pooled: Fit, groups: Sequence[str], n: 
     return [fits.get(group, pooled) for group in groups]
 
 
-def check_ages_vary(ages: np.ndarray, min_pairs: int) -> None:
+def check_ages_allow_fit(ages: np.ndarray, min_pairs: int) -> None:
     if len(ages) < min_pairs:
         raise NoFitError(f"found {len(ages)} pairs; allowed: {min_pairs} or more")
     if ages.max() == ages.min():
@@ -199,7 +199,6 @@ def check_finite(name: str, values: Any) -> np.ndarray:
     if values.ndim != 1:
         raise UserError(f"calibrate: {name} of shape {values.shape}; allowed: (N,)")
     if bad := int((~np.isfinite(values)).sum()):
-        raise UserError(
-            f"calibrate: {bad} of {len(values)} {name} are NaN or infinite; allowed: finite numbers"
-        )
+        found = f"{bad} of {len(values)} {name} are NaN or infinite"
+        raise UserError(f"calibrate: {found}; allowed: finite numbers")
     return values

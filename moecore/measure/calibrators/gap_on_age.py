@@ -71,7 +71,7 @@ class GapOnAge(base.NumberCalibrator):
 
     def fit_pairs(self, predictions: np.ndarray, ages: np.ndarray) -> FittedGap:
         """Return the gap ŷ − y as a polynomial of age y; NoFitError for too few pairs or ages."""
-        base.check_ages_vary(ages, self.degree + 2)
+        base.check_ages_allow_fit(ages, self.degree + 2)
         if (different := len(np.unique(ages))) <= self.degree:
             raise base.NoFitError(f"found {different} ages; allowed: {self.degree + 1} or more")
         curve = Polynomial.fit(ages, predictions - ages, self.degree).convert()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline
 
 PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # per image; features have standard deviation 1
-ORDER = ("csf", "gm", "wm")  # by how much the tissue's shape tells about age, most first
+TISSUE_ORDER = ("csf", "gm", "wm")  # by how much the tissue's shape tells about age, most first
 
 
 def predict_with_features(
@@ -111,12 +111,12 @@ def model_and_probe_errors(
     )
 
 
-def tissue_probe_error_steps(
+def probe_error_gaps_between_tissues(
     tissues: Mapping[str, ModelAndProbeErrors], people: People = None
 ) -> dict[tuple[str, str], Interval]:
-    """Return (tissue, previous in ORDER) → probe's additional error; {} if a tissue is missing."""
-    if any(name not in tissues for name in ORDER):
+    """Return (tissue, previous one) → probe's additional error; {} if a tissue is missing."""
+    if any(name not in tissues for name in TISSUE_ORDER):
         return {}
-    changes = {(b, a): tissues[b].probe - tissues[a].probe for a, b in pairwise(ORDER)}
+    changes = {(b, a): tissues[b].probe - tissues[a].probe for a, b in pairwise(TISSUE_ORDER)}
     mean = partial(bootstrap_mean, lowest=-math.inf, people=people)
     return {pair: mean(change) for pair, change in changes.items()}

@@ -23,7 +23,7 @@ from moecore.data.phantom.simulated_person import simulate_ellipsoid_scan
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.sources.phantom import Phantom
 from moecore.data.thread_map import map_in_threads
-from moecore.data.volumes.volume_preparation import REGIONS
+from moecore.data.volumes.volume_preparation import TISSUES
 from moecore.measure.base import MeasuredModel
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
@@ -32,7 +32,7 @@ from moecore.training.single_tissue_volumes import find_mask_channels, keep_only
 
 RESCAN_YEARS = 1.0  # two sessions of a participant within this time count as a rescan
 PEOPLE = 1000  # reserved for these checks; rescans use the second half
-NONE = -1  # the tissue of an empty cube
+NO_TISSUE = -1  # the tissue of an empty cube
 
 
 class ScanRequest(NamedTuple):
@@ -48,11 +48,11 @@ class UnseenPeopleSimulator(NamedTuple):
 
     source: Phantom
 
-    def person(self, number: int) -> int:
+    def person_seed(self, number: int) -> int:
         """Return the seed of person ``number``, below ``PEOPLE``."""
         return self.source.person_seed(self.source.subjects + number)
 
-    def draw(self, scans: Sequence[ScanRequest]) -> np.ndarray:
+    def draw_volumes(self, scans: Sequence[ScanRequest]) -> np.ndarray:
         """Simulate volumes, float16 (N, 1, D, H, W), as `prepare` would store them."""
         return np.stack(list(map_in_threads(lambda scan: self.source.draw(*scan)[0], scans)))
 
@@ -74,9 +74,9 @@ def predict_ageing(
     # Anatomy, scanner and the difference of brain age from age do not change.
     rows = []
     for number in range(subjects):
-        person = people.person(number)
+        person = people.person_seed(number)
         scans = [ScanRequest(age, alternating_sex(number), person) for age in ages]
-        rows.append(predict_years(model, people.draw(scans), batch))
+        rows.append(predict_years(model, people.draw_volumes(scans), batch))
     return np.stack(rows)
 
 
@@ -90,10 +90,8 @@ def rank_correlations(ages: Sequence[float], predictions: np.ndarray) -> list[fl
     age_ranks = scipy.stats.rankdata(ages) - (len(ages) + 1) / 2
     ranks = scipy.stats.rankdata(predictions, axis=1) - (len(ages) + 1) / 2
     lengths = np.sqrt((age_ranks @ age_ranks) * (ranks * ranks).sum(axis=1))
-    return [
-        float(total / length) if length else 0.0
-        for total, length in zip(ranks @ age_ranks, lengths, strict=True)
-    ]
+    sums = zip(ranks @ age_ranks, lengths, strict=True)
+    return [float(total / length) if length else 0.0 for total, length in sums]
 
 
 def measure_simulated_rescans(
@@ -101,12 +99,12 @@ def measure_simulated_rescans(
 ) -> tuple[Interval, Interval]:
     """Return the mean |difference| in years of two scans per person, at one site and at two."""
     scans = [
-        ScanRequest(float(age), alternating_sex(number), people.person(PEOPLE // 2 + number))
+        ScanRequest(float(age), alternating_sex(number), people.person_seed(PEOPLE // 2 + number))
         for number, age in enumerate(ages)
     ]
 
     def predict(scan: int, site: int) -> np.ndarray:
-        volumes = people.draw([request._replace(scan=scan, site=site) for request in scans])
+        volumes = people.draw_volumes([request._replace(scan=scan, site=site) for request in scans])
         return predict_years(model, volumes, batch)
 
     first, again, elsewhere = predict(0, 0), predict(1, 0), predict(1, 1)
@@ -155,8 +153,8 @@ class RoutedCubes(NamedTuple):
 
     @property
     def largest_tissue(self) -> np.ndarray:
-        """Return the index of each cube's largest tissue, or NONE, (N, P)."""
-        return np.where(self.amounts.any(axis=-1), self.amounts.argmax(axis=-1), NONE)
+        """Return the index of each cube's largest tissue, or NO_TISSUE, (N, P)."""
+        return np.where(self.amounts.any(axis=-1), self.amounts.argmax(axis=-1), NO_TISSUE)
 
     @property
     def best_expert(self) -> np.ndarray:
@@ -180,9 +178,9 @@ def cube_tissue_agreement(sorts: Sequence[RoutedCubes]) -> TissueAgreement:
     cube_tissues = np.concatenate([cubes.largest_tissue for cubes in sorts], axis=1)
     first = np.concatenate([cubes.best_expert for cubes in sorts], axis=1)
     tissues = np.arange(sorts[0].amounts.shape[-1])
-    is_included = (cube_tissues != NONE).any(axis=1)  # people with any cube with tissue
+    is_included = (cube_tissues != NO_TISSUE).any(axis=1)  # people with any cube with tissue
     cube_tissues, first = cube_tissues[is_included], first[is_included]
-    has_tissue = cube_tissues != NONE
+    has_tissue = cube_tissues != NO_TISSUE
     number = has_tissue.sum(axis=1)
     is_own = cube_tissues[..., None] == tissues  # (N, P, R), one-hot or 0, as is_first
     is_first = (first[..., None] == tissues) & has_tissue[..., None]
@@ -230,7 +228,7 @@ def mean_over_people(values: np.ndarray, lowest: float) -> Interval:
 
 
 FIRST_SEED = 10**12  # of the other generator's people, above the seeds of every cohort
-SHARES = (0.25, 0.5, 0.75)  # remaining voxels of the second tissue
+THINNED_VOXEL_SHARES = (0.25, 0.5, 0.75)  # remaining voxels of the second tissue
 # number of a person, and the shares (R, D, H, W) → remaining shares
 Filter = Callable[[int, np.ndarray], np.ndarray]
 
@@ -270,10 +268,10 @@ def measure_region_generalisation(
 ) -> RegionGeneralisation:
     """Return region experts' agreement with tissues on test, mixed and newly simulated volumes."""
     model, data, tissues = subject.model, subject.data, subject.regions
-    test = select_volumes(data, tissues, settings.volumes)
+    test = select_volume_per_participant(data, tissues, settings.volumes)
     mixed = {}
     for complete, thinned in permutations(range(len(tissues)), 2):
-        for share in SHARES:
+        for share in THINNED_VOXEL_SHARES:
             mask = tissue_voxel_thinner(complete, thinned, share, seed)
             mixed[complete, thinned, share] = route_tissue_masked_volumes(model, test, mask, batch)
     other = None
@@ -295,7 +293,9 @@ def has_generator_voxel_grid(data: Prepared) -> bool:
     return data.card["size"] == [SIDE] * 3 and data.card["voxel_mm"] == [VOXEL_MM] * 3
 
 
-def select_volumes(data: Prepared, tissues: tuple[str, ...], count: int) -> VolumesAndTissues:
+def select_volume_per_participant(
+    data: Prepared, tissues: tuple[str, ...], count: int
+) -> VolumesAndTissues:
     """Return the first volume of each of ``count`` test participants, evenly spread."""
     channels = list(find_mask_channels(tissues, data.card))
     first: dict[str, int] = {}
@@ -309,7 +309,7 @@ def simulate_ellipsoid_cohort(
     tissues: tuple[str, ...], count: int, ages: tuple[float, float], seed: int
 ) -> VolumesAndTissues:
     """Simulate ``count`` people by ``simulate_ellipsoid_scan``: evenly spread ages, both sexes."""
-    channels = [REGIONS.index(tissue) for tissue in tissues]
+    channels = [TISSUES.index(tissue) for tissue in tissues]
     people = [
         (float(age), alternating_sex(number), FIRST_SEED + seed * PEOPLE + number)
         for number, age in enumerate(np.linspace(*ages, count))

@@ -16,11 +16,11 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord, choice_margin
 from moecore.measure.base import SEED
-from moecore.measure.routing_metrics import alternative_choices, layer_metrics
+from moecore.measure.routing_metrics import changed_choices, layer_metrics
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.statistics.comparisons import linearize_ratio
-from moecore.training.surgery.expert_reduction import watching_layers
+from moecore.training.surgery.expert_reduction import calling_after_each_routing
 
 
 def count_coactivation(chosen: Tensor) -> Tensor:
@@ -33,8 +33,7 @@ def conditional_coactivation(counts: Tensor) -> Tensor:
     """Return P(b chosen | a chosen), (E, E), rows a, from counts (E, E); the diagonal is 0."""
     # A row sums to k − 1 if every token chose k experts, and is 0 if no token chose a. By chance,
     # at an even load, each is (k − 1)/(E − 1).
-    pairs = counts - counts.diagonal().diag()
-    return pairs / _nonzero_counts(counts).unsqueeze(-1)
+    return (counts - counts.diagonal().diag()) / _expert_counts_at_least_one(counts).unsqueeze(-1)
 
 
 def layer_transitions(before: Tensor, chosen: Tensor) -> Tensor:
@@ -47,7 +46,7 @@ def layer_transitions(before: Tensor, chosen: Tensor) -> Tensor:
 def coactivation_lift(counts: Tensor, tokens: int) -> Tensor:
     """Return P(b | a) / P(b), (E, E), from counts (E, E) of ``tokens``; 1 if independent."""
     # As a token has only k experts, chance at an even load is (k − 1)·E / ((E − 1)·k), below 1.
-    return conditional_coactivation(counts) * tokens / _nonzero_counts(counts)
+    return conditional_coactivation(counts) * tokens / _expert_counts_at_least_one(counts)
 
 
 def mean_pair_lift_by_image(chosen: Tensor) -> Tensor:
@@ -67,12 +66,12 @@ def mean_pair_lift_by_image(chosen: Tensor) -> Tensor:
     return layer_metrics.linearize_at_mean(mean_lift, rows)
 
 
-def _nonzero_counts(counts: Tensor) -> Tensor:
+def _expert_counts_at_least_one(counts: Tensor) -> Tensor:
     """Return each expert's tokens (E,), the diagonal of ``counts`` (E, E), with 1 in place of 0."""
     return counts.diagonal().where(counts.diagonal() > 0, 1)
 
 
-def uses_per_window(chosen: Tensor, length: int) -> Tensor:
+def window_use_histogram(chosen: Tensor, length: int) -> Tensor:
     """Count, per image, the (window, expert) pairs with 0 … m uses, (B, m + 1) int64."""
     # chosen: (B, T, E) bool. Windows of ``length`` m tokens start at every token.
     if length > chosen.shape[1]:
@@ -119,8 +118,8 @@ def window_consistency(
     shuffled = patches[torch.arange(number).unsqueeze(-1), torch.from_numpy(order)]
     for window in sorted(window for window in windows if window < length):
         name = f"consistency_{window}"
-        values[name] = consistency_by_image(uses_per_window(patches, window).numpy())
-        uses = uses_per_window(shuffled, window).sum(dim=0).numpy()
+        values[name] = consistency_by_image(window_use_histogram(patches, window).numpy())
+        uses = window_use_histogram(shuffled, window).sum(dim=0).numpy()
         chances[name] = float(consistency_f1_scores(uses).max())
     return values, chances
 
@@ -151,7 +150,9 @@ def cumulative_load_shares(counts: Tensor) -> Tensor:
     return ordered.cumsum(dim=0) / ordered.sum()
 
 
-def token_margins(scores: Tensor, chosen: Tensor) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+def mean_and_low_quantile_margin(
+    scores: Tensor, chosen: Tensor
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Return "margin" → ``choice_margin`` by image, (B,), and "smallest_margin" → 1 % quantile."""
     margins = choice_margin(scores, chosen)
     is_known = margins.isfinite()
@@ -163,12 +164,12 @@ def token_margins(scores: Tensor, chosen: Tensor) -> tuple[dict[str, np.ndarray]
     return {"margin": by_image}, {"smallest_margin": smallest}
 
 
-LAYER_INPUTS = frozenset({"basis", "outputs"})  # a router's inputs that the layer itself provides
+ROUTER_INPUTS_FROM_LAYER = frozenset({"basis", "outputs"})  # that the layer itself provides
 EXPERTS_PER_HOT = 8  # one of this many experts counts as hot, at least one in all
 
 
 @contextmanager
-def record_early_choices(model: Model) -> Iterator[dict[str, list[Tensor]]]:
+def record_choices_from_earlier_layer(model: Model) -> Iterator[dict[str, list[Tensor]]]:
     """Record layer name → its router's choices for the layer before's tokens, inside ``with``."""
     early: dict[str, list[Tensor]] = {}  # layer, in order → (B, T, E) bool per call
     latest: dict[str, Tensor] = {}  # name → latest tokens of the layer
@@ -177,7 +178,7 @@ def record_early_choices(model: Model) -> Iterator[dict[str, list[Tensor]]]:
         choices = early.setdefault(name, [])
         index = list(early).index(name)
         latest[name] = tokens
-        if index == 0 or not layer.wants <= LAYER_INPUTS:
+        if index == 0 or not layer.wants <= ROUTER_INPUTS_FROM_LAYER:
             return
         earlier = latest[list(early)[index - 1]]
         if earlier.shape == tokens.shape:
@@ -186,7 +187,7 @@ def record_early_choices(model: Model) -> Iterator[dict[str, list[Tensor]]]:
             _, early_record = layer.router.forward(earlier, RoutingContext(basis=basis))
             choices.append(early_record.chosen.cpu())
 
-    with watching_layers(alternative_choices.unguided_model(model), choose_early):
+    with calling_after_each_routing(changed_choices.unguided_model(model), choose_early):
         yield early
 
 
@@ -203,16 +204,14 @@ def choice_predictability(
     shared = (predicted & chosen).sum(dim=-1).double()
     number = chosen.sum(dim=-1).double()
     # Tokens that chose no expert are left out.
-    overlap = linearize_ratio(
-        (shared / number.clamp_min(1)).sum(dim=1).numpy(), (number > 0).sum(dim=1).numpy()
-    )
+    shares = (shared / number.clamp_min(1)).sum(dim=1).numpy()
+    overlap = linearize_ratio(shares, (number > 0).sum(dim=1).numpy())
     early_rows = predicted.sum(dim=1).double().numpy()
     rows = chosen.sum(dim=1).double().numpy()
     early_counts, counts = early_rows.sum(axis=0), rows.sum(axis=0)
     hottest = max(1, len(counts) // EXPERTS_PER_HOT)
-    early_set, own_set = (
-        set(np.argsort(-load, kind="stable")[:hottest]) for load in (early_counts, counts)
-    )
+    loads = (early_counts, counts)
+    early_set, own_set = (set(np.argsort(-load, kind="stable")[:hottest]) for load in loads)
     of_layer = {"early_hottest": len(early_set & own_set) / hottest}
     if np.ptp(early_counts) > 0 and np.ptp(counts) > 0:
         of_layer["early_load_rank"] = float(scipy.stats.spearmanr(early_counts, counts).statistic)

@@ -45,9 +45,8 @@ def count_matching_pairs(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> T
     )
     ordered = ours == theirs
     sets = ordered.all(-1) | (ours == theirs.flip(-1)).all(-1)
-    return torch.stack(
-        [(same & is_pair).sum(dim=1) for same in (ordered[..., 0], ordered.all(-1), sets)], dim=1
-    )
+    matches = (ordered[..., 0], ordered.all(-1), sets)
+    return torch.stack([(same & is_pair).sum(dim=1) for same in matches], dim=1)
 
 
 def agreement_over_epochs(first_experts: Sequence[np.ndarray]) -> dict[str, list[float]]:
@@ -141,7 +140,7 @@ class EpochRecorder(NamedTuple):
         images = self.data.validation.images[:VALIDATION_IMAGES]
         labels = torch.from_numpy(np.array(self.data.validation.labels[:VALIDATION_IMAGES]))
         _, records = predict.predict_in_batches(self.model, images, batch=250, prediction=False)
-        on_one_grid = encoded_routing.spread_to_one_grid(records, self.model.layouts)
+        on_one_grid = encoded_routing.put_records_on_finest_grid(records, self.model.layouts)
         first = torch.stack([first_choices(record) for record in on_one_grid], dim=1)
         chosen = np.stack([record.chosen.numpy() for record in on_one_grid], axis=1)
         tensors = {
@@ -196,7 +195,7 @@ class EpochRecorder(NamedTuple):
             agreement_with_final=agreement["with_final"],
             agreement_consecutive=agreement["consecutive"],
             saturation=[float(shares.mean()) for shares in saturation],
-            agreement_items=encode_agreement_items(first, people) | {"saturation_half": half},
+            agreement_items=encode_agreement_of_epochs(first, people) | {"saturation_half": half},
             purity=purity,
             class_maps=maps,
             region_routing=self.read_tissue_routing(),
@@ -210,7 +209,7 @@ class EpochRecorder(NamedTuple):
         chosen = evenly_spaced_indices(len(self.data.validation.labels), TISSUE_VOLUMES)
         volumes = np.array(self.data.validation.images[chosen])
         maps = np.array(self.data.regions("validation")[chosen])
-        rows = tissue_rows(self.model, volumes, maps, tissues, self.experts, self.seed)
+        rows = tissue_routing_rows(self.model, volumes, maps, tissues, self.experts, self.seed)
         routing = outcome.EpochTissueRouting(epoch=epoch, rows=rows)
         write_json(self.folder / f"regions/{epoch:04d}.json", routing.model_dump(mode="json"))
 
@@ -223,20 +222,20 @@ class EpochRecorder(NamedTuple):
 
     def write_trace(self, epoch: int) -> None:
         """Write predictions and routing of the explorer's images after ``epoch``, as JSON."""
-        images = np.array(self.data.test.images[explorer_image_indices(self.data, IMAGES)])
-        prediction, records = predict.predict_in_batches(self.model, images, batch=IMAGES)
+        images = np.array(self.data.test.images[explorer_image_indices(self.data, MAX_IMAGES)])
+        prediction, records = predict.predict_in_batches(self.model, images, batch=MAX_IMAGES)
         task, layouts = self.data.task, self.model.layouts
-        traces = encoded_routing.encode_routing(prediction, records, task, layouts)
+        traces = encoded_routing.encode_predictions_and_routing(prediction, records, task, layouts)
         write_json(self.folder / f"traces/{epoch:04d}.json", traces.model_dump(mode="json"))
 
-    def read_traces(self) -> tuple[outcome.WatchedEpoch, ...]:
+    def read_traces(self) -> tuple[outcome.WatchedImagesRouting, ...]:
         """Return predictions and routing of each watched epoch; UserError if one is missing."""
-        places = explorer_image_indices(self.data, IMAGES)
+        places = explorer_image_indices(self.data, MAX_IMAGES)
         watched = []
         for epoch in explorer_epochs(self.epochs):
             content = read_json(self.folder / f"traces/{epoch:04d}.json")
-            trace = encoded_routing.EncodedRouting.model_validate(content)
-            watched.append(outcome.WatchedEpoch(epoch=epoch, images=places, trace=trace))
+            trace = encoded_routing.EncodedPredictionsAndRouting.model_validate(content)
+            watched.append(outcome.WatchedImagesRouting(epoch=epoch, images=places, trace=trace))
         return tuple(watched)
 
 
@@ -254,7 +253,7 @@ def saturation_by_image(chosen: Sequence[np.ndarray]) -> list[np.ndarray]:
     ]
 
 
-def encode_agreement_items(
+def encode_agreement_of_epochs(
     first: Sequence[np.ndarray], people: np.ndarray | None
 ) -> dict[str, str]:
     """Return name → (N,) share of tokens with equal first experts in two epochs, encoded."""
@@ -302,12 +301,12 @@ def tissue_routing_epochs(epochs: int) -> tuple[int, ...]:
 
 
 # The explorer shows the routing of its first test images after some epochs.
-IMAGES = 32  # the largest number in the explorer
-VOLUMES = 6  # fewer, as volumes are large
-MAX_EPOCHS = 12
+MAX_IMAGES = 32  # the largest number in the explorer
+MAX_VOLUMES = 6  # fewer, as volumes are large
+MAX_EXPLORER_EPOCHS = 12
 
 
-def spread_indices(total: int, number: int) -> list[int]:
+def nested_spread_indices(total: int, number: int) -> list[int]:
     # A larger number extends the list: the indices follow van der Corput's sequence of base 2, that
     # is start, middle, quarters, and so on.
     places: dict[int, None] = {}
@@ -321,18 +320,19 @@ def spread_indices(total: int, number: int) -> list[int]:
 def explorer_image_indices(data: Prepared, number: int) -> list[int]:
     """Return indices in the test split of the ``number`` images that the explorer shows first."""
     images = data.test.images
-    return spread_indices(len(images), min(number, VOLUMES if images.ndim == 5 else IMAGES))
+    limit = MAX_VOLUMES if images.ndim == 5 else MAX_IMAGES
+    return nested_spread_indices(len(images), min(number, limit))
 
 
 def explorer_epochs(epochs: int) -> tuple[int, ...]:
-    spread = np.linspace(epochs, 1, min(epochs, MAX_EPOCHS)).round().astype(int)
+    spread = np.linspace(epochs, 1, min(epochs, MAX_EXPLORER_EPOCHS)).round().astype(int)
     return tuple(np.unique(spread).tolist())
 
 
-BEST = 2  # experts named per tissue, as in figure S1
+BEST_EXPERTS_PER_TISSUE = 2  # experts named per tissue, as in figure S1
 
 
-def tissue_rows(
+def tissue_routing_rows(
     model: Model,
     volumes: np.ndarray,  # (N, 1, D, H, W) floating point in [0, 1]
     regions: np.ndarray,  # uint8 (N, R, D, H, W), tissue share × 255
@@ -357,10 +357,9 @@ def tissue_rows(
     for channel, tissue in enumerate(tissues):
         share = torch.from_numpy(np.array(regions[:, channel]))
         random = shuffle_tissue_in_brain(share, images[:, 0] > 0, seed + channel)
-        rows.append(_region_row(tissue, model, keep_only_tissue(images, share), experts))
-        controls.append(
-            _region_row(f"random_{tissue}", model, keep_only_tissue(images, random), experts)
-        )
+        rows.append(_tissue_row(tissue, model, keep_only_tissue(images, share), experts))
+        masked = keep_only_tissue(images, random)
+        controls.append(_tissue_row(f"random_{tissue}", model, masked, experts))
     return [*rows, *controls]
 
 
@@ -375,7 +374,7 @@ def shuffle_tissue_in_brain(share: Tensor, brain: Tensor, seed: int) -> Tensor:
     return shuffled
 
 
-def _region_row(
+def _tissue_row(
     name: str, model: Model, volumes: Tensor, experts: Sequence[str]
 ) -> outcome.TissueRoutingRow:
     _, records = predict.predict_in_batches(model, volumes, batch=32)
@@ -393,7 +392,7 @@ def _region_row(
         )
     scores = record.logits[:, layout.special :][has_voxels].double().mean(dim=0)
     share = record.chosen[:, layout.special :][has_voxels].double().mean(dim=0)
-    best = scores.argsort(descending=True, stable=True)[:BEST].tolist()
+    best = scores.argsort(descending=True, stable=True)[:BEST_EXPERTS_PER_TISSUE].tolist()
     ranked = [(experts[index], float(scores[index])) for index in best]
     shares = dict(zip(experts, share.tolist(), strict=True))
     return outcome.TissueRoutingRow(region=name, experts=ranked, share=shares)

@@ -12,11 +12,11 @@ from moecore.core import arrays_as_text, config, routing_records
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, MeasuredPart, Number
 from moecore.measure.routing_metrics import choice_patterns, expert_similarity, label_information
-from moecore.measure.routing_metrics.alternative_choices import unguided_model
+from moecore.measure.routing_metrics.changed_choices import unguided_model
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.measure.values import Found, Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.encoded_routing import record_on_grid
+from moecore.nn.encoded_routing import regrid_record
 from moecore.nn.predict import model_device
 from moecore.statistics.intervals import People, indices_by_person
 
@@ -29,12 +29,14 @@ LABELS = {  # name → label in columns and figures
     "tissue": "tissue",
     "layer_before": "expert before",
 }
-TELLS = "mutual information above that of permuted labels / the label's entropy; mean over layers"
-SPECIAL = "largest share of a label's tokens that one expert has, above that of permuted labels"
-TWO_IMAGES = "the same of tokens of two images; mean over layers"
+MI_NOTE = "mutual information above that of permuted labels / the label's entropy; mean over layers"
+SHARE_NOTE = "largest share of a label's tokens that one expert has, above that of permuted labels"
+TWO_IMAGES_NOTE = "the same of tokens of two images; mean over layers"
 METRICS = {
     **{
-        f"information_{name}": Metric(f"Experts tell the {label}", "", "share", TELLS, signed=True)
+        f"information_{name}": Metric(
+            f"Experts tell the {label}", "", "share", MI_NOTE, signed=True
+        )
         for name, label in LABELS.items()
     },
     **{
@@ -50,7 +52,7 @@ METRICS = {
         f"specialisation_{name}": Metric(
             f"Specialisation by {label}",
             form="share",
-            note=f"{SPECIAL}; mean over labels and layers",
+            note=f"{SHARE_NOTE}; mean over labels and layers",
             signed=True,
         )
         for name, label in LABELS.items()
@@ -65,13 +67,13 @@ METRICS = {
         "Similarity of experts, CKA",
         form="share",
         note="linear CKA of two experts' outputs for the same tokens, mean over pairs and layers",
-        chance=TWO_IMAGES,
+        chance=TWO_IMAGES_NOTE,
         signed=True,
     ),
     "expert_cosine": Metric(
         "Similarity of experts, cosine",
         note="cosine of two experts' outputs for a token, mean over pairs and layers",
-        chance=TWO_IMAGES,
+        chance=TWO_IMAGES_NOTE,
         signed=True,
     ),
     "margin": Metric(
@@ -190,7 +192,7 @@ def put_roles(
 ) -> None:
     """Put ``ExpertRoles.metrics`` as means over layers, and each ``LayerRoles`` in facts.roles."""
     # All are of one pass over the test images with these indices, (N,). tokens, early: what
-    # ``store_layer_tokens`` and ``record_early_choices`` stored.
+    # ``store_layer_tokens`` and ``record_choices_from_earlier_layer`` stored.
     test = subject.data.test
     images = np.array(test.images[indices])
     people = test.people_at(indices)
@@ -217,7 +219,7 @@ def put_roles(
             people, similarity[index], predicted[index], scores=scores[index]
         )
         if index > 0:
-            before = record_on_grid(records[index - 1], subject.model.layouts[index - 1], layout)
+            before = regrid_record(records[index - 1], subject.model.layouts[index - 1], layout)
             layer_labels["layer_before"] = routing_records.first_choices(before)
             inputs = inputs._replace(before=before.chosen)
         layer, values = measure_layer_roles(record, layout, layer_labels, settings, inputs)
@@ -317,12 +319,10 @@ def measure_layer_roles(
     counts = expert_counts(chosen)
     tokens = chosen[..., 0].numel()
     experts = len(counts)
-    information, by_image = label_information.information_by_label(
-        chosen, layout, labels, inputs.people
-    )
-    consistency, chances = choice_patterns.window_consistency(
-        chosen[:, layout.special :], settings.windows
-    )
+    known = (chosen, layout, labels, inputs.people)
+    information, by_image = label_information.information_by_label(*known)
+    patches = chosen[:, layout.special :]
+    consistency, chances = choice_patterns.window_consistency(patches, settings.windows)
     by_image |= consistency
     extra = {"batch_violation": choice_patterns.mean_batch_maxvio(chosen, settings.batch)}
     in_batch = round(int(counts.sum()) * min(1, settings.batch / len(chosen)))
@@ -332,7 +332,7 @@ def measure_layer_roles(
         k = float(counts.sum() / tokens)
         chances["pair_lift"] = (k - 1) * experts / ((experts - 1) * k)
     scores = record.probs if inputs.scores is None else inputs.scores
-    margins, smallest = choice_patterns.token_margins(scores, chosen)
+    margins, smallest = choice_patterns.mean_and_low_quantile_margin(scores, chosen)
     by_image |= margins
     extra |= smallest
     if inputs.predicted is not None:

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from moecore.core import arrays_as_text, config, files, routing_records
-from moecore.measure.routing_metrics.alternative_choices import unguided_model
+from moecore.measure.routing_metrics.changed_choices import unguided_model
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import BATCH, ImageSequence
 from moecore.statistics.comparisons import linearize_ratio
 from moecore.statistics.intervals import People, draw_image_permutations, every_second_mask
-from moecore.training.surgery.expert_reduction import compute_all_outputs, watching_layers
+from moecore.training.surgery import expert_reduction
 
 DRAWS = 20  # permutations of chance_agreement
 MIN_TOKENS_PER_DIMENSION = 10  # with few tokens, CKA is near 1 for any two experts
@@ -58,7 +58,7 @@ class LayerTokens(NamedTuple):
     def outputs(self, images: int) -> list[Tensor]:
         """Return each expert's outputs for the stored tokens, E times (N, c, d) fp64."""
         tokens = cat_last_calls(self.parts, images)
-        by_expert = compute_all_outputs(self.layer, tokens.flatten(0, 1))
+        by_expert = expert_reduction.outputs_of_all_experts(self.layer, tokens.flatten(0, 1))
         return [outputs.double().view(tokens.shape) for outputs in by_expert]
 
 
@@ -88,7 +88,7 @@ def store_layer_tokens(model: Model, images: BatchTracker) -> Iterator[dict[str,
         layer_tokens = stored.setdefault(name, LayerTokens(layer, []))
         layer_tokens.parts.append(tokens[rows, (first + spread) % length])
 
-    with watching_layers(unguided_model(model), keep):
+    with expert_reduction.calling_after_each_routing(unguided_model(model), keep):
         yield stored
 
 

@@ -16,8 +16,8 @@ from moecore.measure.probes.simulated_people import tissue_sums_by_cube
 from moecore.measure.routing_metrics.epoch_routing import true_kinds
 from moecore.statistics import comparisons, intervals
 
-RARE = 10  # words that occur less often in the texts are ignored
-TEXT = 3  # axes of blocks of text, (N, C, M)
+MIN_TOKENS = 10  # words that occur less often in the texts are ignored
+TEXT_NDIM = 3  # axes of blocks of text, (N, C, M)
 PERMUTATIONS = 200
 MIN_IMAGES = 4  # to permute labels: with three images, p cannot be below 1 / 3! = 1 / 6
 
@@ -40,7 +40,7 @@ def token_labels_by_name(
     labels = {"position": torch.arange(layout.special + prod(layout.grid)).unsqueeze(0)}
     if subject.model.image.truth:
         labels["truth"] = true_kinds(torch.from_numpy(images), layout) - 1
-    if images.ndim == TEXT:
+    if images.ndim == TEXT_NDIM:
         blocks = images.shape[1] // (1 + bool(subject.model.image.truth))
         word_ids = images[:, blocks - 1].astype(np.int64)
         labels["word"] = torch.from_numpy(mask_rare_words(word_ids))
@@ -53,9 +53,9 @@ def token_labels_by_name(
 
 
 def mask_rare_words(word_ids: np.ndarray) -> np.ndarray:
-    """Return word ids (N, T), with -1 for words that occur fewer than RARE times among them."""
+    """Return word ids (N, T), with -1 for words that occur fewer than MIN_TOKENS times."""
     _, inverse, counts = np.unique(word_ids, return_inverse=True, return_counts=True)
-    return np.where(counts[inverse.reshape(word_ids.shape)] >= RARE, word_ids, -1)
+    return np.where(counts[inverse.reshape(word_ids.shape)] >= MIN_TOKENS, word_ids, -1)
 
 
 def tissue_labels(maps: np.ndarray, indices: np.ndarray, layout: TokenLayout) -> Tensor:
@@ -69,9 +69,9 @@ def tissue_labels(maps: np.ndarray, indices: np.ndarray, layout: TokenLayout) ->
 class LargestExpertShare(Config):
     """Largest share of a label's tokens that one expert has."""
 
-    share: float  # mean over labels with at least RARE tokens
+    share: float  # mean over labels with at least MIN_TOKENS tokens
     chance: float  # mean over permuted labels
-    labels: int  # number of labels with at least RARE tokens
+    labels: int  # number of labels with at least MIN_TOKENS tokens
 
 
 class LabelInformation(Config):
@@ -81,7 +81,7 @@ class LabelInformation(Config):
     chance: float  # mean over permuted labels
     p: float  # share of permutations, the identity included, with at least as much information
     normalised: float  # (information − chance) / entropy of the labels
-    specialisation: LargestExpertShare | None = None  # None if no label has RARE tokens
+    specialisation: LargestExpertShare | None = None  # None if no label has MIN_TOKENS tokens
 
 
 def mutual_information(table: np.ndarray) -> float:
@@ -104,12 +104,12 @@ def measure_information(
     if len(np.unique(labels[labels >= 0])) < 2:
         raise UserError.at("expert_information", found="fewer than two labels", allowed="2 or more")
     pairs = chosen.nonzero()
-    table = _count_table(chosen, pairs, labels)
+    table = _count_by_expert_and_label(chosen, pairs, labels)
     tokens = np.bincount(labels[labels >= 0], minlength=table.shape[1])
     common = tokens >= min_tokens  # labels with enough tokens, (K,)
     nulls = []
     for permuted_labels in permuted:
-        counts = _count_table(chosen, pairs, permuted_labels)
+        counts = _count_by_expert_and_label(chosen, pairs, permuted_labels)
         shares = counts[:, common].max(axis=0) / tokens[common]
         nulls.append((mutual_information(counts), shares.sum()))
     null, null_share = np.array(nulls).T
@@ -148,7 +148,7 @@ def check_enough_images(images: int) -> None:
         )
 
 
-def _count_table(
+def _count_by_expert_and_label(
     chosen: np.ndarray, pairs: tuple[np.ndarray, ...], labels: np.ndarray
 ) -> np.ndarray:
     """Count (token, expert) pairs by expert and label, (E, K); pairs: ``chosen.nonzero()``."""
@@ -169,9 +169,8 @@ def _information_by_image(
     joint = table / table.sum()
     independent = joint.sum(axis=1)[expert] * joint.sum(axis=0)[label]
     pointwise = np.log(joint[expert, label] / independent)
-    return comparisons.linearize_ratio(
-        np.bincount(image, pointwise, minlength=images), np.bincount(image, minlength=images)
-    )
+    information = np.bincount(image, pointwise, minlength=images)
+    return comparisons.linearize_ratio(information, np.bincount(image, minlength=images))
 
 
 def _largest_expert_share(
@@ -207,6 +206,6 @@ def information_by_label(
         if name == "position":  # the same in all images, so permuted within each image
             random = np.random.default_rng(SEED)
             permuted = (random.permuted(token_labels, axis=1) for _ in range(PERMUTATIONS))
-        rows[name], by_image = measure_information(patches, token_labels, permuted, RARE)
+        rows[name], by_image = measure_information(patches, token_labels, permuted, MIN_TOKENS)
         values |= {f"{key}_{name}": excess for key, excess in by_image.items()}
     return rows, values

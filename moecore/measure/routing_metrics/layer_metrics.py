@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, first_choices
-from moecore.nn.experts.base import map_shape
+from moecore.nn.experts.base import expert_grid_shape
 from moecore.statistics.comparisons import linearize_ratio
 
 
@@ -150,9 +150,8 @@ def average_layers(layers: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _check_counts(counts: Tensor) -> None:
     if int(counts.sum()) == 0:
-        raise UserError(
-            f"routing: no token chose any of {len(counts)} experts; the router's records are empty"
-        )
+        found = f"no token chose any of {len(counts)} experts"
+        raise UserError(f"routing: {found}; the router's records are empty")
 
 
 def _check_same_shape(a: Tensor, b: Tensor) -> None:
@@ -175,13 +174,13 @@ def below_k_eligible_flags(scores: Tensor, threshold: float, k: int) -> Tensor:
 def eligible_tail_mass(scores: Tensor, threshold: float, k: int) -> float | None:
     """Return the weight of eligible experts beyond the best ``k`` / that of all (eq. 12)."""
     # Eligible: score above the threshold. Mean over the tokens with an eligible expert.
-    tails, has_eligible = _eligible_tail_mass(scores, threshold, k)
+    tails, has_eligible = _eligible_tail_mass_by_token(scores, threshold, k)
     if has_eligible.any():
         return float(tails[has_eligible].mean())
     return None
 
 
-def _eligible_tail_mass(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, Tensor]:
+def _eligible_tail_mass_by_token(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, Tensor]:
     """Return each token's ``eligible_tail_mass`` or NaN, and whether it is defined; both (B, T)."""
     eligible = _experts_above_threshold(scores, threshold)
     weights = scores.double().clamp_min(_MIN_WEIGHT).where(eligible, 0)
@@ -218,9 +217,9 @@ def _check_nonempty(values: Tensor, name: str) -> None:
 
 def expert_map_border_shares(load: Tensor, mass: Tensor) -> dict[str, float]:
     """Return "border_load", "corner_mass", "inner_cells", …: shares of load, mass (E,), experts."""
-    # Of the map of experts (``map_shape``). Load and mass sum to 1; corners belong to the border.
+    # Of the map of experts (``expert_grid_shape``). Load and mass sum to 1; corners are border.
     # MoGE's regularizer rewards the border: compare a share with that of the cells.
-    rows, columns = map_shape(len(load))
+    rows, columns = expert_grid_shape(len(load))
     row = torch.arange(rows)[:, None]
     column = torch.arange(columns)[None]
     at_row_end = (row == 0) | (row == rows - 1)
@@ -318,7 +317,7 @@ def measure_layer_use_by_image(
         **{name: numbers.mean(dim=1) for name, numbers in by_token.items()},
     }
     if threshold is not None and k is not None:
-        tails, has_eligible = _eligible_tail_mass(layer.logits, threshold, k)
+        tails, has_eligible = _eligible_tail_mass_by_token(layer.logits, threshold, k)
         if has_eligible.any():
             sums = tails.where(has_eligible, 0).sum(dim=-1)
             ratio = linearize_ratio(sums.numpy(), has_eligible.sum(dim=-1).double().numpy())
@@ -345,7 +344,7 @@ def squared_imed(before: Tensor, after: Tensor, sigma: float = SIGMA) -> Tensor:
         shapes = f"{tuple(before.shape)} and {tuple(after.shape)}"
         raise ValueError(f"IMED of maps of shapes {shapes}; they must be equal")
     change = before.double() - after.double()
-    weights = imed_matrix(*map_shape(change.shape[-1]), sigma).to(change.device)
+    weights = imed_matrix(*expert_grid_shape(change.shape[-1]), sigma).to(change.device)
     return ((change @ weights) * change).sum(dim=-1).clamp_min(0)  # rounding may fall below 0
 
 
@@ -388,6 +387,5 @@ def class_expert_probs(records: Sequence[RoutingRecord], labels: Tensor, classes
         raise UserError.at("class maps", found=extremes, allowed=f"0 to {classes - 1}")
     members = torch.nn.functional.one_hot(labels.long(), classes).double()  # (N, K)
     counts = members.sum(dim=0)[:, None]
-    return torch.stack(
-        [members.T @ record.probs.double().mean(dim=1) / counts for record in records], dim=1
-    )
+    means = [members.T @ record.probs.double().mean(dim=1) / counts for record in records]
+    return torch.stack(means, dim=1)

@@ -8,10 +8,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from moecore.core import routing_records, streams
 from moecore.core.config import Config, Misfits, Surroundings
 from moecore.core.files import UserError
-from moecore.core.routing_records import chosen_first_scores
-from moecore.core.streams import derived_seed, generator_for
 from moecore.data.views.views import ViewSettings, ViewsWithAffines, make_random_views
 from moecore.measure.base import SEED
 from moecore.measure.routing_metrics import epoch_routing, layer_metrics
@@ -45,7 +44,7 @@ class TwoViewAugmentation(Config):
     noise: float = Field(0.0, ge=0, le=1, description="Gaussian σ, added last; pixels in [0, 1]")
 
 
-HALF = {"operations": 1, "magnitude": 5}  # of RandAugment's range: a factor of 0.55 or 1.45
+HALF_RANDAUGMENT = {"operations": 1, "magnitude": 5}  # of its range: a factor of 0.55 or 1.45
 AFFINE = {"degrees": 10, "translate": 0.1, "scale": (0.9, 1.1)}
 # PRC names no augmentation for table 4; its fine-tuning uses crop and flip, its pretraining
 # RandAugment (table 1). The ranges are ours.
@@ -59,15 +58,15 @@ PRESETS = {
         "crop": {"views": {"crop": {}}},
         "rotation": {"views": {"affine": {"degrees": 15}}},
         "affine": {"views": {"affine": AFFINE | {"shear": 10}}},
-        "brightness": {"views": {"randaugment": HALF | {"names": ["brightness"]}}},
-        "contrast": {"views": {"randaugment": HALF | {"names": ["contrast"]}}},
+        "brightness": {"views": {"randaugment": HALF_RANDAUGMENT | {"names": ["brightness"]}}},
+        "contrast": {"views": {"randaugment": HALF_RANDAUGMENT | {"names": ["contrast"]}}},
         "randaugment": {"views": {"randaugment": {}}},
         "erasing": {"views": {"erasing": 1.0}},
     }.items()
 }
 
 # Presets of volumes; the others, and shear, are for flat images only.
-OF_VOLUMES = {
+VOLUME_PRESETS = {
     **{name: PRESETS[name] for name in ("identity", "noise", "shift", "flip", "rotation")},
     "affine": TwoViewAugmentation.model_validate({"name": "affine", "views": {"affine": AFFINE}}),
 }
@@ -79,9 +78,9 @@ def augmentation_misfits(
     if around.source is None or not around.source.volumes:
         return
     for index, preset in enumerate(augmentations):
-        if isinstance(preset, str) and preset not in OF_VOLUMES:
-            text = f"found {preset}, which is for flat images"
-            yield ("augmentations", index), f"{text}; allowed for volumes: {', '.join(OF_VOLUMES)}"
+        if isinstance(preset, str) and preset not in VOLUME_PRESETS:
+            text = f"found {preset}, which is for flat images; allowed for volumes"
+            yield ("augmentations", index), f"{text}: {', '.join(VOLUME_PRESETS)}"
 
 
 def look_up_augmentation(
@@ -90,7 +89,7 @@ def look_up_augmentation(
     """Return a preset by name, or the augmentation itself; UserError if volumes do not have it."""
     if isinstance(augmentation, TwoViewAugmentation):
         return augmentation
-    presets = OF_VOLUMES if volumes else PRESETS
+    presets = VOLUME_PRESETS if volumes else PRESETS
     if augmentation not in presets:
         raise UserError(
             f"{section}.augmentations: found {augmentation}, which is for flat images; "
@@ -106,12 +105,12 @@ def draw_two_views(
     # Pixels fp32 (2N, C, h, w) in [0, 1] with affines (2N, 3, 3); for volumes, float16
     # (N, C, D, H, W), fp32 volumes with affines (2N, 4, 4). Drawn from (seed, index, view,
     # ``stream``): whole chunks of 100 images keep their views if images are added.
-    view_seed = derived_seed("measured_views", seed)
+    view_seed = streams.derived_seed("measured_views", seed)
     both: tuple[list[ViewsWithAffines], list[ViewsWithAffines]] = ([], [])
     for start in range(0, len(images), CHUNK_SIZE):
         chunk = torch.from_numpy(np.array(images[start : start + CHUNK_SIZE]))
         for number, views in enumerate(both):
-            generator = generator_for(view_seed, start, number, *stream)
+            generator = streams.generator_for(view_seed, start, number, *stream)
             pixels, affines = make_random_views(chunk, augmentation.views, generator)
             if augmentation.noise:
                 noise = torch.randn(pixels.shape, generator=generator) * augmentation.noise
@@ -122,40 +121,40 @@ def draw_two_views(
     return ViewsWithAffines(*map(torch.cat, zip(*both[0], *both[1], strict=True)))
 
 
-TEXT = 3  # dimensions of blocks of text, (N, C, M), which have neither views nor pictures
-NAMES = ("match_top1", "match_top2_ordered", "match_top2_sets")
-SHARES = (*NAMES, "switch_fraction")  # share of the second's experts that the first does not have
+TEXT_NDIM = 3  # dimensions of blocks of text, (N, C, M), which have neither views nor pictures
+MATCH_NAMES = ("match_top1", "match_top2_ordered", "match_top2_sets")
+SHARE_NAMES = (*MATCH_NAMES, "switch_fraction")  # of the second's experts, not in the first
 
 
 class LayerMatches(NamedTuple):
     """Pairs of tokens of one layer that agree in two views, per image."""
 
-    counts: Tensor  # (N, 3) int64, for each of NAMES
+    counts: Tensor  # (N, 3) int64, for each of MATCH_NAMES
     switched: Tensor  # (N, T) fp64, switch fraction of each pair's chosen experts; 0: no pair
     number: Tensor  # (N,) int64, of all pairs
 
     def shares(self) -> dict[str, float]:
-        """Return each of SHARES → its share of all pairs."""
+        """Return each of SHARE_NAMES → its share of all pairs."""
         pairs = int(self.number.sum())
         ratios = [count / pairs for count in self.counts.sum(dim=0).tolist()]
         switched = self.switched.sum() / self.number.sum()
-        return dict(zip(SHARES, (*ratios, float(switched)), strict=True))
+        return dict(zip(SHARE_NAMES, (*ratios, float(switched)), strict=True))
 
     def by_image(self) -> dict[str, Tensor]:
-        """Return each of SHARES → values by image, (N,), with the means of ``shares``."""
+        """Return each of SHARE_NAMES → values by image, (N,), with the means of ``shares``."""
         number = self.number.double().numpy()
         sums = [*self.counts.double().T, self.switched.sum(dim=1)]
         return {
             name: torch.from_numpy(linearize_ratio(column.numpy(), number))
-            for name, column in zip(SHARES, sums, strict=True)
+            for name, column in zip(SHARE_NAMES, sums, strict=True)
         }
 
 
 def view_match_shares(
     model: Model, images: np.ndarray, views: ViewSettings, batch: int
 ) -> Sequence[tuple[Mapping[str, float], Mapping[str, Tensor]]]:
-    """Return, per MoE layer, each of SHARES → share, and → values by image, (N,); {} for text."""
-    if images.ndim == TEXT:
+    """Return, per MoE layer, share name → share, and → values by image, (N,); {} for text."""
+    if images.ndim == TEXT_NDIM:
         return [({}, {})] * len(model.experts_and_router.indices(model.config.depth))
     pictures = draw_two_views(images, TwoViewAugmentation(name="views", views=views), SEED)
     layers = count_matches_by_layer(model, pictures, batch)
@@ -165,11 +164,11 @@ def view_match_shares(
 def match_two_views(
     model: Model, views: ViewsWithAffines, batch: int, people: People = None
 ) -> dict[str, tuple[np.ndarray, Interval]]:
-    """Return each of SHARES → values by image, (N,), and mean with interval, over all layers."""
+    """Return share name → values by image, (N,), and mean with interval, over all layers."""
     layers = count_matches_by_layer(model, views, batch)
     means = layer_metrics.average_layers([layer.shares() for layer in layers])
     images = mean_items_over_layers([layer.by_image() for layer in layers])
-    limits = match_intervals(layers, people)
+    limits = bootstrap_match_shares(layers, people)
     return {key: (images[key], Interval(mean, *limits.get(key, ()))) for key, mean in means.items()}
 
 
@@ -180,7 +179,7 @@ def count_matches_by_layer(model: Model, views: ViewsWithAffines, batch: int) ->
     layers = []
     for record, (pairs, layout) in zip(records, paired, strict=True):
         # Logits, as an eigenbasis router clamps probs, which gives ties.
-        scores = chosen_first_scores(record.logits, record.chosen)
+        scores = routing_records.raise_scores_of_chosen(record.logits, record.chosen)
         both_scores = values_of_pairs(scores, pairs, layout)
         switched = 1 - layer_metrics.kept_share(*values_of_pairs(record.chosen, pairs, layout))
         layers.append(
@@ -199,7 +198,7 @@ def mean_items_over_layers(layers: Sequence[Mapping[str, Tensor]]) -> dict[str, 
     return {key: torch.stack([layer[key] for layer in layers]).mean(dim=0).numpy() for key in names}
 
 
-def match_intervals(
+def bootstrap_match_shares(
     layers: Sequence[LayerMatches], people: People
 ) -> dict[str, tuple[float | None, float | None]]:
     """Return match metric → bootstrap limits over images or people, not over pairs of tokens."""
@@ -219,4 +218,4 @@ def match_intervals(
         interval = bootstrap_statistic(share, len(number), lowest=0.0, highest=1.0, people=people)
         return interval.low, interval.high
 
-    return {name: limits(counts[:, column]) for column, name in enumerate(NAMES)}
+    return {name: limits(counts[:, column]) for column, name in enumerate(MATCH_NAMES)}

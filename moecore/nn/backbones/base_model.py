@@ -20,7 +20,7 @@ from moecore.core.routing_records import (
     RoutingRecord,
     TokenLayout,
 )
-from moecore.nn.correspondence import teacher_probs_for_tokens
+from moecore.nn.correspondence import teacher_probs_for_student_tokens
 from moecore.nn.layers.moe import MoESettings, update_routers
 from moecore.nn.layers.patch_embed import Interpolation, cut_patches, renormalise_patch_embedding
 from moecore.tasks.base import Reduction, Task
@@ -94,7 +94,7 @@ def check_patches_and_heads(image: ImageSpec, patch: int, width: int, heads: int
         raise UserError.at("model.heads", found=heads, allowed=f"a divisor of model.width, {width}")
 
 
-def check_axes(kind: str, image: ImageSpec, axes: int) -> None:
+def check_axis_count(kind: str, image: ImageSpec, axes: int) -> None:
     number = len(image.shape)
     if number != axes:
         raise UserError.at(
@@ -327,7 +327,7 @@ class BackboneModel(Model):
                 probs = options.guidance.probs[layer]
                 tokens = layout.special + prod(layout.grid)
                 student = torch.Size((len(images), tokens, probs.shape[-1]))
-                context = context._replace(teacher=teacher_probs_for_tokens(probs, student))
+                context = context._replace(teacher=teacher_probs_for_student_tokens(probs, student))
             contexts[index] = context
         return contexts
 
@@ -429,7 +429,7 @@ def majority_token_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
     return (cut_token_pixels(images[:, -1:], layout).mode(dim=-1).values * 255).round().long()
 
 
-def parameter_counts(model: Model) -> dict[str, int]:
+def count_total_and_active_parameters(model: Model) -> dict[str, int]:
     """Return two counts by name: ``parameters`` and ``active_parameters``, which one token uses."""
     total = sum(parameter.numel() for parameter in model.parameters())
     idle = 0.0

@@ -21,16 +21,16 @@ from moecore.nn.backbones.base_model import (
     Encoded,
     EncodeOptions,
     ImageSpec,
-    check_axes,
+    check_axis_count,
 )
 from moecore.nn.layers.block import Dropout, FeedForward, HiddenRatio
 from moecore.nn.layers.moe import OptionalMoE, build_feed_forwards
 
-MU = 0.7  # decay of the momentum per layer
-GAMMA_1 = 1.0  # step of Adam's first layer; without effect, as a norm follows
-GAMMA_2 = 1.0  # step of the momentum
-BETAS = (0.9, 0.999)
-EPS = 1e-8  # under the root
+MOMENTUM_DECAY = 0.7  # decay of the momentum per layer
+ADAM_STEP_SIZE = 1.0  # step of Adam's first layer; without effect, as a norm follows
+MOMENTUM_STEP_SIZE = 1.0  # step of the momentum
+ADAM_BETAS = (0.9, 0.999)
+ADAM_EPS = 1e-8  # under the root
 
 
 class SlidingWindowAttention(nn.Module):
@@ -78,7 +78,7 @@ def relative_shift(values: Tensor) -> Tensor:
     return flat[..., : block * (span + block)].view(*lead, block, span + block)
 
 
-class BlockState(NamedTuple):
+class TokensAndMomentum(NamedTuple):
     tokens: Tensor  # (B, M, d)
     momentum: Tensor | None = None  # (B, M, d)
 
@@ -111,19 +111,19 @@ class LanguageBlock(nn.Module):
         self.norm2 = nn.LayerNorm(width)
 
     def forward(
-        self, state: BlockState, before: Tensor, positions: Tensor, context: RoutingContext
-    ) -> tuple[BlockState, Tensor, tuple]:
+        self, state: TokensAndMomentum, before: Tensor, positions: Tensor, context: RoutingContext
+    ) -> tuple[TokensAndMomentum, Tensor, tuple]:
         """Return the output, the feed-forward's input, and records; before: L tokens (B, L, d)."""
         tokens = state.tokens
         wants = self.mlp.wants
         attended, weights = self.attn(tokens, before, positions, weights="attention" in wants)
-        entering = self.norm1(tokens + attended)
+        inputs = self.norm1(tokens + attended)
         context = context.with_attention(wants, weights, attended)
-        change, records = self.mlp(entering, context)
-        inner, momentum = self.inner_residual(entering, self.dropout(change), state.momentum)
-        return BlockState(self.norm2(entering + self.norm(inner)), momentum), entering, records
+        change, records = self.mlp(inputs, context)
+        inner, momentum = self.add_with_momentum(inputs, self.dropout(change), state.momentum)
+        return TokensAndMomentum(self.norm2(inputs + self.norm(inner)), momentum), inputs, records
 
-    def inner_residual(
+    def add_with_momentum(
         self, tokens: Tensor, change: Tensor, momentum: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Add the feed-forward's output ``change`` to tokens; also return the next momentum."""
@@ -133,25 +133,26 @@ class LanguageBlock(nn.Module):
 class MomentumBlock(LanguageBlock):
     """A layer with momentum over layers: m ← μ m + γ₂ f(h), first γ₂ f(h), and s = LN(h − m)."""
 
-    def inner_residual(
+    def add_with_momentum(
         self, tokens: Tensor, change: Tensor, momentum: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        momentum = GAMMA_2 * change if momentum is None else MU * momentum + GAMMA_2 * change
+        step = MOMENTUM_STEP_SIZE * change
+        momentum = step if momentum is None else MOMENTUM_DECAY * momentum + step
         return tokens - momentum, momentum
 
 
 class AdamBlock(MomentumBlock):
     """AdamSMoE's first layer: s = LN(−γ₁ (1 − β₁) f / √((1 − β₂) f² + ε)); then MomentumBlock."""
 
-    def inner_residual(
+    def add_with_momentum(
         self, tokens: Tensor, change: Tensor, momentum: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        _, momentum = super().inner_residual(tokens, change, momentum)
+        _, momentum = super().add_with_momentum(tokens, change, momentum)
         # p = (1 − β₁) f and v = (1 − β₂) f² are not accumulated over blocks, and the tokens cancel
         # (code of MoGE and MomentumSMoE; both papers' text adds them).
-        first = (1 - BETAS[0]) * change
-        second = (1 - BETAS[1]) * change.float().square()
-        return -GAMMA_1 * first / torch.sqrt(second + EPS), momentum
+        first = (1 - ADAM_BETAS[0]) * change
+        second = (1 - ADAM_BETAS[1]) * change.float().square()
+        return -ADAM_STEP_SIZE * first / torch.sqrt(second + ADAM_EPS), momentum
 
 
 class SegmentMemory(nn.Module):
@@ -166,19 +167,19 @@ class SegmentMemory(nn.Module):
     def clear(self) -> None:
         self.states.zero_()
 
-    def local_states(self) -> Tensor:
+    def states_of_this_rank(self) -> Tensor:
         """Return the states of the b streams of this rank, (depth, b, L, d)."""
-        rows = ranks.current_ranks().rows(self.states.shape[1])
+        rows = ranks.rank_and_size().rows(self.states.shape[1])
         if rows is None:
             return self.states
         return self.states[:, rows.to(self.states.device)]
 
-    def store_states(self, local: Tensor) -> None:
+    def gather_and_store_states(self, local: Tensor) -> None:
         """Store all ranks' new states; ``local``: (depth, b, L, d) of this rank's b streams."""
         self.states = ranks.all_gather_rows(local.transpose(0, 1)).transpose(0, 1).contiguous()
 
 
-KINDS = {"smoe": LanguageBlock, "momentum": MomentumBlock, "adam": MomentumBlock}
+BLOCK_CLASSES = {"smoe": LanguageBlock, "momentum": MomentumBlock, "adam": MomentumBlock}
 
 
 class LanguageModel(Backbone):
@@ -203,13 +204,12 @@ class LanguageModel(Backbone):
         return tuple(image.shape)
 
     def build(self, image: ImageSpec, moe: OptionalMoE = None) -> "LanguageTransformer":
-        check_axes(self.kind, image, 1)
+        check_axis_count(self.kind, image, 1)
         if self.width % self.heads:
-            raise files.UserError.at(
-                "model.heads", found=self.heads, allowed=f"a divisor of model.width = {self.width}"
-            )
+            allowed = f"a divisor of model.width = {self.width}"
+            raise files.UserError.at("model.heads", found=self.heads, allowed=allowed)
         if moe is not None:
-            moe.check_text(truth=bool(image.truth))
+            moe.check_for_text(truth=bool(image.truth))
         return LanguageTransformer(self, image, moe)
 
 
@@ -224,7 +224,7 @@ class LanguageTransformer(BackboneModel):
         width = config.width
         self.embedding = nn.Embedding(image.outputs, width)
         self.positions = nn.Parameter(torch.randn(width // config.heads, config.span))
-        kinds = [KINDS[config.layers]] * config.depth
+        kinds = [BLOCK_CLASSES[config.layers]] * config.depth
         if config.layers == "adam":
             kinds[0] = AdamBlock
         hidden = max(1, round(config.mlp_ratio * width))
@@ -257,16 +257,16 @@ class LanguageTransformer(BackboneModel):
 
     def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
         """Return the blocks' output for the last M of the word ids (B, C, M)."""
-        word_ids, kinds = self.split_kinds(images)
+        word_ids, kinds = self.split_words_and_kinds(images)
         if self.training and self.memory is not None:
-            states = self.memory.local_states()
+            states = self.memory.states_of_this_rank()
             last, states = self.read(word_ids[:, -1], states, options, 0, kinds[:, -1])
-            self.memory.store_states(states)
+            self.memory.gather_and_store_states(states)
             return last
         states = self.read_earlier(word_ids, kinds, options)
         return self.read(word_ids[:, -1], states, options, 0, kinds[:, -1])[0]
 
-    def split_kinds(self, images: Tensor) -> tuple[Tensor, Tensor]:
+    def split_words_and_kinds(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Split inputs into word ids and the words' true kinds, (B, C, M) each; 0 if unknown."""
         if not self.image.truth:
             return images, torch.zeros_like(images)
@@ -311,7 +311,7 @@ class LanguageTransformer(BackboneModel):
         layers = self.config.depth - math.ceil(before * self.config.depth / self.reach)
         word_ids = word_ids.long()
         is_word = (word_ids >= 0).unsqueeze(-1)
-        state = BlockState(self.embedding(word_ids.clamp_min(0)))
+        state = TokensAndMomentum(self.embedding(word_ids.clamp_min(0)))
         kinds = torch.zeros_like(word_ids) if kinds is None else kinds
         contexts = self.routing_contexts(torch.stack([word_ids, kinds], dim=1), options)
         records: tuple[RoutingRecord, ...] = ()

@@ -15,7 +15,7 @@ from moecore.nn.layers.moe import MoESettings, build_feed_forwards
 from moecore.nn.layers.patch_embed import Interpolation, resize_positions
 
 INITIAL_STD = 0.02  # of timm's ViT
-DRAWN = (".qkv.weight", ".proj.weight", ".fc1.weight", ".fc2.weight", ".up", ".down")
+DRAWN_SUFFIXES = (".qkv.weight", ".proj.weight", ".fc1.weight", ".fc2.weight", ".up", ".down")
 
 
 class TransformerSettings(base_model.Backbone):
@@ -67,13 +67,13 @@ class PatchTransformer(base_model.BackboneModel):
         width, eps = config.width, config.norm_eps
         self.special = special = {"class": 1, "class+distillation": 2, "mean": 0}[config.pooling]
         patches = torch.Size(config.grid(image)).numel()
-        check_cells_of_patches(config, image)
+        check_can_predict_cells(config, image)
         self.patch_embed = patch_embed
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width)) if special >= 1 else None
         self.dist_token = nn.Parameter(torch.zeros(1, 1, width)) if special == 2 else None
-        self.pos_embed = nn.Parameter(torch.zeros(1, patches + self.positioned_tokens, width))
+        self.pos_embed = nn.Parameter(torch.zeros(1, patches + self.positioned_special, width))
         self.norm_pre = nn.LayerNorm(width, eps=eps) if config.pre_norm else nn.Identity()
-        rates = layers.drop_rates(config.drop_path, config.depth)
+        rates = layers.drop_path_rates(config.drop_path, config.depth)
         hidden = round(width * config.mlp_ratio)
         build_dense = lambda: layers.DenseMlp(width, hidden, config.activation)
         mlps = build_feed_forwards(moe, width, config.depth, build_dense)
@@ -93,7 +93,7 @@ class PatchTransformer(base_model.BackboneModel):
         scale_initial_weights(self.blocks, config.initial_std / INITIAL_STD)
 
     @property
-    def positioned_tokens(self) -> int:
+    def positioned_special(self) -> int:
         return self.special if self.config.position_on_class else 0
 
     @property
@@ -112,7 +112,7 @@ class PatchTransformer(base_model.BackboneModel):
             return weights
         new = self.config.grid(self.image)
         old = config.grid(image)
-        positions = resize_positions(weights["pos_embed"], self.positioned_tokens, new, mode, old)
+        positions = resize_positions(weights["pos_embed"], self.positioned_special, new, mode, old)
         return weights | {"pos_embed": positions}
 
     def encode(
@@ -161,21 +161,20 @@ def scale_initial_weights(blocks: nn.Module, factor: float) -> None:
     """Multiply the initial weights of attention, MLPs and experts (not routers) by ``factor``."""
     weights = dict(blocks.named_parameters())
     for name in weights:
-        if name.endswith(DRAWN) and ".router." not in name:
+        if name.endswith(DRAWN_SUFFIXES) and ".router." not in name:
             # eigen experts with a factored W2: only its factor ``_inner``, so W2 is scaled once
             weights.get(f"{name}_inner", weights[name]).data.mul_(factor)
 
 
-def check_cells_of_patches(config: TransformerSettings, image: base_model.ImageSpec) -> None:
+def check_can_predict_cells(config: TransformerSettings, image: base_model.ImageSpec) -> None:
     side = math.isqrt(image.task.cells)
     if side == 1:
         return
     if config.pooling != "mean":
         raise UserError.at("model.pooling", found=f"{config.pooling} for mosaics", allowed="mean")
     if any(patches % side for patches in config.grid(image)):
-        raise UserError.at(
-            "model.patch", found=f"{config.patch} for mosaic cells", allowed="a divisor of the size"
-        )
+        found = f"{config.patch} for mosaic cells"
+        raise UserError.at("model.patch", found=found, allowed="a divisor of the size")
 
 
 def mean_of_cells(tokens: Tensor, grid: tuple[int, ...], cells: int) -> Tensor:

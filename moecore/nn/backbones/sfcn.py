@@ -47,7 +47,7 @@ class Sfcn(base_model.Backbone):
         return 1
 
     @property
-    def cube(self) -> int:
+    def cube_side(self) -> int:
         """Side, in input voxels, of the cube that a voxel of the last feature map covers."""
         return 2 ** (len(self.channels) - 1)
 
@@ -58,17 +58,17 @@ class Sfcn(base_model.Backbone):
             yield from list_idle_settings(self, names, f"the head is a {self.head}", "head: bins")
 
     def grid(self, image: base_model.ImageSpec) -> tuple[int, ...]:
-        return tuple(size // self.cube for size in image.shape)
+        return tuple(size // self.cube_side for size in image.shape)
 
     def build(
         self, image: base_model.ImageSpec, moe: MoESettings | None = None
     ) -> "ConvolutionalNetwork":
-        base_model.check_axes(self.kind, image, 3)
-        if any(size % self.cube for size in image.shape):
+        base_model.check_axis_count(self.kind, image, 3)
+        if any(size % self.cube_side for size in image.shape):
             raise UserError(
                 f"model.kind: found sfcn, whose {len(self.channels)} layers need multiples of "
-                f"{self.cube} voxels along each axis; the volumes have {list(image.shape)} (set "
-                "`size` of the data)"
+                f"{self.cube_side} voxels along each axis; the volumes have {list(image.shape)} "
+                "(set `size` of the data)"
             )
         if self.head == "bins" and not isinstance(image.task, regression.Regression):
             raise UserError.at("model.head", found=f"bins for {image.task.kind}", allowed="number")
@@ -171,6 +171,5 @@ def soft_labels(labels: Tensor, edges: Tensor, deviation: float) -> Tensor:
 def _halving_block(channels: int, width: int) -> nn.Sequential:
     convolution = nn.Conv3d(channels, width, kernel_size=3, padding=1)
     # channels last: a step on the CPU takes 2/3 of the time
-    weight = convolution.weight.data
-    convolution.weight.data = weight.to(memory_format=torch.channels_last_3d)
+    convolution.weight.data = convolution.weight.data.to(memory_format=torch.channels_last_3d)
     return nn.Sequential(convolution, nn.BatchNorm3d(width), nn.MaxPool3d(2), nn.ReLU())

@@ -20,7 +20,7 @@ from moecore.nn.layers.moe import OptionalMoE
 from moecore.nn.layers.patch_embed import Interpolation, NormedPatchEmbed
 from moecore.nn.layers.window_attention import EPS
 
-TABLE = "relative_position_bias_table"
+BIAS_TABLE_NAME = "relative_position_bias_table"
 
 
 class SwinSettings(base_model.Backbone):
@@ -45,7 +45,7 @@ class SwinSettings(base_model.Backbone):
     drop_path: float = Field(0.0, ge=0, lt=1, description="stochastic depth at the last block")
 
     @model_validator(mode="after")
-    def _as_many(self) -> Self:
+    def _check_stages_and_heads(self) -> Self:
         stages = len(self.depths)
         for name in ("heads", "pretrained_windows"):
             values = getattr(self, name)
@@ -94,7 +94,7 @@ class SwinSettings(base_model.Backbone):
         return tuple(stage_grids)
 
     def build(self, image: ImageSpec, moe: OptionalMoE = None) -> "SwinTransformer":
-        base_model.check_axes(self.kind, image, 2)
+        base_model.check_axis_count(self.kind, image, 2)
         smallest = self.patch * 2 ** (len(self.depths) - 1)
         base_model.check_patches_and_heads(image, self.patch, self.width, self.heads[0])
         if min(image.shape) < smallest:
@@ -122,7 +122,7 @@ class SwinStage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
 
-class BlockPlacement(NamedTuple):
+class StageGridAndWidth(NamedTuple):
     stage: int
     grid: window_attention.Grid
     width: int
@@ -136,12 +136,12 @@ class SwinTransformer(base_model.BackboneModel):
     def __init__(self, config: SwinSettings, image: ImageSpec, moe: OptionalMoE = None) -> None:
         super().__init__(config, image, moe)
         self.places = tuple(
-            BlockPlacement(stage, grid, config.width * 2**stage)
+            StageGridAndWidth(stage, grid, config.width * 2**stage)
             for stage, grid in enumerate(config.grids(image))
             for _ in range(config.depths[stage])
         )
         self.patch_embed = NormedPatchEmbed(image.channels, config.patch, config.width, EPS)
-        blocks = list(self._blocks())
+        blocks = list(self._build_blocks())
         stages = []
         for stage, depth in enumerate(config.depths):
             before: nn.Module = nn.Identity()
@@ -204,7 +204,7 @@ class SwinTransformer(base_model.BackboneModel):
         resized = {}
         for name, parameter in self.named_parameters():
             value = weights.get(name, parameter)
-            if not name.endswith(TABLE) or parameter.shape == value.shape:
+            if not name.endswith(BIAS_TABLE_NAME) or parameter.shape == value.shape:
                 continue
             stage = int(name.split(".")[1])
             sizes = config.windows(image)[stage], self.config.windows(self.image)[stage]
@@ -214,10 +214,10 @@ class SwinTransformer(base_model.BackboneModel):
             resized[name] = table.flatten(2)[0].t().to(value.dtype)
         return weights | resized
 
-    def _blocks(self) -> Iterator[layers.Block]:
+    def _build_blocks(self) -> Iterator[layers.Block]:
         config = self.config
         sparse = () if self.moe is None else self.moe.indices(config.depth)
-        rates = layers.drop_rates(config.drop_path, config.depth)
+        rates = layers.drop_path_rates(config.drop_path, config.depth)
         first = [sum(config.depths[:stage]) for stage in range(len(config.depths))]
         for index, (stage, grid, width) in enumerate(self.places):
             pretrained = None

@@ -21,12 +21,12 @@ from moecore.nn.backbones.swin_moe import SwinMoe
 from moecore.nn.layers.block import Attention, Block, DenseMlp, HiddenRatio
 from moecore.nn.layers.moe import OptionalMoE, build_feed_forwards, update_routers
 from moecore.nn.layers.patch_embed import Interpolation
-from moecore.tasks.image_text import NONE, ImageText
+from moecore.tasks.image_text import NO_CAPTION, ImageText
 
 ImageTower = Annotated[vit.Vit | Swin | SwinMoe | swin_v2.SwinV2, Field(discriminator="kind")]
 MAX_LOGIT_SCALE = math.log(100.0)  # as in CLIP
-VISUAL = "visual."  # the prefix of the image tower's weights
-TEXTS = 1024  # captions per forward pass without gradients
+IMAGE_PREFIX = "visual."  # the prefix of the image tower's weights
+CAPTIONS_PER_PASS = 1024  # captions per forward pass without gradients
 PRIMES = (2_654_435_761, 40_503_001)  # hash a caption's token ids
 FINGERPRINT_RANGE = 2**23  # integers below are exact in fp32
 
@@ -80,7 +80,7 @@ class TextTransformer(nn.Module):
         super().__init__()
         moe, width = config.moe, config.width
         if moe is not None:
-            moe.check_text("text.router", config.mask == "causal")
+            moe.check_for_text("text.router", config.mask == "causal")
         self.config = config
         self.task = task
         self.positions = nn.Parameter(torch.empty(task.context, width))
@@ -214,7 +214,7 @@ class TwoTowerModel(base_model.BackboneModel):
         first = math.log(10.0 if sigmoid else 1 / 0.07)
         self.logit_scale = nn.Parameter(torch.tensor([first]))  # (1,): scalars cannot be sharded
         self.logit_bias = nn.Parameter(torch.tensor([-10.0])) if sigmoid else None
-        self.freeze_text(config.text.frozen == "always")
+        self.set_text_frozen(config.text.frozen == "always")
 
     @property
     # registered here too, it would be saved twice  # pyrefly: ignore[bad-override]
@@ -231,7 +231,7 @@ class TwoTowerModel(base_model.BackboneModel):
     def width_of(self, block: int) -> int:
         return self.visual.width_of(block)
 
-    def freeze_text(self, frozen: bool) -> None:
+    def set_text_frozen(self, frozen: bool) -> None:
         """Freeze the text tower (no gradient, evaluation mode), or release it."""
         self.text.requires_grad_(not frozen)
         self.text_frozen = frozen
@@ -246,7 +246,7 @@ class TwoTowerModel(base_model.BackboneModel):
         self.logit_scale.clamp_(max=MAX_LOGIT_SCALE)
 
     def begin_finetuning(self) -> None:
-        self.freeze_text(self.config.text.frozen != "never")
+        self.set_text_frozen(self.config.text.frozen != "never")
 
     def train(self, mode: bool = True) -> "TwoTowerModel":
         super().train(mode)
@@ -264,20 +264,20 @@ class TwoTowerModel(base_model.BackboneModel):
         """Return weights in which the image tower's weights fit this model's images."""
         if image.answers != self.image.answers:
             raise ValueError(
-                files.describe_refusal(
+                files.format_found_and_allowed(
                     found=f"other words: {image.answers[0]}",
                     allowed=f"{self.image.answers[0]}, the new data's",
                 )
             )
-        visual = self.visual.adapt_weights(_visual_weights(weights), config.image, image, mode)
-        text = {name: value for name, value in weights.items() if not name.startswith(VISUAL)}
-        return text | {VISUAL + name: value for name, value in visual.items()}
+        visual = self.visual.adapt_weights(_image_tower_weights(weights), config.image, image, mode)
+        text = {key: value for key, value in weights.items() if not key.startswith(IMAGE_PREFIX)}
+        return text | {IMAGE_PREFIX + name: value for name, value in visual.items()}
 
     def renormalise_weights(
         self, weights: base_model.Weights, image: ImageSpec
     ) -> base_model.Weights:
-        visual = self.visual.renormalise_weights(_visual_weights(weights), image)
-        return {VISUAL + name: value for name, value in visual.items()}
+        visual = self.visual.renormalise_weights(_image_tower_weights(weights), image)
+        return {IMAGE_PREFIX + name: value for name, value in visual.items()}
 
     def forward(
         self,
@@ -290,7 +290,7 @@ class TwoTowerModel(base_model.BackboneModel):
         output = super().forward(images, guidance, progress)
         if captions is None:
             return output
-        target, text_routing = self.text_side(captions, progress)
+        target, text_routing = self.encode_captions(captions, progress)
         # stacked, not a view: a sharded model registers hooks on its outputs
         target = torch.stack([target], dim=1)
         return output._replace(target=target, text_routing=text_routing)
@@ -302,9 +302,9 @@ class TwoTowerModel(base_model.BackboneModel):
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Return image embeddings with bias (B, w + 1) from final tokens of the image tower."""
-        return (self.image_side(self.visual.predict(tokens)),)
+        return (self.scale_embeddings_and_append_bias(self.visual.predict(tokens)),)
 
-    def image_side(self, embedding: Tensor) -> Tensor:
+    def scale_embeddings_and_append_bias(self, embedding: Tensor) -> Tensor:
         """Normalise (B, w), multiply by exp(``logit_scale``), append the bias: (B, w + 1) fp32."""
         with torch.autocast(embedding.device.type, enabled=False):
             scale = self.logit_scale.float().exp()
@@ -312,12 +312,12 @@ class TwoTowerModel(base_model.BackboneModel):
             bias = unit.new_zeros(1) if self.logit_bias is None else self.logit_bias.float()
             return torch.cat([scale * unit, bias.expand(len(unit), 1)], dim=1)
 
-    def text_side(
+    def encode_captions(
         self, captions: Tensor, progress: float = 1.0
     ) -> tuple[Tensor, tuple[routing_records.RoutingRecord, ...]]:
         """Return embedding, presence and fingerprint (B, w + 3) of captions (B, M), and records."""
         # A row: unit embedding, 1, hash of the tokens. A missing caption has 0 for the first two.
-        exists = (captions[:, :1] != NONE).float()
+        exists = (captions[:, :1] != NO_CAPTION).float()
         embedding, records = self.text(captions.clamp_min(0), progress)
         with torch.autocast(embedding.device.type, enabled=False):
             unit = normalize(embedding.float(), dim=1) * exists
@@ -325,15 +325,15 @@ class TwoTowerModel(base_model.BackboneModel):
 
     @torch.no_grad()
     def targets(self, labels: Tensor) -> Tensor:
-        """Return ``text_side`` of captions (N, C, M) or (N, M) for the loss: (N, C, w + 3), CPU."""
+        """Return ``encode_captions`` of (N, C, M) or (N, M) for the loss: (N, C, w + 3), CPU."""
         if labels.ndim == 2:
             labels = labels[:, None]
         mode = self.text.training
         self.text.eval()
         device = self.logit_scale.device
         with torch.autocast(device.type, enabled=False):
-            texts = labels.flatten(0, -2).split(TEXTS)
-            parts = [self.text_side(part.to(device))[0].cpu() for part in texts]
+            texts = labels.flatten(0, -2).split(CAPTIONS_PER_PASS)
+            parts = [self.encode_captions(part.to(device))[0].cpu() for part in texts]
         self.text.train(mode and not self.text_frozen)
         return torch.cat(parts).unflatten(0, labels.shape[:-1])
 
@@ -346,6 +346,6 @@ class TwoTowerModel(base_model.BackboneModel):
         return self.moe
 
 
-def _visual_weights(weights: base_model.Weights) -> base_model.Weights:
-    visual = (name for name in weights if name.startswith(VISUAL))
-    return {name.removeprefix(VISUAL): weights[name] for name in visual}
+def _image_tower_weights(weights: base_model.Weights) -> base_model.Weights:
+    visual = (name for name in weights if name.startswith(IMAGE_PREFIX))
+    return {name.removeprefix(IMAGE_PREFIX): weights[name] for name in visual}

@@ -6,7 +6,7 @@ from pydantic import Field
 from torch import nn
 
 from moecore.core.config import Misfits, list_idle_settings
-from moecore.nn.backbones.base_model import ImageSpec, check_axes, check_patches_and_heads
+from moecore.nn.backbones.base_model import ImageSpec, check_axis_count, check_patches_and_heads
 from moecore.nn.backbones.patch_transformer_base import PatchTransformer, TransformerSettings
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.patch_embed import ConvStem, PatchEmbed
@@ -26,7 +26,7 @@ class Vit(TransformerSettings):
             yield from list_idle_settings(self, ["stem_width"], "the stem is linear", "stem: conv")
 
     def build(self, image: ImageSpec, moe: MoESettings | None = None) -> PatchTransformer:
-        check_axes(self.kind, image, 2)
+        check_axis_count(self.kind, image, 2)
         check_patches_and_heads(image, self.patch, self.width, self.heads)
         if self.stem == "conv":
             stem: nn.Module = ConvStem(image.channels, self.patch, self.width, self.stem_width)

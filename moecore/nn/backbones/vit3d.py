@@ -8,7 +8,7 @@ from torch import nn
 
 from moecore.core.config import Misfits, list_idle_settings
 from moecore.core.files import UserError
-from moecore.nn.backbones.base_model import ImageSpec, check_axes, check_patches_and_heads
+from moecore.nn.backbones.base_model import ImageSpec, check_axis_count, check_patches_and_heads
 from moecore.nn.backbones.patch_transformer_base import PatchTransformer, TransformerSettings
 from moecore.nn.layers import patch_embed
 from moecore.nn.layers.moe import MoESettings
@@ -37,7 +37,7 @@ class Vit3d(TransformerSettings):
                 yield from list_idle_settings(self, [name], why, f"stem: {stem}")
 
     def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "VolumeTransformer":
-        check_axes(self.kind, image, 3)
+        check_axis_count(self.kind, image, 3)
         check_patches_and_heads(image, self.patch, self.width, self.heads)
         if self.stem == "pooled" and self.patch % self.pool:
             allowed = f"a divisor of model.patch = {self.patch}"
@@ -63,7 +63,7 @@ class VolumeTransformer(PatchTransformer):
         if config.positions == "sinusoidal":
             fixed = patch_embed.sinusoidal_positions(config.grid(image), config.width)
             del self.pos_embed
-            special = fixed.new_zeros(1, self.positioned_tokens, config.width)
+            special = fixed.new_zeros(1, self.positioned_special, config.width)
             self.register_buffer("pos_embed", torch.cat([special, fixed], dim=1), persistent=False)
 
 

@@ -84,5 +84,4 @@ def quantile_biases(scores: Tensor, bias: Tensor, k: int) -> Tensor:
     # search all N once, then only the smallest: half the time of two searches of all N
     smallest = needed.topk(min(low + 1, tokens), largest=False, sorted=False).values
     lower = smallest.kthvalue(low).values
-    upper = smallest.amax(dim=-1)
-    return lower + (place - low) * (upper - lower)
+    return lower + (place - low) * (smallest.amax(dim=-1) - lower)

@@ -43,7 +43,7 @@ class SinkhornPlanner(BalanceModule):
         self.config = config
 
     @property
-    def coupled_in_training(self) -> int:
+    def images_coupled_in_training(self) -> int:
         return self.config.group_size
 
     @torch.no_grad()
@@ -52,13 +52,13 @@ class SinkhornPlanner(BalanceModule):
             return logits
         settings = self.config
         shifted = [
-            groups + plan_factors(groups, settings.tolerance, settings.rounds).log().unsqueeze(1)
+            groups + expert_factors(groups, settings.tolerance, settings.rounds).log().unsqueeze(1)
             for groups in group_images(logits, settings.group_size)
         ]
         return torch.cat([groups.reshape(-1, *logits.shape[1:]) for groups in shifted])
 
 
-def plan_factors(logits: Tensor, tolerance: float, rounds: int) -> Tensor:
+def expert_factors(logits: Tensor, tolerance: float, rounds: int) -> Tensor:
     """Return the experts' Sinkhorn factors (G, E) for logits (G, S tokens, E) of G groups."""
     # plan = tokens' factors · exp(logits) · experts' factors sums to 1/S per token, 1/E per expert.
     # a token's largest logit only scales its own factor

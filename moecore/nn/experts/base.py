@@ -66,7 +66,7 @@ class ExpertsModule(nn.Module):
         return None
 
 
-def map_shape(experts: int) -> tuple[int, int]:
+def expert_grid_shape(experts: int) -> tuple[int, int]:
     """Return rows and columns of the grid of experts, as square as possible (MoGE, algorithm 1)."""
     # 8 → (2, 4), 400 → (20, 20), prime p → (1, p).
     rows = next(rows for rows in range(math.isqrt(experts), 0, -1) if experts % rows == 0)
@@ -105,7 +105,7 @@ class ZeroComputation(Config):
     zeros: int = Field(1, ge=0, le=2**16, description="experts returning 0: tokens skip the layer")
 
     @model_validator(mode="after")
-    def _some(self) -> "ZeroComputation":
+    def _check_at_least_one(self) -> "ZeroComputation":
         if not self.number:
             raise ValueError("found no expert; allowed: at least one, or null instead of all three")
         return self

@@ -120,8 +120,8 @@ class MlpExperts(ExpertsModule):
         hidden //= pieces
         self.activation = config.activation
         self.dropout = config.dropout
-        self.up, self.up_bias = _linears(config, width, hidden, 1 + (config.activation == "swiglu"))
-        self.down, self.down_bias = _linears(config, hidden, width)
+        self.up, self.up_bias = _draw_maps(config, width, hidden, 1 + (self.activation == "swiglu"))
+        self.down, self.down_bias = _draw_maps(config, hidden, width)
 
     @property
     def can_fuse(self) -> bool:
@@ -155,7 +155,7 @@ def gate_with_silu(hidden: Tensor) -> Tensor:
 EXPERT_ACTIVATIONS = ACTIVATIONS | {"relu": relu, "swiglu": gate_with_silu}
 
 
-def _linears(
+def _draw_maps(
     config: Mlp, inputs: int, outputs: int, maps: int = 1
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
     """Return weights (E, inputs, maps · outputs) by ``init``, and zero biases or None (SwiGLU)."""

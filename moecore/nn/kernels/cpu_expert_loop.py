@@ -20,12 +20,12 @@ from torch.nn.functional import gelu
 
 from moecore.core.torch_internals import active_transform_names, multiply_gelu_slope
 
-MANY_EXPERTS = 64  # with fewer experts, a loop over single experts costs little
+MIN_EXPERTS_TO_GROUP = 64  # with fewer experts, a loop over single experts costs little
 MAX_GROUPED_SLOTS = 128  # per expert; above, a group is slower than single experts
-MIN_GROUPED_EXPERTS = 8  # in a group with more than EXACT_SLOTS slots: larger experts use all cores
+MIN_GROUPED_EXPERTS = 8  # with more than MAX_MEMORY_BOUND_SLOTS slots: larger experts use all cores
 # Up to here a product is bound by reading its weights, and casting them to bf16 costs more.
-EXACT_SLOTS = 32
-GROUP_WEIGHTS = 3 << 20  # entries of a group's weights; in bf16 they fit an L3 cache
+MAX_MEMORY_BOUND_SLOTS = 32
+MAX_GROUP_WEIGHT_ENTRIES = 3 << 20  # entries of a group's weights; in bf16 they fit an L3 cache
 
 
 class ExpertGroup(NamedTuple):
@@ -36,7 +36,7 @@ class ExpertGroup(NamedTuple):
     slots: int  # per expert
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         return isinstance(self.experts, int)
 
 
@@ -54,8 +54,8 @@ class ExpertGroups:
         self.idle: list[int] = []
         shifts = [0] * len(self.sizes)  # a row's index + its expert's shift = its slot in the group
         group_size = 1
-        if offsets.device.type == "cpu" and len(self.sizes) >= MANY_EXPERTS:
-            group_size = max(1, GROUP_WEIGHTS // max(1, weight[0].numel()))
+        if offsets.device.type == "cpu" and len(self.sizes) >= MIN_EXPERTS_TO_GROUP:
+            group_size = max(1, MAX_GROUP_WEIGHT_ENTRIES // max(1, weight[0].numel()))
         for first in range(0, len(self.sizes), group_size):
             sizes = self.sizes[first : first + group_size]
             slots = max(sizes)
@@ -81,16 +81,16 @@ class ExpertGroups:
         part = rows[group.rows]
         if isinstance(group.experts, int):
             return part
-        if group.slots <= EXACT_SLOTS:
+        if group.slots <= MAX_MEMORY_BOUND_SLOTS:
             part = part.to(dtype)
         number = group.experts.stop - group.experts.start
         padded = part.new_zeros(number * group.slots, part.shape[1])
         padded.index_copy_(0, self.slots[group.rows], part)
         return padded.view(number, group.slots, -1)
 
-    def store(self, product: Product, part: Tensor, group: ExpertGroup, rows: Tensor) -> None:
+    def fill_rows(self, product: Product, part: Tensor, group: ExpertGroup, rows: Tensor) -> None:
         """Compute ``product`` of a group's padded rows and store it in the group's rows."""
-        if group.alone:
+        if group.is_single:
             product(part, group, rows[group.rows])
         else:
             padded = product(part, group, None)
@@ -100,7 +100,7 @@ class ExpertGroups:
 def _are_batched_together(sizes: list[int], group_size: int) -> bool:
     """Return whether experts with these row counts are computed as one group of ``group_size``."""
     slots = max(sizes)
-    if slots <= EXACT_SLOTS:
+    if slots <= MAX_MEMORY_BOUND_SLOTS:
         # Bound by reading weights: free slots cost nothing, but a group also reads the weights of
         # experts without rows. So at least a third must have rows.
         return 3 * sum(size > 0 for size in sizes) >= len(sizes)
@@ -121,7 +121,7 @@ class ExpertLoop(Function):
 
     @staticmethod
     def forward(rows: Tensor, offsets: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        plan, maps, dtype = _prepare(rows, offsets, parameters)
+        plan, maps, dtype = _build_groups_and_maps(rows, offsets, parameters)
         outputs = rows.new_empty(len(rows), maps[-1].weight.shape[2])
         saved = []
         with _no_autocast(rows):
@@ -131,7 +131,7 @@ class ExpertLoop(Function):
                     inner = maps[0](values, group, None)
                     values = gelu(inner)  # at once, while the group's rows are in the CPU's cache
                     saved += [inner, values]
-                plan.store(maps[-1], values, group, outputs)
+                plan.fill_rows(maps[-1], values, group, outputs)
         return outputs, *saved
 
     @staticmethod
@@ -152,7 +152,7 @@ class ExpertLoop(Function):
         (rows, offsets, *parameters), saved = tensors[:count], tensors[count:]
         grad = grads[0].contiguous()
         wants_rows, _, *needed = ctx.needs_input_grad
-        plan, maps, dtype = _prepare(rows, offsets, parameters)
+        plan, maps, dtype = _build_groups_and_maps(rows, offsets, parameters)
         pairs = zip(maps, needed[::2], needed[1::2], strict=True)
         gradients = [_Gradients(linear, plan, *wants) for linear, *wants in pairs]
         to_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
@@ -166,12 +166,12 @@ class ExpertLoop(Function):
                     multiply_gelu_slope(part, inner)
                 gradients[0].add(plan.pad_rows(rows, group, dtype), part, group)
                 if wants_rows:
-                    plan.store(maps[0].backward, part, group, to_rows)
+                    plan.fill_rows(maps[0].backward, part, group, to_rows)
         by_parameter = [value for part in gradients for value in (part.weight, part.bias)]
         return to_rows if wants_rows else None, None, *by_parameter
 
 
-def _prepare(
+def _build_groups_and_maps(
     rows: Tensor, offsets: Tensor, parameters: Sequence[Tensor | None]
 ) -> tuple[ExpertGroups, list["_LinearMaps"], torch.dtype]:
     """Return the groups of experts, their one or two linear maps, and the weights' dtype."""
@@ -210,7 +210,7 @@ class _LinearMaps:
         if self.bias is None:
             return _mm_or_bmm(rows, weight, into)
         bias = self.bias if self.bias.dtype == rows.dtype else self.rounded
-        if group.alone:
+        if group.is_single:
             return torch.addmm(bias[group.experts], rows, weight, out=into)
         return torch.bmm(rows, weight).add_(bias[group.experts].unsqueeze(1))
 

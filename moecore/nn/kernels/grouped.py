@@ -25,11 +25,11 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 from moecore.core.torch_internals import GROUPED_MM
 from moecore.nn.kernels.cpu_expert_loop import ExpertLoop
 
-_CPU_SINCE = (2, 11)  # the first torch release that has grouped_mm on CPU
+_MIN_TORCH = (2, 11)  # the first torch release that has grouped_mm on CPU
 _ALIGNMENT = 16  # bytes, of every stride and of the start of the data
 _MAX_EXPERTS = 1023  # for grouped_mm on CUDA; its error message states another number
 _CACHED_ROWS = 1024  # rows that stay in a CPU's cache between two steps of a computation
-_LOOPED_ROWS = 1024  # per expert, up to which a loop is faster than grouped_mm on CPU
+_MAX_LOOPED_ROWS = 1024  # per expert, up to which a loop is faster than grouped_mm on CPU
 _MAX_FUSED_ROWS = 2048  # per expert, up to which one pass over an MLP is faster in fp32
 
 _MIN_HEIGHT, _MAX_HEIGHT = 8, 1024  # rows of a tile
@@ -59,7 +59,6 @@ def plain_operations_context() -> Iterator[None]:
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    """Multiply each row by the weight of its expert and add the expert's bias."""
     # rows: (R, i), sorted by expert. weight: (E, i, o). bias: (E, o) or None. offsets: (E,) int32,
     # where experts' rows end; the last must be R, as grouped_mm leaves rows past it uninitialised.
     # An expert without rows gets a gradient of zeros. On CUDA nothing waits for the device.
@@ -72,7 +71,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: T
             products = products + to_autocast(bias).unsqueeze(1)
         return products.flatten(0, 1)
     looped = can_loop(rows)
-    if looped and len(rows) <= _LOOPED_ROWS * len(weight):
+    if looped and len(rows) <= _MAX_LOOPED_ROWS * len(weight):
         return ExpertLoop.apply(rows, offsets, weight, bias)[0]
     weight = to_autocast(weight)
     if bias is not None:
@@ -117,7 +116,7 @@ def can_group(rows: Tensor, weight: Tensor) -> bool:
     if rows.device.type == "cpu":
         if torch.compiler.is_compiling():  # grouped_mm's shape function refuses fp32
             return rows.dtype == torch.bfloat16
-        is_available = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= _CPU_SINCE
+        is_available = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= _MIN_TORCH
         return is_available and rows.dtype in (torch.float32, torch.bfloat16)
     # CUDA: bf16 from compute capability 9.0, up to 1,023 experts
     return (
@@ -216,8 +215,7 @@ class Tiles(NamedTuple):
         row = row.flatten().where(is_filled, rows)
         places = row.new_empty(rows + 1)  # the last one stands for all empty places
         places.scatter_(0, row, torch.arange(len(row), device=offsets.device))
-        rows_at_places = row.where(is_filled, 0)
-        return cls(experts, rows_at_places, is_filled.unsqueeze(1), places[:rows], height)
+        return cls(experts, row.where(is_filled, 0), is_filled.unsqueeze(1), places[:rows], height)
 
     def fill_tiles(self, values: Tensor) -> Tensor:
         """Copy values (R, w) into tiles (n, m, w), with zeros at empty places."""
@@ -240,7 +238,7 @@ def cut_into_tiles(offsets: Tensor, rows: int, height: int) -> Tensor:
     sizes = ends.diff(prepend=ends.new_zeros(1))
     number = (sizes + height - 1).div(height, rounding_mode="floor")
     last = number.cumsum(0)
-    tiles = torch.arange(tile_count(rows, len(ends), height), device=offsets.device)
+    tiles = torch.arange(max_tile_count(rows, len(ends), height), device=offsets.device)
     # Unused tiles at the end belong to the last expert and are empty: first ≥ end.
     expert = torch.searchsorted(last, tiles, right=True).clamp_(max=len(ends) - 1)
     first = (ends - sizes - (last - number) * height)[expert] + tiles * height
@@ -284,7 +282,7 @@ class TiledProduct(Function):
         return to_rows, to_weight, to_bias, None
 
 
-def tile_count(rows: int, experts: int, height: int) -> int:
+def max_tile_count(rows: int, experts: int, height: int) -> int:
     """Return how many tiles of ``height`` rows suffice for any spread of rows over experts."""
     return (rows + experts * (height - 1)) // height if rows else 0
 

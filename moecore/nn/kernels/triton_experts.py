@@ -26,9 +26,9 @@ from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels import triton_products as kernels
 from moecore.nn.kernels.grouped import cut_into_tiles, to_autocast
 
-TILINGS_FILE = "MOECORE_TRITON_TILINGS"
+TILINGS_FILE_VARIABLE = "MOECORE_TRITON_TILINGS"
 _HEIGHTS = (16, 32, 64, 128)  # rows of a tile
-_TILES_PER_EXPERT = 4  # at least; half a tile per expert is empty, so 1/8 of the work or less
+_MIN_TILES_PER_EXPERT = 4  # at least; half a tile per expert is empty, so 1/8 of the work or less
 
 
 class Tiling(NamedTuple):
@@ -70,7 +70,7 @@ class _Launcher:
         grid = (len(self.tiles) * triton.cdiv(width, options["N"]),)
         kernel[grid](*arguments, tiles=self.tiles, M=self.height, **options, **constants)
 
-    def multiply_experts(self, *arguments: Any, D: int, O: int, GATHER_LHS: bool) -> None:
+    def weight_gradients(self, *arguments: Any, D: int, O: int, GATHER_LHS: bool) -> None:
         """Launch the gradient of all experts' weights (D, O), and of biases where there are any."""
         options = self._options("weights")
         options |= {"M": limit_block(options["N"], D), "N": limit_block(options["N"], O)}
@@ -92,7 +92,7 @@ class _Launcher:
 
 def choose_height(rows: int, experts: int) -> int:
     """Return the rows per tile, the most for which experts have 4 full tiles on average."""
-    fitting = [size for size in _HEIGHTS if size * _TILES_PER_EXPERT * experts <= rows]
+    fitting = [size for size in _HEIGHTS if size * _MIN_TILES_PER_EXPERT * experts <= rows]
     return max(fitting, default=_HEIGHTS[0])
 
 
@@ -104,7 +104,7 @@ def limit_block(columns: int, width: int) -> int:
 @cache
 def read_tiling(card: str, kind: str, size: int) -> Tiling:
     """Read a GPU's tiling from {card: {"product 2": [128, 64, 8, 3]}}; size: bytes of an entry."""
-    path = Path(os.environ.get(TILINGS_FILE) or ".state/triton.json")
+    path = Path(os.environ.get(TILINGS_FILE_VARIABLE) or ".state/triton.json")
     choices = read_json(path).get(card, {}) if path.exists() else {}
     values = choices.get(f"{kind} {size}", TILINGS[size][0])
     if tuple(values) not in TILINGS[size]:
@@ -125,13 +125,12 @@ def compute_forward(
     hidden = tokens.new_empty(len(sources), hidden_width)
     active = "gelu" if up.shape[2] == hidden_width else "swiglu"
     with torch.cuda.device_of(tokens):
-        saved = inner if save else None
-        pointers = (tokens, sources, up, up_bias, saved, hidden, up.shape[2], 1)
+        pointers = (tokens, sources, up, up_bias, inner if save else None, hidden, up.shape[2], 1)
         options = {"D": width, "O": hidden_width, "ACTIVATION": active}
-        launcher.multiply_tiles(kernels.multiply_rows, hidden_width, *pointers, **options)
+        launcher.multiply_tiles(kernels.multiply_and_activate, hidden_width, *pointers, **options)
         pointers = (hidden, None, down, down_bias, None, values, width, 1)
         options = {"D": hidden_width, "O": width, "ACTIVATION": "none"}
-        launcher.multiply_tiles(kernels.multiply_rows, width, *pointers, **options)
+        launcher.multiply_tiles(kernels.multiply_and_activate, width, *pointers, **options)
         launcher.sum_choices(values, gates, output, gates.shape[1])
     return [output, inner, values]
 
@@ -161,7 +160,7 @@ def compute_backward(
         launcher.multiply_tiles(kernel, hidden_width, *pointers, **options)
         pointers = (to_inner, None, up, None, None, row_values, 1, inner_width)
         options = {"D": inner_width, "O": width, "ACTIVATION": "none"}
-        launcher.multiply_tiles(kernels.multiply_rows, width, *pointers, **options)
+        launcher.multiply_tiles(kernels.multiply_and_activate, width, *pointers, **options)
         launcher.sum_choices(row_values, None, to_tokens, gates.shape[1])
         sizes = {"D": width, "CHOICES": gates.shape[1], "N": limit_block(128, width)}
         grid = (triton.cdiv(number, 16),)
@@ -169,9 +168,9 @@ def compute_backward(
         if to_parameters:
             to_up, to_down, to_up_bias, to_down_bias = (*to_parameters, None, None)[:4]
             pointers = (tokens, to_inner, sources, row_gates, to_up, to_up_bias)
-            launcher.multiply_experts(*pointers, D=width, O=inner_width, GATHER_LHS=True)
+            launcher.weight_gradients(*pointers, D=width, O=inner_width, GATHER_LHS=True)
             pointers = (weighted, grad, sources, row_gates, to_down, to_down_bias)
-            launcher.multiply_experts(*pointers, D=hidden_width, O=width, GATHER_LHS=False)
+            launcher.weight_gradients(*pointers, D=hidden_width, O=width, GATHER_LHS=False)
     return gradients
 
 
@@ -193,7 +192,6 @@ def allocate_forward(
 
 @backward_operator.register_fake
 def allocate_backward(grad: Tensor, leaves: list[Tensor], *_: Any) -> list[Tensor]:
-    """Return memory for the gradients of ``leaves``."""
     return [torch.empty_like(leaf) for leaf in leaves]
 
 

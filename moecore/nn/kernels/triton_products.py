@@ -10,7 +10,7 @@ import triton.language as tl  # pyrefly: ignore[missing-import]
 
 
 @triton.jit
-def _place_program(tiles, width: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+def _locate_program_tile(tiles, width: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """Return a program's expert, first row, end of its rows, row and column numbers, and mask."""
     # Offsets of a tile's entries count from its first row and fit 32 bits: with 64 bits for each
     # entry, registers are spilled.
@@ -40,7 +40,7 @@ def _multiply_tile(lhs, is_row, rhs, is_column, step, D: tl.constexpr, K: tl.con
 
 
 @triton.jit
-def multiply_rows(
+def multiply_and_activate(
     values,
     sources,
     weight,
@@ -62,7 +62,7 @@ def multiply_rows(
     ACTIVATION: none, gelu (erf form), or swiglu, whose weight has 2·O columns, the gate's first.
     Rows are gathered from ``sources``, and values before it written to ``inner``, unless None.
     """
-    expert, first, end, row, column, is_column = _place_program(tiles, O, M, N)
+    expert, first, end, row, column, is_column = _locate_program_tile(tiles, O, M, N)
     if first >= end:  # an unused tile
         return
     is_row = row < end
@@ -116,7 +116,7 @@ def differentiate_hidden(
     K: tl.constexpr,
 ):
     """Write the gradient of ``inner``, hidden values times their gates, and the gates by row."""
-    expert, first, end, row, column, is_column = _place_program(tiles, H, M, N)
+    expert, first, end, row, column, is_column = _locate_program_tile(tiles, H, M, N)
     if first >= end:  # an unused tile
         return
     is_row = row < end

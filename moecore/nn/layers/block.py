@@ -155,7 +155,7 @@ class DropPath(Dropout):
         return values * (draw_bernoulli_mask(empty, share, self.batch_views) / share)
 
 
-def drop_rates(last: float, depth: int) -> list[float]:
+def drop_path_rates(last: float, depth: int) -> list[float]:
     return [last * index / max(1, depth - 1) for index in range(depth)]
 
 

@@ -13,8 +13,8 @@ from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.routers.token_choice import router_logits
 
 # routers whose logits are a linear map of the token
-DEFINED = ("noisy_top_k", "top_k_softmax", "frozen_copy", "competition")
-_UNDEFINED = {
+ROUTERS_WITH_LEMMA = ("noisy_top_k", "top_k_softmax", "frozen_copy", "competition")
+_REASONS_WITHOUT_LEMMA = {
     "eigenbasis": (
         "its scores are cosines with the attended token in the experts' bases, not a linear map "
         "of the token"
@@ -25,8 +25,8 @@ _UNDEFINED = {
     "expert_choice": "its experts choose among tokens: outputs are not functions of one token",
     "teacher_routed": "the teacher's features decide, not a linear map of the token",
 }
-_NUMBERS = 2**24  # entries of the experts' Jacobians at a time
-M = TypeVar("M", bound=nn.Module)
+_MAX_JACOBIAN_ENTRIES = 2**24  # entries of the experts' Jacobians at a time
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 class LemmaTerms(NamedTuple):
@@ -51,20 +51,20 @@ class LemmaTerms(NamedTuple):
 
 
 def why_lemma_fails(router: str) -> str | None:
-    if router in DEFINED:
+    if router in ROUTERS_WITH_LEMMA:
         return None
-    reason = _UNDEFINED.get(router, "its weights are not a softmax of linear logits")
+    reason = _REASONS_WITHOUT_LEMMA.get(router, "its weights are not a softmax of linear logits")
     return f"router {router}: {reason}"
 
 
 def lemma_1_terms(layer: MoEFeedForward, tokens: Tensor) -> LemmaTerms:
     """Return both sides of Lemma 1 for the smooth form of an MoE layer, at input tokens (n, d)."""
     # In fp64, on the tokens' device. The router has a ``weight`` (E, d) and perhaps a ``bias``
-    # (E,), as in DEFINED.
+    # (E,), as in ROUTERS_WITH_LEMMA.
     router = frozen_double_copy(layer.router).to(tokens.device)
     experts = frozen_double_copy(layer.experts).to(tokens.device)
     number, width = router.get_parameter("weight").shape
-    parts = tokens.double().split(max(1, _NUMBERS // (number * width * width)))
+    parts = tokens.double().split(max(1, _MAX_JACOBIAN_ENTRIES // (number * width * width)))
     with torch.autocast(tokens.device.type, enabled=False):
         sides = [_lemma_sides(router, experts, part) for part in parts]
     return LemmaTerms(*(torch.cat(field) for field in zip(*sides, strict=True)))
@@ -72,10 +72,11 @@ def lemma_1_terms(layer: MoEFeedForward, tokens: Tensor) -> LemmaTerms:
 
 def _compute_expert_outputs(experts: nn.Module, tokens: Tensor, number: int) -> Tensor:
     """Return the output (E, n, d) of each expert for each token (n, d)."""
-    return _apply_each_expert(experts, tokens.repeat(number, 1), number).unflatten(0, (number, -1))
+    outputs = _apply_experts_to_their_rows(experts, tokens.repeat(number, 1), number)
+    return outputs.unflatten(0, (number, -1))
 
 
-def _apply_each_expert(experts: nn.Module, rows: Tensor, number: int) -> Tensor:
+def _apply_experts_to_their_rows(experts: nn.Module, rows: Tensor, number: int) -> Tensor:
     """Return outputs (E·n, d) for rows (E·n, d), sorted by expert, n per expert."""
     numbers = torch.arange(1, number + 1, dtype=torch.int32, device=rows.device)
     return experts(Rows(rows, numbers * (len(rows) // number)))
@@ -96,7 +97,7 @@ def _lemma_sides(router: nn.Module, experts: nn.Module, tokens: Tensor) -> Lemma
 
     jacobians = row_jacobians(mixture, tokens)
     expert_jacobians = row_jacobians(
-        lambda rows: _apply_each_expert(experts, rows, number), tokens.repeat(number, 1)
+        lambda rows: _apply_experts_to_their_rows(experts, rows, number), tokens.repeat(number, 1)
     )
     slopes = torch.linalg.matrix_norm(expert_jacobians.unflatten(0, (number, -1)), ord=2)
     with torch.no_grad():
@@ -108,7 +109,7 @@ def _lemma_sides(router: nn.Module, experts: nn.Module, tokens: Tensor) -> Lemma
     return LemmaTerms(of_layer, (probs.T * slopes).sum(dim=0), of_router)
 
 
-def frozen_double_copy(module: M) -> M:
+def frozen_double_copy(module: AnyModule) -> AnyModule:
     return deepcopy(module).double().eval().requires_grad_(False)
 
 

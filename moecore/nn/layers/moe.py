@@ -19,15 +19,15 @@ from moecore.nn.dispatch import RoutedTokens, Rows, SparsePlan, single_expert_ro
 from moecore.nn.experts.base import Experts, ExpertsModule, ZeroComputationExperts
 from moecore.nn.kernels.grouped import FusedKernels, PlainOperationsFlag
 from moecore.nn.layers.block import FeedForward
-from moecore.nn.routers.base import CAUSAL, Router
+from moecore.nn.routers.base import CAUSAL_ROUTERS, Router
 
 if TYPE_CHECKING:
     from moecore.nn.kernels.expert_parallel import ShardedExperts
 
-NOT_IN_TEXTS = frozenset({"patches", "teacher", "truth"})  # fields of RoutingContext
+FIELDS_MISSING_IN_TEXTS = frozenset({"patches", "teacher", "truth"})  # fields of RoutingContext
 Blocks = Literal["every_2", "last_2", "all"] | tuple[int, ...]
 
-TOKENS_ALONE = "noisy_top_k, top_k_softmax, expert_choice, soft_slots, or hash with by: position"
+TOKEN_ROUTERS = "noisy_top_k, top_k_softmax, expert_choice, soft_slots, or hash with by: position"
 
 
 class MoESettings(Config):
@@ -51,15 +51,15 @@ class MoESettings(Config):
     def build(self, width: int) -> "MoEFeedForward":
         return build_moe_feed_forward(self.router, self.experts, width)
 
-    def check_text(self, key: str = "router", causal: bool = True, truth: bool = False) -> None:
+    def check_for_text(self, key: str = "router", causal: bool = True, truth: bool = False) -> None:
         """Raise UserError for a router that reads what text lacks or, if causal, looks ahead."""
         # truth: the kinds of this text's tokens are known, as in the source ciphers.
         truth_fields = frozenset({"truth"} if truth else ())
-        if lacking := sorted(self.router.wants & NOT_IN_TEXTS - truth_fields):
+        if lacking := sorted(self.router.wants & FIELDS_MISSING_IN_TEXTS - truth_fields):
             raise UserError.at(
                 f"{key}.kind",
                 found=f"{self.router.kind}, which reads {', '.join(lacking)}; this text has none",
-                allowed=CAUSAL,
+                allowed=CAUSAL_ROUTERS,
             )
         if causal:
             self.router.check_causal(key)
@@ -89,9 +89,8 @@ def sparse_block_indices(blocks: Blocks, depth: int) -> tuple[int, ...]:
         )
     chosen = tuple(sorted(set(blocks)))
     if not chosen or len(chosen) != len(blocks) or chosen[0] < 0 or chosen[-1] >= depth:
-        raise UserError.at(
-            "blocks", found=list(blocks), allowed=f"one or more different of {depth} blocks, from 0"
-        )
+        allowed = f"one or more different of {depth} blocks, from 0"
+        raise UserError.at("blocks", found=list(blocks), allowed=allowed)
     return chosen
 
 
@@ -152,8 +151,8 @@ class MoEFeedForward(FeedForward):
             outputs = experts(Rows(values.repeat(number, 1), ends * len(values)))
             weights = record.combine[..., :number].movedim(-1, 0).unsqueeze(-1)
             return (outputs.view(number, *tokens.shape) * weights).sum(dim=0)
-        plan = self.plan_networks(plan)
-        if can_fuse(experts, tokens, plan):
+        plan = self.plan_without_zero_computation(plan)
+        if can_fuse_else_print_why(experts, tokens, plan):
             return experts(RoutedTokens(tokens, plan))
         rows = plan.dispatch(tokens)
         if rows.shares is None:
@@ -165,7 +164,7 @@ class MoEFeedForward(FeedForward):
         }
         return plan.combine(functional_call(experts, merged, (rows,)))
 
-    def plan_networks(self, plan: Any) -> Any:
+    def plan_without_zero_computation(self, plan: Any) -> Any:
         """Return the plan without the choices of experts that have no network (MoE++)."""
         if self.zero_computation is None:
             return plan
@@ -177,7 +176,7 @@ class MoEFeedForward(FeedForward):
         return len(next(self.experts.parameters()))
 
 
-def can_fuse(experts: Any, tokens: Tensor, plan: Any) -> bool:
+def can_fuse_else_print_why(experts: Any, tokens: Tensor, plan: Any) -> bool:
     """Return whether ``FusedKernels`` compute these experts; print once why they do not."""
     if FusedKernels.compute is None or tokens.device.type != FusedKernels.device:
         return False
@@ -325,7 +324,7 @@ class MoELayer(nn.Module):
         elif router.own_loss is not None:
             reads = f"whose loss {router.own_loss} reads more than records"
         if reads is not None:
-            raise UserError.at("router", found=f"{router.kind}, {reads}", allowed=TOKENS_ALONE)
+            raise UserError.at("router", found=f"{router.kind}, {reads}", allowed=TOKEN_ROUTERS)
         self.width = width
         self.feed_forward = build_moe_feed_forward(router, experts, width)
         k = getattr(scale_router_k(router, experts), "k", None)

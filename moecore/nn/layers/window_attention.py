@@ -21,7 +21,7 @@ Grid = tuple[int, ...]
 SwinKind = Literal["swin", "swin_moe", "swin_v2"]
 EPS = 1e-5  # of every norm
 MIN_TEMPERATURE = 0.01  # of cosine attention
-HIDDEN = 512  # width of the MLP of a continuous position bias
+BIAS_MLP_WIDTH = 512  # width of the MLP of a continuous position bias
 MAX_DISTANCE = 8.0  # to which the largest distance in a window is scaled, before the logarithm
 
 
@@ -51,13 +51,13 @@ class Windows(nn.Module):
         self.grid = grid
         self.size, self.shift = window_and_shift(grid, window, shifted)
         self.tokens = math.prod(grid)
-        places, back, mask = _gather_indices(grid, self.size, self.shift)
+        places, back, mask = _indices_and_mask(grid, self.size, self.shift)
         self.number, self.length = places.shape
         self.padded = places.numel() != self.tokens
         # not persistent: determined by the sizes
-        self.register_buffer("places", to_build_device(places.flatten()), persistent=False)
-        self.register_buffer("back", to_build_device(back), persistent=False)
-        self.register_buffer("mask", to_build_device(mask), persistent=False)
+        self.register_buffer("places", to_default_device(places.flatten()), persistent=False)
+        self.register_buffer("back", to_default_device(back), persistent=False)
+        self.register_buffer("mask", to_default_device(mask), persistent=False)
 
     def cut(self, tokens: Tensor) -> Tensor:
         """Cut tokens (B, T, d) into windows (B, W, n, d), padded with 0."""
@@ -102,7 +102,7 @@ class _GatherWindowTokens(Function):
         return to_values, None, None, None, None
 
 
-def to_build_device(tensor: Tensor | None) -> Tensor | None:
+def to_default_device(tensor: Tensor | None) -> Tensor | None:
     """Move a tensor to torch's default device, on which models are built; None stays None."""
     if tensor is None:
         return None
@@ -110,7 +110,7 @@ def to_build_device(tensor: Tensor | None) -> Tensor | None:
 
 
 @lru_cache(maxsize=256)
-def _gather_indices(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor, Tensor | None]:
+def _indices_and_mask(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return token indices of windows (W, n), their inverse (T,), and attention mask (W, n, n)."""
     rows, columns = grid
     number = rows * columns  # the index of padding
@@ -235,12 +235,12 @@ class WindowAttention(nn.Module):
             nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
         else:
             self.cpb_mlp = nn.Sequential(
-                trunc_normal_linear(2, HIDDEN),
+                trunc_normal_linear(2, BIAS_MLP_WIDTH),
                 nn.ReLU(),
-                trunc_normal_linear(HIDDEN, heads, bias=False),
+                trunc_normal_linear(BIAS_MLP_WIDTH, heads, bias=False),
             )
-            coordinates = to_build_device(log_relative_positions(windows.size, pretrained))
-        pairs = to_build_device(index_relative_positions(windows.size).flatten())
+            coordinates = to_default_device(log_relative_positions(windows.size, pretrained))
+        pairs = to_default_device(index_relative_positions(windows.size).flatten())
         self.register_buffer("pairs", pairs, persistent=False)
         self.register_buffer("coordinates", coordinates, persistent=False)
 

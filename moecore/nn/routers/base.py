@@ -12,8 +12,9 @@ from moecore.core.config import Misfits, Part, Surroundings
 from moecore.core.files import UserError
 
 # routers that messages suggest for language models
-CAUSAL = "top_k_softmax, eigenbasis, hash by word or position, or noisy_top_k without a capacity"
-
+CAUSAL_ROUTERS = (
+    "top_k_softmax, eigenbasis, hash by word or position, or noisy_top_k without a capacity"
+)
 
 NoiseStd = Annotated[float, Field(ge=0, description="on logits, in training; unit: 1 / experts")]
 
@@ -114,7 +115,7 @@ class Router(Part, ABC):
             raise UserError.at(
                 f"{key}.kind",
                 found=f"{self.kind}, {self.looks_ahead}, including later ones",
-                allowed=CAUSAL,
+                allowed=CAUSAL_ROUTERS,
             )
 
     @property
@@ -140,14 +141,14 @@ def exact_fraction(factor: float) -> Fraction:
     return Fraction(str(factor))
 
 
-def ceil_capacity(tokens: int, factor: Fraction, experts: int) -> int:
+def ceil_tokens_per_expert(tokens: int, factor: Fraction, experts: int) -> int:
     """Return ceil(tokens · factor / experts) in integers: compiled graphs have no fractions."""
     return -(-tokens * factor.numerator // (experts * factor.denominator))
 
 
 def expert_capacity(tokens: int, k: int, factor: Fraction, experts: int) -> int:
     """Return ceil(tokens · k · factor / experts), rounded up to a multiple of 4."""
-    return -(-ceil_capacity(tokens * k, factor, experts) // 4) * 4
+    return -(-ceil_tokens_per_expert(tokens * k, factor, experts) // 4) * 4
 
 
 def within_capacity(
@@ -168,7 +169,7 @@ def within_capacity(
         ]
     for groups, ranks in zip(groups_of_experts, queues, strict=True):
         capacity = expert_capacity(groups.shape[1], experts.shape[2], factor, number)
-        within.append((_places_in_expert(groups, ranks) < capacity).reshape(-1, *experts.shape[1:]))
+        within.append((_queue_positions(groups, ranks) < capacity).reshape(-1, *experts.shape[1:]))
     return torch.cat(within)
 
 
@@ -179,7 +180,7 @@ def group_images(values: Tensor, group_size: int) -> list[Tensor]:
     return [part.unflatten(0, (-1, size)).flatten(1, 2) for part, size in parts if len(part)]
 
 
-def _places_in_expert(experts: Tensor, ranks: Tensor | None) -> Tensor:
+def _queue_positions(experts: Tensor, ranks: Tensor | None) -> Tensor:
     """Return each choice's place in its expert's queue, from 0, (G, S, k)."""
     # experts: (G, S, k). ranks: (G, S), each token's position in the queue; None: in order.
     queue = experts

@@ -47,7 +47,7 @@ class Competition(base.Router):
     )
 
     @model_validator(mode="after")
-    def _several_to_be_diverse(self) -> "Competition":
+    def _check_k_allows_diversity(self) -> "Competition":
         if self.k == 1 and self.diversity_weight:
             raise ValueError(
                 f"diversity_weight: found {self.diversity_weight}, but with k = 1 no two experts "
@@ -117,7 +117,7 @@ class CompetitionRouter(NoisyTopKRouter):
 def mean_cosine_among_chosen(outputs: Tensor, chosen: Tensor) -> Tensor:
     """Return the mean cosine (B, T) between outputs of chosen experts, over k × k, diagonal 0."""
     places = chosen.unsqueeze(-1).expand(*chosen.shape, outputs.shape[-1])
-    directions = normalize(outputs.gather(-2, places), dim=-1, eps=token_choice.FLOOR)
+    directions = normalize(outputs.gather(-2, places), dim=-1, eps=token_choice.MIN_NORM)
     cosines = directions @ directions.mT
     return (cosines - torch.diag_embed(cosines.diagonal(dim1=-2, dim2=-1))).mean(dim=(-2, -1))
 

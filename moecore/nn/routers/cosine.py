@@ -25,16 +25,16 @@ class Cosine(noisy_top_k.NoisyTopK):
     temperature: float = Field(0.3, ge=0.01, description="initial divisor of the cosines")
 
     @model_validator(mode="after")
-    def _directions_alone(self) -> "Cosine":
+    def _check_start_is_normal(self) -> "Cosine":
         if self.start != "normal":
             raise ValueError("start: found orthonormal, but lengths do not matter; allowed: normal")
         return self
 
-    def narrow_width(self, experts: int) -> int:
+    def embedding_width(self, experts: int) -> int:
         return self.embedding or max(2, experts // 2)
 
     def fix_sizes(self, experts: int) -> "Cosine":
-        return self.model_copy(update={"embedding": self.narrow_width(experts)})
+        return self.model_copy(update={"embedding": self.embedding_width(experts)})
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "CosineRouter":
         self.check_experts(width, experts)
@@ -46,7 +46,7 @@ class CosineRouter(noisy_top_k.NoisyTopKRouter):
     """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord)."""
 
     def __init__(self, config: Cosine, width: int, experts: int) -> None:
-        narrow = config.narrow_width(experts)
+        narrow = config.embedding_width(experts)
         super().__init__(config, narrow, experts)
         # with lengths near 1 the optimizer turns embeddings as fast as it changes other weights
         nn.init.normal_(self.weight, std=narrow**-0.5)

@@ -13,7 +13,7 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows, SparsePlan
 from moecore.nn.kernels.grouped import full_precision
-from moecore.nn.routers.base import CAUSAL, Router, exact_fraction
+from moecore.nn.routers.base import CAUSAL_ROUTERS, Router, exact_fraction
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.token_choice import router_logits
 
@@ -39,7 +39,7 @@ class Depth(Router):
     router: NoisyTopK = Field(NoisyTopK(), description="router of the tokens that use experts")
 
     @model_validator(mode="after")
-    def _fitting_router(self) -> Self:
+    def _check_inner_router(self) -> Self:
         inner = self.router
         if inner.balance is not None and inner.balance.is_alone:
             key = "balance"
@@ -81,7 +81,7 @@ class Depth(Router):
             raise UserError.at(
                 f"{key}.sampling",
                 found="null: later words decide which words use experts, in evaluation too",
-                allowed=f"bce or predictor; or {CAUSAL}",
+                allowed=f"bce or predictor; or {CAUSAL_ROUTERS}",
             )
         self.router.check_causal(f"{key}.router")
 
@@ -116,7 +116,7 @@ class DepthRouter(nn.Module):
             if self.inner is not None:
                 signs = router_logits(gelu(router_logits(tokens.detach(), self.inner)), self.outer)
             ranks, decisions = scores.detach().squeeze(-1), signs.detach().squeeze(-1)
-            places = self._places(ranks, decisions, context.padding)
+            places = self._choose_tokens(ranks, decisions, context.padding)
             shape = (tokens.shape[0], tokens.shape[1])
             plan, record = self.router(tokens.flatten(0, 1)[places], context)
             factors = scores.flatten(0, 1)[places]
@@ -135,7 +135,7 @@ class DepthRouter(nn.Module):
     def after_step(self, records: Sequence[RoutingRecord], place: int, progress: float) -> None:
         self.router.after_step(records, place, progress)
 
-    def _places(self, scores: Tensor, signs: Tensor, padding: Tensor | None) -> Tensor:
+    def _choose_tokens(self, scores: Tensor, signs: Tensor, padding: Tensor | None) -> Tensor:
         """Return indices, among B·T, of tokens that use experts: (B, C), or (1, n) by signs."""
         if self.config.sampling and not self.training and not scores.is_meta:
             return (signs.flatten() > 0).nonzero().T

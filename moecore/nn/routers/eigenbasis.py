@@ -16,7 +16,7 @@ from moecore.nn.routers import base, token_choice
 
 _MIN_WEIGHT = 1e-6  # of a chosen expert before normalising; scores can be negative
 # the field of RoutingContext that each context reads
-_FIELDS: dict[str, str] = {"tokens": "attention", "attention_output": "attended"}
+_FIELD_BY_CONTEXT: dict[str, str] = {"tokens": "attention", "attention_output": "attended"}
 
 
 class Eigenbasis(base.Router):
@@ -53,7 +53,7 @@ class Eigenbasis(base.Router):
 
     @property
     def wants(self) -> frozenset[str]:
-        read = () if self.context == "learned" else (_FIELDS[self.context],)
+        read = () if self.context == "learned" else (_FIELD_BY_CONTEXT[self.context],)
         return frozenset({"basis", *read})
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "EigenbasisRouter":
@@ -70,7 +70,7 @@ class Eigenbasis(base.Router):
 # The experts' basis comes with each call (``context.basis``), and the experts then reuse the
 # router's projections. With k = 1 the weight is always 1, so that scores have no task gradient. All
 # arithmetic is in fp32 or fp64. ``barred``: experts that measurements forbid, see
-# ``top_k_and_open_slots``.
+# ``top_k_and_unbarred_mask``.
 class EigenbasisRouter(nn.Module):
     """``router(tokens, context)`` with tokens (B, T, d) returns (plan, record of the scores)."""
 
@@ -100,7 +100,7 @@ class EigenbasisRouter(nn.Module):
             if self.target is not None:
                 contexts = self.target.to(basis.dtype)
             else:
-                field = _FIELDS[self.config.context]
+                field = _FIELD_BY_CONTEXT[self.config.context]
                 values = self._require_field(field, context).to(basis.dtype)
                 if field == "attended":
                     contexts = project_on_bases(values, basis)
@@ -113,7 +113,7 @@ class EigenbasisRouter(nn.Module):
 
     def decide(self, scores: Tensor) -> tuple[Tensor, SparsePlan, RoutingRecord]:
         """Return experts (B, T, k), best first, plan and record for scores (B, T, E)."""
-        chosen, valid = token_choice.top_k_and_open_slots(scores, self.config.k, self.barred)
+        chosen, valid = token_choice.top_k_and_unbarred_mask(scores, self.config.k, self.barred)
         positive = scores.clamp_min(_MIN_WEIGHT)
         weights = positive.gather(-1, chosen)
         probs = positive / positive.sum(dim=-1, keepdim=True)

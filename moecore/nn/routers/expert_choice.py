@@ -52,7 +52,7 @@ class ExpertChoiceRouter(nn.Module):
         self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(experts, width), std=0.02))
 
     @property
-    def coupled_in_training(self) -> int:
+    def images_coupled_in_training(self) -> int:
         return self.config.group_size
 
     def forward(
@@ -87,7 +87,7 @@ def top_tokens_per_expert(gates: Tensor, share: Fraction, group_size: int) -> Te
     first = 0
     for groups in base.group_images(gates, group_size):
         number, size, experts = groups.shape
-        capacity = min(size, base.ceil_capacity(size, share, experts))
+        capacity = min(size, base.ceil_tokens_per_expert(size, share, experts))
         by_expert = groups.transpose(1, 2).contiguous()
         ranked = by_expert.sort(dim=-1, descending=True, stable=True).indices
         best = ranked[..., :capacity].sort(dim=-1).values
@@ -121,7 +121,7 @@ class ExpertChoicePlan(NamedTuple):
         return tokens.view(*self.shape, rows.shape[-1])
 
 
-def _sum_rows(rows: Tensor, weights: Tensor | None, order: Tensor, tokens: int) -> Tensor:
+def _sum_per_token(rows: Tensor, weights: Tensor | None, order: Tensor, tokens: int) -> Tensor:
     """Sum rows (R, d), times ``weights`` (E, M) if any, per token, (N, d)."""
     dtype = torch.promote_types(rows.dtype, torch.float32 if weights is None else weights.dtype)
     total = rows.new_zeros(tokens, rows.shape[-1], dtype=dtype)
@@ -145,7 +145,7 @@ class _GatherTaken(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _sum_rows(grads[0].contiguous(), None, ctx.saved_tensors[0], ctx.tokens), None
+        return _sum_per_token(grads[0].contiguous(), None, ctx.saved_tensors[0], ctx.tokens), None
 
 
 class _WeightedSumOfTaken(Function):
@@ -153,7 +153,7 @@ class _WeightedSumOfTaken(Function):
 
     @staticmethod
     def forward(rows: Tensor, weights: Tensor, order: Tensor, tokens: int) -> Tensor:
-        return _sum_rows(rows.contiguous(), weights, order, tokens)
+        return _sum_per_token(rows.contiguous(), weights, order, tokens)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:

@@ -89,7 +89,7 @@ class FoldedRouter(nn.Module):
         with full_precision(tokens):
             plan, record = self.router(tokens, context)
             fields = (record.combine, record.probs, record.chosen)
-            combine, probs, chosen = (self.fold(values) for values in fields)
+            combine, probs, chosen = (self.sum_within_clusters(values) for values in fields)
             best = top_k(combine.where(chosen > 0, -1), min(plan.weights.shape[-1], self.number))
             weights = combine.gather(-1, best)
             valid = chosen.gather(-1, best) > 0
@@ -97,7 +97,7 @@ class FoldedRouter(nn.Module):
                 logits=safe_log(probs), probs=probs, chosen=best, weights=weights, valid=valid
             )
 
-    def fold(self, values: Tensor) -> Tensor:
+    def sum_within_clusters(self, values: Tensor) -> Tensor:
         """Sum values (B, T, E) within clusters, (B, T, M)."""
         dtype = torch.promote_types(values.dtype, torch.float32)
         return values.to(dtype) @ one_hot(self.clusters, self.number).to(dtype)

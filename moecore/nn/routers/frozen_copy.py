@@ -24,7 +24,7 @@ class FrozenCopy(Router):
     until: float = Field(0.5, ge=0, le=1, description="share of training when the router learns")
 
     @model_validator(mode="after")
-    def _learns_alone(self) -> "FrozenCopy":
+    def _check_no_residual(self) -> "FrozenCopy":
         if self.router.residual:
             raise ValueError(
                 "router.residual: found true, but the previous layer learns on, or is frozen at "

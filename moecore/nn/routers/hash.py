@@ -15,7 +15,7 @@ from moecore.nn.routers.token_choice import PlanAndRecord, plan_and_record, safe
 
 PRIME = 2**31 - 1  # above every word's id
 # a patch with a smaller range of pixels (half a grey level) is blank: it has only rounding errors
-BLANK = 0.5 / 255
+BLANK_PATCH_RANGE = 0.5 / 255
 
 
 class Hash(Router):
@@ -67,32 +67,32 @@ class HashRouter(nn.Module):
             if self.config.by == "word":
                 assert context.words is not None  # models without words are refused
                 factor, shift = self.word_hash
-                chosen = self._in_circle((context.words.long() * factor + shift) % PRIME)
+                chosen = self._following_experts((context.words.long() * factor + shift) % PRIME)
             else:
-                chosen = self._by_position(tokens)
+                chosen = self._choose_by_position(tokens)
             if self.config.by == "patch":
-                chosen = self._by_patch(context.patches, chosen)
+                chosen = self._choose_by_patch(context.patches, chosen)
             dtype = torch.promote_types(tokens.dtype, torch.float32)
             weights = torch.full_like(chosen, 1 / self.config.k, dtype=dtype)
             probs = weights.new_zeros(*chosen.shape[:2], self.experts).scatter(-1, chosen, weights)
             logits = safe_log(probs)
             return plan_and_record(logits=logits, probs=probs, chosen=chosen, weights=weights)
 
-    def _by_position(self, tokens: Tensor) -> Tensor:
+    def _choose_by_position(self, tokens: Tensor) -> Tensor:
         """Return ids (B, T, k): each position's expert and the k − 1 following ones, modulo E."""
         first = self.places
         if first is None or len(first) != tokens.shape[1] or first.device != tokens.device:
             seed = self.config.seed
-            first = experts_by_position(seed, tokens.shape[1], self.experts, tokens.device)
+            first = draw_expert_per_position(seed, tokens.shape[1], self.experts, tokens.device)
             self.places = first
-        return self._in_circle(first).expand(len(tokens), -1, -1)
+        return self._following_experts(first).expand(len(tokens), -1, -1)
 
-    def _in_circle(self, first: Tensor) -> Tensor:
+    def _following_experts(self, first: Tensor) -> Tensor:
         """Return expert ids (..., k): ``first`` (...) and the following ones, modulo E."""
         following = torch.arange(self.config.k, device=first.device)
         return (first.unsqueeze(-1) + following) % self.experts
 
-    def _by_patch(self, patches: Tensor | None, otherwise: Tensor) -> Tensor:
+    def _choose_by_patch(self, patches: Tensor | None, otherwise: Tensor) -> Tensor:
         """Return experts (B, T, k) by patches (B, T, pixels); ``otherwise`` for blank patches."""
         if patches is None:
             raise UserError.at(
@@ -108,7 +108,7 @@ class HashRouter(nn.Module):
         # directions have mean 0, so this changes only the rounding errors, which get smaller
         scores = (pixels - pixels.mean(dim=-1, keepdim=True)) @ lines.to(pixels.dtype)
         # includes special tokens, whose pixels are 0
-        blank = pixels.amax(dim=-1) - pixels.amin(dim=-1) < BLANK
+        blank = pixels.amax(dim=-1) - pixels.amin(dim=-1) < BLANK_PATCH_RANGE
         return torch.where(blank.unsqueeze(-1), otherwise, top_k(scores, self.config.k))
 
 
@@ -119,7 +119,7 @@ def hash_directions(seed: int, pixels: int, experts: int, device: torch.device) 
     return normalize(values - values.mean(dim=0), dim=0).to(device)
 
 
-def experts_by_position(seed: int, tokens: int, experts: int, device: torch.device) -> Tensor:
+def draw_expert_per_position(seed: int, tokens: int, experts: int, device: torch.device) -> Tensor:
     """Return each position's expert (T,); each run of E positions has all experts, shuffled."""
     generator = torch.Generator("cpu").manual_seed(seed)
     rounds = range(-(-tokens // experts))

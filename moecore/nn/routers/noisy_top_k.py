@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moecore.core.config import Config, Misfits, Surroundings, list_idle_settings
-from moecore.core.files import UserError, describe_refusal
+from moecore.core.files import UserError, format_found_and_allowed
 from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingRecord
 from moecore.core.streams import normal_like, uniform_like
 from moecore.nn.balances.base import Balance
@@ -126,7 +126,7 @@ class NoisyTopK(Router):
             raise ValueError("`batch_priority` needs a capacity: give `capacity_factor` too")
         if self.groups is not None and self.balance is not None and self.balance.is_alone:
             raise ValueError(
-                describe_refusal(
+                format_found_and_allowed(
                     found=f"a balance of kind {self.balance.kind} with `groups`",
                     allowed="loss_free, or no groups",
                 )
@@ -212,7 +212,7 @@ def _causal_capacity_error(key: str, value: object, why: str, allowed: str) -> U
 # Logits are fp32 whatever the autocast dtype: in bf16, ties at the k-th place flip. Gates are a
 # softmax over all experts before the choice and are not renormalised after it, so that k = 1 still
 # has a task gradient. A router with other logits overrides ``logits``. ``barred``: experts that
-# measurements forbid, see ``top_k_and_open_slots``.
+# measurements forbid, see ``top_k_and_unbarred_mask``.
 class NoisyTopKRouter(nn.Module):
     """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord)."""
 
@@ -235,14 +235,14 @@ class NoisyTopKRouter(nn.Module):
             self.residual = nn.Parameter(torch.zeros(experts, experts))
 
     @property
-    def coupled(self) -> int:
+    def images_coupled_in_eval(self) -> int:
         """Number of images that share a capacity in evaluation; 1 if images are independent."""
         if self.config.eval_capacity_factor is None:
             return 1
         return self.config.group_size
 
     @property
-    def coupled_in_training(self) -> int:
+    def images_coupled_in_training(self) -> int:
         if self.config.capacity_factor is None:
             return 1
         return self.config.group_size
@@ -287,7 +287,7 @@ class NoisyTopKRouter(nn.Module):
             noisy = noisy + normal_like(noisy, self.batch_views) * std
         scores = token_choice.scores_from_logits(noisy, settings.score)
         preferences = self._preferences(noisy, scores)
-        chosen, is_open = token_choice.top_k_and_open_slots(preferences, settings.k, self.barred)
+        chosen, is_open = token_choice.top_k_and_unbarred_mask(preferences, settings.k, self.barred)
         best = noisy.gather(-1, chosen)
         best_scores = scores.gather(-1, chosen)
         valid = self.valid_slots(best_scores)

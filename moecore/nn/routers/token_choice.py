@@ -11,7 +11,7 @@ from moecore.core.routing_records import RoutingRecord
 from moecore.nn.dispatch import SparsePlan
 
 MAX_LOG_FACTOR = math.log(100)  # of the learned factor 1 / temperature of a cosine router
-FLOOR = 1e-6  # of a divisor; a vector of zeros has cosine 0 with every other
+MIN_NORM = 1e-6  # of a divisor; a vector of zeros has cosine 0 with every other
 
 PlanAndRecord = tuple[SparsePlan, RoutingRecord]
 Score = Literal["softmax", "sigmoid", "sqrt_softplus", "relu"]
@@ -28,8 +28,8 @@ def router_logits(tokens: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 def cosines_to_embeddings(vectors: Tensor, embeddings: Tensor) -> Tensor:
     """Return cosines (B, T, E) between vectors (B, T, r) and embeddings (E, r)."""
     wide = vectors.to(torch.promote_types(embeddings.dtype, torch.float32))
-    directions = normalize(wide, dim=-1, eps=FLOOR)
-    return router_logits(directions, normalize(embeddings, dim=-1, eps=FLOOR))
+    directions = normalize(wide, dim=-1, eps=MIN_NORM)
+    return router_logits(directions, normalize(embeddings, dim=-1, eps=MIN_NORM))
 
 
 def scores_from_logits(logits: Tensor, score: Score) -> Tensor:
@@ -83,7 +83,7 @@ def top_k(scores: Tensor, k: int) -> Tensor:
     return torch.cat(best_first, dim=-1)
 
 
-def top_k_and_open_slots(
+def top_k_and_unbarred_mask(
     preferences: Tensor, k: int, barred: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return ``top_k`` expert ids (B, T, k), and which of these are allowed, (B, T, k) bool."""

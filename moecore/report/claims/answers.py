@@ -11,23 +11,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moecore.core.config import Config
-from moecore.report.claims import evaluation, result_evidence
-from moecore.report.claims.claims_table import ANSWERS, build_claim_row
+from moecore.report.claims import claims_table, evaluation, result_evidence
 from moecore.report.tables.cells import NumberFormat
 from moecore.report.tables.metrics_by_method import expected_metrics, validate_comparison_tables
-from moecore.statistics.comparisons import SEEDS, Difference, VarianceSource
-from moecore.study import run_and_claims
-from moecore.study.params_reader import extract_settings
+from moecore.statistics.comparisons import OVER_SEEDS, Difference, VarianceSource
+from moecore.study import params_reader, run_and_claims, stages
 from moecore.study.questions import QuestionRound
-from moecore.study.stages import PHASES
 from moecore.study.study import read_study
 
-VERDICTS = {"open": "not significant"}  # verdict → its text, if that is not its name
+VERDICT_TEXTS = {"open": "not significant"}  # verdict → its text, if that is not its name
 Asked = run_and_claims.Claim | run_and_claims.Question
 Studies = Mapping[str, Mapping[str, Any]]  # round of a question → result, {} if it was not run
-MOST_SEEDS = 100
-MOST_ITEMS = 10_000_000
-MORE_ITEMS = 10  # factor of ``seeds_of_more_items``
+MAX_SEEDS = 100
+MAX_REQUIRED_ITEMS = 10_000_000
+MORE_ITEMS_FACTOR = 10  # factor of ``seeds_of_more_items``
 
 
 class DeclaredClaims(Config):
@@ -54,24 +51,24 @@ class Answer(NamedTuple):
         return self.claim.source if isinstance(self.claim, run_and_claims.Claim) else ""
 
     @property
-    def words(self) -> Mapping[str, str]:
+    def verdict_texts(self) -> Mapping[str, str]:
         """Verdict → text to print, where that differs from the verdict's name."""
         if isinstance(self.claim, run_and_claims.Question):
-            return VERDICTS | ANSWERS
+            return VERDICT_TEXTS | claims_table.ANSWERS
         if self.claim.margin:
-            return VERDICTS | {"holds": self.claim.better.replace("_", " ")}
-        return VERDICTS
+            return VERDICT_TEXTS | {"holds": self.claim.better.replace("_", " ")}
+        return VERDICT_TEXTS
 
     @property
     def verdict(self) -> str:
         verdict = self.entry.get("verdict", "not run yet")
-        return self.words.get(verdict, verdict)
+        return self.verdict_texts.get(verdict, verdict)
 
     @property
     def verdict_holm(self) -> str:
         """The verdict as printed: with Holm's correction if stored, else without."""
         verdict = self.entry.get("verdict_holm") or self.entry.get("verdict", "not run yet")
-        return self.words.get(verdict, verdict)
+        return self.verdict_texts.get(verdict, verdict)
 
 
 def collect_corrected_answers(rounds: Iterable[QuestionRound]) -> tuple[Studies, list[Answer]]:
@@ -84,7 +81,7 @@ def collect_answers(rounds: Iterable[QuestionRound]) -> tuple[Studies, list[Answ
     studies: dict[str, Mapping[str, Any]] = {}
     answers: list[Answer] = []
     for study in rounds:
-        compared = validate_comparison_tables(study.question.results, study.read_numbers())
+        compared = validate_comparison_tables(study.question.results_path, study.read_numbers())
         studies[study.name] = compared
         answers += _answers_of_round(study, compared)
     return studies, answers
@@ -102,7 +99,7 @@ def apply_holm_per_paper(answers: list[Answer]) -> list[Answer]:
 
 def _answers_of_round(study: QuestionRound, compared: Mapping[str, Any]) -> Iterator[Answer]:
     composed = study.compose()
-    declared = extract_settings(DeclaredClaims, composed.document)
+    declared = params_reader.extract_settings(DeclaredClaims, composed.document)
     entries = compared.get("claims", {}) | compared.get("questions", {})
     entries = {
         name: entry
@@ -117,7 +114,7 @@ def _answers_of_round(study: QuestionRound, compared: Mapping[str, Any]) -> Iter
     state = "not run yet with this claim" if compared else "not run yet"
     for claim in (*declared.claims, *declared.questions):
         entry = measured.get(run_and_claims.compared_quantity_key(claim.model_dump()))
-        entry = entry or result_evidence.compare_stored_items(study, compared, claim)
+        entry = entry or result_evidence.compute_claim_from_items(study, compared, claim)
         data = composed.document.data
         changed = run_and_claims.have_settings_changed(entry.get("settings"), data, claim)
         good = ""
@@ -145,9 +142,9 @@ def reevaluate_claim(entry: Mapping[str, Any], claim: Asked, good: str = "") -> 
 class RequiredSampleSizes(NamedTuple):
     """Number of seeds, or of test items, that a claim needs while the other number is fixed."""
 
-    seeds: int | None  # None: no number up to MOST_SEEDS
-    items: int | None  # None: no number up to MOST_ITEMS, or the metric has no items
-    seeds_of_more_items: int | None  # seeds needed with MORE_ITEMS times the items
+    seeds: int | None  # None: no number up to MAX_SEEDS
+    items: int | None  # None: no number up to MAX_REQUIRED_ITEMS, or the metric has no items
+    seeds_of_more_items: int | None  # seeds needed with MORE_ITEMS_FACTOR times the items
 
 
 def compute_required_samples(difference: Difference, effect: float) -> RequiredSampleSizes:
@@ -159,14 +156,14 @@ def compute_required_samples(difference: Difference, effect: float) -> RequiredS
         return half is not None and half <= abs(effect) / 2
 
     seeds, items = difference.seeds, difference.items
-    numbers = range(seeds, MOST_SEEDS + 1) if seeds > 1 else ()
+    numbers = range(seeds, MAX_SEEDS + 1) if seeds > 1 else ()
     enough, fewer = (
         next((number for number in numbers if is_precise(number, item_count)), None)
-        for item_count in (items, MORE_ITEMS * items)
+        for item_count in (items, MORE_ITEMS_FACTOR * items)
     )
-    if not items or not is_precise(seeds, MOST_ITEMS):
+    if not items or not is_precise(seeds, MAX_REQUIRED_ITEMS):
         return RequiredSampleSizes(enough, None, fewer)
-    low, high = items - 1, MOST_ITEMS  # too few, enough
+    low, high = items - 1, MAX_REQUIRED_ITEMS  # too few, enough
     while high - low > 1:
         middle = (low + high) // 2
         if is_precise(seeds, middle):
@@ -188,12 +185,12 @@ def describe_required_samples(answers: Sequence[Answer], studies: Studies) -> li
         elif isinstance(answer.claim, run_and_claims.Claim):
             effect = answer.claim.effect or answer.claim.reference_effect
             if not answer.entry["difference"].get("interval"):
-                others.append(line + build_claim_row(answer.entry).over)
+                others.append(line + claims_table.build_claim_row(answer.entry).over)
             elif effect is None:
                 others.append(line + "the paper prints no effect")
             else:
                 tables[answer.claim.paper, answer.source].append((answer, abs(effect)))
-    lines = [_describe_table(", ".join(place), claims, studies) for place, claims in tables.items()]
+    lines = [_table_samples(", ".join(place), claims, studies) for place, claims in tables.items()]
     return [line for _, line in sorted(lines)] + others
 
 
@@ -203,7 +200,7 @@ def _describe_comparison(answer: Answer) -> str:
     return f"{answer.study}: {place}: {claim.words}"
 
 
-def _describe_table(
+def _table_samples(
     place: str, claims: Sequence[tuple[Answer, float]], studies: Studies
 ) -> tuple[float, str]:
     """Return the minutes of training (inf: unknown) until a table is precise enough; its line."""
@@ -215,8 +212,9 @@ def _describe_table(
         samples.append(compute_required_samples(difference, effect))
         half = difference.half_width() or 0.0
         shown = NumberFormat(answer.entry["form"])
-        text = f"±{shown.size(half)} where half of the paper's effect is {shown.size(effect / 2)}"
-        widths.append((2 * half / effect, f"{text} ({answer.claim.words})"))
+        text, goal = (shown.magnitude(width) for width in (half, effect / 2))
+        text = f"±{text} where half of the paper's effect is {goal} ({answer.claim.words})"
+        widths.append((2 * half / effect, text))
     widest, text = max(widths)
     line = f"{place}: {text}"
     if widest <= 1:
@@ -224,23 +222,23 @@ def _describe_table(
     ways = []
     minutes = math.inf
     seeds = [sample.seeds or math.inf for sample in samples]
-    if max(seeds) <= MOST_SEEDS:
-        minutes = _minutes_of_training([answer for answer, _ in claims], int(max(seeds)), studies)
+    if max(seeds) <= MAX_SEEDS:
+        minutes = _minutes_for_seeds([answer for answer, _ in claims], int(max(seeds)), studies)
         ways.append(f"{max(seeds)} seeds ({minutes:.0f} min of training)")
     items = [sample.items or math.inf for sample in samples]
-    if max(items) <= MOST_ITEMS:
+    if max(items) <= MAX_REQUIRED_ITEMS:
         ways.append(f"{max(items):,} items")
     fewer = [sample.seeds_of_more_items or math.inf for sample in samples]
-    if not ways and max(fewer) <= MOST_SEEDS:
-        ways.append(f"{max(fewer)} seeds with {MORE_ITEMS} times the items")
-    return minutes, f"{line}: {' or '.join(ways) or f'no number of seeds up to {MOST_SEEDS}'}"
+    if not ways and max(fewer) <= MAX_SEEDS:
+        ways.append(f"{max(fewer)} seeds with {MORE_ITEMS_FACTOR} times the items")
+    return (minutes, f"{line}: {' or '.join(ways) or f'no number of seeds up to {MAX_SEEDS}'}")
 
 
-def _minutes_of_training(claims: Sequence[Answer], seeds: int, studies: Studies) -> float:
+def _minutes_for_seeds(claims: Sequence[Answer], seeds: int, studies: Studies) -> float:
     minutes: dict[tuple[str, str, str], float] = {}
     for answer in claims:
         missing = seeds - answer.entry["difference"]["seeds"]
-        for phase in PHASES[: PHASES.index(answer.claim.phase) + 1]:
+        for phase in stages.PHASES[: stages.PHASES.index(answer.claim.phase) + 1]:
             for method in (answer.claim.method, answer.claim.against):
                 cell = studies[answer.study][method].get(phase, {}).get("seconds")
                 if cell:
@@ -252,7 +250,7 @@ def _difference_at_sample_size(difference: Difference, seeds: int, items: int) -
     # A = var(seed means)/S scales with 1/S, B = var(item means)/n with 1/n.
     numbers = [(difference.seeds, seeds), (difference.items, items)]
     if len(difference.sources) == 1:
-        numbers = numbers[:1] if difference.kind == SEEDS else numbers[1:]
+        numbers = numbers[:1] if difference.kind == OVER_SEEDS else numbers[1:]
     sources = tuple(
         VarianceSource(source.variance * now / then, source.freedom + then - now)
         for source, (now, then) in zip(difference.sources, numbers, strict=True)

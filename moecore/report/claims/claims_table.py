@@ -10,7 +10,7 @@ from moecore.study.run_and_claims import Claim
 
 ANSWERS = {"holds": "yes", "differs": "no"}  # to a question
 MARKS = {"holds": "✓ holds", "differs": "✗ differs here", "open": "? open", "": "–"}
-HOW = (
+HOW_CLAIMS_ARE_DECIDED = (
     "Difference: the claimed method minus the other, with its 95 % interval. Values are paired by "
     "seed and by item: a test image, or a person with several images. The line below a difference "
     "says what the interval is over. A claim of a direction holds if the interval lies on the "
@@ -24,11 +24,11 @@ HOW = (
     "standard error. It also says if the interval excludes the effect that the paper prints: a "
     "claim may hold, and be smaller or larger here. Data and model sizes differ from the papers'."
 )
-EFFECT_PLACES = {"share": 2}  # decimals of what a paper prints
-TITLE = "What the papers claim"
-HEAD = ("Claim", "Verdict", "With Holm", "Difference", "Claimed", "Against", "Metric")
-ASKED = "What no paper claims, asked of these runs"
-ASKED_HEAD = ("Question", "Answer", "Difference", "Of", "Against", "Metric")
+EFFECT_DECIMALS = {"share": 2}  # decimals of what a paper prints
+CLAIMS_TITLE = "What the papers claim"
+CLAIM_HEAD = ("Claim", "Verdict", "With Holm", "Difference", "Claimed", "Against", "Metric")
+QUESTION_TITLE = "What no paper claims, asked of these runs"
+QUESTION_HEAD = ("Question", "Answer", "Difference", "Of", "Against", "Metric")
 
 
 class ClaimRow(NamedTuple):
@@ -69,10 +69,10 @@ def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
         counts += f", {difference['items']:,} items"
     detectable = ""
     if entry["verdict"] == "open" and "smallest" in entry:
-        detectable = f"detectable: {difference_format.size(entry['smallest'])} at 80 % power"
+        detectable = f"detectable: {difference_format.magnitude(entry['smallest'])} at 80 % power"
     effect = excludes = ""
     if (printed := entry["asked"].get("effect")) is not None:
-        effect_format = cells.NumberFormat(entry["form"], EFFECT_PLACES.get(entry["form"]))
+        effect_format = cells.NumberFormat(entry["form"], EFFECT_DECIMALS.get(entry["form"]))
         effect = effect_format.difference(printed)
         low, high = interval.limits or (printed, printed)
         if not low <= printed <= high:
@@ -88,21 +88,22 @@ def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
 
 
 def claims_section(evaluated: Sequence[evaluation.EvaluatedClaim]) -> PageSection:
-    claims, questions = evaluation.split_questions(evaluated)
+    claims, questions = evaluation.split_claims_and_questions(evaluated)
+    tables = (("", CLAIM_HEAD, claims), (QUESTION_TITLE, QUESTION_HEAD, questions))
     blocks = [
         PageBlock(title, grids=[PageTable(head, list(map(_claim_table_row, answers)))])
-        for title, head, answers in (("", HEAD, claims), (ASKED, ASKED_HEAD, questions))
+        for title, head, answers in tables
         if answers
     ]
-    blocks.append(PageBlock("How this is decided", [HOW], folded=True))
-    return PageSection("claims", TITLE if claims else ASKED, "Claims", blocks)
+    blocks.append(PageBlock("How this is decided", [HOW_CLAIMS_ARE_DECIDED], folded=True))
+    return PageSection("claims", CLAIMS_TITLE if claims else QUESTION_TITLE, "Claims", blocks)
 
 
 def claims_markdown(evaluated: Sequence[evaluation.EvaluatedClaim]) -> str:
     if not evaluated:
-        return f"# {TITLE}\n\nparams.yaml has no claims.\n"
+        return f"# {CLAIMS_TITLE}\n\nparams.yaml has no claims.\n"
     section = claims_section(evaluated)
-    lines = [f"# {section.title}", "", HOW]
+    lines = [f"# {section.title}", "", HOW_CLAIMS_ARE_DECIDED]
     for block in section.blocks:
         if block.title and block.grids:
             lines += ["", f"## {block.title}"]
@@ -131,7 +132,7 @@ def _claim_table_row(evaluated_claim: evaluation.EvaluatedClaim) -> TableRow:
     small = ", ".join(filter(None, (row.difference_limits, row.over)))
     better = claim.better
     if claim.margin is not None:
-        margin = cells.NumberFormat(evaluated_claim.metric.form).size(claim.margin)
+        margin = cells.NumberFormat(evaluated_claim.metric.form).magnitude(claim.margin)
         better = f"{better.replace('_', ' ')} within {margin}"
     verb = "claimed" if isinstance(claim, Claim) else "asked"
     other = claim.against_metric and f" against {claim.against_metric}"

@@ -21,7 +21,7 @@ from moecore.report.study_results import Models, PhaseResults, StudyResults, par
 from moecore.report.tables import cells
 from moecore.report.tables.cells import Cell, NumberFormat, cell_to_json, method_cells_over_seeds
 from moecore.report.tables.metrics_by_method import build_table, phase_result_columns
-from moecore.statistics.comparisons import LEVEL as LEVEL_OF_INTERVALS
+from moecore.statistics.comparisons import CONFIDENCE_LEVEL as LEVEL_OF_INTERVALS
 from moecore.statistics.comparisons import Difference, VarianceSource, holm
 from moecore.statistics.intervals import Interval
 from moecore.study.run_and_claims import (
@@ -67,7 +67,7 @@ def evaluate_claims(
         place = f"{SECTIONS[type(claim)]}[{next(counts[type(claim)])}]"
         columns = _look_up(tables, claim.subject, f"{place}.phase")
         metrics = {column.name: column for column in columns}
-        evaluated.append(_evaluate(claim, place, metrics, subjects[claim.subject].models))
+        evaluated.append(_evaluate_claim(claim, place, metrics, subjects[claim.subject].models))
     corrected = holm_by_paper(claims, [answer.p for answer in evaluated])
     return [answer._replace(p_holm=p) for answer, p in zip(evaluated, corrected, strict=True)]
 
@@ -83,7 +83,7 @@ def describe_missing_metric(claim: Comparison, results: StudyResults) -> str:
     return ""
 
 
-def split_questions(
+def split_claims_and_questions(
     evaluated: Sequence[EvaluatedClaim],
 ) -> tuple[list[EvaluatedClaim], list[EvaluatedClaim]]:
     claims = [answer for answer in evaluated if isinstance(answer.claim, Claim)]
@@ -111,9 +111,8 @@ def verdict_on_difference(difference: Difference, comparison: Comparison, good: 
     # / the other side of 0. equivalent: the 90 % interval lies within ±margin (two one-sided tests
     # at 5 %) / the 95 % interval outside. no_worse: the one-sided 95 % limit lies on the good side
     # of −margin / the 95 % interval on the bad side. good: the metric's better direction.
-    return verdict_from_p(
-        verdict_p_value(difference, comparison, good), difference, comparison, good
-    )
+    p = verdict_p_value(difference, comparison, good)
+    return verdict_from_p(p, difference, comparison, good)
 
 
 def verdict_from_p(
@@ -199,7 +198,7 @@ def verdict_to_json(
         cell["variances"], cell["freedoms"] = map(list, zip(*difference.sources, strict=True))
     entry: dict[str, Any] = {"difference": cell, "verdict": verdict, "p": p, "p_holm": p_holm}
     entry["verdict_holm"] = verdict_after_holm(verdict, p_holm)
-    entry["smallest"] = difference.detectable
+    entry["smallest"] = difference.detectable_difference
     return {name: value for name, value in entry.items() if value not in (None, "")}
 
 
@@ -224,7 +223,7 @@ def drop_zero_width_interval(difference: Difference) -> Difference:
     return difference
 
 
-def _evaluate(
+def _evaluate_claim(
     claim: Claim | Question, place: str, metrics: Mapping[str, Column], models: Models
 ) -> EvaluatedClaim:
     metric = other = _look_up(metrics, claim.metric, f"{place}.metric")
@@ -284,7 +283,7 @@ def split_answerable_comparisons(
     return answerable, waiting
 
 
-def choose_answerable_comparisons(
+def print_and_drop_unanswerable(
     comparisons: Iterable[AnyComparison], run: RunSelection, results: StudyResults
 ) -> list[AnyComparison]:
     """Return the claims and questions that ``results`` can answer; print why others cannot be."""
@@ -311,9 +310,9 @@ def describe_waiting_claims(waiting: Sequence[Comparison], run: RunSelection) ->
     return f"{len(waiting)} claims and questions wait for {', '.join(missing)}"
 
 
-ASKS = "can these data tell routers apart: is a learned router better than a fixed hash?"
+CONTROL_ASKS = "can these data tell routers apart: is a learned router better than a fixed hash?"
 LEARNED, FIXED = "noisy_top_k", "hash"  # kinds of routers
-PREFERRED = "vmoe"  # if several methods with a learned router match the control
+PREFERRED_LEARNED = "vmoe"  # if several methods with a learned router match the control
 SHARED_SETTINGS = ("experts", "blocks", "model")  # equal in both methods of the control
 
 
@@ -337,7 +336,8 @@ def find_router_control(methods: Mapping[str, Mapping[str, Any] | None]) -> Rout
             and all(settings[name].get(key) == settings[fixed].get(key) for key in SHARED_SETTINGS)
         ]
         if partners:
-            return RouterControl(PREFERRED if PREFERRED in partners else partners[0], fixed)
+            learned = PREFERRED_LEARNED if PREFERRED_LEARNED in partners else partners[0]
+            return RouterControl(learned, fixed)
     return None
 
 
@@ -346,7 +346,7 @@ def find_trained_control_pair(results: StudyResults) -> RouterControl | None:
     return find_router_control({name: methods.get(name) for name in results.methods})
 
 
-def list_unasked_controls(results: StudyResults, asked: Sequence[Comparison]) -> list[Question]:
+def list_control_questions(results: StudyResults, asked: Sequence[Comparison]) -> list[Question]:
     """Return the questions "learned router against hash", one per phase, that ``asked`` lacks."""
     pair = find_trained_control_pair(results)
     if pair is None:
@@ -356,16 +356,20 @@ def list_unasked_controls(results: StudyResults, asked: Sequence[Comparison]) ->
     questions = []
     for phase in [phase for phase in results.phases.values() if phase.seeds > 1]:
         metric = f"test_{score_slug(phase.task.score)}"
-        better = phase.task.score.better
         question = Question(
-            asks=ASKS, metric=metric, method=learned, against=fixed, better=better, phase=phase.name
+            asks=CONTROL_ASKS,
+            metric=metric,
+            method=learned,
+            against=fixed,
+            better=phase.task.score.better,
+            phase=phase.name,
         )
         if compared_quantity_key(question.model_dump()) not in keys:
             questions.append(question)
     return questions
 
 
-def describe_sensitivity(results: StudyResults, phase: PhaseResults) -> str:
+def describe_whether_routers_differ(results: StudyResults, phase: PhaseResults) -> str:
     """Return a sentence on learned router − hash with its interval; "" without an interval."""
     pair = find_trained_control_pair(results)
     score = f"test_{score_slug(phase.task.score)}"

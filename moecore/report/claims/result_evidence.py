@@ -36,21 +36,21 @@ from moecore.report.tables.cells import interval_from_json
 from moecore.report.tables.metrics_by_method import expected_metrics
 from moecore.statistics.comparisons import Difference
 from moecore.study import papers, run_and_claims
-from moecore.study.questions import QuestionFile, QuestionRound, split_results
+from moecore.study.questions import QuestionFile, QuestionRound, split_results_by_round
 from moecore.study.run_and_claims import Comparison, compared_quantity_key
 from moecore.study.study import read_study
 
-ITEMS = Path("reports/items.safetensors")  # in git, as are the numbers
-NUMBERS = Path("reports/compare.json")
+ITEMS_FILE = Path("reports/items.safetensors")  # in git, as are the numbers
+COMPARE_JSON_FILE = Path("reports/compare.json")
 MAX_ITEM_BYTES = 2_000_000  # per round
-RESULT = "result"  # tensor: digest of the numbers that the items belong to
-VALUES = ":values"  # suffix of a name: coded values of each seed, or mean and largest deviation
-TOLERANCE = 1e-3  # allowed error of fp16, relative to an interval's half-width
-VARIANCES = ("variances", "freedoms")  # of a difference; not in items of moecore 0.2
-EARLIER = papers.PIPELINES / "results/earlier.json"  # answers replaced by later results
-ASKED = "asked"  # in a result: the commit and the file that asked
+RESULT_DIGEST_TENSOR = "result"  # tensor: digest of the numbers that the items belong to
+VALUES_SUFFIX = ":values"  # of a name: coded values of each seed, or mean and largest deviation
+FP16_TOLERANCE = 1e-3  # allowed error of fp16, relative to an interval's half-width
+VARIANCE_KEYS = ("variances", "freedoms")  # of a difference; not in items of moecore 0.2
+REPLACED_JSON = papers.PIPELINES / "results/earlier.json"  # answers replaced by later results
+ASKED_KEY = "asked"  # in a result: the commit and the file that asked
 DEFAULTS = {name: field.default for name, field in Comparison.model_fields.items()}
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 HASH_LENGTH = 8  # of a hash in messages
 
 
@@ -61,7 +61,7 @@ def pack_item_values(
 
     Claims that exceed ``MAX_ITEM_BYTES`` are omitted and named on stderr. numbers: compare.json.
     """
-    tensors = {RESULT: _result_digest(numbers)}
+    tensors = {RESULT_DIGEST_TENSOR: _result_digest(numbers)}
     for answer in evaluated:
         names = _value_names(answer.claim.model_dump())
         new: dict[str, Tensor] = {}
@@ -77,32 +77,32 @@ def pack_item_values(
 
 def _read_items(question: QuestionFile) -> dict[str, Tensor]:
     """Return round/phase/metric/method → values of all rounds of a question."""
-    path = question.results.with_suffix(ITEMS.suffix)
+    path = question.results_path.with_suffix(ITEMS_FILE.suffix)
     tensors: dict[str, Tensor] = {}
-    files = question.find_earlier_files(ITEMS.suffix) | {"1": path}
+    files = question.find_old_files(ITEMS_FILE.suffix) | {"1": path}
     for part, file in files.items():
         if file.is_file():
             stored, _ = read_tensors(file)
-            if RESULT in stored:  # a round's file of moecore 0.3
+            if RESULT_DIGEST_TENSOR in stored:  # a round's file of moecore 0.3
                 stored = {f"{part}/{name}": values for name, values in stored.items()}
             tensors |= stored
     return tensors
 
 
-def store_items(study: QuestionRound, items: Path) -> None:
+def copy_items_to_results(study: QuestionRound, items: Path) -> None:
     """Copy a round's items to pipelines/results/, where those of the other rounds stay."""
     question = study.question
     with question.lock_results():
         stored = _read_items(question)
-        tensors = {k: v for k, v in stored.items() if not k.startswith(f"{study.part}/")}
-        tensors |= {f"{study.part}/{name}": v for name, v in read_tensors(items)[0].items()}
-        write_tensors(question.results.with_suffix(ITEMS.suffix), tensors)
-        for path in question.find_earlier_files(ITEMS.suffix).values():
+        tensors = {k: v for k, v in stored.items() if not k.startswith(f"{study.results_key}/")}
+        tensors |= {f"{study.results_key}/{name}": v for name, v in read_tensors(items)[0].items()}
+        write_tensors(question.results_path.with_suffix(ITEMS_FILE.suffix), tensors)
+        for path in question.find_old_files(ITEMS_FILE.suffix).values():
             path.unlink()
 
 
 def _items_of_round(study: QuestionRound) -> dict[str, Tensor]:
-    start = f"{study.part}/"
+    start = f"{study.results_key}/"
     tensors = _read_items(study.question)
     return {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
 
@@ -112,8 +112,8 @@ def verify_stored_items(study: QuestionRound) -> int:
     tensors = _items_of_round(study)
     if not tensors:
         return 0
-    results = study.question.results
-    place = f"{results.with_suffix(ITEMS.suffix)}: round {study.number}"
+    results = study.question.results_path
+    place = f"{results.with_suffix(ITEMS_FILE.suffix)}: round {study.number}"
     numbers = study.read_numbers()
     again = f"run the study again: {results} and these are one result"
     number = 0
@@ -132,19 +132,19 @@ def verify_stored_items(study: QuestionRound) -> int:
                     f"{stored['mean']:.6g} in {results.name}; {again}"
                 )
             number += 1
-    if number and not torch.equal(tensors[RESULT], _result_digest(numbers)):
+    if number and not torch.equal(tensors[RESULT_DIGEST_TENSOR], _result_digest(numbers)):
         raise UserError(f"{place}: found the items of another result; {again}")
     return number
 
 
-def compare_stored_items(
+def compute_claim_from_items(
     study: QuestionRound, numbers: Mapping[str, Any], claim: Comparison
 ) -> dict[str, Any]:
     """Return a new claim's numbers, computed from stored items; {} if they are not stored.
 
     The claim was asked after the run. ``numbers`` are the stored ones of the round.
     """
-    sides = read_stored_values(study, numbers, claim)
+    sides = read_values_of_both_sides(study, numbers, claim)
     if sides is None:
         return {}
     difference = evaluation.drop_zero_width_interval(crossed_or_paired_difference(*sides))
@@ -157,7 +157,7 @@ def compare_stored_items(
     return cells | evaluation.verdict_to_json(difference, cells["form"], "open", None, None)
 
 
-def read_stored_values(
+def read_values_of_both_sides(
     study: QuestionRound, numbers: Mapping[str, Any], claim: Comparison
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the stored values of a claim's two sides, each (S, N) or (S,); None if not stored."""
@@ -193,20 +193,20 @@ def _pack_values(name: str, values: np.ndarray) -> dict[str, Tensor]:
         codes = np.stack([positions for _, positions in tables]).astype(np.uint8)
         packed = np.packbits(codes, axis=1) if width <= 2 else codes
         table = np.stack([np.pad(row, (0, width - len(row)), "edge") for row, _ in tables])
-        return {name: torch.from_numpy(packed), name + VALUES: torch.from_numpy(table)}
+        return {name: torch.from_numpy(packed), name + VALUES_SUFFIX: torch.from_numpy(table)}
     mean = values.mean(axis=1)
     apart = values - mean[:, None]
     largest = np.abs(apart).max(axis=1)
     shares = (apart / largest[:, None]).astype(np.float16)
     ends = torch.from_numpy(np.stack([mean, largest], axis=1))
-    return {name: torch.from_numpy(shares), name + VALUES: ends}
+    return {name: torch.from_numpy(shares), name + VALUES_SUFFIX: ends}
 
 
 def _unpack_values(tensors: Mapping[str, Tensor], name: str, items: int) -> np.ndarray:
     packed = tensors[name].numpy()
     if packed.ndim == 1:
         return packed
-    values = tensors[name + VALUES].numpy()
+    values = tensors[name + VALUES_SUFFIX].numpy()
     if packed.dtype == np.uint8:
         is_bits = values.shape[1] <= 2
         codes = np.unpackbits(packed, axis=1, count=items) if is_bits else packed
@@ -231,7 +231,7 @@ def _matches_stored_difference(difference: Difference, entry: Mapping[str, Any])
         if limits is None:
             return False
         gaps = [abs(a - b) for a, b in zip(limits, theirs.limits, strict=True)]
-        if max(gaps) > TOLERANCE * half:
+        if max(gaps) > FP16_TOLERANCE * half:
             return False
     return True
 
@@ -241,7 +241,7 @@ def _result_digest(numbers: Mapping[str, Any]) -> Tensor:
     judged: dict[str, dict[str, Any]] = {section: {} for section in evaluation.SECTIONS.values()}
     for section, entries in judged.items():
         for name, entry in numbers.get(section, {}).items():
-            stored = {k: v for k, v in entry["difference"].items() if k not in VARIANCES}
+            stored = {k: v for k, v in entry["difference"].items() if k not in VARIANCE_KEYS}
             entries[name] = entry | {"difference": stored}
     text = json.dumps(judged, sort_keys=True).encode()
     return torch.tensor(list(hashlib.sha256(text).digest()), dtype=torch.uint8)
@@ -268,7 +268,7 @@ def has_full_git_history(folder: Path) -> bool:
     return run_git(folder, "rev-parse", "--is-shallow-repository") == "false"
 
 
-def find_commit_of_files(root: Path, *paths: Path) -> str | None:
+def find_head_if_committed(root: Path, *paths: Path) -> str | None:
     """Return the hash of HEAD if it has ``paths`` with their present content, else None."""
     for path in paths:
         committed = run_git(root, "show", f"HEAD:./{path.as_posix()}")
@@ -277,14 +277,14 @@ def find_commit_of_files(root: Path, *paths: Path) -> str | None:
     return run_git(root, "rev-parse", "HEAD")
 
 
-def asked_answered_commits(study: QuestionRound) -> list[QuestionCommits]:
+def find_question_commits(study: QuestionRound) -> list[QuestionCommits]:
     """Return each claim and question of a round's result with its two git commits."""
     # The project must be in a repository that ``has_full_git_history``. Other rounds, or another
     # form of the file, do not make an answer newer.
     root = study.question.root
     if not (numbers := study.read_numbers()):
         return []
-    record = numbers.get(ASKED) or {}
+    record = numbers.get(ASKED_KEY) or {}
     answered = record.get("answered") or _find_answering_commit(study, numbers)
     entries = {
         compared_quantity_key(DEFAULTS | entry["asked"]): (name, entry)
@@ -304,42 +304,40 @@ def asked_answered_commits(study: QuestionRound) -> list[QuestionCommits]:
         was = DEFAULTS | entry["asked"]  # of another form: said where it is printed
         is_new = is_late and dates.get("commit") and not dates.get("late")
         is_new = is_new and verdict_key(was) == verdict_key(question)
-        settings = entry.get("settings")
-        is_refused = bool(is_new) and not run_and_claims.have_settings_changed(
-            settings, data, claim
-        )
+        stored = entry.get("settings")
+        is_refused = bool(is_new) and not run_and_claims.have_settings_changed(stored, data, claim)
         text = f"{claim.phase}: {claim.words}"
         commits = (dates.get("commit") or "", dates["answered"] or "")
         dated.append(QuestionCommits(text, *commits, is_late, is_refused))
     return dated
 
 
-def _list_stored_numbers(study: QuestionRound) -> Iterator[tuple[str, dict[str, Any]]]:
+def _list_numbers_by_commit(study: QuestionRound) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (commit, the round's compare.json) of HEAD, then of each commit that changed it."""
     root = study.question.root
-    results = study.question.results.relative_to(root)
+    results = study.question.results_path.relative_to(root)
     paths = [results.as_posix(), results.with_stem(study.name.rpartition("/")[2]).as_posix()]
-    if study.was:
-        paths.append(f"{papers.PIPELINES}/{study.was}/reports/compare.json")
+    if study.old_name:
+        paths.append(f"{papers.PIPELINES}/{study.old_name}/reports/compare.json")
     changes = run_git(root, "log", "--format=%H", "--", *paths) or ""
     for commit in [run_git(root, "rev-parse", "HEAD") or "HEAD", *changes.split()]:
         for path in dict.fromkeys(paths):
             content = json.loads(run_git(root, "show", f"{commit}:./{path}") or "{}")
             if path == paths[0]:
-                content = split_results(content).get(study.part, {})
+                content = split_results_by_round(content).get(study.results_key, {})
             if content:
                 yield commit, content
 
 
 def _find_answering_commit(study: QuestionRound, numbers: Mapping[str, Any]) -> str:
     """Return the commit that first stored ``numbers``; "" if HEAD has other numbers."""
-    same = takewhile(lambda stored: stored[1] == numbers, _list_stored_numbers(study))
+    same = takewhile(lambda stored: stored[1] == numbers, _list_numbers_by_commit(study))
     return next((commit for commit, _ in reversed([*same])), "")
 
 
 def read_replaced_answers_file(root: Path) -> list[dict[str, Any]]:
-    """Return the answers in ``EARLIER``, which later results replaced; [] without the file."""
-    path = root / EARLIER
+    """Return the answers in ``REPLACED_JSON``, which later results replaced; [] without it."""
+    path = root / REPLACED_JSON
     answers = read_json(path)["answers"] if path.is_file() else []
     for place, answer in enumerate(answers):
         if lack := {"claim", "question", "commit", "mean", "seeds", "design"} - answer.keys():
@@ -348,23 +346,21 @@ def read_replaced_answers_file(root: Path) -> list[dict[str, Any]]:
     return answers
 
 
-def find_overwritten_answers(
-    study: QuestionRound, earlier: Sequence[Mapping[str, Any]]
-) -> list[str]:
-    """Return a line per claim with an answer in git's history that HEAD and ``earlier`` lack."""
+def find_overwritten_answers(study: QuestionRound, known: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line per claim with an answer in git's history that HEAD and ``known`` lack."""
     root = study.question.root
-    listed = {round(answer["mean"], 9) for answer in earlier}
+    listed = {round(answer["mean"], 9) for answer in known}
     asked = {compared_quantity_key(DEFAULTS | c) for c in papers.load_named_claims(root).values()}
     head = run_git(root, "rev-parse", "HEAD")
     lines = {}
-    for commit, numbers in _list_stored_numbers(study):
+    for commit, numbers in _list_numbers_by_commit(study):
         for words, entry in numbers.get("claims", {}).items():
             mean = entry["difference"]["mean"]
             if commit == head:
                 listed.add(round(mean, 9))
             elif "asked" in entry and round(mean, 9) not in listed:  # older ones are listed
                 text = f"{mean:+.4g} of {entry['difference']['seeds']} seeds"
-                text += f" in {commit[:HASH_LENGTH]} was overwritten and is not in {EARLIER}"
+                text += f" in {commit[:HASH_LENGTH]} was overwritten and is not in {REPLACED_JSON}"
                 lines[compared_quantity_key(DEFAULTS | entry["asked"])] = f"{words}: {text}"
     return [line for key, line in lines.items() if key in asked]
 
@@ -380,14 +376,14 @@ def find_reused_seeds(study: QuestionRound, earlier: Sequence[Mapping[str, Any]]
             former = named.get(answer["claim"], {})
             is_same = all(claim.get(key) == former.get(key) for key in ("source", "says"))
             seeds = set(answer["seeds"]) & set(data["run"]["seeds"])
-            if is_same and seeds and answer["design"] == digest_design(study, comparison):
+            if is_same and seeds and answer["design"] == design_digest_of_round(study, comparison):
                 shown = ", ".join(map(str, sorted(seeds)))
                 where = f"{answer['question']} in {answer['commit'][:HASH_LENGTH]}"
                 lines.append(f"{answer['claim']}: seeds {shown} answered it before, {where}")
     return lines
 
 
-def digest_design(study: QuestionRound, claim: Comparison) -> str:
+def design_digest_of_round(study: QuestionRound, claim: Comparison) -> str:
     """Return a digest of a claim's settings; the round's name if no stage gives its metric."""
     composed = study.compose()
     if "." in claim.method or claim.phase not in composed.document.data.get("data", {}):
@@ -428,14 +424,14 @@ def _find_named_claims(root: Path, commit: str, asks: Sequence[Any]) -> Iterator
         paper = _read_committed_yaml(root, commit, file.as_posix())
         path = papers.find_paper_file(root, folder)
         if not paper and root not in path.parents and path.is_file():  # of the installed version
-            paper = yaml.load(path.read_text(encoding="utf-8"), LOADER)
+            paper = yaml.load(path.read_text(encoding="utf-8"), YAML_LOADER)
         if name in (claims := papers.named_claims(paper)):
             yield claims[name].values | changes
 
 
 @lru_cache
 def _read_committed_yaml(root: Path, commit: str, file: str) -> dict[str, Any]:
-    return yaml.load(run_git(root, "show", f"{commit}:./{file}") or "", Loader=LOADER) or {}
+    return yaml.load(run_git(root, "show", f"{commit}:./{file}") or "", Loader=YAML_LOADER) or {}
 
 
 def _list_comparisons(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -447,7 +443,7 @@ def keys_asked_before(
     entries: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any]
 ) -> set[tuple[Any, ...]]:
     """Return the ``verdict_key`` of each entry that was asked before its answer was known."""
-    # entries: name → numbers; record: what the result has under ``ASKED``.
+    # entries: name → numbers; record: what the result has under ``ASKED_KEY``.
     dates = record.get("entries", {})
     return {
         verdict_key(DEFAULTS | entry["asked"])

@@ -9,15 +9,16 @@ from moecore.core.files import UserError
 from moecore.report.column import Column
 from moecore.report.study_results import ModelResults, Models
 from moecore.statistics import comparisons, intervals
-from moecore.statistics.comparisons import BOTH, SEEDS
+from moecore.statistics.comparisons import OVER_ITEMS_AND_SEEDS, OVER_SEEDS
 
 LEVEL = 0.05
 Seeds = Mapping[int, ModelResults]
-WORDS = {
+TEST_DESCRIPTIONS = {
     "mcnemar": "McNemar's exact test for shares of images, with Holm's correction over the column",
-    BOTH: "a test over test items and seeds together (docs/intervals.md), with Holm's correction "
-    "over the column",
-    SEEDS: "Student's paired test over seeds for values without items, with the same correction",
+    OVER_ITEMS_AND_SEEDS: "a test over test items and seeds together (docs/intervals.md), "
+    "with Holm's correction over the column",
+    OVER_SEEDS: "Student's paired test over seeds for values without items, "
+    "with the same correction",
     "intervals": "intervals that do not overlap for values without a paired test",
 }
 
@@ -28,7 +29,7 @@ class TestedDifference(NamedTuple):
     difference: intervals.Interval
     p: float
     holm: float  # p with Holm's correction over its family of tests
-    test: str  # "mcnemar", BOTH, SEEDS, or "" if several seeds give no interval
+    test: str  # "mcnemar", OVER_ITEMS_AND_SEEDS, OVER_SEEDS, or "" if seeds give no interval
     # For McNemar's test: numbers of images that only the first, or only the second, has right.
     only: tuple[int, ...] = ()
 
@@ -41,16 +42,16 @@ class TestedDifference(NamedTuple):
 
 def choose_test(metric: Column, methods: Sequence[Seeds]) -> str:
     """Choose a test by what results store; "" if neither direction of the metric is better."""
-    # Several seeds: BOTH if all results have a value per item, else SEEDS. One seed: "mcnemar" if
-    # all have hits (which images are right), else "intervals".
+    # Several seeds: OVER_ITEMS_AND_SEEDS if all results have a value per item, else OVER_SEEDS.
+    # One seed: "mcnemar" if all have hits (which images are right), else "intervals".
     if not metric.better:
         return ""
     models = [model for seeds in methods for model in seeds.values()]
     min_seeds = 3 if metric.of_pairs else 2  # two seeds are one pair, without a variance
     if all(len(seeds) >= min_seeds for seeds in methods):
         if all(metric.items(model) is not None for model in models):
-            return BOTH
-        return SEEDS
+            return OVER_ITEMS_AND_SEEDS
+        return OVER_SEEDS
     if all(metric.hits(model) is not None for model in models):
         return "mcnemar"
     return "intervals"
@@ -65,9 +66,10 @@ def compare_with_reference(
     models = {name: seeds for name, seeds in models.items() if not metric.has_bound(seeds.values())}
     rivals = [method for method in models if method != reference]
     test = choose_test(metric, list(models.values()))
-    if reference not in models or not rivals or test not in ("mcnemar", BOTH, SEEDS):
+    known = ("mcnemar", OVER_ITEMS_AND_SEEDS, OVER_SEEDS)
+    if reference not in models or not rivals or test not in known:
         return {}
-    compare = {"mcnemar": _test_images}.get(test, _test_seeds)
+    compare = {"mcnemar": _mcnemar_on_images}.get(test, _test_seeds)
     tests = [compare(metric, method, models[method], models[reference]) for method in rivals]
     corrected = comparisons.holm([tested.p for tested in tests])
     return {
@@ -118,7 +120,7 @@ def pair_values_by_seed(
     return np.stack(arrays[::2]), np.stack(arrays[1::2])
 
 
-def _test_images(metric: Column, method: str, ours: Seeds, theirs: Seeds) -> TestedDifference:
+def _mcnemar_on_images(metric: Column, method: str, ours: Seeds, theirs: Seeds) -> TestedDifference:
     first, second = (metric.hits(model) for seeds in (ours, theirs) for model in seeds.values())
     assert first is not None and second is not None  # choose_test requires hits of all
     if len(first) != len(second):

@@ -18,14 +18,14 @@ from moecore.tasks.base import Score
 
 Limits = tuple[float, float]  # bands are clipped to them
 Series = Mapping[float, float | None]  # x → value
-EVERYWHERE = (-np.inf, np.inf)
+NO_LIMITS = (-np.inf, np.inf)
 MAX_ANNOTATED_COLUMNS = 20  # a square heatmap with more columns has no numbers
 MAX_DIRECT_LABELS = 8  # curves labelled at their ends; for more curves there is a legend
 AXES_MARGIN = 1.0  # inches of a figure's height for the title, ticks and axis label
-FONT = 9.0
+FONT_SIZE = 9.0
 NAME_SPACING = 0.165  # inches between the baselines of adjacent names
 # Candidate directions (x, y) of a name from its point, in order of preference; up is positive.
-SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
+LABEL_DIRECTIONS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
 LABEL_DISTANCES = (7, 14, 24, 38, 55, 75)  # pixels between a point and its name, nearest first
 
 
@@ -57,7 +57,7 @@ class ChartSpec(NamedTuple):
     height: float = 3.5  # inches, of one panel
 
 
-def point_from_interval(x: float, interval: Interval, limits: Limits = EVERYWHERE) -> CurvePoint:
+def point_from_interval(x: float, interval: Interval, limits: Limits = NO_LIMITS) -> CurvePoint:
     """Return a point whose band is the interval, cut to ``limits``; no interval: no band."""
     if interval.limits is None:
         return CurvePoint(x, interval.value, interval.value, interval.value)
@@ -65,7 +65,7 @@ def point_from_interval(x: float, interval: Interval, limits: Limits = EVERYWHER
     return CurvePoint(x, interval.value, max(limits[0], low), min(limits[1], high))
 
 
-def points_over_seeds(seeds: Sequence[Series], limits: Limits = EVERYWHERE) -> list[CurvePoint]:
+def points_over_seeds(seeds: Sequence[Series], limits: Limits = NO_LIMITS) -> list[CurvePoint]:
     """Return the mean over seeds with its interval, for each x that all seeds have."""
     points = []
     for x in next(iter(seeds), {}):
@@ -223,7 +223,7 @@ def label_curve_ends(axes: Axes, ends: Sequence[CurveEnd], height: float) -> Non
     heights = [(end.y - low) / (high - low) for end in ends]
     right = axes.get_xlim()[1]
     line = {"arrowstyle": "-", "linewidth": 0.9, "shrinkA": 1, "shrinkB": 2, "alpha": 0.9}
-    style: dict[str, Any] = {"textcoords": "axes fraction", "va": "center", "fontsize": FONT}
+    style: dict[str, Any] = {"textcoords": "axes fraction", "va": "center", "fontsize": FONT_SIZE}
     for end, place in zip(ends, spread_label_heights(heights, NAME_SPACING / height), strict=True):
         style |= {"annotation_clip": False, "arrowprops": line | {"color": end.style["color"]}}
         axes.annotate(end.name, (end.x, end.y), (1.06, place), **style)
@@ -250,21 +250,21 @@ def label_points(
     obstacles = [(line.get_window_extent().padded(1), 3) for line in lines]  # box and weight
     obstacles += [(Bbox.from_bounds(x - 6, y - 6, 12, 12), 10) for x, y in dots.values()]
     arrow = {"arrowstyle": "-", "color": drawing.INK, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4}
-    style = {"textcoords": "offset points", "ha": "center", "va": "center", "fontsize": FONT}
+    style = {"textcoords": "offset points", "ha": "center", "va": "center", "fontsize": FONT_SIZE}
     for name, dot in sorted(dots.items(), key=lambda pair: -pair[1][1]):
         size = _measure_text_size(figure, name)
         places = []
-        for reach, side in product(LABEL_DISTANCES, SIDES):
+        for reach, side in product(LABEL_DISTANCES, LABEL_DIRECTIONS):
             middle = dot + np.array(side) * (reach + size / 2)
             places.append((reach, Bbox([middle - size / 2, middle + size / 2])))
-        reach, box = min(places, key=lambda place: _cost(*place, obstacles, frame))
+        reach, box = min(places, key=lambda place: _box_cost(*place, obstacles, frame))
         obstacles.append((box, 10))
         line = arrow if reach > LABEL_DISTANCES[1] else None
         right, up = (box.get_points().mean(axis=0) - dot) * 72 / figure.dpi
         axes.annotate(name, points[name], (right, up), arrowprops=line, **style)
 
 
-def _cost(reach: float, box: Bbox, obstacles: Sequence[tuple[Bbox, int]], frame: Bbox) -> float:
+def _box_cost(reach: float, box: Bbox, obstacles: Sequence[tuple[Bbox, int]], frame: Bbox) -> float:
     """Return the cost of placing a name in ``box``: area outside ``frame``, overlaps, distance."""
     outside = box.width * box.height - _overlap(box, frame)
     return 20 * outside + sum(weight * _overlap(box, other) for other, weight in obstacles) + reach
@@ -276,7 +276,7 @@ def _overlap(first: Bbox, second: Bbox) -> float:
 
 
 def _measure_text_size(figure: Figure, name: str) -> np.ndarray:
-    text = figure.text(0, 0, name, fontsize=FONT)
+    text = figure.text(0, 0, name, fontsize=FONT_SIZE)
     box = text.get_window_extent()
     text.remove()
     return np.array([box.width + 4, box.height + 2])

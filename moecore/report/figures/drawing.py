@@ -131,8 +131,8 @@ def strip_axes(axes: Axes) -> None:
 
 GAP = 0.06  # between pictures, of a picture's width
 NAMES_WIDTH = 0.7  # inches for the names of rows
-MIN_UPRIGHT_HEIGHT = 0.6  # inches; in a lower row a rotated name would reach into the next
-LUMINANCE = np.array([0.299, 0.587, 0.114])  # of red, green and blue (ITU-R BT.601)
+MIN_ROTATED_NAME_HEIGHT = 0.6  # inches; in a lower row a rotated name would reach into the next
+LUMINANCE_WEIGHTS = np.array([0.299, 0.587, 0.114])  # of red, green and blue (ITU-R BT.601)
 MAX_NUMBERED_PATCHES = 100  # per image; more numbers would not be legible
 
 
@@ -173,7 +173,7 @@ def draw_picture_sheet(
     middle = 0.5 - GAP / 2
     for row, name in enumerate(frame.rows):
         text = axes.text(-2 * GAP, row + middle, name, ha="right", va="center", fontsize=8)
-        if height > MIN_UPRIGHT_HEIGHT:
+        if height > MIN_ROTATED_NAME_HEIGHT:
             text.set(rotation=90, fontsize=9)
     for column, name in enumerate(frame.columns):
         axes.text(column + middle, -GAP, name, ha="center", va="bottom", fontsize=8)
@@ -212,7 +212,7 @@ def _brightness(tile: ImageTile, y: int, x: int, rows: int, columns: int) -> flo
     if tile.tint is None:
         return shown
     colour = tile.tint[y, x]
-    return (1 - colour[3]) * shown + colour[3] * float(colour[:3] @ LUMINANCE)
+    return (1 - colour[3]) * shown + colour[3] * float(colour[:3] @ LUMINANCE_WEIGHTS)
 
 
 def displayable_image(image: np.ndarray) -> np.ndarray:

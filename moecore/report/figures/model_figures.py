@@ -5,8 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from moecore.measure.retrieval import Read
-from moecore.measure.routing_metrics.expert_gallery import MatchedCrops, Overlays, parse_expert_grid
-from moecore.nn.experts.base import map_shape
+from moecore.measure.routing_metrics.expert_profiles import (
+    MatchedCrops,
+    Overlays,
+    parse_expert_grid,
+)
+from moecore.nn.experts.base import expert_grid_shape
 from moecore.report.column import score_title, unit_suffix
 from moecore.report.figures import charts, drawing
 from moecore.report.figures.drawing import Axes, Figure
@@ -19,9 +23,9 @@ AGREEMENTS = {
     "saturation": "Saturation",
     "agreement_consecutive": "Agreement of epochs",
 }
-ITERATIONS = 45_000  # of MoGE's figure 3
-EXPONENTS = (0.0, 0.3, 0.5, 1.0, 2.0, 3.0)  # γ: its own, and what the paper's text tells apart
-LARGEST_LOAD = 3.0  # × an even share: end of the colour scale
+SCHEDULE_ITERATIONS = 45_000  # of MoGE's figure 3
+SCHEDULE_EXPONENTS = (0.0, 0.3, 0.5, 1.0, 2.0, 3.0)  # γ: those that the paper's text tells apart
+LOAD_COLOUR_SCALE_END = 3.0  # × an even share: end of the colour scale
 
 
 @drawing.styled_drawing
@@ -39,8 +43,8 @@ def draw_training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
             if number == 0:
                 style |= {"alpha": 0.9, "label": label}
             learned = f"train_{task.history_name}" if task.long else "train_loss"
-            _plot_log(loss, result, learned, style | {"marker": ""})
-            last = _plot_log(below, result, f"validation_{result.task.history_name}", style)
+            _plot_logged(loss, result, learned, style | {"marker": ""})
+            last = _plot_logged(below, result, f"validation_{result.task.history_name}", style)
             if number == 0 and last is not None:
                 ends.append(charts.CurveEnd(label, *last, style))
     loss.set(ylabel="Loss in training", title="Training")
@@ -62,7 +66,7 @@ def draw_training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
     return figure
 
 
-def _plot_log(axes: Axes, result: Outcome, name: str, style: Mapping) -> tuple[float, float] | None:
+def _plot_logged(axes: Axes, result: Outcome, name: str, style: dict) -> tuple[float, float] | None:
     """Plot the logged value ``name`` over epochs; return its last point, None if never logged."""
     logged = np.array([(row["epoch"], row.get(name)) for row in result.curve], dtype=float)
     logged = logged.reshape(-1, 2)
@@ -78,18 +82,18 @@ def draw_filter_sigma_schedule(settings: GroupSparsity, method: str) -> Figure:
     """Draw the width σ of MoGE's filter over iterations, for several exponents γ (figure 3)."""
     caption = (
         f"σ from {settings.sigma_start:g} to {settings.sigma_end:g} as in {method}, whose γ is "
-        f"{settings.exponent:g}; T = {ITERATIONS:,} iterations (MoGE, figure 3)."
+        f"{settings.exponent:g}; T = {SCHEDULE_ITERATIONS:,} iterations (MoGE, figure 3)."
     )
     figure = drawing.empty_figure(4.8, 3.5, caption)
     axes = figure.subplots()
     progress = np.linspace(0, 1, 201)
-    for index, exponent in enumerate(sorted({*EXPONENTS, settings.exponent})):
+    for index, exponent in enumerate(sorted({*SCHEDULE_EXPONENTS, settings.exponent})):
         other = settings.model_copy(update={"exponent": exponent})
         style = drawing.line_style(index) | {"marker": ""}
         if exponent == settings.exponent:
             style |= {"linewidth": 3.2}
         sigmas = [other.sigma(float(share)) for share in progress]
-        axes.plot(ITERATIONS * progress, sigmas, label=f"γ = {exponent:g}", **style)
+        axes.plot(SCHEDULE_ITERATIONS * progress, sigmas, label=f"γ = {exponent:g}", **style)
     axes.set(xlabel="Iteration", ylabel="σ, in experts", title="σ over the training")
     axes.set_ylim(bottom=0)
     drawing.add_legend_below(figure, axes)
@@ -165,7 +169,7 @@ PICTURE_SIDE = 1.5  # in inches, as the next three; also the height of a row of 
 TEXT_WIDTH = 4.6  # of the caption next to a picture
 LETTER_WIDTH = 0.075  # monospaced, with padding
 LINE_HEIGHT = 0.27
-BELOW = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
+SUBSCRIPT_DIGITS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
 def draw_expert_grids_by_class(
@@ -175,7 +179,7 @@ def draw_expert_grids_by_class(
     # maps: label of a row (model, layer or epoch) → (K classes, E experts), None for a class
     # without images, whose panel is empty. Each row has one scale, from 0 to its largest value.
     rows = {label: np.asarray(values, dtype=float)[:CLASS_LIMIT] for label, values in maps.items()}
-    grid = map_shape(next(iter(rows.values())).shape[1])
+    grid = expert_grid_shape(next(iter(rows.values())).shape[1])
     height = min(2.0, max(0.35, grid[0] / grid[1])) * 0.85
     largest = [np.nanmax(values) if np.isfinite(values).any() else 1.0 for values in rows.values()]
     tiles = [
@@ -275,7 +279,7 @@ def draw_word_experts(axes: Axes, read_words: Read, row: int, colours: Sequence[
         text = word
         box = {"boxstyle": "round,pad=0.2", "linewidth": 0, "facecolor": "none"}
         if expert >= 0:
-            text += str(expert).translate(BELOW)
+            text += str(expert).translate(SUBSCRIPT_DIGITS)
             box |= {"facecolor": colours[expert], "alpha": 0.45}
         width = LETTER_WIDTH * (len(text) + 1.5)
         if start + width > TEXT_WIDTH - 0.2 and start:
@@ -297,7 +301,7 @@ def draw_load_over_steps(points: Sequence[RoutingPoint]) -> Figure:
     for axes, name in zip(panels, names, strict=True):
         loads = np.array([point.layers[name].load for point in points]).T
         experts = np.arange(len(loads) + 1) - 0.5
-        style = {"cmap": "cividis", "vmin": 0, "vmax": LARGEST_LOAD}
+        style = {"cmap": "cividis", "vmin": 0, "vmax": LOAD_COLOUR_SCALE_END}
         mesh = axes.pcolormesh(edges, experts, loads * len(loads), **style)
         axes.grid(visible=False)
         axes.set_ylabel(name)

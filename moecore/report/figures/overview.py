@@ -14,7 +14,7 @@ from moecore.data.prepared import Prepared
 from moecore.report.column import CEILING, DENSE
 from moecore.report.figures import drawing
 from moecore.report.figures.charts import Limits, label_points
-from moecore.report.headline_quantities import PANELS, PhaseQuantities, QuantityByMethod
+from moecore.report.headline_quantities import PANEL_TITLES, PhaseQuantities, QuantityByMethod
 from moecore.report.page.page_objects import Picture
 from moecore.report.study_results import PhaseResults
 from moecore.report.tables.cells import NumberFormat
@@ -23,12 +23,12 @@ from moecore.statistics.intervals import Interval
 MAX_NAMED_POINTS = 12  # with more points, only floor, ceiling and the best are named
 BEST_NAMED = 3  # per axis, if there are more than MAX_NAMED_POINTS
 TITLE_LETTERS = 18  # per line of a panel's title
-ERRORS = ("test_nats", "test_mae")
+ERROR_COLUMNS = ("test_nats", "test_mae")
 FAR_FROM_ZERO = 0.8  # an error axis does not start at 0 if smallest / largest exceeds this
 RELATIVE_MARGIN = 0.12  # of an axis' data range, added on both sides
-BEST = {"higher": "upper right", "lower": "lower left"}
+BEST_CORNER = {"higher": "upper right", "lower": "lower left"}
 Looks = Mapping[str, Mapping[str, Any]]
-MOST_CLASSES = 20
+MAX_SAMPLED_CLASSES = 20
 PLANES = ("sagittal", "coronal", "axial")  # across the axes right, anterior, superior
 
 
@@ -43,7 +43,7 @@ def draw_overview(phase: PhaseResults, quantities: PhaseQuantities) -> Iterator[
         bounds = f"Dashed: without routing ({DENSE}), and routed by the truth ({CEILING}). "
     rest = [quantities.steady, quantities.cost]
     if quantities.score is not None and quantities.attacked is not None:
-        corner = BEST[quantities.score.column.better]
+        corner = BEST_CORNER[quantities.score.column.better]
         chart = draw_clean_against_attacked(quantities.score, quantities.attacked, looks)
         caption = f"{bounds}The best place is the {corner} corner. Lines: 95\u00a0% intervals."
         if len(looks) > MAX_NAMED_POINTS:
@@ -124,7 +124,7 @@ def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Fi
         axes.set_title(panel_title(quantity), fontsize=8.5 if len(quantities) > 2 else 9.5)
         column = quantity.column
         near = [end for end in ends if end]
-        is_far = column.name in ERRORS and near and min(near) > FAR_FROM_ZERO * max(near)
+        is_far = column.name in ERROR_COLUMNS and near and min(near) > FAR_FROM_ZERO * max(near)
         if quantity.floor_and_ceiling or is_far:  # from zero, differences could not be seen
             axes.set_xlim(axis_limits_with_margin(near, column.form))
         else:
@@ -177,7 +177,7 @@ def annotate_values(axes: Axes, quantity: QuantityByMethod, methods: Sequence[st
 def panel_title(quantity: QuantityByMethod) -> str:
     """Return a short title of the quantity, in lines of about ``TITLE_LETTERS`` letters."""
     name = quantity.column.name
-    titles = (title for start, title in PANELS.items() if name.startswith(start))
+    titles = (title for start, title in PANEL_TITLES.items() if name.startswith(start))
     return next(titles, fill(quantity.column.label, TITLE_LETTERS))
 
 
@@ -203,7 +203,7 @@ def _rescale(quantity: QuantityByMethod, method: str) -> Interval:
 
 
 def draw_dataset_samples(prepared: Prepared, shots: int = 10) -> Figure:
-    """Draw ``shots`` training images per class, one row per class, at most MOST_CLASSES classes."""
+    """Draw ``shots`` training images per class, one row each, of MAX_SAMPLED_CLASSES at most."""
     # For volumes: the middle slices of ``shots``, from young to old, one row per plane. For labels
     # that are not classes: one row of the first images.
     images = prepared.train.images
@@ -213,7 +213,7 @@ def draw_dataset_samples(prepared: Prepared, shots: int = 10) -> Figure:
     rows = {prepared.card["name"]: list(range(min(shots, len(images))))}
     if by_class is not None:
         indices, classes = by_class
-        names = prepared.task.classes[:MOST_CLASSES]
+        names = prepared.task.classes[:MAX_SAMPLED_CLASSES]
         rows = {name: indices[classes == row].tolist() for row, name in enumerate(names)}
     figure = Figure(figsize=(0.6 * shots + 1.6, 0.6 * len(rows) + 0.4), layout="constrained")
     panels = _bare_axes(figure, len(rows), shots)

@@ -21,24 +21,24 @@ from moecore.tasks.base import Score
 
 PARTNERS = 4  # experts most often chosen with, before or after an expert
 BetterExperts = dict[int, tuple[tuple[int, ...], str]]  # token → its experts, the loss saved
-SHARE = NumberFormat("share", 0)
-P = NumberFormat("number", 3)
-QUESTIONS = {
+SHARE_FORMAT = NumberFormat("share", 0)
+NUMBER_FORMAT = NumberFormat("number", 3)
+QUESTION_BY_MEASUREMENT = {
     ExpertRoles: "which experts go together, follow each other and match another model's",
     expert_worth.ExpertWorth: "what is lost without an expert",
     router_regret.RouterRegret: "what the best experts would save",
 }
-FILE = "explorer.html"  # in the page's folder
-PACKED = ("pixels", "origins", "layers", "kinds")  # keys whose texts are packed arrays
+PAGE_FILE = "explorer.html"  # in the page's folder
+PACKED_KEYS = ("pixels", "origins", "layers", "kinds")  # keys whose texts are packed arrays
 
 
-def measurement_display(kind: type[base.MeasuredPart]) -> MeasurementDisplay:
+def find_display(kind: type[base.MeasuredPart]) -> MeasurementDisplay:
     return next(display for display in list_displays() if display.kind is kind)
 
 
 def skip_reason(measured: ModelResults, kind: type[base.MeasuredPart]) -> str:
     """Return why a measurement was skipped for a model; "" if it was not."""
-    start = f"{measurement_display(kind).title}: "
+    start = f"{find_display(kind).title}: "
     return next((text[len(start) :] for text in measured.skipped if text.startswith(start)), "")
 
 
@@ -59,8 +59,8 @@ def collect_expert_facts(
         for layer, best in enumerate(better_experts(regret, images), 1):
             facts[layer - 1] |= {
                 "regret": "The best experts for a token would lower the loss by "
-                f"{P.value(losses[layer])} {regret.facts['unit']}, on average; "
-                f"{SHARE.value(shares[layer])} of the sets would lower it.",
+                f"{NUMBER_FORMAT.value(losses[layer])} {regret.facts['unit']}, on average; "
+                f"{SHARE_FORMAT.value(shares[layer])} of the sets would lower it.",
                 "best": best,
             }
     return {"layers": facts, "open": describe_unmeasured(measured)}
@@ -73,7 +73,8 @@ def collect_expert_role_facts(
     facts: list[dict[str, Any]] = []
     for layer in layers:
         shares = [
-            f"{LABELS.get(name, name)} {SHARE.value(max(0, info.normalised))} (p {P.value(info.p)})"
+            f"{LABELS.get(name, name)} {SHARE_FORMAT.value(max(0, info.normalised))} "
+            f"(p {NUMBER_FORMAT.value(info.p)})"
             for name, info in layer.labels.items()
         ]
         if facts:
@@ -89,8 +90,8 @@ def collect_expert_role_facts(
 def describe_unmeasured(measured: ModelResults) -> list[str]:
     """Return sentences that say which facts are missing, and why or how to get them."""
     sentences, unset, unnamed = [], [], []
-    for kind, question in QUESTIONS.items():
-        display = measurement_display(kind)
+    for kind, question in QUESTION_BY_MEASUREMENT.items():
+        display = find_display(kind)
         reason = skip_reason(measured, kind)
         name = f"{display.stage}.{display.within}" if display.within else display.stage
         if reason:
@@ -132,7 +133,7 @@ def better_experts(regret: Found, images: Sequence[int]) -> list[list[BetterExpe
         rows: list[BetterExperts] = [{} for _ in images]
         for choice in choices:
             if choice["image"] in images:
-                saved = f"{P.value(choice['saved'])} {regret.facts['unit']}"
+                saved = f"{NUMBER_FORMAT.value(choice['saved'])} {regret.facts['unit']}"
                 best = (tuple(choice["experts"]), saved)
                 rows[images.index(choice["image"])] |= dict.fromkeys(choice["tokens"], best)
         layers.append(rows)
@@ -146,7 +147,7 @@ class ExplorerHead(NamedTuple):
     more: str  # text of the link
 
 
-HEAD = ExplorerHead(
+STUDY_EXPLORER_HEAD = ExplorerHead(
     "Which expert sees which patch?",
     "Each patch has the colour and number of its main expert. Point at a patch, or use the arrow "
     "keys, to see how the router weighs experts there. The slider changes the image, or goes back "
@@ -160,12 +161,12 @@ def render_study_explorer(results: StudyResults) -> str:
     phases = [
         phase
         for phase in results.phases.values()
-        if phase.first(Explorer) or any(skip_reason(model, Explorer) for model in phase.every)
+        if phase.first(Explorer) or any(skip_reason(model, Explorer) for model in phase.all_models)
     ]
     pool: dict[str, int] = {}
     data = [explorer_phase_data(phase, pool) for phase in phases]
     has_models = any("model" in method for phase in data for method in phase["methods"])
-    return render_explorer(data, pool, HEAD, has_models)
+    return render_explorer(data, pool, STUDY_EXPLORER_HEAD, has_models)
 
 
 def render_explorer(
@@ -213,7 +214,7 @@ def explorer_phase_data(phase: PhaseResults, pool: dict[str, int]) -> dict[str, 
         "source": "test split",
         "kinds": {"name": "true kind", "first": 1},
         "methods": [explored_model_data(model, phase, pool) for model in models],
-        "matches": match_models(models),
+        "matches": match_model_experts(models),
     }
 
 
@@ -249,7 +250,7 @@ def explored_model_data(
     return {"name": name, "model": intern_texts(model, pool), "known": answers}
 
 
-def match_models(models: Sequence[ExploredModel]) -> list[tuple[str, str, list[list[int]]]]:
+def match_model_experts(models: Sequence[ExploredModel]) -> list[tuple[str, str, list[list[int]]]]:
     """Return (first, second, matches) per pair of models: for each layer, each expert's match."""
     choices = {
         model.name: list(map(decode_choices, expert_roles.read_encoded_choices(roles)))
@@ -271,11 +272,11 @@ def match_experts_by_choices(ours: np.ndarray, theirs: np.ndarray) -> list[int]:
 
 
 def intern_texts(value: Any, pool: dict[str, int], key: str = "") -> Any:
-    """Replace each text below a ``PACKED`` key by its index in ``pool`` (text → index)."""
+    """Replace each text below a ``PACKED_KEYS`` key by its index in ``pool`` (text → index)."""
     if isinstance(value, dict):
         return {name: intern_texts(inner, pool, name) for name, inner in value.items()}
     if isinstance(value, list):
         return [intern_texts(inner, pool, key) for inner in value]
-    if isinstance(value, str) and key in PACKED:
+    if isinstance(value, str) and key in PACKED_KEYS:
         return pool.setdefault(value, len(pool))
     return value

@@ -6,24 +6,24 @@ from typing import NamedTuple
 from moecore.report.column import Column
 from moecore.report.figures.drawing import Figure
 from moecore.report.study_results import Models
-from moecore.report.tables.cells import PAPERS, Cell, Cells, NumberFormat, method_cells_over_seeds
+from moecore.report.tables.cells import TITLES, Cell, Cells, NumberFormat, method_cells_over_seeds
 
 # Beginnings and ends of column names → the term that explains them.
-BEGINNINGS = {
+TERM_BY_BEGINNING = {
     "agreement_": "agreement",
     "teacher_agreement": "agreement",
     "imed": "IMED",
     "load_cv2": "load CV²",
     "mce": "mCE",
 }
-ENDINGS = {"_worst_case": "worst case"}
-WIDE = 7.0  # inches; a wider figure takes the whole width of the page
+TERM_BY_ENDING = {"_worst_case": "worst case"}
+MIN_WIDE_INCHES = 7.0  # inches; a wider figure takes the whole width of the page
 
 
 def find_glossary_term(column: str) -> str:
     """Return the term that explains a column on the page (from parts.html.jinja), or ""."""
-    terms = [term for beginning, term in BEGINNINGS.items() if column.startswith(beginning)]
-    terms += [term for ending, term in ENDINGS.items() if column.endswith(ending)]
+    terms = [term for beginning, term in TERM_BY_BEGINNING.items() if column.startswith(beginning)]
+    terms += [term for ending, term in TERM_BY_ENDING.items() if column.endswith(ending)]
     return next(iter(terms), "")
 
 
@@ -36,7 +36,7 @@ class PageCell(NamedTuple):
     value: float | None = None  # to sort by; None for texts
 
 
-NONE = PageCell("–", look="quiet")
+DASH = PageCell("–", look="quiet")
 EMPTY = PageCell("")
 
 
@@ -68,17 +68,17 @@ class PageTable(NamedTuple):
     foot: Sequence[TableRow] = ()  # rows that are compared with, and not sorted
 
     @property
-    def named(self) -> Sequence[tuple[str, ColumnHead]]:
+    def columns_with_heads(self) -> Sequence[tuple[str, ColumnHead]]:
         """(name, head) of each column; empty heads if the table has none."""
         heads = self.heads or [ColumnHead()] * len(self.columns)
         return list(zip(self.columns, heads, strict=True))
 
     @property
-    def dense(self) -> bool:
+    def has_many_rows(self) -> bool:
         return len(self.lines) > 8
 
     @property
-    def upright(self) -> bool:
+    def has_upright_names(self) -> bool:
         """True if column names are printed vertically: in small tables with words as names."""
         return self.small and any(len(name) > 2 for name in self.columns[1:])
 
@@ -96,7 +96,7 @@ class Picture(NamedTuple):
     @property
     def wide(self) -> bool:
         """True if the figure needs the page's full width for its texts to be legible."""
-        return self.figure.get_figwidth() > WIDE
+        return self.figure.get_figwidth() > MIN_WIDE_INCHES
 
 
 class PageBlock(NamedTuple):
@@ -165,7 +165,7 @@ def metric_rows_table(columns: Sequence[Column], cells: Cells) -> PageTable:
     for column in columns:
         if column.paper != paper:
             paper = column.paper
-            lines.append(TableRow(PageCell(PAPERS[paper]), look="group"))
+            lines.append(TableRow(PageCell(TITLES[paper]), look="group"))
         items = format_column(column, [row[column.name] for row in cells.values()])
         lines.append(TableRow(PageCell(column.label, note=column.note), items))
     return PageTable(["Metric", *cells], lines)
@@ -177,7 +177,7 @@ def format_column(column: Column, cells: Sequence[Cell | None]) -> list[PageCell
     items = []
     for cell in cells:
         if cell is None:
-            items.append(NONE)
+            items.append(DASH)
             continue
         value = cell.interval.value
         look = "best" if cell.marked else ""
@@ -190,7 +190,7 @@ def format_model_cells(column: Column, models: Models) -> list[PageCell]:
     return format_column(column, list(method_cells_over_seeds(column, models).values()))
 
 
-def percent_grid(
+def percent_table(
     corner: str, rows: Mapping[str, Sequence[float | None]], columns: Sequence[str]
 ) -> PageTable:
     """Return a table of coloured percentages; rows: name → share per column, None: empty cell."""

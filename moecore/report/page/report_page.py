@@ -15,20 +15,19 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from moecore.report import column, results_and_displays
 from moecore.report.claims.claims_table import claims_section
 from moecore.report.claims.evaluation import EvaluatedClaim
-from moecore.report.column import CEILING, find_moe_baseline
 from moecore.report.figures import drawing, overview
 from moecore.report.headline_quantities import PhaseQuantities, choose_main_quantities
 from moecore.report.page import page_objects, sections
 from moecore.report.page.page_objects import PageCell, TableRow
 from moecore.report.pictures import experts, robustness
-from moecore.report.results_and_displays import list_calculations
 from moecore.report.study_results import PhaseResults, StudyResults
 from moecore.report.tables import cells, metrics_by_method, terminal_summary
 from moecore.study.run_and_claims import Claim
 
-NAMED = 20  # classes, at most, whose names are listed
+MAX_CLASS_NAMES = 20  # classes, at most, whose names are listed
 
 
 def render_report(
@@ -49,10 +48,10 @@ def build_page(results: StudyResults, evaluated: Sequence[EvaluatedClaim]) -> pa
         notes = []
         if not phase.task.long and quantities[name].attacked is None:  # texts are not attacked
             notes.append("Not measured: the score under attack (the stage robustness would).")
-        is_routed = find_moe_baseline(phase.models) != ""
+        is_routed = column.find_moe_baseline(phase.models) != ""
         if not phase.task.long and is_routed and quantities[name].steady is None:
             notes.append("Not measured: how steady the routing is (the stage robustness would).")
-        controls = results.controls - {CEILING}
+        controls = results.controls - {column.CEILING}
         if left_out := [method for method in phase.models if method in controls]:
             notes.append(f"Not shown: {cells.join_names(left_out)} (control).")
         charts = list(overview.draw_overview(phase, quantities[name]))
@@ -60,10 +59,10 @@ def build_page(results: StudyResults, evaluated: Sequence[EvaluatedClaim]) -> pa
         block = page_objects.PageBlock(title, pictures=charts, below=notes, id=f"overview-{name}")
         overviews.append(block)
         parts.append(sections.phase_section(results, phase, table, papers))
-        facts.append(page_objects.PageTable((), list_data_facts(phase), title=title))
+        facts.append(page_objects.PageTable((), list_data_fact_rows(phase), title=title))
     calculated = [
         sections.calculation_section(display, phase, metrics_by_method.build_table(results, phase))
-        for display, phase in list_calculations(results)
+        for display, phase in results_and_displays.list_calculations(results)
     ]
     cards = [phase.card for phase in results.phases.values()]
     return page_objects.Page(
@@ -90,7 +89,7 @@ def main_finding(
             return sections.describe_verdict_counts(evaluated)
         stated = (block.finding for section in calculated for block in section.blocks)
         return cells.keep_percent_on_line(next(filter(None, stated), "Nothing was trained."))
-    sentences = [experts.describe_routing_gain(phase, find_moe_baseline(phase.models))]
+    sentences = [experts.describe_routing_gain(phase, column.find_moe_baseline(phase.models))]
     if evaluated:
         sentences.append(sections.describe_verdict_counts(evaluated))
     else:
@@ -101,7 +100,7 @@ def main_finding(
     return cells.keep_percent_on_line(" ".join(filter(None, sentences)))
 
 
-def list_data_facts(phase: PhaseResults) -> list[TableRow]:
+def list_data_fact_rows(phase: PhaseResults) -> list[TableRow]:
     card = phase.card
     if phase.task.kind == "regression":
         facts = list_cohort_facts(card)
@@ -109,7 +108,7 @@ def list_data_facts(phase: PhaseResults) -> list[TableRow]:
         classes = phase.task.answers
         facts = {
             "Images": ", ".join(f"{split} {count:,}" for split, count in card["images"].items()),
-            "Classes": ", ".join(classes) if len(classes) <= NAMED else str(len(classes)),
+            "Classes": ", ".join(classes) if len(classes) <= MAX_CLASS_NAMES else str(len(classes)),
             "Shape": f"{card['channels']} × {card['size']} × {card['size']}",
         }
     facts |= {"Licence": card["licence"], "Source": card["source"]}

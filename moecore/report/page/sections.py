@@ -6,14 +6,13 @@ from collections.abc import Collection, Sequence
 from moecore.measure.pixel_baselines import Baselines
 from moecore.measure.values import place_slug
 from moecore.report import headline_quantities, results_and_displays
+from moecore.report.claims import evaluation, significance
 from moecore.report.claims.claims_table import ANSWERS
-from moecore.report.claims.evaluation import EvaluatedClaim, split_questions
-from moecore.report.claims.significance import WORDS
 from moecore.report.column import Column, find_moe_baseline, score_slug
 from moecore.report.figures.model_figures import draw_filter_sigma_schedule
 from moecore.report.headline_quantities import PhaseQuantities, QuantityByMethod, cells_by_method
 from moecore.report.page.page_objects import (
-    NONE,
+    DASH,
     PageBlock,
     PageCell,
     PageSection,
@@ -28,9 +27,9 @@ from moecore.report.pictures.robustness import transfer_blocks
 from moecore.report.study_results import PhaseResults, StudyResults
 from moecore.report.tables.cells import (
     NOTES,
-    PAPERS,
-    REPORTED,
-    SHORT,
+    REPORTED_MODELS,
+    SHORT_TITLES,
+    TITLES,
     Cells,
     NumberFormat,
     PaperModelNumbers,
@@ -39,17 +38,17 @@ from moecore.report.tables.cells import (
     pluralize,
 )
 from moecore.report.tables.metrics_by_method import ComparisonTable, used_tests
-from moecore.report.tables.terminal_summary import beats_guess, describe_best, find_guess
-from moecore.statistics.comparisons import BOTH
+from moecore.report.tables.terminal_summary import beats_guess, best_guess, describe_best_method
+from moecore.statistics.comparisons import OVER_ITEMS_AND_SEEDS
 from moecore.statistics.intervals import Interval
 from moecore.study.stages import STAGES
 
-VERDICTS = {
+VERDICT_PHRASES = {
     "holds": ("holds", "hold"),
     "differs": ("differs here", "differ here"),
     "open": ("is open: not significant", "are open: not significant"),
 }
-NAMED = 3  # claims per verdict, at most, that are named
+MAX_NAMED_CLAIMS = 3  # claims per verdict, at most, that are named
 
 
 def describe_phase_findings(
@@ -60,16 +59,16 @@ def describe_phase_findings(
     parts = [_describe_steadiness(phase, quantities)]
     if attacked := quantities.attacked:
         cells = {name: cell for name, cell in attacked.cells.items() if name not in controls}
-        best = describe_best(phase, attacked.column, cells or attacked.cells)
+        best = describe_best_method(phase, attacked.column, cells or attacked.cells)
         parts.append(f"{attacked.phrase.capitalize()} {best}")
     return keep_percent_on_line(f"{title}: {'. '.join(parts)}.")
 
 
-def describe_verdict_counts(evaluated: Sequence[EvaluatedClaim]) -> str:
-    claims, questions = split_questions(evaluated)
+def describe_verdict_counts(evaluated: Sequence[evaluation.EvaluatedClaim]) -> str:
+    claims, questions = evaluation.split_claims_and_questions(evaluated)
     sentences = []
     if claims:
-        sentences = _count_claims_by_verdict(claims)
+        sentences = _describe_claims_by_verdict(claims)
     answers = Counter(ANSWERS.get(question.verdict, question.verdict) for question in questions)
     if len(questions) == 1:
         sentences.append(f"One question that no paper answers: {next(iter(answers))}.")
@@ -79,15 +78,15 @@ def describe_verdict_counts(evaluated: Sequence[EvaluatedClaim]) -> str:
     return keep_percent_on_line(" ".join(sentences))
 
 
-def _count_claims_by_verdict(claims: Sequence[EvaluatedClaim]) -> list[str]:
+def _describe_claims_by_verdict(claims: Sequence[evaluation.EvaluatedClaim]) -> list[str]:
     """Return sentences that count the claims by verdict, before and after Holm's correction."""
     parts = []
-    for name, (singular, plural) in VERDICTS.items():
+    for name, (singular, plural) in VERDICT_PHRASES.items():
         judged = [claim for claim in claims if claim.verdict == name]
         if not judged:
             continue
         part = f"{len(judged)} {singular if len(judged) == 1 else plural}"
-        if len(judged) <= NAMED:
+        if len(judged) <= MAX_NAMED_CLAIMS:
             comparisons = dict.fromkeys(
                 f"{answer.claim.method} against {answer.claim.against}: {answer.metric.label}"
                 for answer in judged
@@ -120,7 +119,7 @@ def _describe_steadiness(phase: PhaseResults, quantities: PhaseQuantities) -> st
     if leader := steady.leader:
         value = steady.phrase.format(format_method_value(steady, leader))
         return f"the router of {leader} is the steadiest: {value}"
-    low, high = (steady.format.value(steady.interval(method).value) for method in steady.ends())
+    low, high = (steady.format.value(steady.interval(method).value) for method in steady.extremes())
     span = low if low == high else f"{low.removesuffix(' %')} to {high}"
     return steady.phrase.format(f"{span} {steady.unit}".rstrip())
 
@@ -131,15 +130,16 @@ def format_method_value(quantity: QuantityByMethod, method: str) -> str:
     return f"{text} {quantity.unit}".rstrip()
 
 
-KINDS = {
-    BOTH: "over test items and seeds together if items are stored (docs/intervals.md)",
+INTERVAL_KIND_TEXTS = {
+    OVER_ITEMS_AND_SEEDS: "over test items and seeds together if items are stored "
+    "(docs/intervals.md)",
     "t": "Student's t over seeds",
     "jackknife": "the jackknife over seeds for means over pairs of them",
     "wilson": "Wilson for shares",
     "bootstrap": "bootstrap over test images for means",
     "draws": "Student's t over draws of few-shot images",
 }
-CONTROL = "trained on shuffled labels, or with routing that is not learned"
+CONTROL_DESCRIPTION = "trained on shuffled labels, or with routing that is not learned"
 
 
 def phase_section(
@@ -151,10 +151,10 @@ def phase_section(
     # papers: names of the papers whose claims the study tests.
     columns = {metric.name: metric for metric in compared.metrics}
     controls = [method for method in compared.cells if method in results.controls]
-    first = [columns[name] for name in headline_quantities.first_table_columns(phase, columns)]
+    first = [columns[name] for name in headline_quantities.first_table_mlflow_names(phase, columns)]
     how = PageBlock("How to read this table", below=[describe_intervals(compared)], folded=True)
     blocks = [
-        PageBlock("", grids=[add_reference_rows(phase, first, compared.cells, controls)]),
+        PageBlock("", grids=[build_table_with_references(phase, first, compared.cells, controls)]),
         how._replace(marks=describe_best_marks(results, phase, compared, controls)),
         paper_tables_block(list(columns.values()), compared.cells, controls, papers),
     ]
@@ -195,12 +195,12 @@ def calculation_section(
     return PageSection(place_slug(display.stage), title, title, blocks)
 
 
-def add_reference_rows(
+def build_table_with_references(
     phase: PhaseResults, columns: Sequence[Column], cells: Cells, controls: Collection[str]
 ) -> PageTable:
     """Return the table of methods with rows below it for a guess and for classifiers on pixels."""
     grid = method_rows_table(columns, cells, controls)
-    guess = find_guess(phase)
+    guess = best_guess(phase)
     score = f"test_{score_slug(phase.task.score)}"
     place = next((place for place, column in enumerate(columns) if column.name == score), None)
     if place is None:
@@ -225,7 +225,7 @@ def add_reference_rows(
         compared.append((PageCell(name, note=note), value.interval))
     foot = []
     for head, interval in compared:
-        items = [NONE] * len(columns)
+        items = [DASH] * len(columns)
         items[place] = PageCell(number_format.value(interval.value), number_format.limits(interval))
         foot.append(TableRow(head, items))
     return grid._replace(lines=lines, foot=foot)
@@ -234,13 +234,13 @@ def add_reference_rows(
 def sigma_schedule_block(results: StudyResults) -> PageBlock:
     different = {
         (schedule.sigma_start, schedule.sigma_end, schedule.exponent): method
-        for method, schedule in reversed(results.schedules.items())
+        for method, schedule in reversed(results.sigma_schedules.items())
     }
     pictures = []
     for method in reversed(different.values()):
-        figure = draw_filter_sigma_schedule(results.schedules[method], method)
+        figure = draw_filter_sigma_schedule(results.sigma_schedules[method], method)
         pictures.append(Picture(figure, f"σ of {method}", getattr(figure, "caption", "")))
-    finding = f"the schedule of {join_names(list(results.schedules))}" if pictures else ""
+    finding = f"the schedule of {join_names(list(results.sigma_schedules))}" if pictures else ""
     return PageBlock("How the neighbourhood narrows", pictures=pictures, finding=finding)
 
 
@@ -263,7 +263,7 @@ def describe_best_marks(
     used = used_tests(results, phase, compared)
     if not used:
         return ""
-    tests = "; ".join(text for test, text in WORDS.items() if test in used)
+    tests = "; ".join(text for test, text in significance.TEST_DESCRIPTIONS.items() if test in used)
     sentences = [
         f"better than every other method, significant at 5 %. Tests: {tests}.",
         "Without a mark no method is significantly better than all others.",
@@ -273,13 +273,13 @@ def describe_best_marks(
         sentences.append(f"Methods without experts ({names}) are compared, never marked.")
     if controls:
         names = ", ".join(controls)
-        sentences.append(f"Not compared: {names} (control, {CONTROL}).")
+        sentences.append(f"Not compared: {names} (control, {CONTROL_DESCRIPTION}).")
     return " ".join(sentences)
 
 
 def describe_intervals(compared: ComparisonTable) -> str:
     kinds = {cell.kind for row in compared.cells.values() for cell in row.values() if cell}
-    how = ", ".join(text for kind, text in KINDS.items() if kind in kinds)
+    how = ", ".join(text for kind, text in INTERVAL_KIND_TEXTS.items() if kind in kinds)
     sentences = ["↑: higher is better, ↓: lower is better."]
     if how:
         sentences.append(f"Small numbers: 95 % intervals ({how}).")
@@ -304,20 +304,20 @@ def describe_leader_or_range(column: Column, cells: Cells, controls: Collection[
         return f"{column.label}: {value} of {leader} is {column.better} than all others"
     values = [
         f"{quantity.format.value(quantity.interval(method).value)} ({method})"
-        for method in dict.fromkeys(quantity.ends())
+        for method in dict.fromkeys(quantity.extremes())
     ]
     return f"{column.label}: {' to '.join(values)}"
 
 
 # Columns before those of a paper: the score, and for the cost what it is of.
-OTHER_COLUMNS = {
+LEADING_COLUMNS_BY_PAPER = {
     "cost": ("test_accuracy", "parameters", "active_parameters", "training_overhead"),
     "moge": ("test_accuracy", "test_accuracy_top5"),
     "tgr": ("test_accuracy", "steps_to_baseline_loss"),
 }
-ERRORS = ("test_mae", "ppl")  # the score of ages, and of words
-FEW = 3  # numbers of a paper in a head; with more, the smallest and the largest
-PRINTED_NUMBERS = (
+LEADING_ERROR_COLUMNS = ("test_mae", "ppl")  # the score of ages, and of words
+MAX_LISTED_PAPER_NUMBERS = 3  # in a head; with more, the smallest and the largest
+PAPER_NUMBERS_NOTE = (
     "In italics below a column's name: the paper's own numbers. They come from other data and "
     "sizes: read them for their direction, not for their height."
 )
@@ -330,10 +330,10 @@ def paper_tables_block(
     # papers: names of the papers whose claims the study tests: only their numbers are shown.
     grids = [
         build_paper_table(paper, columns, cells, controls, papers)
-        for paper in PAPERS
+        for paper in TITLES
         if any(column.paper == paper and not column.detail for column in columns)
     ]
-    texts = [PRINTED_NUMBERS] if any(grid.more for grid in grids) else []
+    texts = [PAPER_NUMBERS_NOTE] if any(grid.more for grid in grids) else []
     title = "Every method on the metrics of every paper"
     return PageBlock(title, texts, grids, choice=True, folded=True)
 
@@ -347,7 +347,7 @@ def build_paper_table(
 ) -> PageTable:
     """Return the table of one paper: our methods, and the paper's own numbers below."""
     of_paper = [column for column in columns if column.paper == paper and not column.detail]
-    names = (*OTHER_COLUMNS.get(paper, ("test_accuracy",)), *ERRORS)
+    names = (*LEADING_COLUMNS_BY_PAPER.get(paper, ("test_accuracy",)), *LEADING_ERROR_COLUMNS)
     shown = [column for column in columns if column.name in names] + of_paper
     keys = [column.name for column in of_paper]
     having = {method: row for method, row in cells.items() if any(map(row.get, keys))}
@@ -355,7 +355,7 @@ def build_paper_table(
     metrics = {column.name for column in shown}
     models = [
         model
-        for model in REPORTED
+        for model in REPORTED_MODELS
         if model.paper == paper and model.printed_in in papers and model.values.keys() & metrics
     ]
     below = (f"Without these metrics: {absent}." if absent else "", NOTES[paper] if models else "")
@@ -372,7 +372,7 @@ def build_paper_table(
         shown, having, controls, lambda column: format_paper_values(column, models)
     )
     below = " ".join(filter(None, below))
-    return grid._replace(title=PAPERS[paper], short=SHORT[paper], below=below, more=more)
+    return grid._replace(title=TITLES[paper], short=SHORT_TITLES[paper], below=below, more=more)
 
 
 def format_paper_values(column: Column, models: Sequence[PaperModelNumbers]) -> list[str]:
@@ -383,7 +383,7 @@ def format_paper_values(column: Column, models: Sequence[PaperModelNumbers]) -> 
         model: format_paper_number(value, column).replace(" ", "\u00a0")
         for model, value in sorted(values.items(), key=lambda pair: pair[1])
     }
-    if len(values) <= FEW:
+    if len(values) <= MAX_LISTED_PAPER_NUMBERS:
         return [f"{model} {printed[model]}" for model in values]
     smallest, *_, largest = printed.values()
     return [f"{len(values)} models {smallest} to {largest}"]

@@ -16,7 +16,7 @@ from moecore.report.column import Column
 from moecore.report.figures import drawing
 from moecore.report.figures.drawing import Axes, Figure
 from moecore.report.page.page_objects import (
-    NONE,
+    DASH,
     PageBlock,
     PageCell,
     PageTable,
@@ -35,19 +35,19 @@ from moecore.report.study_results import Models, PhaseResults, list_without_none
 from moecore.report.tables.cells import NumberFormat, cell_over_seeds
 
 Facts = Mapping[str, Any]  # of ``AgeResult``, or of a part of it, as JSON has them
-NUMBERS = {
+AGE_ERROR_LABELS = {
     "mae": "MAE, years",
     "corr": "corr(ŷ − y, y)",
     "slope": "slope",
     "intercept": "intercept",
 }
-SEXES = {
+SEX_STYLES = {
     "F": ("women", drawing.PALETTE[1], "o"),
     "M": ("men", drawing.PALETTE[0], "s"),
     "": ("sex unknown", drawing.PALETTE[6], "^"),
 }
-PANELS = {"raw": "as predicted", "pooled": "corrected"}
-COLOURS = {"raw": drawing.PALETTE[1], "pooled": drawing.PALETTE[0]}
+AGE_TITLES = {"raw": "as predicted", "pooled": "corrected"}
+PREDICTION_COLOURS = {"raw": drawing.PALETTE[1], "pooled": drawing.PALETTE[0]}
 
 
 def draw_age_predictions(result: Found) -> Figures:
@@ -91,7 +91,7 @@ def age_errors_table(phase: PhaseResults) -> PageTable:
     """Return a table of age errors and bias, a row per method and kind of prediction."""
     pairs = [(method, prediction) for method in phase.models for prediction in PREDICTIONS]
     columns = []
-    for name in NUMBERS:
+    for name in AGE_ERROR_LABELS:
         column = Column(name, name, lambda result: None, kind=AgeCalibration)
         cells = []
         for method, prediction in pairs:
@@ -103,7 +103,7 @@ def age_errors_table(phase: PhaseResults) -> PageTable:
         TableRow(PageCell(method, note=PREDICTIONS[prediction]), items)
         for (method, prediction), *items in zip(pairs, *columns, strict=True)
     ]
-    return PageTable(["Prediction", *NUMBERS.values()], lines)
+    return PageTable(["Prediction", *AGE_ERROR_LABELS.values()], lines)
 
 
 @drawing.styled_drawing
@@ -116,7 +116,7 @@ def draw_age_scatter(facts: Facts) -> Figure:
     for axes, (name, values) in zip(panels, predictions.items(), strict=True):
         axes.plot(limits, limits, **style)
         _scatter_by_sex(axes, points, values)
-        axes.set(xlabel="Known age, years", title=PANELS[name], xlim=limits, ylim=limits)
+        axes.set(xlabel="Known age, years", title=AGE_TITLES[name], xlim=limits, ylim=limits)
         axes.set_aspect("equal")
     return label_age_figure(figure, panels, "Predicted age", "Predicted age, years", facts)
 
@@ -135,7 +135,7 @@ def draw_pad_against_age(facts: Facts) -> Figure:
         for height, dash in ((mean, "-"), (mean - width, "--"), (mean + width, "--")):
             axes.axhline(height, color=drawing.GUIDE, linewidth=1, linestyle=dash)
         _scatter_by_sex(axes, points, gaps)
-        axes.set(xlabel="Known age, years", title=f"{PANELS[name]}: {mean:+.2f} ± {width:.2f}")
+        axes.set(xlabel="Known age, years", title=f"{AGE_TITLES[name]}: {mean:+.2f} ± {width:.2f}")
     return label_age_figure(figure, panels, "Brain-PAD", "Predicted − known age, years", facts)
 
 
@@ -165,11 +165,11 @@ def label_age_figure(
 
 def _draw_group_errors(axes: Axes, rows: Sequence[Facts]) -> None:
     for shift, variant in ((-0.15, "raw"), (0.15, "pooled")):
-        colour = COLOURS[variant]
+        colour = PREDICTION_COLOURS[variant]
         for place, row in enumerate(rows):
             if row[variant] is None:
                 continue
-            label = PANELS[variant] if place == 0 else None
+            label = AGE_TITLES[variant] if place == 0 else None
             mae = row[variant]["mae"]
             axes.plot(place + shift, mae["value"], "o", label=label, color=colour)
             if mae["low"] is not None:
@@ -183,7 +183,7 @@ def empty_age_panels(
     points: Facts, height: float, caption: str
 ) -> tuple[Figure, np.ndarray, dict[str, np.ndarray]]:
     """Return a figure with one panel per kind of prediction, and name → predicted ages (N,)."""
-    names = [name for name in PANELS if points[name] is not None]
+    names = [name for name in AGE_TITLES if points[name] is not None]
     predictions = {name: np.asarray(points[name], float) for name in names}
     figure = drawing.empty_figure(0.6 + 4.3 * len(predictions), height, caption)
     panels = figure.subplots(1, len(predictions), sharex=True, sharey=True, squeeze=False)[0]
@@ -193,7 +193,7 @@ def empty_age_panels(
 def _scatter_by_sex(axes: Axes, points: Facts, values: np.ndarray) -> None:
     ages = np.asarray(points["age"], float)
     sexes = np.array(points["sex"], dtype=object)
-    for sex, (label, colour, marker) in SEXES.items():
+    for sex, (label, colour, marker) in SEX_STYLES.items():
         mask = sexes == sex
         if not mask.any():
             continue
@@ -205,7 +205,7 @@ def _scatter_by_sex(axes: Axes, points: Facts, values: np.ndarray) -> None:
             axes.plot(ends, intercept + slope * ends, color=colour, linewidth=1.6)
 
 
-PROBE = (
+PROBE_NOTE = (
     "Probe: a new linear head that predicts age from the frozen model, fitted on such volumes of "
     "the training split."
 )
@@ -218,22 +218,22 @@ ERRORS = {  # label → metric
     "WM − GM, probe": "wm_over_gm",
     "Rescan, years apart": "rescan",
 }
-WHOLE_PERCENTS = NumberFormat("share", 0)
-GENERALISED = (
+WHOLE_PERCENT_FORMAT = NumberFormat("share", 0)
+REGION_NOTE = (
     "Share of tokens whose first region expert is the expert of the cube's most frequent tissue. "
     "Isolated volumes of the training's generator were taught, so their row is no finding; the "
     "other rows were not taught. Chance: the same decisions against the person's cubes in another "
     "order, the best fixed answer, and the decisions against other people's cubes of the same "
     "places, which experts that depend only on the place reach, too."
 )
-TRIED = {  # label → volumes
+VOLUMES_BY_LABEL = {  # label → volumes
     "Isolated, as taught": "isolated",
     "Two tissues mixed": "mixed",
     "Whole volumes": "whole",
     "Other generator, isolated": "other_generator_isolated",
     "Other generator, whole": "other_generator",
 }
-AGREEMENTS = {
+AGREEMENT_HEADS = {
     "agreement": "Agreement",
     "permuted": "Cubes permuted",
     "over_chance": "Agreement − permuted",
@@ -254,15 +254,15 @@ def cohort_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     for method, result in phase.first(CohortChecks).items():
         reasons |= result.facts["not_checked"]
         if result.find("whole_agreement"):
-            mixtures.append(tissue_mixture_agreement(result, method))
-    if tried := region_expert_agreement(phase):
+            mixtures.append(tissue_mixture_table(result, method))
+    if tried := region_expert_agreement_table(phase):
         reasons.pop("generalisation", None)  # the reason of methods without region experts
         title = "Region experts where they were not taught"
-        notes = [f"Mixtures: one model per method.{phase.first_seed}"]
+        notes = [f"Mixtures: one model per method.{phase.seed_note}"]
         yield PageBlock(title, notes, [tried, *mixtures], about="whole_over_chance")
     grid = tissue_error_table(phase)
     probed = grid is not None and any(name.endswith(", probe") for name in grid.columns)
-    notes = [PROBE] if probed else []
+    notes = [PROBE_NOTE] if probed else []
     pictures = first_seed_pictures(phase, CohortChecks, draw_cohort_checks)
     below = [f"Not checked, {name}: {reason}." for name, reason in reasons.items()]
     block = PageBlock("Tissues alone, ageing, rescans", notes, list_without_none([grid]), pictures)
@@ -277,7 +277,7 @@ def cohort_check_cells(models: Models, metric: str, form: str = "number") -> lis
 def tissue_error_table(phase: PhaseResults) -> PageTable | None:
     """Return a table of errors in years, methods × ``ERRORS``; None if none was measured."""
     cells = {label: cohort_check_cells(phase.models, metric) for label, metric in ERRORS.items()}
-    having = {label: items for label, items in cells.items() if set(items) != {NONE}}
+    having = {label: items for label, items in cells.items() if set(items) != {DASH}}
     if not having:
         return None
     rows = zip(phase.models, *having.values(), strict=True)
@@ -285,25 +285,25 @@ def tissue_error_table(phase: PhaseResults) -> PageTable | None:
     return PageTable(["MAE, years", *having], lines)
 
 
-def region_expert_agreement(phase: PhaseResults) -> PageTable | None:
+def region_expert_agreement_table(phase: PhaseResults) -> PageTable | None:
     lines = []
     measured = phase.of(CohortChecks)
     for method, seeds in phase.models.items():
         if not any(result.find("whole_agreement") for result in measured[method]):
             continue
         lines.append(TableRow(PageCell(method), look="group"))
-        for label, volumes in TRIED.items():
+        for label, volumes in VOLUMES_BY_LABEL.items():
             items = []
-            for number in AGREEMENTS:
+            for number in AGREEMENT_HEADS:
                 form = "number" if number == "over_chance" else "share"
                 items += cohort_check_cells({method: seeds}, f"{volumes}_{number}", form)
             lines.append(TableRow(PageCell(label), items))
     if not lines:
         return None
-    return PageTable(["First region expert", *AGREEMENTS.values()], lines, below=GENERALISED)
+    return PageTable(["First region expert", *AGREEMENT_HEADS.values()], lines, below=REGION_NOTE)
 
 
-def tissue_mixture_agreement(result: Found, method: str) -> PageTable:
+def tissue_mixture_table(result: Found, method: str) -> PageTable:
     """Return a table of expert agreement: tissue pairs × remaining share of the second tissue."""
     shares = result.all("mixture_agreement")
     chances = result.all("mixture_permuted")
@@ -311,10 +311,10 @@ def tissue_mixture_agreement(result: Found, method: str) -> PageTable:
     items: dict[str, list[PageCell]] = {}
     for share, chance in zip(shares, chances, strict=True):
         pair = " with ".join(str(share.at[name]).upper() for name in ("whole", "thinned"))
-        note = f"chance {WHOLE_PERCENTS.value(chance.value)}"
-        items.setdefault(pair, []).append(PageCell(WHOLE_PERCENTS.value(share.value), note))
+        note = f"chance {WHOLE_PERCENT_FORMAT.value(chance.value)}"
+        items.setdefault(pair, []).append(PageCell(WHOLE_PERCENT_FORMAT.value(share.value), note))
     lines = [TableRow(PageCell(pair), of_pair) for pair, of_pair in items.items()]
-    heads = [f"{WHOLE_PERCENTS.value(value)} of the second" for value in remaining]
+    heads = [f"{WHOLE_PERCENT_FORMAT.value(value)} of the second" for value in remaining]
     number = NumberFormat("number", 2)
     text = "Rank correlation of a tissue's share of a cube and its expert's score"
     for volumes, label in {"whole": "whole volumes", "other_generator": "other generator"}.items():
@@ -364,7 +364,7 @@ def calibration_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
         bins = {method: result.facts["bins"][when] for method, result in first.items()}
         title = f"Reliability {when} calibration"
         chart = draw_reliability_diagram(bins, title)
-        pictures.append(Picture(chart, f"{phase.name}: {title}", caption + phase.first_seed))
+        pictures.append(Picture(chart, f"{phase.name}: {title}", caption + phase.seed_note))
     yield PageBlock("Calibration", pictures=pictures, about="ece_after")
 
 
@@ -395,10 +395,10 @@ def draw_reliability_diagram(curves: Mapping[str, Mapping[str, Any]], title: str
 
 HAS_CLASSES = lambda task: task.needs_classes("label_smoothing") is None
 HAS_NO_CLASSES = lambda task: not HAS_CLASSES(task)
-CLASSES = Pictures("calibrate", draw_reliability, is_on_page=False, more=calibration_blocks)
-AGES = Pictures("calibrate", draw_age_predictions, is_on_page=False, more=age_blocks)
+CLASS_PICTURES = Pictures("calibrate", draw_reliability, is_on_page=False, more=calibration_blocks)
+AGE_PICTURES = Pictures("calibrate", draw_age_predictions, is_on_page=False, more=age_blocks)
 PICTURES = [
-    CLASSES._replace(kind=calibration.ClassCalibration, applies=HAS_CLASSES),
-    AGES._replace(kind=AgeCalibration, applies=HAS_NO_CLASSES),
+    CLASS_PICTURES._replace(kind=calibration.ClassCalibration, applies=HAS_CLASSES),
+    AGE_PICTURES._replace(kind=AgeCalibration, applies=HAS_NO_CLASSES),
     Pictures("cohort_checks", draw_cohort_checks, is_on_page=False, more=cohort_blocks),
 ]

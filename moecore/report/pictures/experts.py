@@ -7,7 +7,11 @@ import numpy as np
 
 from moecore.measure import cost, expert_worth, routing, stability, training, truth
 from moecore.measure.routing_metrics import expert_roles
-from moecore.measure.routing_metrics.expert_gallery import MatchedCrops, Overlays, parse_expert_grid
+from moecore.measure.routing_metrics.expert_profiles import (
+    MatchedCrops,
+    Overlays,
+    parse_expert_grid,
+)
 from moecore.measure.values import Chart, Found
 from moecore.report.column import CEILING, DENSE, MetricColumns, build_column_context
 from moecore.report.figures import charts, drawing, model_figures
@@ -25,8 +29,8 @@ from moecore.report.tables.cells import cell_over_seeds
 from moecore.statistics.comparisons import Difference, headroom_recovered
 
 AXES = ("teacher_agreement_layer", "layer", "Agreement with the teacher", "MoE layer", "Tokens")
-TEACHER = Chart(*AXES, share=True, top=1.02, height=3.2)
-TEACHER = TEACHER._replace(words="Tokens whose first expert is the teacher's (TGR, table 7).")
+TEACHER_CAPTION = "Tokens whose first expert is the teacher's (TGR, table 7)."
+TEACHER_CHART = Chart(*AXES, words=TEACHER_CAPTION, share=True, top=1.02, height=3.2)
 
 
 def draw_load_and_patch_experts(result: Found) -> Figures:
@@ -58,10 +62,9 @@ def routing_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
         label = f"{phase.name}: corresponding patches"
         crops.append(Picture(figure, label, getattr(figure, "caption", "")))
     yield PageBlock("Corresponding patches", pictures=crops, about="match_top1")
-    pictures = draw_metric_chart(phase, routing.Routing, TEACHER)
-    yield PageBlock(
-        "Agreement with the teacher by layer", pictures=pictures, about="teacher_agreement"
-    )
+    pictures = draw_metric_chart(phase, routing.Routing, TEACHER_CHART)
+    title = "Agreement with the teacher by layer"
+    yield PageBlock(title, pictures=pictures, about="teacher_agreement")
 
 
 def describe_adjacent_patches(first: Mapping[str, Found]) -> str:
@@ -98,7 +101,7 @@ def step_time_over_k_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
 
 Pairs = Sequence[Sequence[float | None]]  # (E, E′): experts of a layer × of it or another layer
 SIGNIFICANT_P = 0.05  # p-value below which a figure marks the information
-SEEDS_WORDS = (
+SEED_MATCHING_NOTE = (
     "The experts of two seeds are matched one to one on half of the images and compared on the "
     "others."
 )
@@ -152,9 +155,8 @@ def draw_expert_pair_heatmap(
     values = np.array(pairs, dtype=float)
     texts = charts.percent_annotations(values, minimum, charts.MAX_ANNOTATED_COLUMNS)
     rows, columns = ([str(expert) for expert in range(number)] for number in values.shape)
-    return charts.draw_heatmap(
-        values, texts, charts.HeatmapLabels(title, rows, columns, *axes), (4.8, 4.7), caption
-    )
+    labels = charts.HeatmapLabels(title, rows, columns, *axes)
+    return charts.draw_heatmap(values, texts, labels, (4.8, 4.7), caption)
 
 
 def seed_stability_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
@@ -168,9 +170,8 @@ def seed_stability_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     having = {method: row for method, row in cells.items() if all(row.values())}
     if having:
         table = method_rows_table(columns, having)
-        yield PageBlock(
-            "Do seeds find the same experts?", [SEEDS_WORDS], [table], about="seed_stability"
-        )
+        title = "Do seeds find the same experts?"
+        yield PageBlock(title, [SEED_MATCHING_NOTE], [table], about="seed_stability")
 
 
 def draw_expert_worth(result: Found) -> Figures:
@@ -179,7 +180,8 @@ def draw_expert_worth(result: Found) -> Figures:
     spec = charts.ChartSpec("Removing experts", "Experts removed from every layer", label)
     curves = collect_loss_curves(result, expert_worth.ORDERS, "lost_without", "removed")
     yield "expert_removal", charts.curves_chart(curves, spec)
-    curves = collect_loss_curves(result, expert_worth.WAYS, "lost_without_choice", "rank")
+    ways = expert_worth.WAYS_TO_DROP_CHOICE
+    curves = collect_loss_curves(result, ways, "lost_without_choice", "rank")
     if len(next(iter(curves.values()))) > 1:
         spec = charts.ChartSpec("Without one choice", "Rank", label)
         yield "dropped_choices", charts.curves_chart(curves, spec)
@@ -203,12 +205,15 @@ def collect_loss_curves(
 def draw_mean_routing_by_class(result: Found) -> Figures:
     by_layer = enumerate(zip(*result.facts["class_maps"], strict=True), 1)
     if rows := {f"MoE {layer}": maps for layer, maps in by_layer}:
-        yield "class_maps", model_figures.draw_expert_grids_by_class(rows, result.facts["classes"])
+        yield (
+            "class_maps",
+            model_figures.draw_expert_grids_by_class(rows, result.facts["classes"]),
+        )
 
 
 def draw_noise_effects(result: Found) -> Figures:
     if result.facts["ramp"]["shown"]:
-        yield "noise_ramp", draw_probability_over_noise(result.facts["ramp"])
+        yield "noise_ramp", draw_class_probability_over_noise(result.facts["ramp"])
     rows = {
         row["sigma"]: Overlays.model_validate(row["overlays"])
         for row in result.facts.get("overlays", ())
@@ -224,7 +229,7 @@ def noise_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
 
 
 @drawing.styled_drawing
-def draw_probability_over_noise(ramp: Mapping[str, Any]) -> drawing.Figure:
+def draw_class_probability_over_noise(ramp: Mapping[str, Any]) -> drawing.Figure:
     """Draw the true class's probability over noise; a cross marks a changed prediction."""
     figure = drawing.empty_figure(4.8, 3.5, "Example images. Cross: the predicted class changes.")
     axes = figure.subplots()
@@ -256,12 +261,11 @@ def draw_experts_under_noise(rows: Mapping[float, Overlays]) -> drawing.Figure:
     names = [f"σ = {sigma:g}" if sigma else "clean" for sigma in rows]
     caption = "Last MoE layer. Tinted: another expert."
     title = "Experts under noise: changed ones are tinted"
-    return drawing.draw_picture_sheet(
-        tiles, drawing.SheetLabels(title, names, caption=caption), 1.5, 1.5
-    )
+    labels = drawing.SheetLabels(title, names, caption=caption)
+    return drawing.draw_picture_sheet(tiles, labels, 1.5, 1.5)
 
 
-UNITS = {"noise": "σ", "attack": f"ε in 1/{truth.PIXEL}"}
+AXIS_LABEL_BY_CHANGE = {"noise": "σ", "attack": f"ε in 1/{truth.EPSILON_DENOMINATOR}"}
 LIMITS = (0.0, 1.0)
 
 
@@ -287,7 +291,7 @@ def routing_gain_share(phase: PhaseResults, method: str) -> Difference | None:
     sides = []
     for name in (method, DENSE, CEILING):
         scores = [result.find("test_score") for result in trained.get(name, [])]
-        items = list_without_none(score.array for score in scores if score)
+        items = list_without_none(score.item_values for score in scores if score)
         if len(items) < phase.seeds:
             return None
         sides.append(sign * np.stack(items))
@@ -311,7 +315,7 @@ def draw_purity_curves(phase: PhaseResults) -> list[Picture]:
     spec = charts.ChartSpec("Purity of validation images", "Epoch", "Purity", share=True)
     read: Any = lambda result: dict(enumerate(training.outcome_of(result).purity, 1))
     pictures = draw_method_curves(phase, training.Trained, read, spec, caption, limits=LIMITS)
-    for kind, unit in UNITS.items():
+    for kind, unit in AXIS_LABEL_BY_CHANGE.items():
         spec = charts.ChartSpec(f"Purity under {kind}", unit, "Purity", share=True)
         changed = lambda result, kind=kind: result.curve("changed_purity", kind)
         pictures += draw_method_curves(phase, truth.Truth, changed, spec, caption, limits=LIMITS)

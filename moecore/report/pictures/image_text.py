@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from moecore.measure import values, zero_shot
 from moecore.measure.retrieval import Retrieval
-from moecore.measure.routing_metrics.expert_gallery import Overlays
+from moecore.measure.routing_metrics.expert_profiles import Overlays
 from moecore.report.figures.model_figures import draw_caption_experts
-from moecore.report.page.page_objects import PageBlock, percent_grid
+from moecore.report.page.page_objects import PageBlock, percent_table
 from moecore.report.results_and_displays import Figures, Pictures, pictures_by_name
 from moecore.report.study_results import PhaseResults
 
@@ -29,10 +29,9 @@ def image_text_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
             title = f"{method}, layer {number}"
             shares = {word["word"]: word["experts"] for word in word_rows}
             experts = len(next(iter(shares.values()), ()))
-            grid = percent_grid("word", shares, [f"expert {number}" for number in range(experts)])
+            grid = percent_table("word", shares, [f"expert {number}" for number in range(experts)])
             below = "First expert of each occurrence of the most frequent words, in percent."
-            words = f"{title}{phase.first_seed}"
-            grids.append(grid._replace(title=words, below=below, short=title))
+            grids.append(grid._replace(title=f"{title}{phase.seed_note}", below=below, short=title))
     first = next(iter(results.values()))
     images = f"{first.facts['images']:,} images"
     text = f"Gallery: {images}. A tie counts as the share of its orders that are hits."
@@ -53,13 +52,13 @@ def class_accuracy_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
         ]
         for method, of_method in facts.items()
     }
-    below = f"Correct images, in percent; chance {100 * first['chance']:.0f}.{phase.first_seed}"
+    below = f"Correct images, in percent; chance {100 * first['chance']:.0f}.{phase.seed_note}"
     unknown = [f"{row['name']} ({row['unknown']})" for row in first["classes"] if row["unknown"]]
     data, images, prompts = first["data"], first["images"], first["templates"]
     texts = [f"{data}, {images:,} images, {prompts} prompts per class."]
     if unknown:
         texts.append(f"Words that are not in the vocabulary, by class: {', '.join(unknown)}.")
-    grid = percent_grid("method", rows, names)._replace(title="Zero-shot, by class", below=below)
+    grid = percent_table("method", rows, names)._replace(title="Zero-shot, by class", below=below)
     yield PageBlock("Zero-shot", words=texts, grids=[grid], about="zero_shot_accuracy")
 
 

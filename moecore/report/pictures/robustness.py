@@ -16,14 +16,14 @@ from moecore.report.column import reference_methods, score_slug, score_title
 from moecore.report.figures import charts, drawing
 from moecore.report.page import page_objects
 from moecore.report.page.page_objects import (
+    DASH,
     EMPTY,
-    NONE,
     PageBlock,
     PageCell,
     PageTable,
     Picture,
     TableRow,
-    percent_grid,
+    percent_table,
 )
 from moecore.report.results_and_displays import Figures, Pictures, draw_method_curves
 from moecore.report.study_results import PhaseResults
@@ -32,23 +32,23 @@ from moecore.statistics.comparisons import crossed_difference, linearize_ratio
 from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score
 
-WORST = "worst_case"
+WORST_CASE = "worst_case"
 ACRONYMS = ("fgsm", "pgd", "apgd", "fab", "ce", "dlr", "t", "l2")
-MARKS = {True: "✓ holds", False: "✗ does not hold", None: "– not judged"}
-LOOKS = {True: "verdict holds", False: "verdict differs", None: "verdict open"}
-WORST_FIRST = (False, None, True)
-EQUAL_CLEAN = (
+AUDIT_MARKS = {True: "✓ holds", False: "✗ does not hold", None: "– not judged"}
+AUDIT_LOOKS = {True: "verdict holds", False: "verdict differs", None: "verdict open"}
+VERDICTS_WORST_FIRST = (False, None, True)
+EQUAL_ACCURACY_NOTE = (
     "At equal standard accuracy: the share of images that stay right, ours minus theirs, of the "
     "images that both models have right without an attack."
 )
-FIGURES = {"pgd": " (figure 2 of the paper)", "apgd": " (figure 4b of the paper)"}
+PAPER_FIGURE_BY_ATTACK = {"pgd": " (figure 2 of the paper)", "apgd": " (figure 4b of the paper)"}
 Audited = Mapping[str, Any]  # an ``AuditLine``
 
 
 def fill_in(key: str, metric: Metric, score: str, at: Mapping[str, Place]) -> Metric:
     """Return ``metric`` with the name and texts of its column at an attack, epsilon and layer."""
     # score: as in column names. The worst case has no attack, planned names no largest epsilon.
-    attack = str(at.get("attack", WORST))
+    attack = str(at.get("attack", WORST_CASE))
     epsilon = at.get("epsilon", 0.0)
     is_mean = isinstance(epsilon, str)
     radius = "" if is_mean else format_epsilon(float(epsilon))
@@ -58,16 +58,16 @@ def fill_in(key: str, metric: Metric, score: str, at: Mapping[str, Place]) -> Me
         texts["title"] = "Standard accuracy" if score == "accuracy" else "{score}, no attack"
     elif not note:
         note = "accuracy under attack"
-        if attack == WORST and score == "accuracy":
+        if attack == WORST_CASE and score == "accuracy":
             texts["title"] = "Worst case"
             note = "accuracy where an image counts only if no attack broke it"
-        elif attack == WORST:
+        elif attack == WORST_CASE:
             texts["title"] = "{score}, worst case"
             note = "largest error of each volume over all attacks"
         elif score != "accuracy":
             note = "mean error under attack"
             texts["title"] = f"{{score}}, {texts['title']}"
-        name = attacked_name(score, attack)
+        name = attacked_score_column(score, attack)
         if metric.detail:
             name += "_mean" if is_mean else f"_at_{place_slug(radius)}"
         if is_mean:
@@ -96,24 +96,20 @@ def describe_attacks(phase: PhaseResults, settings: Mapping[str, Attack]) -> str
         attack = settings.get(name)
         steps = getattr(attack, "steps", None)
         if attack is not None and steps:
-            changed = attack.model_copy(
-                update={"steps": type(attack).model_fields["steps"].default}
-            )
-            texts.append(f"{attack_title(changed.name)} ({steps} steps)")
+            usual = attack.model_copy(update={"steps": type(attack).model_fields["steps"].default})
+            texts.append(f"{attack_title(usual.name)} ({steps} steps)")
         else:
             texts.append(attack_title(name))
     results = phase.results(Robustness)
-    values = [value for row in results for value in row.all("attacked")]
-    epsilons = [
-        float(value.at["epsilon"]) for value in values if value.at["attack"] not in own_radii
-    ]
+    places = [value.at for row in results for value in row.all("attacked")]
+    epsilons = [float(at["epsilon"]) for at in places if at["attack"] not in own_radii]
     if not epsilons:
         return ""
     changed_by = f"each pixel changed by at most {100 * max(epsilons):.2g} % of its range"
     return f"Attack: {', '.join(texts)}; {changed_by} (ε = {format_epsilon(max(epsilons))})."
 
 
-def attacked_name(score: str, attack: str) -> str:
+def attacked_score_column(score: str, attack: str) -> str:
     if score == "accuracy":
         return f"accuracy_{attack}"
     return f"attacked_{score}_{attack}"
@@ -144,7 +140,7 @@ def attacks_with_curves(result: Found) -> list[str]:
 
 def scores_by_epsilon(result: Found, attack: str) -> list[Value]:
     """Return the scores under an attack or the worst case, by epsilon; [] if it was not run."""
-    if attack == WORST:
+    if attack == WORST_CASE:
         return result.all("worst")
     return [value for value in result.all("attacked") if value.at["attack"] == attack]
 
@@ -162,7 +158,7 @@ def draw_score_under_attacks(result: Found) -> Figures:
     score = parse_card_task(result.facts["task"]).score
     curves = {
         attack_title(name): charts.attack_points([scores_by_epsilon(result, name)], score)
-        for name in [*attacks_with_curves(result), WORST]
+        for name in [*attacks_with_curves(result), WORST_CASE]
     }
     yield "score_under_attack", charts.draw_score_over_epsilon(curves, "attack", score)
 
@@ -174,7 +170,7 @@ def draw_scores_and_routing(phase: PhaseResults) -> Iterator[Picture]:
     for attack in attacks:
         yield draw_attack_curve(phase, attack)
     if all(result.all("worst") for result in results):
-        yield draw_attack_curve(phase, WORST)
+        yield draw_attack_curve(phase, WORST_CASE)
     for attack in attacks:
         yield from draw_method_curves(
             phase,
@@ -190,7 +186,7 @@ def draw_scores_and_routing(phase: PhaseResults) -> Iterator[Picture]:
 
 
 def attack_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
-    about = attacked_name(score_slug(phase.task.score), WORST)
+    about = attacked_score_column(score_slug(phase.task.score), WORST_CASE)
     pictures = []
     first = phase.first(Robustness)
     for method in reference_methods(phase.models):
@@ -210,7 +206,7 @@ def attack_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
         figure = drawing.draw_picture_sheet(tiles, drawing.SheetLabels(title, names), 1.1, 1.1)
         caption = f"{method}. Images as the strongest attack made them (figure 5)."
         label = f"{phase.name}: attacked pictures of {method}"
-        pictures.append(Picture(figure, label, caption + phase.first_seed))
+        pictures.append(Picture(figure, label, caption + phase.seed_note))
     yield robust_accuracy_block(phase)
     yield PageBlock("Attacked pictures", pictures=pictures, about=about)
     yield audit_block(phase)
@@ -257,8 +253,8 @@ def robust_accuracy_block(phase: PhaseResults) -> PageBlock:
     grids = [page_objects.PageTable(["Attack", "Standard", *heads], lines)] if lines else []
     notes = ["Standard: without an attack, on the same images."]
     if score.form == "share":
-        notes.append(EQUAL_CLEAN)
-    about = attacked_name(score_slug(score), WORST)
+        notes.append(EQUAL_ACCURACY_NOTE)
+    about = attacked_score_column(score_slug(score), WORST_CASE)
     return PageBlock(f"{score_title(score)} at each ε", notes, grids, about=about)
 
 
@@ -283,7 +279,7 @@ def gains_where_both_right(ours: Sequence[Found], theirs: Sequence[Found]) -> li
     """
     rows = []  # per seed: (ε, images)
     for pair in zip(ours, theirs, strict=True):
-        arrays = [[value.array for value in result.all("worst")] for result in pair]
+        arrays = [[value.item_values for value in result.all("worst")] for result in pair]
         mine, other = (np.array(hits, float) for hits in arrays)
         both = mine[0] * other[0]
         if not both.any():
@@ -294,10 +290,9 @@ def gains_where_both_right(ours: Sequence[Found], theirs: Sequence[Found]) -> li
 
 def difference_cell(share: Interval | None) -> PageCell:
     if share is None:
-        return NONE
+        return DASH
     number_format = NumberFormat.of("share", [share])
-    text = number_format.difference(share.value)
-    return PageCell(text, number_format.difference_limits(share))
+    return PageCell(number_format.difference(share.value), number_format.difference_limits(share))
 
 
 def draw_attack_curve(phase: PhaseResults, attack: str) -> Picture:
@@ -306,7 +301,7 @@ def draw_attack_curve(phase: PhaseResults, attack: str) -> Picture:
     for method, seeds in phase.of(Robustness).items():
         scores = [scores_by_epsilon(result, attack) for result in seeds]
         curves[method] = charts.attack_points(scores, score)
-    name = "the worst attack for each image" if attack == WORST else attack_title(attack)
+    name = "the worst attack for each image" if attack == WORST_CASE else attack_title(attack)
     number = phase.results(Robustness)[0].facts["images"]
     images = f"{number} test images, the same for every method."
     chart = charts.draw_score_over_epsilon(curves, name, score)
@@ -322,11 +317,10 @@ def draw_routing_change_by_layer(phase: PhaseResults, attack: str) -> list[Pictu
     panels: dict[str, dict[str, list[charts.CurvePoint]]] = {}
     for layer, (method, results) in product(range(1, 1 + number), seeds.items()):
         curves = [changes_by_epsilon(result, attack, layer) for result in results]
-        points = charts.points_over_seeds(curves, (0.0, 1.0))
-        panels.setdefault(f"MoE {layer}", {})[method] = points
+        panels.setdefault(f"MoE {layer}", {})[method] = charts.points_over_seeds(curves, (0.0, 1.0))
     if not panels:
         return []
-    source = FIGURES.get(re.split("[-_]", attack)[0], "")
+    source = PAPER_FIGURE_BY_ATTACK.get(re.split("[-_]", attack)[0], "")
     caption = f"By MoE layer{source}. {charts.interval_caption(seeds)}"
     chart = charts.panels_chart(panels, change_chart_spec(attack))
     return [Picture(chart, f"{phase.name}: layers under {attack}", caption)]
@@ -357,10 +351,10 @@ def audit_block(phase: PhaseResults) -> PageBlock:
 
 def worst_audit_verdict_cell(audited: Sequence[Audited]) -> PageCell:
     if not audited:
-        return NONE
-    worst = min(audited, key=lambda line: WORST_FIRST.index(line["holds"]))
+        return DASH
+    worst = min(audited, key=lambda line: VERDICTS_WORST_FIRST.index(line["holds"]))
     note = epsilons_as_fractions(worst["text"].removeprefix("not judged: "))
-    return PageCell(MARKS[worst["holds"]], note, look=LOOKS[worst["holds"]])
+    return PageCell(AUDIT_MARKS[worst["holds"]], note, look=AUDIT_LOOKS[worst["holds"]])
 
 
 def draw_transfer(result: Found) -> Figures:
@@ -375,7 +369,7 @@ def transfer_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
         return
     facts = result.facts
     reading = facts["reading"]
-    verdict = f"{MARKS[reading['holds']]}: {epsilons_as_fractions(reading['text'])}"
+    verdict = f"{AUDIT_MARKS[reading['holds']]}: {epsilons_as_fractions(reading['text'])}"
     text = (
         f"{attack_title(facts['attack'])} at ε = {format_epsilon(facts['epsilon'])} on "
         f"{facts['images']} test images. A row: the model on which the images were made. "
@@ -408,7 +402,7 @@ def transfer_cell(result: Found, source: str, target: str) -> PageCell:
     score = result.find("transferred", **at)
     difference = result.interval("transferred_difference", **at)
     if score is None:
-        return NONE
+        return DASH
     text = NumberFormat(form).value(score.value)
     if source == target:
         return PageCell(text, "direct", look="direct", value=score.value)
@@ -455,7 +449,7 @@ def corruption_by_severity_table(result: Found) -> PageTable:
         str(name).replace("_", " "): [row.get(severity) for severity in severities]
         for name, row in errors.items()
     }
-    grid = percent_grid("Severity", rows, [str(severity) for severity in severities])
+    grid = percent_table("Severity", rows, [str(severity) for severity in severities])
     return grid._replace(below="Error in percent.")
 
 
@@ -467,10 +461,10 @@ def corruption_tables(phase: PhaseResults) -> Iterator[PageBlock]:
     yield PageBlock("Each corruption", tiles=tiles)
 
 
-ATTACKS = Pictures(
+ATTACK_PICTURES = Pictures(
     "robustness", draw_score_under_attacks, is_on_page=False, draw=draw_scores_and_routing
 )
 PICTURES = [
-    ATTACKS._replace(more=attack_blocks, fill_in=fill_in),
+    ATTACK_PICTURES._replace(more=attack_blocks, fill_in=fill_in),
     Pictures("corruptions", draw_corruptions, is_on_page=False, more=corruption_tables),
 ]

@@ -6,18 +6,23 @@ from pathlib import Path
 import numpy as np
 
 from moecore.measure.base import Skipped, read_result
-from moecore.measure.training import CONTROL, TISSUES, Trained, collect_outcome_values, outcome_of
+from moecore.measure.training import (
+    RANDOM_MASK_PREFIX,
+    TISSUES,
+    Trained,
+    collect_outcome_values,
+    outcome_of,
+)
 from moecore.measure.values import Found
-from moecore.report.column import score_slug
+from moecore.report import column, study_results
 from moecore.report.figures import charts, drawing, model_figures
 from moecore.report.figures.model_figures import draw_expert_grids_by_class
 from moecore.report.page import page_objects
 from moecore.report.results_and_displays import Figures, Pictures, first_seed_pictures
-from moecore.report.study_results import PhaseResults
 from moecore.training.outcome import EpochTissueRouting, Outcome, TissueRoutingRow
 
-LISTED = 10  # confusions of a method with many classes
-TISSUE_WORDS = (
+MAX_LISTED_CONFUSIONS = 10  # confusions of a method with many classes
+TISSUE_NOTE = (
     "For each tissue the two experts with the highest mean score over its tokens, at three epochs. "
     "Control: equally many random tokens of the brain. An expert knows its tissue if its "
     "share of the tokens is well above the control's."
@@ -30,7 +35,7 @@ def figures(result: Found) -> Figures:
         yield "training_curves", model_figures.draw_training_curves({"": [outcome]})
     if outcome.confusion is not None:
         classes = outcome.task.classes
-        yield "confusion_matrix", model_figures.draw_confusion_matrix(outcome.confusion, classes)
+        yield ("confusion_matrix", model_figures.draw_confusion_matrix(outcome.confusion, classes))
     yield from draw_class_routing_over_epochs(result)
 
 
@@ -45,13 +50,13 @@ def draw_class_routing_over_epochs(result: Found) -> Figures:
         yield "class_maps", draw_expert_grids_by_class(rows, classes, "Last MoE layer.")
 
 
-def training_blocks(phase: PhaseResults) -> Iterator[page_objects.PageBlock]:
+def training_blocks(phase: study_results.PhaseResults) -> Iterator[page_objects.PageBlock]:
     outcomes = phase.outcomes
     if any(outcome.curve for seeds in outcomes.values() for outcome in seeds):
         chart = model_figures.draw_training_curves(outcomes)
         caption = "One line per seed." if phase.seeds > 1 else ""
         picture = page_objects.Picture(chart, f"{phase.name}: training", caption)
-        score = f"test_{score_slug(phase.task.score)}"
+        score = f"test_{column.score_slug(phase.task.score)}"
         yield page_objects.PageBlock("Training", pictures=[picture], about=score)
     yield agreement_block(phase)
     warnings = []
@@ -69,7 +74,7 @@ def training_blocks(phase: PhaseResults) -> Iterator[page_objects.PageBlock]:
     yield confusion_block(phase)
 
 
-def agreement_block(phase: PhaseResults) -> page_objects.PageBlock:
+def agreement_block(phase: study_results.PhaseResults) -> page_objects.PageBlock:
     curves = {}
     points = model_figures.agreement_points
     for name in model_figures.AGREEMENTS:
@@ -87,14 +92,14 @@ def agreement_block(phase: PhaseResults) -> page_objects.PageBlock:
     return page_objects.PageBlock(title, pictures=[picture], about="agreement_with_final")
 
 
-def confusion_block(phase: PhaseResults) -> page_objects.PageBlock:
+def confusion_block(phase: study_results.PhaseResults) -> page_objects.PageBlock:
     counts = {method: result.confusion for method, result in phase.first_outcomes.items()}
     shares = model_figures.normalise_rows
     tables = {name: shares(table) for name, table in counts.items() if table is not None}
     if not tables:
         return page_objects.PageBlock("")
     classes = phase.task.answers
-    below = "Percent of each true class." + phase.first_seed
+    below = "Percent of each true class." + phase.seed_note
     tiles = [
         confusion_table(shares, classes)._replace(title=method, below=below)
         for method, shares in tables.items()
@@ -113,7 +118,7 @@ def confusion_table(shares: np.ndarray, classes: Sequence[str]) -> page_objects.
     # shares: of each true class (row) predicted as each class (column).
     if len(classes) <= charts.MAX_ANNOTATED_COLUMNS:
         rows = dict(zip(classes, shares.tolist(), strict=True))
-        return page_objects.percent_grid("True, predicted", rows, classes)
+        return page_objects.percent_table("True, predicted", rows, classes)
     lines = []
     for share, true, predicted in list_confusions(shares):
         taken = page_objects.PageCell(classes[predicted], look="words")
@@ -125,13 +130,13 @@ def confusion_table(shares: np.ndarray, classes: Sequence[str]) -> page_objects.
 def list_confusions(shares: np.ndarray) -> Iterator[tuple[float, int, int]]:
     """Yield (share, true class, predicted class), largest first; shares: (K true, K predicted)."""
     wrong = shares * (1 - np.eye(len(shares)))
-    order = np.argsort(-wrong, axis=None, kind="stable")[:LISTED]
+    order = np.argsort(-wrong, axis=None, kind="stable")[:MAX_LISTED_CONFUSIONS]
     for true, predicted in zip(*np.unravel_index(order, wrong.shape), strict=True):
         if wrong[true, predicted] > 0:
             yield float(wrong[true, predicted]), int(true), int(predicted)
 
 
-def tissue_blocks(phase: PhaseResults) -> Iterator[page_objects.PageBlock]:
+def tissue_blocks(phase: study_results.PhaseResults) -> Iterator[page_objects.PageBlock]:
     """Yield a block on the experts that each brain tissue is routed to, over epochs."""
     probed = {name: result.region_routing for name, result in phase.first_outcomes.items()}
     probed = {name: probes for name, probes in probed.items() if probes}
@@ -141,7 +146,7 @@ def tissue_blocks(phase: PhaseResults) -> Iterator[page_objects.PageBlock]:
         chart = region_share_heatmap(max(probes, key=lambda probe: probe.epoch).rows)
         caption = f"{method}. Last epoch, percent of the tokens."
         pictures.append(page_objects.Picture(chart, f"{phase.name}: regions of {method}", caption))
-    notes = [TISSUE_WORDS + phase.first_seed]
+    notes = [TISSUE_NOTE + phase.seed_note]
     title = "Which expert answers for which tissue"
     yield page_objects.PageBlock(title, notes, grids, pictures, about="own_expert_gain")
 
@@ -151,13 +156,13 @@ def tissue_expert_table(probes: Sequence[EpochTissueRouting], title: str) -> pag
     columns = ["Tissue"]
     for probe in probes:
         columns += [f"Epoch {probe.epoch}", "Control"]
-    rows = [row.region.removeprefix(CONTROL) for probe in probes for row in probe.rows]
+    rows = [row.region.removeprefix(RANDOM_MASK_PREFIX) for probe in probes for row in probe.rows]
     lines = []
     for region in dict.fromkeys(rows):
         items = []
         for probe in probes:
             by_region = {row.region: row for row in probe.rows}
-            pair = by_region.get(region), by_region.get(CONTROL + region)
+            pair = by_region.get(region), by_region.get(RANDOM_MASK_PREFIX + region)
             items += map(tissue_experts_cell, pair)
         name = page_objects.PageCell(TISSUES.get(region, region))
         lines.append(page_objects.TableRow(name, items))
@@ -166,7 +171,7 @@ def tissue_expert_table(probes: Sequence[EpochTissueRouting], title: str) -> pag
 
 def tissue_experts_cell(row: TissueRoutingRow | None) -> page_objects.PageCell:
     if row is None:
-        return page_objects.NONE
+        return page_objects.DASH
     experts = "\n".join(f"{name} {score:.3f}" for name, score in row.experts)
     shares = [f"{row.share[name]:.0%}" for name, _ in row.experts if name in row.share]
     share = f"chosen by {', '.join(shares)}" if shares else ""
@@ -176,10 +181,9 @@ def tissue_experts_cell(row: TissueRoutingRow | None) -> page_objects.PageCell:
 def region_share_heatmap(rows: Sequence[TissueRoutingRow]) -> drawing.Figure:
     experts = list(dict.fromkeys(name for row in rows for name in row.share))
     table = np.array([[row.share.get(name, 0.0) for name in experts] for row in rows])
-    names = [row.region.replace(CONTROL, "random, as ") for row in rows]
-    labels = charts.HeatmapLabels(
-        "Choices by tissue", names, experts, "Expert", slanted=len(experts) > 6
-    )
+    names = [row.region.replace(RANDOM_MASK_PREFIX, "random, as ") for row in rows]
+    axes = ("Choices by tissue", names, experts, "Expert")
+    labels = charts.HeatmapLabels(*axes, slanted=len(experts) > 6)
     size = (1.6 + 0.62 * len(experts), 0.9 + 0.36 * len(rows))
     return charts.draw_heatmap(table, charts.percent_annotations(table), labels, size)
 

@@ -15,15 +15,15 @@ import yaml
 from moecore.core.source_layout import SHIPPED
 from moecore.report.column import Column
 from moecore.report.study_results import ModelResults, Models, list_without_none
-from moecore.statistics.comparisons import BOTH, crossed_difference
+from moecore.statistics.comparisons import OVER_ITEMS_AND_SEEDS, crossed_difference
 from moecore.statistics.intervals import Interval, mean_over_seed_pairs, mean_over_seeds
 from moecore.study import papers
 
 SCALES = {"share": 100.0, "bytes": 2.0**-20}  # page's unit (%, MiB) per unit of a result
-UNITS = {"share": " %", "bytes": " MiB"}
-MOST_DECIMALS = {"share": 2, "number": 6, "bytes": 1}  # other forms have none
-FIGURES_OF_WIDTH = 2  # significant figures of an interval's half-width
-FIGURES_OF_VALUE = 3  # significant figures of a value without an interval
+UNIT_SUFFIXES = {"share": " %", "bytes": " MiB"}
+MAX_DECIMALS = {"share": 2, "number": 6, "bytes": 1}  # other forms have none
+WIDTH_SIGNIFICANT_DIGITS = 2  # significant figures of an interval's half-width
+VALUE_SIGNIFICANT_DIGITS = 3  # significant figures of a value without an interval
 ROUNDING_WIDTH = 1e-9  # a smaller half width is rounding: the seeds are identical
 MINUS = "−"
 PIXEL = 255  # steps of a pixel's value in a picture file
@@ -38,18 +38,18 @@ class NumberFormat(NamedTuple):
         """Return the format with equal decimals for all values of a column."""
         # Two figures of the median half width; without intervals, three figures of the median
         # value, and one decimal of shares.
-        if form not in MOST_DECIMALS:
+        if form not in MAX_DECIMALS:
             return cls(form, 0)
         intervals = list(intervals)
         scale = SCALES.get(form, 1.0)
         limits = [interval.limits for interval in intervals if interval.limits]
         halves = [(high - low) / 2 * scale for low, high in limits]
         if wide := [half for half in halves if half > ROUNDING_WIDTH]:
-            return cls(form, count_decimals(median_low(wide), FIGURES_OF_WIDTH, form))
+            return cls(form, count_decimals(median_low(wide), WIDTH_SIGNIFICANT_DIGITS, form))
         sizes = [abs(interval.value) for interval in intervals if interval.value]
         if form != "number" or not sizes:
             return cls(form, 1)
-        return cls(form, count_decimals(median_low(sizes), FIGURES_OF_VALUE, form))
+        return cls(form, count_decimals(median_low(sizes), VALUE_SIGNIFICANT_DIGITS, form))
 
     def value(self, number: float) -> str:
         """Return a value as text with its unit: 91.2 % for the share 0.912, 3.0 MiB, 1 min 15 s."""
@@ -57,7 +57,7 @@ class NumberFormat(NamedTuple):
         text = self._text(number)
         if 0 < number and not text.strip("0."):
             text = f"< {text[:-1]}1"
-        return text + UNITS.get(self.form, "")
+        return text + UNIT_SUFFIXES.get(self.form, "")
 
     def difference(self, number: float) -> str:
         """Return a difference as text with its sign; shares are in percentage points (pp)."""
@@ -67,7 +67,7 @@ class NumberFormat(NamedTuple):
             return f"±{text}{unit}"
         return ("+" if number > 0 else MINUS) + text + unit
 
-    def size(self, number: float) -> str:
+    def magnitude(self, number: float) -> str:
         return self.difference(number).lstrip(f"+{MINUS}±")
 
     def interval(self, low: float, high: float) -> str:
@@ -108,7 +108,7 @@ class NumberFormat(NamedTuple):
 
 
 def count_decimals(size: float, figures: int, form: str) -> int:
-    return min(MOST_DECIMALS[form], max(0, figures - 1 - math.floor(math.log10(size))))
+    return min(MAX_DECIMALS[form], max(0, figures - 1 - math.floor(math.log10(size))))
 
 
 def format_duration(seconds: int) -> str:
@@ -153,7 +153,7 @@ class Cell(NamedTuple):
     """One value in the table of methods and metrics, with its interval."""
 
     interval: Interval
-    kind: str  # of its limits: BOTH, t, jackknife, wilson, bootstrap, quartiles or "" for none
+    kind: str  # of its limits: OVER_ITEMS_AND_SEEDS, t, jackknife, wilson, …; "" for none
     seeds: int
     # Significantly better than every other method of its column; controls are ignored.
     leads: bool = False
@@ -189,7 +189,7 @@ def cell_over_seeds(metric: Column, models: Sequence[ModelResults]) -> Cell | No
     has_items = len(items) == len(models) and len(counts) == 1 and counts != {1}
     if has_items and (half := crossed_difference(np.stack(items)).half_width()):
         mean = Interval(mean.value, mean.value - half, mean.value + half)
-        kind = BOTH
+        kind = OVER_ITEMS_AND_SEEDS
     if metric.form == "share" and mean.limits:
         low, high = mean.limits
         mean = Interval(mean.value, max(0.0, low), min(1.0, high))
@@ -220,7 +220,7 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[s
 
 
 class PaperModelNumbers(NamedTuple):
-    paper: str  # a key of PAPERS
+    paper: str  # a key of TITLES
     model: str
     source: str
     values: dict[str, float]  # name of our metric → number that the paper reports
@@ -228,14 +228,14 @@ class PaperModelNumbers(NamedTuple):
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_FILES = {
+_PAPER_FILES = {
     name: yaml.load(papers.find_paper_file(SHIPPED, name).read_text(encoding="utf-8"), _LOADER)
-    for name in papers.PAPERS
+    for name in papers.PAPER_FOLDERS
 }
-_COST = "Cost of a trained model (ERMoE, tables S2, S4, §12; MoGE, table 6)"
-_OTHERS = {  # tables of a page that no single paper has
+_COST_TITLE = "Cost of a trained model (ERMoE, tables S2, S4, §12; MoGE, table 6)"
+_OTHER_TABLES = {  # tables of a page that no single paper has
     "corruptions": {"title": "Common corruptions", "short": "Corruptions"},
-    "cost": {"title": _COST, "short": "Cost"},
+    "cost": {"title": _COST_TITLE, "short": "Cost"},
     "ages": {
         "title": "ERMoE-ba: age from brain scans (supplement §5, table S1)",
         "short": "Brain age",
@@ -243,11 +243,11 @@ _OTHERS = {  # tables of a page that no single paper has
         "cannot be compared with the paper's in height.",
     },
 }
-_ALL = _FILES | _OTHERS
-PAPERS: dict[str, str] = {name: paper["title"] for name, paper in _ALL.items()}
-SHORT: dict[str, str] = {name: paper["short"] for name, paper in _ALL.items()}
-NOTES: dict[str, str] = {name: paper.get("note", "") for name, paper in _ALL.items()}
-REPORTED = tuple(
+_ALL_TABLES = _PAPER_FILES | _OTHER_TABLES
+TITLES: dict[str, str] = {name: paper["title"] for name, paper in _ALL_TABLES.items()}
+SHORT_TITLES: dict[str, str] = {name: paper["short"] for name, paper in _ALL_TABLES.items()}
+NOTES: dict[str, str] = {name: paper.get("note", "") for name, paper in _ALL_TABLES.items()}
+REPORTED_MODELS = tuple(
     PaperModelNumbers(
         table.get("page", paper),
         model,
@@ -257,10 +257,10 @@ REPORTED = tuple(
             for metric, value in zip(table["metrics"], values, strict=True)
             if value is not None
         },
-        _FILES[paper]["name"],
+        _PAPER_FILES[paper]["name"],
     )
-    for paper, entries in _FILES.items()
+    for paper, entries in _PAPER_FILES.items()
     for table in entries["numbers"]
     for model, values in table["models"].items()
 )
-COSTS = {model.model: model for model in REPORTED if model.paper == "cost"}
+REPORTED_COSTS = {model.model: model for model in REPORTED_MODELS if model.paper == "cost"}

@@ -25,7 +25,7 @@ from moecore.report.study_results import (
     StudyResults,
     add_measurement_stage_names,
 )
-from moecore.report.tables.cells import PAPERS, Cell, cell_to_json, method_cells_over_seeds
+from moecore.report.tables.cells import TITLES, Cell, cell_to_json, method_cells_over_seeds
 from moecore.study.model_rules import build_phase_model, planned_image_spec
 from moecore.study.run_and_claims import Comparison
 from moecore.study.run_and_claims import PhaseName as PhaseName
@@ -34,7 +34,7 @@ from moecore.study.study import Study
 from moecore.study.yaml_document import did_you_mean
 from moecore.tasks.regression import Regression
 
-LISTED = 40  # metrics that a message names
+MAX_LISTED_METRICS = 40  # metrics that a message names
 SCORES = {"regression": "mae", "next_token": "nats"}  # by the kind of task; others have accuracy
 # entries of compare.json that are no methods
 PlannedMetrics = dict[str, PlannedMetric]  # by name
@@ -53,7 +53,7 @@ def phase_result_columns(phase: PhaseResults) -> list[Column]:
         if shown.applies(phase.task)
         for column in shown.columns.columns(build_column_context(phase, shown.kind))
     ]
-    order = ["", *PAPERS]
+    order = ["", *TITLES]
     return sorted(metrics, key=lambda metric: order.index(metric.paper))
 
 
@@ -104,7 +104,7 @@ def best_by_disjoint_intervals(metric: Column, cells: Mapping[str, Cell]) -> str
 
 
 def used_tests(results: StudyResults, phase: PhaseResults, compared: ComparisonTable) -> set[str]:
-    """Return the tests that decided a table's marks: keys of ``significance.WORDS``."""
+    """Return the tests that decided a table's marks: keys of ``significance.TEST_DESCRIPTIONS``."""
     tests = set()
     rows = {name: row for name, row in compared.cells.items() if name not in results.controls}
     for metric in compared.metrics:
@@ -205,7 +205,7 @@ def unanswerable_claims(
     }
     for display in displays:
         if display.stage in study.run.calculations:
-            planned[display.stage] = display.columns.foreseen(PlannedPhase(study, "accuracy", ""))
+            planned[display.stage] = display.columns.planned(PlannedPhase(study, "accuracy", ""))
 
     @cache  # many claims name the same methods
     def metrics_of(phase: PhaseName, method: str) -> PlannedMetrics:
@@ -258,9 +258,9 @@ def _metric_problems(
     for key, name in (("metric", comparison.metric), ("against_metric", comparison.against_metric)):
         if name and name not in metrics:
             names = tuple(metrics)
-            listed = ", ".join(names[:LISTED])
-            if len(names) > LISTED:
-                listed += f" and {len(names) - LISTED} more"
+            listed = ", ".join(names[:MAX_LISTED_METRICS])
+            if len(names) > MAX_LISTED_METRICS:
+                listed += f" and {len(names) - MAX_LISTED_METRICS} more"
             hint = did_you_mean(name, names)
             if name in absent:
                 hint = f", a metric of {absent[name]}"
@@ -297,6 +297,6 @@ def expected_metrics(study: Study, stages: Collection[str], phase: PhaseName) ->
             refusal = shown.kind.model_refusal if shown.within else None
             metrics |= {
                 name: planned._replace(stage=shown.stage, refusal=refusal)
-                for name, planned in shown.columns.foreseen(ahead).items()
+                for name, planned in shown.columns.planned(ahead).items()
             }
     return metrics

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
 from moecore.measure.pixel_baselines import LOGISTIC
-from moecore.report.claims.claims_table import ANSWERS, build_claim_row
-from moecore.report.claims.evaluation import describe_sensitivity
+from moecore.report.claims import claims_table, evaluation
 from moecore.report.claims.significance import LEVEL, compare_with_reference
 from moecore.report.column import Column, score_slug
 from moecore.report.headline_quantities import HEADLINES
@@ -35,7 +34,7 @@ from moecore.tasks import multi_label, next_token
 # Columns of scores under attack begin so; those of each epsilon and of their mean are for claims.
 MAX_LINES = 25  # of the end of a run
 LOWER_IS_BETTER = ("test_mae", "ppl")
-ATTACKED = re.compile(r"(accuracy|attacked_mae)_(?!.*(_at_|_mean$))")
+ATTACKED_COLUMN_PATTERN = re.compile(r"(accuracy|attacked_mae)_(?!.*(_at_|_mean$))")
 Rows = list[dict[str, str]]  # per phase and method: headline metric → value as text
 
 
@@ -46,7 +45,7 @@ def headline_rows(compared: Mapping[str, Any]) -> Rows:
         return []
     names = [headline.name for headline in HEADLINES if headline.terminal]
     place = names.index("ece_after")
-    names[place:place] = [name for name in measured[0] if ATTACKED.match(name)]
+    names[place:place] = [name for name in measured[0] if ATTACKED_COLUMN_PATTERN.match(name)]
     names = [name for name in names if any(name in cells for cells in measured)]
     all_rows = []
     for phase in next(iter(methods.values())):
@@ -87,7 +86,7 @@ def claim_lines(claims: Mapping[str, Any], texts: Mapping[str, str] = {}) -> lis
     """Return one line per claim of compare.json; texts: verdict → printed text."""
     lines = []
     for name, entry in claims.items():
-        row = build_claim_row(entry)
+        row = claims_table.build_claim_row(entry)
         limits = "(no interval)"
         notes = [row.holm_note(texts), row.detectable, row.excludes]
         if row.difference_limits:
@@ -140,7 +139,7 @@ def _print_summary(compared: Mapping[str, Any], page: str) -> None:
         rows = best_rows_by_phase(compared, all_rows, MAX_LINES - 2 - lines)
     else:
         after += claim_lines(compared.get("claims", {}))
-        after += claim_lines(compared.get("questions", {}), ANSWERS)
+        after += claim_lines(compared.get("questions", {}), claims_table.ANSWERS)
     heads = [name.replace("_", " ") for name in next(iter(rows), [])]
     cells = [list(row.values()) for row in rows]
     widths = accumulate(2 + max(map(len, column)) for column in zip(heads, *cells, strict=True))
@@ -190,19 +189,19 @@ def main_result_sentence(results: StudyResults) -> str:
         cells = {method: cell for method, cell in all_cells.items() if cell is not None}
     if column is None or not cells:
         return f"{subject}: no test score was measured."
-    finding = describe_best(phase, column, cells)
-    guess = find_guess(phase)
+    finding = describe_best_method(phase, column, cells)
+    guess = best_guess(phase)
     if guess and not any(beats_guess(cell, guess, column.better) for cell in cells.values()):
         finding += f"; no method is shown to beat a guess ({guess.words})"
     if linear := phase.baselines.get(LOGISTIC):
         number_format = NumberFormat.of(column.form, [linear.interval])
         finding += f"; {LOGISTIC} on pixels reaches {number_format.value(linear.value)}"
-    if shown := describe_sensitivity(results, phase):
+    if shown := evaluation.describe_whether_routers_differ(results, phase):
         finding += f"; {shown}"
     return f"{subject}: {finding}."
 
 
-def describe_best(phase: PhaseResults, column: Column, cells: Mapping[str, Cell]) -> str:
+def describe_best_method(phase: PhaseResults, column: Column, cells: Mapping[str, Cell]) -> str:
     """Return a clause: the best method, and the methods that no test tells apart from it."""
     score = phase.task.score
     sign = -1 if column.better == "lower" else 1
@@ -226,7 +225,7 @@ def describe_best(phase: PhaseResults, column: Column, cells: Mapping[str, Cell]
         limits = tests[rival].difference.limits or ()
         lead = Interval(lead.value, *sorted(-sign * limit for limit in limits))
         why = f"95 % interval {NumberFormat.of(column.form, [lead]).limits(lead)}"
-    size = NumberFormat.of(column.form, [lead]).size(lead.value)
+    size = NumberFormat.of(column.form, [lead]).magnitude(lead.value)
     size = f"{size.replace(' pp', ' percentage points')} {score.unit}".rstrip()
     clause = f"the {score.label} of {best} is {size} {score.better} than that of {rival} ({why})"
     if score.name == "accuracy":
@@ -236,21 +235,19 @@ def describe_best(phase: PhaseResults, column: Column, cells: Mapping[str, Cell]
     return clause
 
 
-def find_guess(phase: PhaseResults) -> ConstantGuess | None:
+def best_guess(phase: PhaseResults) -> ConstantGuess | None:
     """Return the score of always giving the best constant answer; None if unknown."""
     task = phase.task
     counts = phase.card.get("counts", {}).get("test", {})
     if task.classes and set(counts) == set(task.classes):
-        frequent = max(counts, key=counts.__getitem__)
+        label = max(counts, key=counts.__getitem__)
         total = sum(counts.values())
         if isinstance(task, multi_label.MultiLabel):
             total = phase.card["images"]["test"]
-        return ConstantGuess(
-            counts[frequent] / total, f"always {frequent}, the most frequent class"
-        )
+        return ConstantGuess(counts[label] / total, f"always {label}, the most frequent class")
     if isinstance(task, next_token.NextToken):
         return ConstantGuess(math.log(task.words), "all words are equally likely")
-    for model in phase.every:
+    for model in phase.all_models:
         if model.outcome is not None and model.outcome.median_mae is not None:
             return ConstantGuess(model.outcome.median_mae, f"always the median {task.answers[0]}")
     return None

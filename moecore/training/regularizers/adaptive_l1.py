@@ -6,9 +6,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from moecore.core import ranks, routing_records
 from moecore.core.files import UserError
-from moecore.core.ranks import total_over_ranks
-from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
 from moecore.training.regularizers.base import Regularizer, check_has_experts, sum_over_layers
 
 
@@ -22,7 +21,7 @@ class AdaptiveL1(Regularizer):
     kind: Literal["adaptive_l1"] = "adaptive_l1"
     weight: float = Field(1.0, ge=0, description="factor in the objective, times the router's λ")
 
-    def __call__(self, step: ObjectiveInputs) -> Tensor:
+    def __call__(self, step: routing_records.ObjectiveInputs) -> Tensor:
         check_has_experts(step)
         buffers = step.model.named_buffers()
         weights = [buffer for name, buffer in buffers if name.endswith("router.l1_weight")]
@@ -32,10 +31,10 @@ class AdaptiveL1(Regularizer):
         return weights[0] * sum_over_layers(step, lambda record: gate_l1_penalty(record, k))
 
 
-def gate_l1_penalty(record: RoutingRecord, k: int) -> Tensor:
+def gate_l1_penalty(record: routing_records.RoutingRecord, k: int) -> Tensor:
     """Return ReMoE's penalty of a layer's gates g: (E/k) Σ_e (n_e/N) mean_i g_ie (§3.3)."""
     # n_e: how many of the N tokens of all ranks use expert e, without gradient.
-    counts = total_over_ranks(record.chosen.sum(dim=(0, 1)))
-    gates = total_over_ranks(record.combine.sum(dim=(0, 1)))
-    tokens = total_over_ranks(torch.full_like(counts[0], record.chosen[..., 0].numel()))
+    counts = ranks.total_over_ranks(record.chosen.sum(dim=(0, 1)))
+    gates = ranks.total_over_ranks(record.combine.sum(dim=(0, 1)))
+    tokens = ranks.total_over_ranks(torch.full_like(counts[0], record.chosen[..., 0].numel()))
     return len(counts) / k * (counts / tokens * gates / tokens).sum()

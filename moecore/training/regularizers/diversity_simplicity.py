@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import ObjectiveInputs
-from moecore.nn.routers.token_choice import FLOOR
+from moecore.nn.routers.token_choice import MIN_NORM
 from moecore.training.distributed_training import to_full_tensor
 from moecore.training.regularizers.base import Regularizer, check_has_experts
 
@@ -38,7 +38,7 @@ class DiversitySimplicity(Regularizer):
 def embedding_loss(*, embeddings: Tensor) -> Tensor:
     """Return the norm of cosines between embeddings (diversity) plus their mean length."""
     # Embeddings (E, d) of all experts, also unused ones: DynMoE's code leaves out removed ones.
-    directions = normalize(embeddings, dim=-1, eps=FLOOR)
+    directions = normalize(embeddings, dim=-1, eps=MIN_NORM)
     cosines = directions @ directions.mT
     diagonal = torch.eye(len(cosines), dtype=torch.bool, device=cosines.device)
     similarity = torch.linalg.matrix_norm(cosines.masked_fill(diagonal, 0))

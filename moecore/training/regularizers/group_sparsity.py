@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moecore.core import ranks, routing_records
 from moecore.core.config import Misfits, Surroundings, list_idle_settings
-from moecore.nn.experts.base import map_shape
+from moecore.nn.experts.base import expert_grid_shape
 from moecore.training.regularizers.base import Regularizer, sum_over_layers
 
 Reduction = Literal["mean", "authors"]
@@ -86,11 +86,11 @@ def group_sparsity(
     """Return the mean over tokens of Σ sqrt(F ∗ Z²) over map positions (MoGE, algorithm 1)."""
     # ``reduction`` "authors": as in their repository MoGE, commit c54f89c; the paper's text defines
     # neither. probs: (B, T, E), clean, each token sums to 1; Z is a token's probs as the map of
-    # ``map_shape``, row by row. F sums to 1 and is size × size experts, cut to shorter sides of the
-    # map (our choice); sigma is in experts, infinite for the average. A scalar > 0.
+    # ``expert_grid_shape``, row by row. F sums to 1 and is size × size experts, cut to a shorter
+    # side of the map (our choice); sigma is in experts, infinite for the average. A scalar > 0.
     # A Gaussian is a product of its rows and columns, so the convolution is two sums of shifted
     # slices: 0.5 ms on one core at 6304 tokens × 8 experts; conv2d takes 1.4 ms.
-    rows, columns = map_shape(probs.shape[-1])
+    rows, columns = expert_grid_shape(probs.shape[-1])
     tall, wide = min(size, rows), min(size, columns)
     with torch.autocast(probs.device.type, enabled=False):
         energy = probs.square().reshape(-1, rows, columns)

@@ -6,9 +6,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from moecore.core import ranks, routing_records
 from moecore.core.config import Config, Misfits, Surroundings
-from moecore.core.ranks import total_over_ranks
-from moecore.core.routing_records import ObjectiveInputs
 from moecore.training.regularizers.base import Regularizer, check_has_experts
 
 TEMPERATURE = 0.1  # scores are divided by it before the softmax: cosines are close to each other
@@ -55,7 +54,7 @@ class RegionRouting(Regularizer):
 
     kind: Literal["region_routing"] = "region_routing"
 
-    def __call__(self, step: ObjectiveInputs) -> Tensor:
+    def __call__(self, step: routing_records.ObjectiveInputs) -> Tensor:
         check_has_experts(step)
         if (belongs := step.batch.belongs) is None:
             return step.output.routing[0].logits.new_zeros(())
@@ -74,5 +73,5 @@ def region_routing_loss(*, scores: Tensor, belongs: Tensor, temperature: float) 
     has_expert = belongs >= 0
     log_probs = log.gather(-1, belongs.clamp_min(0).unsqueeze(-1)).squeeze(-1)
     count = has_expert.sum().to(log_probs.dtype)
-    total = total_over_ranks(torch.stack([log_probs.where(has_expert, 0).sum(), count]))
+    total = ranks.total_over_ranks(torch.stack([log_probs.where(has_expert, 0).sum(), count]))
     return -total[0] / total[1].clamp_min(1)

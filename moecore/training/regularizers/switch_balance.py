@@ -6,10 +6,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Misfits, Surroundings, list_idle_settings
+from moecore.core import config, routing_records
 from moecore.core.files import UserError
 from moecore.core.ranks import total_over_ranks
-from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
 from moecore.nn.routers.base import group_images
 from moecore.training.regularizers.base import Regularizer, sum_over_layers
 
@@ -36,7 +35,7 @@ class SwitchBalance(Regularizer):
         "routed", description="experts that count: the chosen, or those with the largest probs"
     )
 
-    def misfits(self, around: Surroundings) -> Misfits:
+    def misfits(self, around: config.Surroundings) -> config.Misfits:
         yield from super().misfits(around)
         router = around.router
         if router is not None and not router.chooses_per_token:
@@ -45,17 +44,17 @@ class SwitchBalance(Regularizer):
             yield (), f"{text} experts equally; allowed: {allowed}"
         if self.level != "group":
             reason = f"the level is {self.level}"
-            yield from list_idle_settings(self, ["group_size"], reason, "level: group")
+            yield from config.list_idle_settings(self, ["group_size"], reason, "level: group")
             return
         for phase, images in around.images.items():
             if images % self.group_size:
                 text = f"found {self.group_size}, and a step of {phase} has {images} images"
                 yield ("group_size",), f"{text}; allowed: a divisor of these"
 
-    def __call__(self, step: ObjectiveInputs) -> Tensor:
+    def __call__(self, step: routing_records.ObjectiveInputs) -> Tensor:
         return sum_over_layers(step, self.of_layer)
 
-    def of_layer(self, record: RoutingRecord) -> Tensor:
+    def of_layer(self, record: routing_records.RoutingRecord) -> Tensor:
         """Return E Σ_e f_e P_e, mean over the sets of tokens (Switch, eq. 4–6; GShard)."""
         # Levels: arXiv 2501.11873. f: share of a set's choices; P: mean probability. 1 if f or P is
         # even; E/k if k experts share all choices and all probability evenly.

@@ -60,16 +60,16 @@ def measure_expert_use(model: Model, split: Split, images: int) -> dict[str, Exp
         weights, chosen = record.combine.flatten(0, 1), record.chosen.flatten(0, 1)
         layer_sums = sums.setdefault(name, ExpertUseSums(layer.number))
         layer_sums.tokens += len(weights)
-        for expert, outputs in enumerate(compute_all_outputs(layer, tokens.flatten(0, 1))):
+        for expert, outputs in enumerate(outputs_of_all_experts(layer, tokens.flatten(0, 1))):
             layer_sums.add_outputs(expert, outputs, weights[:, expert], chosen[:, expert])
 
-    with watching_layers(model, add_batch):
+    with calling_after_each_routing(model, add_batch):
         predict.predict_in_batches(model, pixels, BATCH, routing=False, prediction=False)
     return {name: layer_sums.average() for name, layer_sums in sums.items()}
 
 
 @contextmanager
-def watching_layers(
+def calling_after_each_routing(
     model: nn.Module, watch: Callable[[str, MoEFeedForward, Tensor, RoutingRecord], None]
 ) -> Iterator[None]:
     """Call ``watch(name, layer, tokens, record)`` after every routing in the ``with`` block."""
@@ -84,7 +84,7 @@ def watching_layers(
         yield
 
 
-def compute_all_outputs(layer: MoEFeedForward, tokens: Tensor) -> Iterator[Tensor]:
+def outputs_of_all_experts(layer: MoEFeedForward, tokens: Tensor) -> Iterator[Tensor]:
     """Yield the output (N, d) of each network of a layer for all tokens (N, d)."""
     for expert in range(layer.number):
         ends = torch.zeros(layer.number, dtype=torch.int32, device=tokens.device)
@@ -128,7 +128,7 @@ class ExpertReduction(Config, ABC):
         return remaining
 
 
-def check_token_choice(moe: MoESettings, action: str) -> None:
+def check_tokens_choose_experts(moe: MoESettings, action: str) -> None:
     """Raise UserError unless tokens choose complete experts; ``action``: merged or pruned."""
     if not moe.router.chooses_per_token or "teacher" in moe.router.wants:
         raise UserError.at(
@@ -144,14 +144,13 @@ def check_token_choice(moe: MoESettings, action: str) -> None:
         )
 
 
-def rebuild_with_moe_settings(model: Model, moe: MoESettings) -> Model:
-    """Build a model like ``model`` with other MoE settings and random weights."""
+def build_untrained_with_moe_settings(model: Model, moe: MoESettings) -> Model:
     with torch.random.fork_rng(devices=[]):
         return model.config.build(model.image, moe).eval()
 
 
 def build_reduced_model(model: Model, moe: MoESettings, weights: Mapping[str, Tensor]) -> Model:
-    reduced = rebuild_with_moe_settings(model, moe)
+    reduced = build_untrained_with_moe_settings(model, moe)
     reduced.load_state_dict(dict(weights))
     return reduced.to(next(model.parameters()).device)
 

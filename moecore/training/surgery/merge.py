@@ -30,7 +30,7 @@ class Merge(expert_reduction.ExpertReduction):
     fold: bool = Field(True, description="sum routing in clusters; false: E equal experts")
 
     def reduced_settings(self, moe: MoESettings) -> MoESettings:
-        expert_reduction.check_token_choice(moe, "merged")
+        expert_reduction.check_tokens_choose_experts(moe, "merged")
         if not moe.experts.has_hidden_units:
             raise UserError.at("experts.kind", found=moe.experts.kind, allowed="mlp (hidden units)")
         number = self.count_remaining_experts(moe)
@@ -52,9 +52,9 @@ class Merge(expert_reduction.ExpertReduction):
         number = self.count_remaining_experts(model.experts_and_router)
         weights = model.state_dict()
         for layer, use in uses.items():
-            clusters, _ = cluster_outputs(use.means, number, self.linkage)
+            clusters, _ = cluster_experts(use.means, number, self.linkage)
             counts = use.counts if self.weights == "frequency" else torch.ones_like(use.counts)
-            shares = cluster_shares(clusters, counts, number)
+            shares = member_shares(clusters, counts, number)
             for name in [name for name in weights if name.startswith(f"{layer}.experts.")]:
                 weights[name] = merge_parameter(weights[name], shares)
                 if not self.fold:
@@ -67,7 +67,7 @@ class Merge(expert_reduction.ExpertReduction):
         return expert_reduction.build_reduced_model(model, moe, weights)
 
 
-def cluster_outputs(
+def cluster_experts(
     means: Tensor, number: int, linkage: Linkage
 ) -> tuple[Tensor, tuple[float, ...]]:
     """Cluster experts by mean outputs; return clusters (E,) int64 and merge distances."""
@@ -93,7 +93,7 @@ def cluster_outputs(
     return labels, tuple(heights)
 
 
-def cluster_shares(clusters: Tensor, counts: Tensor, number: int) -> Tensor:
+def member_shares(clusters: Tensor, counts: Tensor, number: int) -> Tensor:
     """Return experts' weights per cluster, (number, E), by token counts; equal if all are 0."""
     members = torch.nn.functional.one_hot(clusters, number).T.double()
     shares = members * counts.double()

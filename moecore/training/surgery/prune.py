@@ -28,7 +28,7 @@ class Prune(expert_reduction.ExpertReduction):
     )
 
     def reduced_settings(self, moe: MoESettings) -> MoESettings:
-        expert_reduction.check_token_choice(moe, "pruned")
+        expert_reduction.check_tokens_choose_experts(moe, "pruned")
         if not moe.router.has_expert_rows:
             raise UserError.at(
                 "router.kind",
@@ -67,7 +67,7 @@ def select_expert_weights(
     model: Model, moe: MoESettings, remaining: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the weights of ``model`` for the ``remaining`` experts (layer → indices (M,))."""
-    reduced = expert_reduction.rebuild_with_moe_settings(model, moe).state_dict()
+    reduced = expert_reduction.build_untrained_with_moe_settings(model, moe).state_dict()
     weights = model.state_dict()
     previous: Tensor | None = None
     for layer, experts in remaining.items():

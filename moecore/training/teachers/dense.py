@@ -29,7 +29,7 @@ class Dense(Teacher):
         if self.data is None:
             return pretraining
         path = work / "data"
-        if ranks.current_ranks().first and not path.is_dir():
+        if ranks.rank_and_size().is_first and not path.is_dir():
             with files.atomic_folder(path) as folder:
                 self.data.write(folder)
         ranks.broadcast_text("prepared")  # the other ranks wait here

@@ -17,7 +17,7 @@ from moecore.training.teachers.base import Teacher
 HEAD_WIDTH = 64
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
-NAMES = (  # open_clip's → ours; the first match counts
+WEIGHT_NAME_PATTERNS = (  # open_clip's → ours; the first match counts
     (r"visual\.conv1\.weight", "visual.patch_embed.proj.weight"),
     (r"visual\.class_embedding", "visual.cls_token"),
     (r"visual\.positional_embedding", "visual.pos_embed"),
@@ -31,7 +31,7 @@ NAMES = (  # open_clip's → ours; the first match counts
     (r"ln_final\.", "text.norm."),
     (r"text_projection", "text.projection.weight"),
 )
-BLOCK_NAMES = (  # within a block
+BLOCK_WEIGHT_NAMES = (  # within a block
     ("ln_1.", "norm1."),
     ("ln_2.", "norm2."),
     ("attn.in_proj_", "attn.qkv."),
@@ -96,12 +96,12 @@ def rename_clip_weights(weights: Mapping[str, Tensor], file: str) -> dict[str, T
     ours_by_name: dict[str, Tensor] = {}
     for name, value in weights.items():
         new = name
-        for pattern, ours in NAMES:
+        for pattern, ours in WEIGHT_NAME_PATTERNS:
             if re.match(pattern, name):
                 new = re.sub(f"^{pattern}", ours, name)
                 break
         if ".blocks." in new:
-            for theirs, ours in BLOCK_NAMES:
+            for theirs, ours in BLOCK_WEIGHT_NAMES:
                 new = new.replace(theirs, ours)
         ours_by_name[new] = value.float()
     needed = ("visual.patch_embed.proj.weight", "visual.head.weight", "text.projection.weight")

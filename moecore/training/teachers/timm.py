@@ -19,9 +19,9 @@ from moecore.training.teachers.base import Teacher
 # Buffers of a Swin that follow from its sizes; no weights.
 BUFFERS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_bias")
 MODULES = ("vision_transformer", "deit", "swin_transformer", "swin_transformer_v2")  # of timm
-ALLOWED = "plain ViT, DeiT, DeiT-III (vit_*, deit_*, deit3_*), Swin V1 and V2 (swin_*, swinv2_*)"
+SUPPORTED = "plain ViT, DeiT, DeiT-III (vit_*, deit_*, deit3_*), Swin V1 and V2 (swin_*, swinv2_*)"
 Pooling = Literal["mean", "class", "class+distillation"]
-POOLING: tuple[Pooling, ...] = ("mean", "class", "class+distillation")  # by special tokens
+POOLING_BY_SPECIAL_TOKENS: tuple[Pooling, ...] = ("mean", "class", "class+distillation")
 
 
 class Timm(Teacher):
@@ -37,13 +37,13 @@ class Timm(Teacher):
     def build(self, image: ImageSpec) -> BackboneModel:
         """Return the pretrained model, with timm's normalisation and interpolated positions."""
         # Classes are named by number. Raises UserError for a name or a file that does not fit.
-        model, weights = self._convert(self._load_source(image), image)
+        model, weights = self._convert(self._load_timm_model(image), image)
         model.load_state_dict(weights)
         return model.eval()
 
     def check_name(self, image: ImageSpec) -> None:
         """Raise UserError for a name that timm does not know, or a model that moecore lacks."""
-        timm = self._import_timm()
+        timm = self._import_timm_and_check_name()
         source = timm.create_model(self.name, pretrained=False, **self._image_arguments(image))
         self._convert(source, image)
 
@@ -68,7 +68,7 @@ class Timm(Teacher):
                 settings = swin_settings(source)
                 trained = spec.model_copy(update={"size": source.patch_embed.img_size[0]})
                 model = settings.trained_on(trained).build(spec)
-                weights = model.adapt_weights(swin_weights(weights), settings, trained)
+                weights = model.adapt_weights(rename_swin_weights(weights), settings, trained)
             else:
                 model = vit_settings(source).build(spec)
         except UserError as error:
@@ -83,17 +83,16 @@ class Timm(Teacher):
         return model, weights
 
     def _name_error(self, reason: str) -> UserError:
-        return UserError.at("teacher.name", found=f"{self.name}, {reason}", allowed=ALLOWED)
+        return UserError.at("teacher.name", found=f"{self.name}, {reason}", allowed=SUPPORTED)
 
     @property
     def _is_swin(self) -> bool:
         return self.name.startswith(("swin_", "swinv2_"))
 
     def _image_arguments(self, image: ImageSpec) -> dict[str, Any]:
-        """Return the arguments in_chans and img_size of timm's constructor."""
         return {"in_chans": image.channels, "img_size": None if self._is_swin else image.size}
 
-    def _import_timm(self) -> Any:
+    def _import_timm_and_check_name(self) -> Any:
         """Return the module timm; UserError if it does not know the name or has no weights."""
         with torch.device("cpu"):  # tensors that timm creates at import need values
             define_missing_operators()
@@ -120,8 +119,8 @@ class Timm(Teacher):
             )
         return timm
 
-    def _load_source(self, image: ImageSpec) -> Any:
-        timm = self._import_timm()
+    def _load_timm_model(self, image: ImageSpec) -> Any:
+        timm = self._import_timm_and_check_name()
         overlay = None
         try:
             if self.checkpoint is not None:
@@ -136,15 +135,13 @@ class Timm(Teacher):
             )
         except SafetensorError as error:
             file = self.checkpoint or f"the downloaded weights of {self.name}"
-            raise UserError(
-                f"teacher.checkpoint: {file}: damaged ({error}); copy or download it again"
-            ) from error
+            why = f"damaged ({error}); copy or download it again"
+            raise UserError(f"teacher.checkpoint: {file}: {why}") from error
         except RuntimeError as error:
             if self.checkpoint is None:
                 raise
-            raise UserError(
-                f"teacher.checkpoint: {self.checkpoint} does not hold {self.name}: {error}"
-            ) from error
+            why = f"does not hold {self.name}: {error}"
+            raise UserError(f"teacher.checkpoint: {self.checkpoint} {why}") from error
 
 
 def unsupported_features(source: Any) -> list[str]:
@@ -195,7 +192,7 @@ def vit_settings(source: Any) -> vit.Vit:
         depth=len(source.blocks),
         heads=block.attn.num_heads,
         mlp_ratio=block.mlp.fc1.out_features / source.embed_dim,
-        pooling=POOLING[source.num_prefix_tokens],
+        pooling=POOLING_BY_SPECIAL_TOKENS[source.num_prefix_tokens],
         position_on_class=not source.no_embed_class,
         layer_scale=None if isinstance(block.ls1, nn.Identity) else 1e-6,
         qkv_bias=block.attn.qkv.bias is not None,
@@ -222,7 +219,7 @@ def swin_settings(source: Any) -> swin.SwinSettings:
     )
 
 
-def swin_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def rename_swin_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename timm's Swin weights as in moecore, without buffers."""
     return {
         name.replace("head.fc.", "head."): value

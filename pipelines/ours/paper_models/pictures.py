@@ -5,10 +5,10 @@ from typing import Any
 
 from moecore.measure.values import Found
 from moecore.report.figures.drawing import GUIDE, PALETTE, Figure, empty_figure, styled_drawing
-from moecore.report.page.page_objects import EMPTY, NONE, PageBlock, PageCell, PageTable, TableRow
+from moecore.report.page.page_objects import DASH, EMPTY, PageBlock, PageCell, PageTable, TableRow
 from moecore.report.results_and_displays import Figures, Pictures
 from moecore.report.study_results import PhaseResults
-from moecore.report.tables.cells import COSTS, PaperModelNumbers
+from moecore.report.tables.cells import REPORTED_COSTS, PaperModelNumbers
 from paper_models.sizes import METRICS, Sizes
 
 LIMIT = 0.01  # larger relative differences are explained
@@ -66,7 +66,7 @@ def find_paper_numbers(model: Model) -> PaperModelNumbers:
     """Return the paper's numbers of a model, empty if none; KeyError for an unknown reference."""
     name = model["reported"]
     if name:
-        return COSTS[name]
+        return REPORTED_COSTS[name]
     return PaperModelNumbers("cost", model["name"], "", {})
 
 
@@ -100,7 +100,7 @@ def count_beside_paper(result: Found, model: Model, metric: str) -> PageCell:
     paper = find_paper_numbers(model).values.get(metric)
     note = "" if paper is None else f"paper {format_size(paper, metric)}"
     if value is None:
-        return PageCell("–", small=note) if note else NONE
+        return PageCell("–", small=note) if note else DASH
     if paper is not None:
         apart = f"{100 * (value / paper - 1):+.1f}\u00a0%".replace("-", "−")
         note += f", {apart}"

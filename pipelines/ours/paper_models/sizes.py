@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moecore.core.config import Misfits
 from moecore.measure.cost import whole_and_routing_flops
-from moecore.nn.backbones.base_model import parameter_counts
+from moecore.nn.backbones.base_model import count_total_and_active_parameters
 from moecore.nn.predict import meta_device_context
 from moecore.parts import (
     Backbone,
@@ -27,7 +27,7 @@ from moecore.parts import (
     Surroundings,
     Values,
 )
-from moecore.training.meter import LiveBytes, live_training_tensors
+from moecore.training.meter import LiveBytesCounter, live_training_tensors
 from moecore.training.method import Method
 
 METRICS = {
@@ -93,11 +93,13 @@ class Sizes(Calculation):
 
     def misfits(self, around: Surroundings) -> Misfits:
         """Yield (keys, message) for models that cannot be built, and that no paper reports."""
-        from moecore.report.tables.cells import COSTS
+        from moecore.report.tables.cells import REPORTED_COSTS
 
         for index, model in enumerate(self.models):
-            if model.reported and model.reported not in COSTS:
-                text = f"found {model.reported}; allowed: empty, or one of {', '.join(COSTS)}"
+            if model.reported and model.reported not in REPORTED_COSTS:
+                text = (
+                    f"found {model.reported}; allowed: empty, or one of {', '.join(REPORTED_COSTS)}"
+                )
                 yield ("models", index, "reported"), text
             if model.model is not None and (refused := find_refusal(model.model_dump_json())):
                 keys, text = refused
@@ -119,11 +121,11 @@ class Sizes(Calculation):
 @cache
 def find_refusal(settings: str) -> tuple[tuple[str, ...], str] | None:
     """Return (keys, message) if a model cannot be built, or None; settings: PaperModel as JSON."""
-    from moecore.study.model_rules import REFUSED, split_key_and_message
+    from moecore.study.model_rules import BUILD_ERRORS, split_key_and_message
 
     try:
         build_on_meta(PaperModel.model_validate_json(settings))
-    except REFUSED as error:
+    except BUILD_ERRORS as error:
         return split_key_and_message(error)
     return None
 
@@ -133,7 +135,7 @@ def count_sized_model(paper_model: PaperModel) -> dict[str, float]:
     if paper_model.model is None:
         return {}
     model = build_on_meta(paper_model)
-    counts: dict[str, float] = {**parameter_counts(model)}
+    counts: dict[str, float] = {**count_total_and_active_parameters(model)}
     layers = 0
     if model.moe is not None:
         layers = len(model.moe.indices(paper_model.model.depth))
@@ -167,7 +169,7 @@ def training_step_memory(model: BackboneModel, pixels: Tensor) -> int:
     model.train()
     with meta_device_context():
         run_step()
-        with LiveBytes(live_training_tensors([model], optimizer, pixels)) as live:
+        with LiveBytesCounter(live_training_tensors([model], optimizer, pixels)) as live:
             run_step()
     return live.peak
 

@@ -219,7 +219,7 @@ def test_undone_each_split_is_the_docstrings_own(tmp_path):
     back = draw_word_ciphers(3, data.task.outputs, [0, 1], 0).argsort(axis=1)
     lines = {}
     for split in SPLITS:
-        words, kinds = data.text_rows(split)
+        words, kinds = data.tokens_with_kinds(split)
         assert np.array_equal(back[kinds.clip(1) - 1, words], plain.tokens[split])
         ends = np.flatnonzero(plain.tokens[split] == 0) + 1
         paragraphs = np.split(plain.tokens[split], ends)[:-1]
@@ -243,7 +243,9 @@ def test_windows_and_streams_say_the_kinds_after_the_words(tmp_path):
     told = [part[start : start + 4].tolist() for part in (words, kinds) for start in (16, 20)]
     assert data.test.images[5].tolist() == told
     assert np.array_equal(data.test.labels[5], words[21:25])
-    read, following, _ = TextStreams(torch.from_numpy(data.text_rows("train")), 4).take(2, 0, 1)
+    read, following, _ = TextStreams(torch.from_numpy(data.tokens_with_kinds("train")), 4).take(
+        2, 0, 1
+    )
     train = [written.tokens["train"], written.truth["train"]]
     assert read[1].tolist() == [part[304:308].tolist() for part in train]
     assert following[1].tolist() == train[0][305:309].tolist()
@@ -274,7 +276,7 @@ def unpacked(split: Split) -> tuple[np.ndarray, np.ndarray]:
 
 def test_a_cluster_is_its_centre_and_the_label_its_features_sign(tmp_path):
     source = Clusters(**FEW, clusters=3, grid=3)
-    directions = np.concatenate(source._rule())
+    directions = np.concatenate(source._seeded_rule())
     assert np.allclose(directions @ directions.T, np.eye(6))
     split = prepared_vectors(source, tmp_path).test
     values, kinds = unpacked(split)
@@ -310,7 +312,7 @@ def test_a_linear_map_is_bound_by_the_theorem_and_those_of_each_cluster_are_not(
 
 def test_a_point_lies_in_its_subspace_and_its_label_is_the_largest_coordinate(tmp_path):
     source = Subspaces(**FEW, subspaces=5, rank=3, noise=0)
-    bases = source._rule()
+    bases = source._seeded_rule()
     split = prepared_vectors(source, tmp_path).test
     values, kinds = unpacked(split)
     points = values.reshape(-1, 36)

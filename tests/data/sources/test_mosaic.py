@@ -18,7 +18,7 @@ from moecore.data.sources import mosaic
 from moecore.data.sources.mosaic import Mosaic, compose_mosaics, draw_mosaic_members
 from moecore.data.sources.scripts import glyph_checksum_per_font, read_font_folder, warp_glyph
 from moecore.data.text.tokenizers import load_tokenizer
-from moecore.data.volumes.cohorts import read_prepared_csv_rows
+from moecore.data.volumes.participants import read_prepared_csv_rows
 from moecore.report.figures.overview import draw_dataset_samples
 from moecore.sources import CocoCaptions, Digits, Flickr30k, Scripts
 from moecore.tasks.multi_label import MultiLabel
@@ -333,7 +333,7 @@ def test_fonts_of_the_test_are_new_and_of_letters_alike_one_is_a_class(shipped_f
 def test_scripts_by_rank_share_none(shipped_fonts):
     def scripts_of(**settings) -> set[str]:
         card = Scripts(root=str(shipped_fonts), per_script=5, **settings).describe()
-        assert max(card.images.values()) == 12 * len(card.classes) and not card.problem
+        assert max(card.image_counts.values()) == 12 * len(card.classes) and not card.problem
         assert len(card.classes) <= 5 * len(card.more["scripts"])
         return set(card.more["scripts"])
 
@@ -356,7 +356,7 @@ def test_scripts_by_rank_share_none(shipped_fonts):
 def test_what_fonts_lack_is_named(shipped_fonts, settings, said):
     card = Scripts(**{"root": str(shipped_fonts), **settings}).describe()
     with pytest.raises(UserError, match=said) as error:
-        card.without_problem()
+        card.check_has_no_problem()
     assert "\n" not in str(error.value)
 
 
@@ -378,7 +378,7 @@ def test_a_changed_folder_is_noticed(shipped_fonts, tmp_path):
     copied = shutil.copytree(shipped_fonts, tmp_path / "fonts")
     settings = Scripts(root=str(copied), **CYRILLIC)
     before = settings.describe().more["fonts"]["sha256"]
-    (fingerprint,) = raw_data_changes.scan_raw_folders(settings)
+    (fingerprint,) = raw_data_changes.fingerprint_raw_folders(settings)
     assert raw_data_changes.describe_folder_change(fingerprint._asdict()) is None
     (copied / DEJAVU[1]).unlink()
     assert "found 3 files" in str(raw_data_changes.describe_folder_change(fingerprint._asdict()))

@@ -15,7 +15,7 @@ from moecore.data.phantom.anatomy import SIDE, load_template, ventricle_voxel_sh
 from moecore.data.phantom.simulated_person import LifelongTraits, simulate_ellipsoid_scan
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.phantom import simulate_scan
-from moecore.data.volumes.cohorts import VolumeSubject, split_cohort
+from moecore.data.volumes.participants import VolumeSubject, split_cohort
 from moecore.data.volumes.volume_preparation import load_volume, normalise_intensities
 from moecore.predict.folder_predictions import find_volumes
 from moecore.sources import Phantom, Source, TwoCohorts
@@ -48,8 +48,8 @@ def made_ml(brain):
 )
 def test_tissue_volumes_hit_their_targets(age, sex, seed, preset, template):
     person, base = LifelongTraits.draw(seed, preset), template()
-    made = made_ml(person.at(age, sex, base))
-    targets = person.targets(base, age, sex)
+    made = made_ml(person.brain(age, sex, base))
+    targets = person.target_shares(base, age, sex)
     for name in ("grey", "white"):
         assert made[name] == pytest.approx(getattr(targets, name) * made["head"], rel=0.02)
     skull = anatomy.HEAD_ML[sex] * np.exp(anatomy.HEAD_LOG_SD * person.head)
@@ -72,7 +72,7 @@ def test_published_curves():
 
 def test_the_same_person_ages():
     person = LifelongTraits.draw(7)
-    brains = [person.at(age, "F") for age in (25, 45, 65, 85)]
+    brains = [person.brain(age, "F") for age in (25, 45, 65, 85)]
     made = [made_ml(brain) for brain in brains]
     for name, sign in (("grey", -1), ("ventricles", 1), ("fluid", 1), ("lesions", 1)):
         values = [volumes[name] for volumes in made]
@@ -80,18 +80,22 @@ def test_the_same_person_ages():
     # the skull stays
     assert np.ptp([volumes["head"] for volumes in made]) < 0.01 * made[0]["head"]
     # 45 to 45.1 is a small step: nothing is drawn again (two people differ by 0.1 and more)
-    assert np.abs(person.at(45.1, "F").brightness - brains[1].brightness).max() < 0.02
+    assert np.abs(person.brain(45.1, "F").brightness - brains[1].brightness).max() < 0.02
 
 
 def test_a_gap_makes_the_brain_older_and_men_have_larger_heads():
     person = LifelongTraits.draw(2)
     ahead = person._replace(gap=10)
-    assert np.array_equal(ahead.at(50, "M").regions, person._replace(gap=0).at(60, "M").regions)
+    assert np.array_equal(
+        ahead.brain(50, "M").regions, person._replace(gap=0).brain(60, "M").regions
+    )
     base = load_template()
-    assert ahead.targets(base, 94, "M") == ahead.targets(base, 85, "M"), "no brain is older than 95"
+    assert ahead.target_shares(base, 94, "M") == ahead.target_shares(base, 85, "M"), (
+        "no brain is older than 95"
+    )
     # medians 1580 and 1390 mL: the same person as a man is larger by 13.7 %, ventricles 8 % more on
     # top
-    man, woman = (made_ml(LifelongTraits.draw(3).at(50, sex)) for sex in "MF")
+    man, woman = (made_ml(LifelongTraits.draw(3).brain(50, sex)) for sex in "MF")
     assert man["head"] / woman["head"] == pytest.approx(1580 / 1390, rel=0.01)
     assert man["ventricles"] / woman["ventricles"] == pytest.approx(1580 / 1390 * 1.08, rel=0.01)
 
@@ -183,7 +187,7 @@ def test_splines_add_up_to_one_and_the_wall_holds_the_volume():
     basis = anatomy.spline_basis()
     assert np.allclose(basis.sum(1), 1, atol=1e-6) and (basis >= 0).all()
     assert basis[0, :3] == pytest.approx([1 / 6, 2 / 3, 1 / 6])
-    fields = anatomy.smooth_fields(np.random.default_rng(0), 20)
+    fields = anatomy.draw_smooth_fields(np.random.default_rng(0), 20)
     assert fields.std() == pytest.approx(1, abs=0.1)
     assert all(np.abs(np.diff(fields, axis=axis)).max() < 0.5 for axis in (1, 2, 3)), "smooth"
     distance = np.linspace(-3, 40, 5000)
@@ -222,13 +226,16 @@ def test_what_is_taken(seed, amount):
 
 def test_the_template_is_the_one_of_this_code(tmp_path, monkeypatch):
     base = load_template()
-    assert anatomy.FILE.stat().st_size < 1_000_000 and (anatomy.FILE.parent / "NOTICE.md").is_file()
+    assert (
+        anatomy.TEMPLATE_FILE.stat().st_size < 1_000_000
+        and (anatomy.TEMPLATE_FILE.parent / "NOTICE.md").is_file()
+    )
     # lateral ventricles, mL
     assert 1700 < base.head_ml < 2000
     assert base.shares[2] * base.head_ml == pytest.approx(14.6, abs=1)
     other = tmp_path / "other.npz"
     other.write_bytes(b"no template")
-    monkeypatch.setattr(anatomy, "FILE", other)
+    monkeypatch.setattr(anatomy, "TEMPLATE_FILE", other)
     with pytest.raises(UserError, match=r"other\.npz: missing, or not the template"):
         load_template.__wrapped__()
 
@@ -237,7 +244,7 @@ def test_the_other_anatomy_is_whole_and_another_one():
     other = simulated_person.folded_brain_template()
     maps = np.stack([other.grey, other.white, other.fluid])
     assert maps.min() >= 0 and maps.sum(axis=0).max() <= 1 + 1e-5
-    ellipsoid_ml = 4 / 3 * np.pi * np.prod(simulated_person.HEAD) / 1000  # 4/3 π abc
+    ellipsoid_ml = 4 / 3 * np.pi * np.prod(simulated_person.HEAD_RADII) / 1000  # 4/3 π abc
     assert other.head_ml == pytest.approx(ellipsoid_ml, rel=0.01)
     # Dice of white matter with the first anatomy, both in the middle of the grid
     both = np.minimum(other.white, load_template().white).sum()
@@ -261,7 +268,7 @@ def test_the_other_generator_has_another_contrast():
 
     first = [contrast(*Phantom().draw(50, "F", seed, site=seed)) for seed in range(3)]
     other = [contrast(*simulate_ellipsoid_scan(50, "F", seed)) for seed in range(3)]
-    assert max(other) < min(first) - 0.05, f"raised to {simulated_person.CONTRAST}"
+    assert max(other) < min(first) - 0.05, f"raised to {simulated_person.CONTRAST_EXPONENT}"
 
 
 def test_the_other_generator_is_a_function_of_its_arguments():

@@ -13,9 +13,9 @@ from moecore.data.files import decode, image_files
 from moecore.data.files.decode import UnreadableImage, decode_image
 from moecore.data.layouts.images import JpegImages
 from moecore.data.prepared import SPLITS, Prepared
-from moecore.data.raw_data_changes import scan_raw_folders
+from moecore.data.raw_data_changes import fingerprint_raw_folders
 from moecore.data.sources import cifar, fashion_mnist
-from moecore.data.sources.cifar import SETS, Cifar
+from moecore.data.sources.cifar import ARCHIVES, Cifar
 from moecore.sources import Digits, FashionMnist, ImageFolder, Imagenet
 from tests.data.making import cifar_content, fashion_folder, image_classes, photo_classes
 
@@ -70,7 +70,7 @@ def test_some_classes_and_test_images_that_training_leaves_over(tmp_path, monkey
     trained = {bytes(image) for image in Prepared.open(tmp_path / "whole").train.images}
     tested = {image for image, _ in seen[-95:]}
     assert not trained & tested, "who trains on all classes has seen no test image"
-    assert settings.describe().images == {"train": 25, "validation": 3000, "test": 31975}
+    assert settings.describe().image_counts == {"train": 25, "validation": 3000, "test": 31975}
 
 
 def test_fashion_mnist_refuses_other_classes_and_other_content(tmp_path):
@@ -84,10 +84,10 @@ def test_fashion_mnist_refuses_other_classes_and_other_content(tmp_path):
 
 def small_cifar(folder, monkeypatch, classes):
     """Binary files of 80 or 200 records each, in the authors' folder."""
-    real = SETS[classes]
+    real = ARCHIVES[classes]
     train = dict.fromkeys(real.train, 80 if classes == 10 else 200)
     small = real._replace(train=train, test=dict.fromkeys(real.test, 200))
-    monkeypatch.setitem(cifar.SETS, classes, small)
+    monkeypatch.setitem(cifar.ARCHIVES, classes, small)
     (folder / real.folder).mkdir(parents=True)
     for seed, (name, number) in enumerate((small.train | small.test).items()):
         fine = np.arange(number) % classes
@@ -111,7 +111,7 @@ def test_cifar_from_folder_and_archive(tmp_path, monkeypatch, classes):
     archive = tmp_path / "raw" / small.archive
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(tmp_path / "raw" / small.folder, small.folder)
-    monkeypatch.setitem(cifar.SETS, classes, small._replace(md5=file_checksum(archive, "md5")))
+    monkeypatch.setitem(cifar.ARCHIVES, classes, small._replace(md5=file_checksum(archive, "md5")))
     shutil.rmtree(tmp_path / "raw" / small.folder)
     assert settings.write(tmp_path / "b") == card and len(card["task"]["classes"]) == classes
 
@@ -192,7 +192,7 @@ def test_wrong_folders_are_named(tmp_path):
     (tmp_path / "itself").symlink_to(tmp_path / "itself")
     for name in ("nowhere", "itself"):
         source = ImageFolder(root=str(tmp_path / name))
-        assert source.about[0] == name and not scan_raw_folders(source)
+        assert source.name_licence_origin[0] == name and not fingerprint_raw_folders(source)
         with pytest.raises(UserError, match="no such folder"):
             source.write(tmp_path / "out")
 
@@ -251,7 +251,10 @@ def test_changed_files_and_damaged_unfinished_work_are_decoded_again(tmp_path):
     imagenet_folder(tmp_path / "raw")
     cache = image_files.DecodeCache(tmp_path / "cache", 8, 3)
     paths = sorted((tmp_path / "raw/val").rglob("*.JPEG"))
-    for make in (lambda: cache.decode("a", paths)[0], lambda: cache.pack("b", paths, 32)[0].path):
+    for make in (
+        lambda: cache.decode("a", paths)[0],
+        lambda: cache.pack_jpegs("b", paths, 32)[0].path,
+    ):
         file = make()
         whole = file.read_bytes()
         file.write_bytes(whole[:-9])
@@ -304,8 +307,8 @@ def test_whole_images_are_kept_as_jpeg(tmp_path):
     assert card["files"]["train_images.bin"] == file_checksum(content)
     assert data.test.images.shape == (8, 3, 32, 32), "centre squares, as ever"
     paths = settings.list_splits()[1]["train"].paths
-    assert len({pixels.shape for pixels in images.whole(range(24))}) > 5
-    for path, pixels in zip(paths, images.whole(range(24)), strict=True):
+    assert len({pixels.shape for pixels in images.decode_uncropped(range(24))}) > 5
+    for path, pixels in zip(paths, images.decode_uncropped(range(24)), strict=True):
         with Image.open(path) as original:
             width, height = original.size
             assert min(pixels.shape[:2]) == 36
@@ -316,7 +319,9 @@ def test_whole_images_are_kept_as_jpeg(tmp_path):
     some = images[[5, 2]]
     assert isinstance(some, JpegImages) and np.array_equal(np.asarray(some)[1], images[2])
     assert np.abs(images[2].astype(float) - decode_image(paths[2], 32, 3)).mean() < 6
-    pixels = np.concatenate([one.reshape(-1, 3) for one in images.whole(range(24))]) / 255
+    pixels = (
+        np.concatenate([one.reshape(-1, 3) for one in images.decode_uncropped(range(24))]) / 255
+    )
     assert np.allclose(card["mean"], pixels.mean(0), atol=0.01)
     assert np.allclose(card["std"], pixels.std(0), atol=0.01)
 
@@ -325,7 +330,7 @@ def test_packing_goes_on_after_a_kill_with_the_same_bytes(tmp_path, monkeypatch)
     settings = kept(tmp_path, short_side=40)
     card = settings.write(tmp_path / "whole")
     monkeypatch.setattr(image_files, "CHUNK", 5)
-    packed = kill_after_12(monkeypatch, "recompress_image", settings, tmp_path / "killed")
+    packed = kill_after_12(monkeypatch, "resize_and_encode_jpeg", settings, tmp_path / "killed")
     (file,) = (tmp_path / "cache/train").glob("*/images.bin")
     with open(file, "ab") as torn:
         torn.write(b"half a file")  # written, but never said to be there
@@ -336,7 +341,7 @@ def test_packing_goes_on_after_a_kill_with_the_same_bytes(tmp_path, monkeypatch)
 
 
 def test_a_damaged_jpeg_store_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepared, "SMALL", 0)
+    monkeypatch.setattr(prepared, "VERIFIED_BYTES", 0)
     kept(tmp_path, short_side=40).write(tmp_path / "out")
     images = Prepared.open(tmp_path / "out").train.images
     assert isinstance(images, JpegImages)

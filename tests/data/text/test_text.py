@@ -16,7 +16,11 @@ from hypothesis.extra import numpy as arrays
 
 from moecore.core.files import UserError, file_checksum, join_below_root
 from moecore.data import loader, prepared
-from moecore.data.files.published_source import check_digest, download_file, tokenize_captions
+from moecore.data.files.published_source import (
+    check_digest,
+    download_file,
+    tokenize_and_count_captions,
+)
 from moecore.data.layouts.text import block_windows
 from moecore.data.sources import docstrings, fashion_mnist, wikitext
 from moecore.data.sources.captioned_mosaic import CaptionedMosaic, draw_layouts, layout_captions
@@ -26,7 +30,7 @@ from moecore.data.sources.wikitext import Wikitext
 from moecore.data.text import tokenizers
 from moecore.data.text.tokenizers import BpeTokenizer, load_tokenizer
 from moecore.data.text.words import build_vocabulary, lower_words, read_vocabulary, tokenize_lines
-from moecore.tasks.image_text import NONE, ImageText
+from moecore.tasks.image_text import NO_CAPTION, ImageText
 from moecore.training.phase_trainings import count_words_per_stream
 from tests.data.making import fashion_folder, idx_bytes
 
@@ -85,7 +89,7 @@ def test_windows_are_blocks_with_what_is_before_them():
 
 def test_streams_are_read_block_after_block_and_again_from_elsewhere():
     text = loader.TextStreams(torch.arange(43, dtype=torch.int32)[None], 4)
-    assert text.length(2) == 21 and text.steps(2) == 5
+    assert text.length(2) == 21 and text.steps_per_pass(2) == 5
     first = [text.take(2, 0, step) for step in range(5)]
     assert [anew for _, _, anew in first] == [True, False, False, False, False]
     assert first[0][0].tolist() == [[[0, 1, 2, 3]], [[21, 22, 23, 24]]]
@@ -174,7 +178,7 @@ def test_wikitext_103_must_have_its_words(tmp_path):
     said = "found 6 words and 8 training tokens; allowed with name wikitext-103: 267,735 and"
     with pytest.raises(UserError, match=said):
         source.write(tmp_path / "out")
-    assert wikitext.PRINTED_COUNTS["wikitext-103"] == (267_735, 103_227_021)
+    assert wikitext.PUBLISHED_COUNTS["wikitext-103"] == (267_735, 103_227_021)
     assert "where a file is missing" in Wikitext(root=str(tmp_path / "nowhere")).describe().problem
 
 
@@ -222,8 +226,11 @@ def test_layouts_of_the_test_are_in_no_other_split_and_there_once():
 
 def test_captions_are_cut_and_counted_by_words_of_the_training_captions():
     tokenizer = tokenizers.WordTokenizer(["a", "b", "c", "d"])
-    labels, counts = tokenize_captions([["A b!", "a b c d a"], ["d"]], tokenizer, TASK)
-    assert labels.tolist() == [[[1, 4, 5, 3, 2], [1, 4, 5, 6, 2]], [[1, 7, 2, 0, 0], [NONE] * 5]]
+    labels, counts = tokenize_and_count_captions([["A b!", "a b c d a"], ["d"]], tokenizer, TASK)
+    assert labels.tolist() == [
+        [[1, 4, 5, 3, 2], [1, 4, 5, 6, 2]],
+        [[1, 7, 2, 0, 0], [NO_CAPTION] * 5],
+    ]
     assert counts == {"captions": 3, "cut": 1, "unknown": 1}
     TASK.check(labels, "labels")
     found = tokenizers.WordSettings().build(["a dog and a cat", "A cat runs", "dog dog"])

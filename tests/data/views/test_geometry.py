@@ -15,13 +15,13 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from moecore.core.streams import BatchDraws, generator_for
 from moecore.data.views import augmentations, warping
-from moecore.data.views.augmentations import OPERATIONS, DrawnOperations, RandAugment
+from moecore.data.views.augmentations import COLOUR_OPERATIONS, DrawnOperations, RandAugment
 from moecore.data.views.views import (
     AffineRanges,
     CropRanges,
     ViewSettings,
-    evaluation_images,
     make_random_views,
+    prepare_evaluation_images,
 )
 from moecore.data.views.warping import warp_images
 from moecore.training.teachers.timm import define_missing_operators
@@ -204,15 +204,17 @@ def test_operations_on_levels(grey):
 
 
 def test_each_image_gets_its_own_operation():
-    names = ("identity", *OPERATIONS)
+    names = ("identity", *COLOUR_OPERATIONS)
     pixels = torch.from_numpy(np.stack([IMAGES["noise"]] * len(names))).permute(0, 3, 1, 2).float()
     levels = torch.full((len(names), 1), -0.5, dtype=torch.float64)
     drawn = DrawnOperations(names, torch.arange(len(names))[:, None], levels)
     done = augmentations.apply_colour_operations(pixels.clone(), drawn)
     assert torch.equal(done[0], pixels[0])
     for row, name in enumerate(names[1:], 1):
-        value = OPERATIONS[name][1](levels[row]).float().view(1, 1, 1, 1)
-        assert torch.equal(done[row : row + 1], OPERATIONS[name][0](pixels[row : row + 1], value))
+        value = COLOUR_OPERATIONS[name][1](levels[row]).float().view(1, 1, 1, 1)
+        assert torch.equal(
+            done[row : row + 1], COLOUR_OPERATIONS[name][0](pixels[row : row + 1], value)
+        )
         assert not torch.equal(done[row], pixels[row])
 
 
@@ -223,16 +225,16 @@ def test_operations_in_the_order_drawn_at_magnitudes_beyond_10_of_all_names_and_
     # 255 − 100 = 155 → 144; 100 → 96 → 159
     assert done[0, 0, 0, 0] == 144 and done[1, 0, 0, 0] == 159
     one = torch.tensor([1.0, -1.0, 3.0, -3.0], dtype=torch.float64)
-    assert OPERATIONS["brightness"][1](one).tolist() == pytest.approx([1.9, 0.1, 3.7, 0.0])
-    assert OPERATIONS["posterize"][1](one).tolist() == [4, 4, 1, 1]
-    assert OPERATIONS["solarize"][1](one).tolist() == [0, 0, 0, 0]
+    assert COLOUR_OPERATIONS["brightness"][1](one).tolist() == pytest.approx([1.9, 0.1, 3.7, 0.0])
+    assert COLOUR_OPERATIONS["posterize"][1](one).tolist() == [4, 4, 1, 1]
+    assert COLOUR_OPERATIONS["solarize"][1](one).tolist() == [0, 0, 0, 0]
     settings = RandAugment(operations=2, magnitude=5)
     drawn = augmentations.draw_operations(settings, BatchDraws(generator_for(0), 2000))
     assert set(drawn.choices.unique().tolist()) == set(range(14))
     assert set(drawn.levels.unique().tolist()) == {-0.5, 0.5} and "invert" not in drawn.names
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", COLOUR_OPERATIONS)
 def test_views_stay_in_range(name):
     images = torch.randint(0, 256, (16, 3, 12, 12), generator=generator_for(1), dtype=torch.uint8)
     strong = ViewSettings(randaugment=RandAugment(magnitude=30, names=(name, "rotate")))
@@ -278,10 +280,12 @@ def test_jittered_views_are_uint8_images_jittered_before_they_are_erased():
     views = make_random_views(images, ViewSettings(jitter=JITTER), generator_for(3)).images
     assert views.dtype == torch.float32 and 0 <= views.min() and views.max() <= 1
     again = make_random_views(images, ViewSettings(jitter=JITTER), generator_for(3)).images
-    assert torch.equal(views, again) and not torch.equal(views[0], evaluation_images(images)[0])
+    assert torch.equal(views, again) and not torch.equal(
+        views[0], prepare_evaluation_images(images)[0]
+    )
     still = ViewSettings(jitter=augmentations.ColourJitter())
     unchanged = make_random_views(images, still, generator_for(3)).images
-    assert torch.equal(unchanged, evaluation_images(images))
+    assert torch.equal(unchanged, prepare_evaluation_images(images))
     erased = ViewSettings(jitter=JITTER, erasing=1.0)
     views = make_random_views(images, erased, generator_for(3)).images
     assert (views == 0).any(dim=(1, 2, 3)).all()

@@ -16,9 +16,9 @@ from moecore.data.views.views import (
     CropRanges,
     Mix,
     ViewSettings,
-    evaluation_images,
     make_random_views,
     mix_images,
+    prepare_evaluation_images,
 )
 from moecore.data.views.warping import MixedSizeImageList, clamp_or_reflect_indices, in_range_mask
 from moecore.measure.invariance import draw_affines, transform_images
@@ -98,9 +98,9 @@ def test_images_kept_whole_need_a_crop_and_the_default_changes_nothing():
     whole = MixedSizeImageList([IMAGES[0].permute(1, 2, 0).numpy()] * 2, 16, torch.device("cpu"))
     with pytest.raises(UserError, match=r"views: found crop: null, but .* allowed: a crop"):
         make_random_views(whole, ViewSettings(flip=True), generator_for(0))
-    assert evaluation_images(whole).shape == (2, 3, 16, 16)
+    assert prepare_evaluation_images(whole).shape == (2, 3, 16, 16)
     views = make_random_views(IMAGES, ViewSettings(), generator_for(0))
-    assert torch.equal(views.images, evaluation_images(IMAGES))
+    assert torch.equal(views.images, prepare_evaluation_images(IMAGES))
     assert torch.equal(views.affines, torch.eye(3).expand(len(IMAGES), 3, 3))
 
 
@@ -144,7 +144,7 @@ def test_cutmix_takes_whole_pixels_in_a_box():
 
 
 def test_mixing_is_a_function_of_the_generator():
-    images = evaluation_images(IMAGES)
+    images = prepare_evaluation_images(IMAGES)
     labels = torch.arange(32) % 5
     before = torch.get_rng_state()
     mix = Mix(mixup=0.8, cutmix=1.0, probability=0.7)
@@ -236,7 +236,7 @@ def test_what_is_called_an_identity_changes_no_image(settings):
 )
 def test_what_lies_outside_is_seen_where_views_leave_the_image(settings, leaves):
     views = ViewSettings.model_validate(settings)
-    assert views.leaves_image == leaves
+    assert views.reaches_outside_image == leaves
     filled = [views.model_copy(update={"fill": fill}) for fill in ("zeros", "border")]
     made = [make_random_views(IMAGES, one, generator_for(1)).images for one in filled]
     assert torch.equal(*made) != leaves

@@ -17,8 +17,8 @@ from moecore.data import prepared
 from moecore.data.layouts.volumes import VolumeSplitToWrite, unusual_volume_flags, write_volumes
 from moecore.data.loader import few_shot_indices, load_split_where_it_fits
 from moecore.data.sources.file_cohort import VolumeCache, read_cached_volume, save_cached_volume
-from moecore.data.volumes import cohorts, volume_preparation
-from moecore.data.volumes.cohorts import CohortSettings, VolumeSubject, split_cohort
+from moecore.data.volumes import participants, volume_preparation
+from moecore.data.volumes.participants import CohortSettings, VolumeSubject, split_cohort
 from moecore.report.figures.overview import draw_dataset_samples, middle_slices
 from moecore.tasks.regression import Regression
 from tests.data.making import head, save
@@ -176,7 +176,7 @@ def test_the_background_does_not_darken_the_rim():
 def test_the_brain_is_in_the_middle_of_the_window(low, sides):
     mask = np.zeros((42, 41, 43), bool)
     mask[tuple(slice(a, a + n) for a, n in zip(low, sides, strict=True))] = True
-    start = volume_preparation.brain_window_start(mask, (16, 32, 48))
+    start = volume_preparation.unclipped_window_start(mask, (16, 32, 48))
     found = volume_preparation.cut_window(mask, start, (16, 32, 48))
     assert found.shape == (16, 32, 48) and found.sum() == mask.sum()  # nothing lost
     for axis, length in enumerate(found.shape):
@@ -253,8 +253,8 @@ def written(folder, **changed):
     rows = [VolumeSubject(f"sub-{i}", "", 30.1 + i, "FM"[i % 2] if i else "") for i in range(6)]
     halves = [VolumeSplitToWrite(rows[i : i + 2], volumes[i : i + 2]) for i in (0, 2, 4)]
     parts = dict(zip(("train", "validation", "test"), halves, strict=True))
-    regions, grid = volume_preparation.REGIONS, ((16, 16, 32), 3.0)
-    card = cohorts.age_cohort_card("Made", *grid, regions, ("none", "here"), simulated=True)
+    regions, grid = volume_preparation.TISSUES, ((16, 16, 32), 3.0)
+    card = participants.age_cohort_card("Made", *grid, regions, ("none", "here"), simulated=True)
     return write_volumes(folder, Made(), card, parts | changed), volumes, rows
 
 
@@ -310,7 +310,7 @@ def test_the_montage_shows_ages_and_says_simulated(tmp_path, monkeypatch):
         "participant_id,session_id,age,sex,site,qc_flags,diagnosis\na,,30.1,,,odd,\nb,,31.1,M,,,\n"
     )
     (tmp_path / "train_subjects.csv").write_text(rows)
-    monkeypatch.setattr(prepared, "SMALL", 0)
+    monkeypatch.setattr(prepared, "VERIFIED_BYTES", 0)
     figure = draw_dataset_samples(Prepared.open(tmp_path))
     assert "simulated" in figure.get_suptitle()
     assert [axis.get_title() for axis in figure.axes[:2]] == ["30.1 years, ? *", "31.1 years, M"]

@@ -208,8 +208,8 @@ def test_the_order_of_names_is_the_order_of_experts(balls_cohort):
 
 def test_a_volume_of_each_participant(tmp_path):
     data = write_cohort(tmp_path)  # the first participant has two of the 40
-    assert len(simulated.select_volumes(data, TISSUES, 100).images) == 39
-    few = simulated.select_volumes(data, ("csf",), 3)
+    assert len(simulated.select_volume_per_participant(data, TISSUES, 100).images) == 39
+    few = simulated.select_volume_per_participant(data, ("csf",), 3)
     assert few.images.shape == few.shares.shape == (3, 1, 16, 16, 16)
     np.testing.assert_array_equal(few.images[0], data.test.images[0])
 
@@ -341,13 +341,13 @@ def test_few_volumes_are_spread_over_the_split(cohort):
 def test_tissues_are_compared_on_the_same_volumes():
     errors = {"wm": [5, 6, 7, 8], "gm": [4, 5, 6, 7], "csf": [6, 6, 6, 6]}
     tissues = {name: ModelAndProbeErrors(*[np.array(row)] * 2) for name, row in errors.items()}
-    found = linear_probe.tissue_probe_error_steps(tissues)
+    found = linear_probe.probe_error_gaps_between_tissues(tissues)
     assert list(found) == [("gm", "csf"), ("wm", "gm")]
     first = found["gm", "csf"]
     assert first.low < first.value == -0.5 < first.high < 1.5
     # every volume a year more: no doubt is left
     assert found["wm", "gm"] == (1.0, 1.0, 1.0)
-    assert linear_probe.tissue_probe_error_steps({"wm": tissues["wm"]}) == {}
+    assert linear_probe.probe_error_gaps_between_tissues({"wm": tissues["wm"]}) == {}
 
 
 def test_rising_steps_and_rank_correlations():

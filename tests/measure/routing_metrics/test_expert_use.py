@@ -12,8 +12,8 @@ from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.data.views.views import ViewsWithAffines
 from moecore.measure.robustness import expert_overlaps
 from moecore.measure.routing_metrics import epoch_routing as module
-from moecore.measure.routing_metrics import expert_gallery, two_view_agreement
-from moecore.measure.routing_metrics.expert_gallery import count_expert_use, parse_expert_grid
+from moecore.measure.routing_metrics import expert_profiles, two_view_agreement
+from moecore.measure.routing_metrics.expert_profiles import count_expert_use, parse_expert_grid
 from moecore.measure.routing_metrics.layer_metrics import (
     agreement_by_image,
     below_k_eligible_flags,
@@ -30,7 +30,7 @@ from moecore.measure.routing_metrics.layer_metrics import (
     routing_confidence,
     tail_masses,
 )
-from moecore.measure.routing_metrics.two_view_agreement import NAMES, PRESETS, match_two_views
+from moecore.measure.routing_metrics.two_view_agreement import MATCH_NAMES, PRESETS, match_two_views
 from tests.measure.subjects import match_ratios
 from tests.methods import tiny
 
@@ -117,7 +117,7 @@ def test_the_first_choice_is_the_most_probable_of_the_chosen():
     chosen = torch.tensor([[[False, True, True], [False, True, True], [False, False, False]]])
     record = RoutingRecord(probs.log(), probs, chosen.float(), chosen, probs * chosen)
     assert first_choices(record).tolist() == [[2, 1, -1]]
-    scores = routing_records.chosen_first_scores(record.logits, chosen)
+    scores = routing_records.raise_scores_of_chosen(record.logits, chosen)
     order = scores.argsort(dim=-1, descending=True, stable=True)
     assert order.tolist() == [[[2, 1, 0], [1, 2, 0], [0, 1, 2]]]
 
@@ -140,7 +140,7 @@ def test_overlays_skip_the_tokens_before_the_patches(prefix):
     for patch in range(8):  # the last patch is dropped
         combine[0, prefix + patch, patch + 3] = 0.5
         combine[0, prefix + patch, 0] = 0.1
-    stored = expert_gallery.encode_expert_overlays(images, (record(combine > 0, combine),))
+    stored = expert_profiles.encode_expert_overlays(images, (record(combine > 0, combine),))
     assert stored.grids == ((("3 4 5", "6 7 8", "9 10 -"),),) and stored.experts == 12
     assert parse_expert_grid(stored.grids[0][0]).tolist() == [[3, 4, 5], [6, 7, 8], [9, 10, -1]]
     assert np.array_equal(stored.images(), images)
@@ -284,7 +284,7 @@ def test_partners_of_mirrored_views_are_found_through_the_affines():
     mirrored = (views.affines[:250] != views.affines[250:]).flatten(1).any(1)
     assert 90 < mirrored.sum() < 160, "about half of the pairs differ"
     found = shares(match_two_views(ByPixel(), views, 64))
-    assert found == {**dict.fromkeys(NAMES, 1), "switch_fraction": 0}
+    assert found == {**dict.fromkeys(MATCH_NAMES, 1), "switch_fraction": 0}
     still = views._replace(affines=torch.eye(3).expand(500, 3, 3))
     unmatched = shares(match_two_views(ByPixel(), still, 64))
     # Half of the pairs are at the wrong place, where one of eight experts matches by chance.
@@ -295,7 +295,7 @@ def test_items_of_epochs_by_hand():
     # Two images of one layer and two tokens: between epochs 1 and 2 they keep 1 and 2 experts,
     # between epochs 2 and 3 both and none.
     first = [np.array(of_epoch).reshape(2, 1, 2) for of_epoch in ([0, 1, 2, 3], [0, 2, 2, 3])]
-    items = module.encode_agreement_items([*first, np.array([[[0, 2]], [[3, 2]]])], None)
+    items = module.encode_agreement_of_epochs([*first, np.array([[[0, 2]], [[3, 2]]])], None)
     found = {name: arrays_as_text.decode_float_array(text).tolist() for name, text in items.items()}
     assert found["consecutive_quarter"] == [0.5, 1] and found["consecutive_last"] == [1, 0]
     assert found["consecutive_mean"] == [0.75, 0.5]
@@ -320,7 +320,7 @@ def test_shares_by_hand():
     second[1, :, :, :6] = (second[1, :, :, :6] + 16) % 128
     pixels = torch.from_numpy(np.concatenate([first, second])).float() / 255
     found = match_two_views(ByPixel(), ViewsWithAffines(pixels, torch.eye(3).expand(4, 3, 3)), 4)
-    assert [shares(found)[name] for name in NAMES] == [0.5, 0.5, 0.5]
+    assert [shares(found)[name] for name in MATCH_NAMES] == [0.5, 0.5, 0.5]
     # Resamples of two images have 12/16, 8/16 or 4/16; reflected at 0.5 the limits stay.
     assert found["match_top1"][1].limits == (0.25, 0.75)
 
@@ -328,7 +328,7 @@ def test_shares_by_hand():
 def test_the_same_view_twice_matches_everywhere():
     views = two_view_agreement.draw_two_views(IMAGES, PRESETS["identity"], 0)
     found = match_two_views(tiny("vmoe"), views, 24)
-    assert [shares(found)[name] for name in NAMES] == [1] * 3
+    assert [shares(found)[name] for name in MATCH_NAMES] == [1] * 3
     assert found["match_top1"][1].limits == (1, 1)
 
 
@@ -336,9 +336,9 @@ def test_the_same_view_twice_matches_everywhere():
 def test_ratios_are_ordered_have_intervals_and_do_not_depend_on_the_batch(name, kind):
     views = two_view_agreement.draw_two_views(IMAGES, PRESETS[kind], 3)
     found, parts = (match_two_views(tiny(name), views, batch) for batch in (24, 5))
-    first, ordered, sets = (shares(found)[key] for key in NAMES)
+    first, ordered, sets = (shares(found)[key] for key in MATCH_NAMES)
     assert ordered <= min(first, sets) and first < 1
-    for key in NAMES:
+    for key in MATCH_NAMES:
         interval = found[key][1]
         assert 0 <= interval.low <= interval.value <= interval.high <= 1
     assert shares(found) == pytest.approx(shares(parts))

@@ -169,7 +169,9 @@ def test_the_residuals_are_those_of_the_definition(kind):
     h, before, m = torch.randn(1, 4, 8), torch.randn(1, 4, 8), torch.randn(1, 4, 8)
     positions = torch.randn(4, 4)
     given = None if kind is LanguageBlock else m
-    out, entry, _ = block(language_model.BlockState(h, given), before, positions, RoutingContext())
+    out, entry, _ = block(
+        language_model.TokensAndMomentum(h, given), before, positions, RoutingContext()
+    )
     h = layer_norm(h + block.attn(h, before, positions)[0], (8,))
     assert torch.allclose(entry, h)
     f = block.mlp(h)[0]
@@ -363,7 +365,7 @@ def test_what_looks_ahead_is_refused_and_would_move_earlier_logits(key, router, 
     moe = moe_of(router)
     with pytest.raises(UserError, match=f"^router.{key}: found .*; allowed"):
         LanguageModel(width=8, heads=2).build(text(), moe)
-    monkeypatch.setattr(MoESettings, "check_text", lambda self, truth: None)
+    monkeypatch.setattr(MoESettings, "check_for_text", lambda self, truth: None)
     with pytest.raises(AssertionError):
         assert_causal(moe)
 

@@ -9,7 +9,7 @@ from moecore import ModelOutput, UserError, predict_in_batches
 from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
 from moecore.nn.backbones import two_towers
-from moecore.nn.backbones.base_model import ImageSpec, parameter_counts
+from moecore.nn.backbones.base_model import ImageSpec, count_total_and_active_parameters
 from moecore.nn.backbones.vit import Vit
 from moecore.tasks.image_text import ImageText
 from moecore.training import artifacts, loop
@@ -241,6 +241,6 @@ def test_it_goes_on_with_larger_images_and_the_same_words(tmp_path):
 
 def test_active_parameters_are_those_of_both_towers():
     one = captioned(MOE | TEXT).model
-    found = parameter_counts(one)
+    found = count_total_and_active_parameters(one)
     idle = sum(value.numel() for name, value in one.named_parameters() if ".experts." in name)
     assert found["parameters"] - found["active_parameters"] == idle // 2  # two of four, in both

@@ -8,7 +8,7 @@ from torch.nn.functional import conv3d, unfold
 from moecore.backbones import LanguageModel, MoESettings, TextTowerSettings, Vit, Vit3d
 from moecore.core.files import UserError
 from moecore.nn.backbones import sfcn, swin
-from moecore.nn.backbones.base_model import parameter_counts
+from moecore.nn.backbones.base_model import count_total_and_active_parameters
 from moecore.nn.layers.patch_embed import ConvStem, PatchEmbed, cut_patches
 from moecore.nn.predict import meta_device_context
 from moecore.nn.routers.eigenbasis import Eigenbasis
@@ -267,7 +267,11 @@ def test_the_published_size():
     # Convolutions 27·(1·32 + 32·64 + 64·128 + 128·256 + 256·256) + 256·64 and a bias each, two
     # numbers of a batch norm for each of 800 channels, and a head of 64·40 + 40.
     convolutions = 27 * (32 + 32 * 64 + 64 * 128 + 128 * 256 + 256 * 256) + 256 * 64 + 800
-    assert parameter_counts(model)["parameters"] == convolutions + 2 * 800 + 2600 == 2_952_936
+    assert (
+        count_total_and_active_parameters(model)["parameters"]
+        == convolutions + 2 * 800 + 2600
+        == 2_952_936
+    )
 
 
 def test_the_layers_in_the_order_of_the_authors():

@@ -148,7 +148,7 @@ def test_quantiles_give_each_expert_its_share_at_the_tokens_cuts():
 
 def test_a_plan_chooses_in_training_and_logits_in_evaluation():
     # The plan's experts have ½ each: factors e^−.407418 and e^.407418 up to one for both.
-    factors = sinkhorn.plan_factors(AFFINE[None].double(), 1e-4, 100)[0].log()
+    factors = sinkhorn.expert_factors(AFFINE[None].double(), 1e-4, 100)[0].log()
     centred = (factors - factors.mean()).float()
     torch.testing.assert_close(centred, torch.tensor([-0.407418, 0.407418]), atol=1e-6, rtol=0)
     plan = (AFFINE + factors).softmax(dim=-1).float() / 4

@@ -19,8 +19,10 @@ def way(request, monkeypatch):
     # The ways of a CPU: one expert at a time where they have few rows, a group where they are many
     # too, grouped_mm for many rows. And tiles: of CUDA and compiled graphs without grouped_mm.
     looped = request.param in ("loop", "groups")
-    monkeypatch.setattr(grouped, "_LOOPED_ROWS", 10**9 if looped else -1)
-    monkeypatch.setattr(cpu_expert_loop, "MANY_EXPERTS", 1 if request.param == "groups" else 10**9)
+    monkeypatch.setattr(grouped, "_MAX_LOOPED_ROWS", 10**9 if looped else -1)
+    monkeypatch.setattr(
+        cpu_expert_loop, "MIN_EXPERTS_TO_GROUP", 1 if request.param == "groups" else 10**9
+    )
     if request.param == "tiles":
         monkeypatch.setattr(grouped, "can_loop", lambda rows: False)
         monkeypatch.setattr(grouped, "can_group", lambda rows, weight: False)
@@ -96,7 +98,7 @@ def test_each_of_rows_weight_and_bias_gets_its_gradient_when_the_others_are_froz
 
 
 def test_second_derivatives_of_the_loop_and_of_tiles(way, monkeypatch):
-    monkeypatch.setattr(grouped, "_LOOPED_ROWS", 10**9)
+    monkeypatch.setattr(grouped, "_MAX_LOOPED_ROWS", 10**9)
     rows, weight, bias, offsets = inputs((2, 0, 3), 4, 4)
     found = []
     for function in (grouped_linear, slow):
@@ -183,15 +185,15 @@ def test_second_derivatives_of_an_mlp(way):
 def test_groups_by_hand(monkeypatch):
     # Groups of two of eight inputs. Of the first both have rows: they share 2 slots each. The third
     # and fourth have 33 and none: too many for slots that cost nothing. The last have none.
-    monkeypatch.setattr(cpu_expert_loop, "MANY_EXPERTS", 1)
-    monkeypatch.setattr(cpu_expert_loop, "GROUP_WEIGHTS", 16)
+    monkeypatch.setattr(cpu_expert_loop, "MIN_EXPERTS_TO_GROUP", 1)
+    monkeypatch.setattr(cpu_expert_loop, "MAX_GROUP_WEIGHT_ENTRIES", 16)
     plan = ExpertGroups(torch.tensor([2, 3, 36, 36, 36, 36]), torch.zeros(6, 8, 1))
     first = ExpertGroup(slice(0, 2), slice(0, 3), 2)
     assert plan.groups == [first, ExpertGroup(2, slice(3, 36), 33)] and plan.idle == [3, 4, 5]
     rows = torch.arange(1.0, 37).unsqueeze(1)
     padded = plan.pad_rows(rows, first, rows.dtype)
     assert padded.flatten().tolist() == [1, 2, 3, 0]
-    plan.store(lambda part, *_: 10 * part, padded, first, rows)
+    plan.fill_rows(lambda part, *_: 10 * part, padded, first, rows)
     assert rows[:4].flatten().tolist() == [10, 20, 30, 4]
 
 
@@ -215,7 +217,7 @@ def test_every_row_has_one_place_in_a_tile_of_its_expert(sizes, height):
     tiles = grouped.Tiles.of(offsets, rows, height)
     experts = torch.tensor([expert for expert, size in enumerate(sizes) for _ in range(size)])
     assert grouped.experts_of_rows(offsets, rows).tolist() == experts.tolist()
-    assert len(tiles.experts) == grouped.tile_count(rows, len(sizes), height)
+    assert len(tiles.experts) == grouped.max_tile_count(rows, len(sizes), height)
     assert len(tiles.rows) == height * len(tiles.experts)
     assert torch.equal(tiles.rows[tiles.places], torch.arange(rows))
     assert tiles.is_filled[tiles.places].all() and int(tiles.is_filled.sum()) == rows

@@ -98,9 +98,11 @@ def test_a_dropped_branch_keeps_its_expectation_its_scale_and_timms_rates():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = block.DropPath(0.1).train()(torch.ones(100, 1, 1, dtype=torch.bfloat16))
     assert found.max().item() == pytest.approx(1 / 0.9, rel=1e-6)
-    assert block.drop_rates(0.3, 4) == pytest.approx([0, 0.1, 0.2, 0.3])
+    assert block.drop_path_rates(0.3, 4) == pytest.approx([0, 0.1, 0.2, 0.3])
     for depth in (1, 2, 12):
-        assert block.drop_rates(0.1, depth) == pytest.approx(torch.linspace(0, 0.1, depth).tolist())
+        assert block.drop_path_rates(0.1, depth) == pytest.approx(
+            torch.linspace(0, 0.1, depth).tolist()
+        )
 
 
 def test_both_branches_of_a_block_drop_as_timms_do():

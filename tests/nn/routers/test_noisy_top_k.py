@@ -193,7 +193,7 @@ def test_capacity_holds_in_evaluation_where_it_is_asked_for():
     tokens = torch.randn(5, 10, 6)
     asked = router_of(k=2, eval_capacity_factor=0.5, batch_priority=True, group_size=2)
     trained = router_of(k=2, capacity_factor=0.5, batch_priority=True, group_size=2, noise_std=0.0)
-    assert asked.coupled == 2 and trained.coupled == 1
+    assert asked.images_coupled_in_eval == 2 and trained.images_coupled_in_eval == 1
     in_evaluation = asked.eval()(tokens)[1].combine
     torch.testing.assert_close(in_evaluation, trained.train()(tokens)[1].combine)
     assert 0 < (in_evaluation > 0).sum() < 100

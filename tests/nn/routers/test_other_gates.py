@@ -11,7 +11,7 @@ from moecore.nn.backbones.two_towers import TextTowerSettings, TextTransformer
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings, build_moe_feed_forward
 from moecore.nn.routers import hash as hash_router
-from moecore.nn.routers.hash import PRIME, Hash, experts_by_position, hash_directions
+from moecore.nn.routers.hash import PRIME, Hash, draw_expert_per_position, hash_directions
 from moecore.routers import Cosine, Dynamic, Relu, TopP
 from moecore.training.regularizers.adaptive_l1 import AdaptiveL1, gate_l1_penalty
 from moecore.training.regularizers.diversity_simplicity import DiversitySimplicity, embedding_loss
@@ -254,8 +254,12 @@ def test_positions_are_balanced(k):
     counts = choices(Hash(by="position").build(8, 4), torch.randn(1, 10, 8))[0].sum(0)
     assert sorted(counts.tolist()) == [2, 2, 3, 3]
     # a longer sequence begins as a shorter one
-    assert torch.equal(experts_by_position(0, 23, 4, CPU)[:9], experts_by_position(0, 9, 4, CPU))
-    assert torch.equal(experts_by_position(0, 3, 8, CPU), experts_by_position(0, 8, 8, CPU)[:3])
+    assert torch.equal(
+        draw_expert_per_position(0, 23, 4, CPU)[:9], draw_expert_per_position(0, 9, 4, CPU)
+    )
+    assert torch.equal(
+        draw_expert_per_position(0, 3, 8, CPU), draw_expert_per_position(0, 8, 8, CPU)[:3]
+    )
 
 
 def test_the_hash_is_fixed_and_the_seed_decides_it_and_no_generator_of_the_training():

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moecore import Target, UserError
 from moecore.attacks import Apgd, Pgd
-from moecore.attacks.base import image_generators
+from moecore.attacks.base import seed_generator_per_image
 from moecore.backbones import LanguageModel, SwinV2, Vit
 from moecore.core.routing_records import RoutingContext
 from moecore.experts import Eigen, Mlp
@@ -220,7 +220,7 @@ def test_without_truth_it_is_refused():
 def test_attacks_leave_the_truth(attack):
     images = pictures([[1, 2, 3, 1], [3, 3, 2, 2]])
     model = VIT.build(IMAGE, MOE).eval()
-    drawn = image_generators(0, range(2))
+    drawn = seed_generator_per_image(0, range(2))
     attacked = attack(model, IMAGE.task, images, torch.tensor([0, 1]), 8 / 255, drawn)
     assert torch.equal(attacked[:, 1], images[:, 1])
     assert not torch.equal(attacked[:, 0], images[:, 0])

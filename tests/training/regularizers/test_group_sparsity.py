@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from moecore.core.routing_records import TokenLayout
-from moecore.nn.experts.base import map_shape
+from moecore.nn.experts.base import expert_grid_shape
 from moecore.nn.experts.eigen import Eigen
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.routers.eigenbasis import Eigenbasis
@@ -45,7 +45,7 @@ def one_hot(expert, experts=16):
 
 def by_loops(probs, size, sigma):
     """Algorithm 1 window by window: the square root of the weighted sum of squares within it."""
-    total, (rows, columns) = 0.0, map_shape(probs.shape[-1])
+    total, (rows, columns) = 0.0, expert_grid_shape(probs.shape[-1])
     tall, wide = min(size, rows), min(size, columns)
     weight = {
         (i, j): math.exp(-((i - (tall - 1) / 2) ** 2 + (j - (wide - 1) / 2) ** 2) / (2 * sigma**2))
@@ -160,7 +160,7 @@ def test_the_authors_term_is_the_mean_with_another_weight(tokens, experts, print
 
 def by_the_authors(probs, sigma, epsilon):
     """Sum over tokens, mean over positions, divided by h² = 9, through conv2d."""
-    rows, columns = map_shape(probs.shape[-1])
+    rows, columns = expert_grid_shape(probs.shape[-1])
     side = torch.tensor(filter_weights(3, sigma), dtype=torch.float64)
     kernel = torch.outer(side, side)[None, None]
     pooled = torch.nn.functional.conv2d(probs.reshape(-1, 1, rows, columns) ** 2, kernel)

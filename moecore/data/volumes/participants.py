@@ -17,12 +17,12 @@ from moecore.data.card import SPLITS, Card
 from moecore.data.stratified_splits import class_quotas
 from moecore.tasks.regression import Regression
 
-ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # becomes part of a path and of a pattern
+ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # part of paths and patterns
 NEEDED_COLUMNS = ("participant_id", "age", "sex")
 AGES = (0, 120)  # years; other ages are problems
 SEX = {"f": "F", "female": "F", "m": "M", "male": "M", "": ""}
 MISSING = "n/a"
-PURPOSE = {"test": 5, "validation": 6}  # random streams; lower ones are in use
+SPLIT_STREAMS = {"test": 5, "validation": 6}  # random streams; lower ones are in use
 
 
 class VolumeSubject(NamedTuple):
@@ -45,7 +45,7 @@ def read_prepared_csv_rows(path: Path) -> list[dict[str, str]]:
 
 
 def describe_invalid_id(name: str, value: str) -> str | None:
-    if ID.fullmatch(value):
+    if ID_PATTERN.fullmatch(value):
         return None
     shown = repr(value[:60]) + ("…" if len(value) > 60 else "")
     return f"{name} is {shown}; allowed: up to 100 letters a to z, digits, and . _ + - after one"
@@ -336,7 +336,7 @@ def draw_splits(people: Sequence[VolumeSubject], settings: CohortSettings) -> di
     sexes = np.unique([person.sex for person in people], return_inverse=True)[1]
     groups = rank * settings.age_groups // max(len(people), 1) * 3 + sexes.astype(int)
     splits_of = {person.participant_id: "train" for person in people}
-    for split, purpose in PURPOSE.items():
+    for split, purpose in SPLIT_STREAMS.items():
         number = round(shares[split] * len(people))
         if not number:
             continue

@@ -18,23 +18,22 @@ from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import Split, evenly_spaced_indices
 from moecore.data.text.tokenizers import Tokenizer
 from moecore.data.views.views import CropRanges, ViewSettings
-from moecore.measure.routing_metrics.alternative_choices import unguided_model
+from moecore.measure.routing_metrics import changed_choices, layer_metrics
 from moecore.measure.routing_metrics.epoch_routing import true_kinds
-from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views
 from moecore.nn import correspondence, encoded_routing, predict
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.backbones.two_towers import TEXTS, TwoTowerModel
+from moecore.nn.backbones.two_towers import CAPTIONS_PER_PASS, TwoTowerModel
 from moecore.tasks.base import Task
 
-SIDE = 96  # pixels; larger images are shrunk
-CROP = 24  # the same for a patch with its surroundings
-MODES = {2: "area", 3: "trilinear"}  # by number of axes
+THUMBNAIL_SIDE = 96  # pixels; larger images are shrunk
+CROP_SIDE = 24  # the same for a patch with its surroundings
+INTERPOLATION_MODES = {2: "area", 3: "trilinear"}  # by number of axes
 CHUNK = 50  # images whose records are in memory at once
-CLASSES = 5  # per expert
-CROPS = 800  # per layer, shared by its experts
-WORDS = 8  # per expert
-RARE = 10  # words that occur less often in the blocks are ignored
+MAX_CLASSES = 5  # per expert
+CROPS_PER_LAYER = 800  # per layer, shared by its experts
+MAX_WORDS = 8  # per expert
+MIN_WORD_COUNT = 10  # words that occur less often in the blocks are ignored
 
 
 class EncodedImages(Config):
@@ -47,12 +46,12 @@ class EncodedImages(Config):
         return np.frombuffer(decode_compressed_text(self.pixels), np.uint8).reshape(self.shape)
 
 
-def encode_thumbnails(pixels: Tensor, side: int = SIDE) -> EncodedImages:
+def encode_thumbnails(pixels: Tensor, side: int = THUMBNAIL_SIDE) -> EncodedImages:
     """Encode pixels in [0, 1], (N, C, *axes), as pictures with no axis above ``side``."""
     size = pixels.shape[2:]
     if max(size) > side:
         small = [max(1, round(length * side / max(size))) for length in size]
-        pixels = interpolate(pixels, small, mode=MODES[len(size)])
+        pixels = interpolate(pixels, small, mode=INTERPOLATION_MODES[len(size)])
     data = np.rint(pixels.clamp(0, 1).numpy() * 255).astype(np.uint8)
     return EncodedImages(shape=data.shape, pixels=encode_concatenated_arrays(data))
 
@@ -76,7 +75,7 @@ def crop_patch(image: Tensor, patch: int, layout: TokenLayout) -> Tensor:
 
 # Stronger crops than in our trainings, so that the picture has patches without a partner.
 TWO_CROPS = TwoViewAugmentation(name="crops", views=ViewSettings(crop=CropRanges(scale=(0.3, 0.8))))
-PREFIX = 2  # largest number of tokens before the patches: class token and distillation token
+MAX_SPECIAL_TOKENS = 2  # before the patches: class token and distillation token
 
 
 class Overlays(Config):
@@ -101,7 +100,7 @@ class MatchedCrops(Config):
     """Rows of text as in Overlays: the index of the patch in the second view, "-": no partner."""
 
 
-def overlapping_views(images: np.ndarray, layout: TokenLayout, seed: int) -> MatchedCrops | None:
+def draw_matched_crops(images: np.ndarray, layout: TokenLayout, seed: int) -> MatchedCrops | None:
     """Return two random crops of the first image whose crops share half of its patches."""
     # Without such an image: of the one whose crops share most. images: uint8 (N, C, H, W), N ≥ 1.
     # None for volumes and for images of a single patch.
@@ -119,7 +118,8 @@ def overlapping_views(images: np.ndarray, layout: TokenLayout, seed: int) -> Mat
         both = both.flip(0)
     grids = (numbers.reshape(layout.grid).numpy() for numbers in (index, second))
     return MatchedCrops(
-        views=encode_thumbnails(both), numbers=tuple(tuple(_grid_rows(grid)) for grid in grids)
+        views=encode_thumbnails(both),
+        numbers=tuple(tuple(_expert_grid_to_text(grid)) for grid in grids),
     )
 
 
@@ -130,10 +130,10 @@ def encode_expert_overlays(images: np.ndarray, records: tuple[RoutingRecord, ...
     for record in records if len(images) else ():
         tokens = record.combine.shape[1]
         side = math.isqrt(tokens)
-        if tokens - side * side > PREFIX:
+        if tokens - side * side > MAX_SPECIAL_TOKENS:
             raise UserError(
-                f"routing: {tokens} tokens are no square grid of patches after at most {PREFIX} "
-                "other tokens; set routing.overlays to 0"
+                f"routing: {tokens} tokens are no square grid of patches after at most "
+                f"{MAX_SPECIAL_TOKENS} other tokens; set routing.overlays to 0"
             )
         best = _best_expert_per_token(record.combine)[:, tokens - side * side :]
         grids.append(best.reshape(-1, side, side).numpy())
@@ -181,7 +181,9 @@ def _encode_overlays(
         shape=images.shape,
         pixels=base64.b64encode(np.ascontiguousarray(images).tobytes()).decode(),
         experts=records[0].combine.shape[-1] if records else 0,
-        grids=[[_grid_rows(grid) for grid in layer] for layer in grids] if len(images) else [],
+        grids=[[_expert_grid_to_text(grid) for grid in layer] for layer in grids]
+        if len(images)
+        else [],
     )
 
 
@@ -195,7 +197,7 @@ def _best_expert_per_token(weights: Tensor) -> Tensor:
     return torch.where(weights.amax(-1) > 0, weights.argmax(-1), -1)
 
 
-def _grid_rows(grid: np.ndarray) -> list[str]:
+def _expert_grid_to_text(grid: np.ndarray) -> list[str]:
     return [" ".join("-" if cell < 0 else str(cell) for cell in row) for row in grid]
 
 
@@ -273,7 +275,7 @@ def count_expert_use(record: RoutingRecord, special: int, kinds: Tensor) -> Expe
     """Count, per image and expert, the tokens that chose it; find its most probable patch."""
     # special: number of tokens before the patches; kinds: (N, T, D) bool, each token's true kind.
     highest, patch = torch.where(record.chosen, record.probs, -1.0)[:, special:].max(dim=1)
-    counts = torch.stack([expert_counts(image) for image in record.chosen])
+    counts = torch.stack([layer_metrics.expert_counts(image) for image in record.chosen])
     at_place = record.chosen[:, special:].sum(dim=0, keepdim=True)
     of_kind = (kinds.double().mT @ record.chosen.double()).sum(dim=0, keepdim=True).long()
     return ExpertUseByImage(counts, highest, patch, at_place, of_kind)
@@ -288,8 +290,7 @@ def _profile_experts(
 ) -> LayerGallery:
     labels = torch.from_numpy(np.array(gallery.split.labels[gallery.places]))
     covering = encoded_routing.coarse_patch_indices(layout, fine)
-    at_place = use.at_place.sum(dim=0)[covering]
-    places = (at_place / len(labels)).T.unflatten(1, (1, *fine.grid))
+    places = (use.at_place.sum(dim=0)[covering] / len(labels)).T.unflatten(1, (1, *fine.grid))
     counts = use.chosen.sum(dim=0)
     shares = None
     if members := gallery.task.by_class(labels):
@@ -301,7 +302,7 @@ def _profile_experts(
     kinds /= kinds.sum(dim=1, keepdim=True).clamp(min=1)
     peaks = places.flatten(1).amax(dim=1)
     number = len(counts)
-    max_favourites = max(1, min(max_favourites, CROPS // number))
+    max_favourites = max(1, min(max_favourites, CROPS_PER_LAYER // number))
     experts = []
     crops = []
     for expert in range(number):
@@ -331,11 +332,11 @@ def _profile_experts(
     return LayerGallery(
         experts=experts,
         places=encode_thumbnails(relative),
-        crops=encode_thumbnails(torch.stack(crops), CROP) if crops else None,
+        crops=encode_thumbnails(torch.stack(crops), CROP_SIDE) if crops else None,
     )
 
 
-def largest_shares(shares: Tensor, number: int = CLASSES) -> tuple[tuple[int, float], ...]:
+def largest_shares(shares: Tensor, number: int = MAX_CLASSES) -> tuple[tuple[int, float], ...]:
     order = shares.sort(descending=True, stable=True).indices[:number].tolist()
     return tuple((index, round(float(shares[index]), 4)) for index in order if shares[index] > 0)
 
@@ -355,7 +356,7 @@ def word_galleries_by_layer(
     galleries = []
     for record, layout in zip(records, model.layouts, strict=True):
         chosen = record.chosen
-        loads = expert_counts(chosen).double()
+        loads = layer_metrics.expert_counts(chosen).double()
         loads /= loads.sum().clamp(min=1)
         of_kind = one_hot_kinds(blocks, layout, model.image.truth).double().flatten(0, 1)
         kinds = chosen.double().flatten(0, 1).T @ of_kind
@@ -378,7 +379,7 @@ def word_galleries_by_layer(
 
 
 def favourite_words(
-    word_ids: np.ndarray, chosen: np.ndarray, rare: int = RARE
+    word_ids: np.ndarray, chosen: np.ndarray, rare: int = MIN_WORD_COUNT
 ) -> list[list[tuple[int, float]]]:
     """Return, per expert, the words whose tokens chose it most often, with these shares."""
     # word_ids: (N, T); chosen: (N, T, E) bool. Words with fewer than ``rare`` tokens are ignored.
@@ -388,17 +389,15 @@ def favourite_words(
     is_common = counts >= rare
     common = vocabulary[is_common]
     shares = torch.from_numpy(uses[is_common] / counts[is_common, None])
-    return [
-        [(int(common[row]), share) for row, share in largest_shares(expert_shares, WORDS)]
-        for expert_shares in shares.T
-    ]
+    largest = [largest_shares(expert_shares, MAX_WORDS) for expert_shares in shares.T]
+    return [[(int(common[row]), share) for row, share in pairs] for pairs in largest]
 
 
 Read = list[tuple[str, list[int]]]  # words with their experts, largest weight first
 
 
 def find_two_towers(model: Model) -> TwoTowerModel | None:
-    student = unguided_model(model)
+    student = changed_choices.unguided_model(model)
     return student if isinstance(student, TwoTowerModel) else None
 
 
@@ -409,7 +408,7 @@ def words_with_experts(
     """Return [caption][MoE layer]: words with at most ``max_experts`` experts; tokens: (n, M)."""
     captions_read: list[list[Read]] = []
     with predict.eval_mode(model):
-        for part in tokens.split(TEXTS):
+        for part in tokens.split(CAPTIONS_PER_PASS):
             _, records = model.text(part.to(model.logit_scale.device))
             masks = model.text.caption_mask(part)
             layers = [experts_by_weight(record.combine[0].cpu(), max_experts) for record in records]
@@ -417,9 +416,8 @@ def words_with_experts(
             for row, mask in zip(part, masks, strict=True):
                 caption = [tokenizer.word(token) for token in row[mask].tolist()]
                 last = first + len(caption)
-                captions_read.append(
-                    [list(zip(caption, layer[first:last], strict=True)) for layer in layers]
-                )
+                read = [list(zip(caption, layer[first:last], strict=True)) for layer in layers]
+                captions_read.append(read)
                 first = last
     return captions_read
 

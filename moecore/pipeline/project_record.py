@@ -17,7 +17,7 @@ from moecore.core.files import UserError, write_json
 from moecore.run import run_record, stage_entry
 
 LOCK = Path(".state/driver.lock")  # held by the process that runs the stages
-HOLDER = "driver.json"  # in the same folder: the process, and its start
+LOCK_HOLDER_FILE = "driver.json"  # in the same folder: the process, and its start
 
 
 class ProjectAnswers(config.Config):
@@ -32,12 +32,12 @@ class ProjectAnswers(config.Config):
 def write_answers(folder: Path, name: str, study: str, texts: Mapping[str, str]) -> None:
     files = {path: hash_text(text) for path, text in texts.items()}
     answers = ProjectAnswers(moecore=version("moecore"), name=name, study=study, files=files)
-    write_json(folder / source_layout.PROJECT_ANSWERS, answers.model_dump())
+    write_json(folder / source_layout.PROJECT_ANSWERS_FILE, answers.model_dump())
 
 
 def read_answers(folder: Path) -> ProjectAnswers:
     """Return a project's .moecore.json; UserError if it is missing or newer than moecore."""
-    path = folder / source_layout.PROJECT_ANSWERS
+    path = folder / source_layout.PROJECT_ANSWERS_FILE
     if not path.is_file():
         raise UserError(f"{path}: found no such file; start from a folder of `moecore new`")
     try:
@@ -85,9 +85,9 @@ def hash_text(text: str) -> str:
 
 
 @contextmanager
-def hold_project(path: Path = LOCK) -> Iterator[None]:
+def hold_project_lock(path: Path = LOCK) -> Iterator[None]:
     """Hold the project's lock within the block; UserError names the process that has it."""
-    holder = path.with_name(HOLDER)
+    holder = path.with_name(LOCK_HOLDER_FILE)
 
     def describe_driver() -> str:
         who = "another process is running the stages of this folder"
@@ -106,7 +106,7 @@ def hold_project(path: Path = LOCK) -> Iterator[None]:
 
 def dvc_command(*arguments: str) -> list[str]:
     """Return the command line that runs DVC as a process that ends with its parent."""
-    return [sys.executable, "-m", "moecore.pipeline.project", *arguments]
+    return [sys.executable, "-m", "moecore.pipeline.project_record", *arguments]
 
 
 if __name__ == "__main__":

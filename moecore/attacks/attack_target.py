@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moecore.attacks.base import Attack, image_generators
+from moecore.attacks.base import Attack, seed_generator_per_image
 from moecore.core import routing_records, streams
 from moecore.nn import predict
 from moecore.tasks.base import Task
@@ -64,7 +64,7 @@ class Target(NamedTuple):
                 if indices:
                     clean = pixels[places].to(device)
                     labels = self.labels[indices].to(device)
-                    draws = image_generators(self.seed, indices)
+                    draws = seed_generator_per_image(self.seed, indices)
                     changed = attack(model, self.task, clean, labels, epsilon, draws, **options)
                     pixels = pixels.index_copy(0, places, changed.cpu())
                 batches.append(pixels)

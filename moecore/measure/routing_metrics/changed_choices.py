@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.routing_records import RoutingRecord, chosen_first_scores
+from moecore.core.routing_records import RoutingRecord, raise_scores_of_chosen
 from moecore.measure.routing_metrics import layer_metrics
 from moecore.measure.values import Chart, Metric, Values
 from moecore.nn import dispatch, predict
@@ -47,7 +47,7 @@ def unguided_model(model: Model) -> Model:
     return model.model if isinstance(model, GuidedModel) else model
 
 
-def no_barring_reason(model: Model) -> str | None:
+def why_no_expert_can_be_barred(model: Model) -> str | None:
     if model.moe is None:
         return "a dense model has no experts"
     kind = model.moe.router.kind
@@ -75,7 +75,8 @@ Way = Literal["as_is", "renormalised", "reroute"]
 @contextmanager
 def drop_ranked_choice(model: Model, rank: int, way: Way) -> Iterator[None]:
     """Drop the ``rank``-th choice (from 1) of every token in every layer inside the ``with``."""
-    # Tokens with fewer choices lose nothing. way: see ``Way``. ``no_barring_reason`` must be None.
+    # Tokens with fewer choices lose nothing. way: see ``Way``. ``why_no_expert_can_be_barred`` must
+    # be None.
 
     def drop(router: Any, inputs: tuple[Any, ...], decided: tuple[Any, RoutingRecord]) -> Any:
         plan, record = decided
@@ -103,7 +104,7 @@ def drop_ranked_choice(model: Model, rank: int, way: Way) -> Iterator[None]:
 
 def find_ranked_choice(record: RoutingRecord, rank: int) -> Tensor:
     """Return the ``rank``-th most probable of each token's chosen experts, (B, T, E) bool."""
-    scores = chosen_first_scores(record.probs, record.chosen)
+    scores = raise_scores_of_chosen(record.probs, record.chosen)
     order = scores.argsort(dim=-1, descending=True, stable=True)
     is_ranked = torch.zeros_like(record.chosen).scatter(-1, order[..., rank - 1 : rank], True)
     return is_ranked & record.chosen
@@ -152,9 +153,9 @@ def fixed_subset_gain(losses: np.ndarray, chosen: np.ndarray, is_first: np.ndarr
 
 
 TRAINED_THRESHOLD = 0.5  # T of figure S3, where the paper reports a bend of the curve
-AT = f"T\u00a0=\u00a0{TRAINED_THRESHOLD:g}"
-FIGURES = {"threshold": ("T", "S3"), "k": ("k", "S5")}  # sweep → its symbol, its figure in ERMoE
-AXES = {"threshold": ("the threshold", "Threshold T"), "k": ("k", "Experts per token k")}
+TRAINED_T = f"T\u00a0=\u00a0{TRAINED_THRESHOLD:g}"
+SYMBOL_AND_FIGURE = {"threshold": ("T", "S3"), "k": ("k", "S5")}  # of each sweep, in ERMoE
+AXIS_LABELS = {"threshold": ("the threshold", "Threshold T"), "k": ("k", "Experts per token k")}
 Experts = tuple[Annotated[int, Field(ge=1)], ...]  # numbers of experts per token
 
 
@@ -226,7 +227,7 @@ def sweep_threshold(
     }
 
 
-def score_threshold(router: Any) -> float | None:
+def router_score_threshold(router: Any) -> float | None:
     # The threshold of top_p is a sum of probabilities and does not count.
     return router.threshold if router.has_score_threshold else None
 
@@ -234,7 +235,7 @@ def score_threshold(router: Any) -> float | None:
 def measure_setting(model: Model, k: int, sample: SweepImages, batch: int) -> Numbers:
     """Return "score" → the task's mean score, and the means of ``mean_routing_metrics``."""
     prediction, records = predict.predict_in_batches(model, sample.images, batch)
-    threshold = score_threshold(model.experts_and_router.router)
+    threshold = router_score_threshold(model.experts_and_router.router)
     score = float(sample.task.scores(prediction, sample.labels).double().numpy().mean())
     return {"score": score, **mean_routing_metrics(records, k, threshold)}
 
@@ -275,11 +276,11 @@ def fallback_slopes_over_threshold(fallback: Mapping[float, float]) -> Numbers:
     return slopes
 
 
-def swept_metric(
+def declare_swept_metric(
     label: str, better: str, form: str, over: str, needs: str = "", is_monotone: bool = False
 ) -> Metric:
     """Return a ``Metric`` with one table column per setting; over: "k" or "threshold"."""
-    symbol, figure = FIGURES[over]
+    symbol, figure = SYMBOL_AND_FIGURE[over]
     label = f"{label}, {symbol}\u00a0=\u00a0{{}}"
     note = f"trained weights with {symbol} = {{}} at test time (figure {figure})"
     metric = Metric(label, better, form, note, "ermoe", over=over, detail=True)
@@ -288,16 +289,16 @@ def swept_metric(
 
 def sweep_chart(name: str, over: str, label: str, share: bool | None) -> Chart:
     """Return the chart of a metric over a swept setting (ERMoE, figures S3 and S5)."""
-    setting, axis = AXES[over]
-    text = f"Trained weights, another setting at test time (ERMoE, figure {FIGURES[over][1]})."
+    (setting, axis), (_, figure) = AXIS_LABELS[over], SYMBOL_AND_FIGURE[over]
+    text = f"Trained weights, another setting at test time (ERMoE, figure {figure})."
     texts = {"title": f"{label} over {setting}", "x": axis, "y": label, "words": text}
     return Chart(f"{name}_{over}", over, **texts, share=share, height=3.2)
 
 
-def slope_metric(side: str, end: str) -> Metric:
+def declare_fallback_slope_metric(side: str, end: str) -> Metric:
     """Return the ``Metric`` of the fallback's slope; side: "below", "above"; end: in words."""
-    note = f"increase of the fallback per 1 of T, from {AT} to the {end} T tried (figure S3)"
-    label = f"Fallback, slope {side} {AT}"
+    note = f"increase of the fallback per 1 of T, from {TRAINED_T} to the {end} T tried (figure S3)"
+    label = f"Fallback, slope {side} {TRAINED_T}"
     return Metric(label, note=note, paper="ermoe", detail=True, needs="thresholds")
 
 

@@ -49,11 +49,11 @@ class SurvivorAttack(base.BallAttack):
     def trials(self, classes: int) -> list[Trial]:
         """Return the trials, in their order, for a model with that number of classes."""
 
-    def lacks_classes(self, classes: int) -> str | None:
+    def why_too_few_classes(self, classes: int) -> str | None:
         """Return why the attack needs more classes, in words; None if it does not."""
         return None
 
-    def refuses_model(self, model: nn.Module, images: Tensor) -> str | None:
+    def why_pointless_for_model(self, model: nn.Module, images: Tensor) -> str | None:
         """Return why the attack is pointless, from the model's output for ``images``, or None."""
         return None
 
@@ -61,7 +61,8 @@ class SurvivorAttack(base.BallAttack):
         """Yield (settings key, reason) if labels, classes or shape do not allow the attack."""
         yield from super().misfits(around)
         card = around.preview
-        if card is not None and card.classes and (reason := self.lacks_classes(len(card.classes))):
+        classes = len(card.classes or ()) if card is not None else 0
+        if classes and (reason := self.why_too_few_classes(classes)):
             yield (), f"{reason} ({around.data})"
         if card is not None and len(card.shape) == 3:
             yield ("kind",), f"found {self.kind} for volumes; allowed: fgsm, pgd or apgd"
@@ -76,7 +77,7 @@ class SurvivorAttack(base.BallAttack):
             return reason
         if predict.coupled_image_count(model) > 1:
             return "images share experts' capacity, so that survivors cannot be attacked alone"
-        return self.lacks_classes(len(task.classes))
+        return self.why_too_few_classes(len(task.classes))
 
     def __call__(
         self,
@@ -88,24 +89,24 @@ class SurvivorAttack(base.BallAttack):
         generator: base.Generators = None,
         batch: int = 250,  # images per pass
     ) -> Tensor:
-        clean = self.clean_copy(images, epsilon)
+        clean = self.check_and_copy_images(images, epsilon)
         if epsilon == 0 or not len(clean):
             return clean
         if reason := self.does_not_apply(model, task):
             raise UserError(f"attack: {reason}")
         if clean.ndim != 4:
             raise UserError.at("attack: images", found=tuple(clean.shape), allowed="(B, C, H, W)")
-        if reason := self.refuses_model(model, clean[:batch]):
+        if reason := self.why_pointless_for_model(model, clean[:batch]):
             raise UserError(f"attack: {reason}")
         attacked = clean.clone()
         with gradient.frozen_parameters(model):
             logits = torch.cat([gradient.predict_logits(model, few) for few in clean.split(batch)])
             classes = logits.shape[1]
-            if reason := self.lacks_classes(classes):
+            if reason := self.why_too_few_classes(classes):
                 raise UserError(f"attack: {reason}")
             labels = labels.long()
             ball = base.Ball(clean, epsilon, self.norm, gradient.changeable_pixels(model, clean))
-            rivals = gradient.other_classes(logits, labels)
+            rivals = gradient.other_classes_by_likelihood(logits, labels)
             generators = base.repeat_generator_per_image(generator, len(clean))
             everything = Victims(model, ball, labels, rivals, generators)
             right = (logits.argmax(dim=1) == labels).nonzero()[:, 0]
@@ -115,7 +116,7 @@ class SurvivorAttack(base.BallAttack):
                 survivors = []
                 for rows in right.split(batch):
                     victims = everything.take(rows)
-                    changed = victims.ball.confine(trial(victims))
+                    changed = victims.ball.restore_fixed_pixels(trial(victims))
                     wrong = victims.are_wrong(changed)
                     attacked[rows[wrong]] = changed[wrong]
                     survivors.append(rows[~wrong])

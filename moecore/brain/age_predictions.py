@@ -54,7 +54,7 @@ class TrainingCohortRanges(Config):
     predictor_sha256: str
 
 
-def summarize_volume(volume: np.ndarray, voxel_mm: Sequence[float]) -> dict[str, float]:
+def measure_size_and_brightness(volume: np.ndarray, voxel_mm: Sequence[float]) -> dict[str, float]:
     """Return brain size in mL, and mean and SD of brain intensity, of a volume (1, D, H, W)."""
     inside = volume[volume > 0].astype(np.float64)
     return {
@@ -69,7 +69,7 @@ def collect_training_ranges(
 ) -> TrainingCohortRanges:
     """Return the content of reference.json from the training split; sha256: of the weights."""
     facts = PreparationFacts(**{name: data.card[name] for name in PreparationFacts.model_fields})
-    rows = [summarize_volume(volume, facts.voxel_mm) for volume in data.train.images]
+    rows = [measure_size_and_brightness(volume, facts.voxel_mm) for volume in data.train.images]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     ranges = {key: TrainingRange(low=min(row), high=max(row)) for key, row in columns.items()}
     sites = sorted({row["site"] for row in data.subjects("train")} - {""})
@@ -86,7 +86,7 @@ def flag_volume(
     site: str = "",
 ) -> list[str]:
     """Return a warning for each quantity, age or site that lies outside the training range."""
-    quantities = summarize_volume(volume, reference.data.voxel_mm)
+    quantities = measure_size_and_brightness(volume, reference.data.voxel_mm)
     flags = [
         f"{name} {quantities[name]:.4g} outside training {limits.low:.4g} to {limits.high:.4g}"
         for name, limits in reference.ranges.items()
@@ -101,7 +101,7 @@ def flag_volume(
     return flags
 
 
-NO_GROUP = "none"  # calibration group of an uncorrected prediction
+NO_CALIBRATION_GROUP = "none"  # calibration group of an uncorrected prediction
 
 
 class PredictionRow(NamedTuple):
@@ -171,7 +171,7 @@ def correct_ages(
     pooled[has_age] = by_age.apply(raw[has_age], None, ages[has_age])
     sex_specific[has_age] = by_age.apply(raw[has_age], sexes_of_aged, ages[has_age])
     pairs = zip(fitted.used(sexes), has_age, strict=True)
-    groups = [group if aged else NO_GROUP for group, aged in pairs]
+    groups = [group if aged else NO_CALIBRATION_GROUP for group, aged in pairs]
     return CorrectedAges(raw, pooled, sex_specific, groups, uses_age=True)
 
 
@@ -190,7 +190,7 @@ def prediction_rows(
         corrected.raw.tolist(),
         empty if corrected.pooled is None else corrected.pooled.tolist(),
         empty if corrected.sex_specific is None else corrected.sex_specific.tolist(),
-        corrected.groups or [NO_GROUP] * len(subjects),
+        corrected.groups or [NO_CALIBRATION_GROUP] * len(subjects),
         corrected.best.tolist(),
         flags,
         strict=True,
@@ -207,9 +207,9 @@ def prediction_rows(
                 predicted_age=raw,
                 predicted_age_pooled=pooled,
                 predicted_age_sex_specific=sex_specific,
-                brain_pad_raw=_subtract(raw, age),
-                brain_pad_pooled=_subtract(pooled, age),
-                interval_low=_subtract(centre, radius),
+                brain_pad_raw=_subtract_unless_none(raw, age),
+                brain_pad_pooled=_subtract_unless_none(pooled, age),
+                interval_low=_subtract_unless_none(centre, radius),
                 interval_high=None if radius is None else centre + radius,
                 calibration_group=group,
                 qc_flags="; ".join(flag for flag in (subject.get("qc_flags", ""), *added) if flag),
@@ -245,7 +245,7 @@ def read_predictions(path: str | Path) -> list[dict[str, str]]:
         raise UserError(f"{path}: no such file; the stage that writes it has not run") from None
 
 
-def _subtract(value: float | None, other: float | None) -> float | None:
+def _subtract_unless_none(value: float | None, other: float | None) -> float | None:
     if value is None or other is None:
         return None
     return value - other
