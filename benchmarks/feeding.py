@@ -15,7 +15,7 @@ from benchmarks.timing import time_fastest_call
 from moecore.core.streams import generator_for
 from moecore.data.files.decode import decode_image, decode_jpeg_to_pil, resize_and_encode_jpeg
 from moecore.data.layouts.images import channel_moments
-from moecore.data.views.views import CropRanges, ViewSettings, make_random_views
+from moecore.data.views.random_views import CropRanges, ViewSettings, make_random_views
 from moecore.data.views.warping import MixedSizeImageList, cut_parts_seen_by_views
 
 IMAGENET = 1_281_167  # training images

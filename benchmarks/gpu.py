@@ -43,7 +43,7 @@ from moecore.pipeline import dvc_yaml
 from moecore.pipeline.parallel import JOB_RATES_FILE
 from moecore.run.history_file import read_lines
 from moecore.study.stages import LAST_STAGES
-from moecore.training.meter import live_training_tensors, measure_peak_memory
+from moecore.training.meter import live_training_tensors, measuring_peak_memory
 from moecore.training.method import Method
 from moecore.training.runtime import tune_runtime
 
@@ -423,7 +423,7 @@ def memory_rows(scale: Scale) -> Iterator[dict]:
 
 def peak_bytes(run: Run, device: str, tensors: Iterable[Tensor]) -> int:
     """Return the peak bytes during ``run``; tensors: those that exist before it."""
-    with measure_peak_memory(tensors, torch.device(device)) as peak:
+    with measuring_peak_memory(tensors, torch.device(device)) as peak:
         run()
     return peak.size
 

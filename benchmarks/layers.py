@@ -17,7 +17,7 @@ from torch.nn.functional import gelu, silu
 
 from moecore.nn.dispatch import Rows
 from moecore.nn.experts.mlp import Mlp as MlpExperts
-from moecore.nn.kernels.grouped import FusedKernels, grouped_linear
+from moecore.nn.kernels.grouped import ChosenKernels, grouped_linear
 from moecore.nn.layers.block import DenseMlp
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.routers.noisy_top_k import NoisyTopK
@@ -137,10 +137,10 @@ def kernels_context(name: str, device: str) -> Iterator[None]:
 def with_kernels(name: str, run: Callable[[], object], device: str) -> Callable[[], None]:
     """Return ``run`` with the kernels ``name``, chosen once as in a training."""
     with kernels_context(name, device):
-        compute = FusedKernels.compute
+        compute = ChosenKernels.compute
 
     def call() -> None:
-        with patch.object(FusedKernels, "compute", compute):
+        with patch.object(ChosenKernels, "compute", compute):
             run()
 
     return call

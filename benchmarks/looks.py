@@ -24,7 +24,7 @@ import numpy as np
 from scipy import stats
 
 from moecore.report.tables.cells import markdown_table
-from moecore.statistics.comparisons import OVER_SEEDS, Difference, VarianceSource
+from moecore.statistics.comparisons import OVER_SEEDS, Difference, SourceVariance
 from moecore.study.questions import load_rounds
 from tools.designs import combined_p, correct_for_looks, pool_differences
 from tools.pooled_claims import evaluate_pooled
@@ -82,7 +82,7 @@ def _check_against_library(
     for trial in range(CHECKED):
         runs = [
             Difference(
-                float(mean), (VarianceSource(float(variance), int(n) - 1),), OVER_SEEDS, int(n), 0
+                float(mean), (SourceVariance(float(variance), int(n) - 1),), OVER_SEEDS, int(n), 0
             )
             for mean, variance, n in zip(means[trial], variances[trial], numbers, strict=True)
         ]
@@ -108,7 +108,7 @@ def exclude_by_weights(
             runs = [
                 Difference(
                     float(means[0, run]),
-                    (VarianceSource(variances[0, run], n - 1),),
+                    (SourceVariance(variances[0, run], n - 1),),
                     OVER_SEEDS,
                     n,
                     0,

@@ -37,7 +37,7 @@ from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp as MlpExperts
 from moecore.nn.layers import block, moe, patch_embed
 from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.study.params_reader import read_params
+from moecore.study.params_reader import read_stage_params
 from moecore.tasks.classification import Classification
 from moecore.training.job import Objective, TrainingJob
 from moecore.training.loop import train_step
@@ -88,7 +88,7 @@ class Defaults(Config):
 
 def sizes() -> dict[str, Size]:
     """Return name → size; ``default`` has model and batch of params.yaml, 24 × 24 grey pixels."""
-    defaults = read_params(Defaults)
+    defaults = read_stage_params(Defaults)
     return {
         "default": Size(defaults.model, 1, 24, 10, defaults.pretrain.batch, 1.0),
         "vit_tiny": Size(Vit(patch=4, width=192, depth=12, heads=3), 3, 32, 10, 64, 4.0),

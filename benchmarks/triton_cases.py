@@ -20,7 +20,7 @@ from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.experts.mlp import Mlp, gate_with_silu
 from moecore.nn.kernels import triton_experts
-from moecore.nn.kernels.grouped import FusedKernels
+from moecore.nn.kernels.grouped import ChosenKernels
 from moecore.nn.layers.moe import MoEFeedForward, MoESettings
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.tasks.classification import Classification
@@ -177,8 +177,8 @@ def check_model(activation):
     call = lambda pixels: (model(pixels).prediction,)
     calls = []
     with kernels_context("triton", "cpu"):
-        compute: Any = FusedKernels.compute
-        FusedKernels.compute = lambda *inputs: calls.append(inputs) or compute(*inputs)
+        compute: Any = ChosenKernels.compute
+        ChosenKernels.compute = lambda *inputs: calls.append(inputs) or compute(*inputs)
         ours = differentiate(call, images, model)
     return {
         "calls": len(calls),

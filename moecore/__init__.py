@@ -38,10 +38,10 @@ if TYPE_CHECKING:  # read by type checkers, by HOMES below, and by pipeline/code
     from moecore.nn.layers.moe import MoELayer as MoELayer
     from moecore.nn.layers.moe import update_routers as update_routers
     from moecore.nn.predict import predict_in_batches as predict_in_batches
-    from moecore.nn.router_hooks import routing_collector as trace
+    from moecore.nn.routing_collection import routing_collector as trace
     from moecore.predict.export import export_module as export
     from moecore.predict.robustbench import LogitsModel as LogitsModel
-    from moecore.tracking.stored_run import model_folder as model_folder
+    from moecore.tracking.mlflow_run import model_folder as model_folder
     from moecore.training.artifacts import load_model as load_model
     from moecore.training.job import routing_loss as routing_loss
     from moecore.training.upcycle import upcycle_in_place as upcycle

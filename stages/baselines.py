@@ -9,7 +9,7 @@ from moecore.core import config, files
 from moecore.data.prepared import Prepared
 from moecore.measure.pixel_baselines import Baselines, measure_baselines
 from moecore.run import run_record, stage_entry
-from moecore.study.params_reader import ParamsKeyTemplate, read_params
+from moecore.study.params_reader import ParamsKeyTemplate, read_stage_params
 from moecore.study.run_and_claims import PhaseName
 
 
@@ -21,7 +21,7 @@ class Params(config.Config):
 
 def baselines(phase: PhaseName) -> None:
     """Fit the classifiers on the images that the first seed of ``phase`` trains on."""
-    params = read_params(Params, data=phase)
+    params = read_stage_params(Params, data=phase)
     folder = Path("artifacts/data", phase)
     with run_record.record_resumable_run("baselines", params, [folder], phase=phase) as (run, work):
         parts = files.ResumableParts(work, run.inputs)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from moecore.brain.age_calibration import AgeCalibration
+from moecore.brain.age_calibration import AgeCalibrationMeasurement
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.measure import base, calibration
@@ -14,7 +14,7 @@ from moecore.training.runtime import tune_runtime
 
 CALIBRATION_CLASSES: dict[str, type[calibration.CalibrationMeasurementBase]] = {  # by prediction
     "classes": calibration.ClassCalibration,
-    "numbers": AgeCalibration,
+    "numbers": AgeCalibrationMeasurement,
 }
 
 
@@ -23,7 +23,7 @@ class Params(Config):
 
 
 def calibrate(phase: run_and_claims.PhaseName, method: str, seed: int) -> None:
-    params = params_reader.read_params(Params)
+    params = params_reader.read_stage_params(Params)
     settings = params.calibrate
     data = Prepared.open(Path("artifacts/data") / phase)
     calibration.check_calibrator_fits_task(settings, data.task, phase)
@@ -35,7 +35,7 @@ def calibrate(phase: run_and_claims.PhaseName, method: str, seed: int) -> None:
         out=Path("artifacts/calibrate") / item,
     )
     artifacts = [data.folder, files.model]
-    used = stage_inputs.hash_stage_inputs("calibrate", params, artifacts, phase, method)
+    used = stage_inputs.build_stage_inputs("calibrate", params, artifacts, phase, method)
     with record_run("calibrate", params, phase=phase, method=method, seed=seed, inputs=used) as run:
         model = load_model(files.model).to(tune_runtime().device)
         fit = CALIBRATION_CLASSES[settings.calibrator.predicts](settings=settings, files=files)

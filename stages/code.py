@@ -28,7 +28,6 @@ def code() -> None:
 
 
 def check_params_data_models(path: str) -> None:
-    """Raise UserError if params.yaml, its data or its models do not fit."""
     from moecore.report.tables.metrics_by_method import unanswerable_claims  # imports torch
     from moecore.study.check import check_study
 

@@ -9,7 +9,7 @@ from moecore.core.config import Config
 from moecore.core.files import atomic_file, write_json
 from moecore.core.safetensors_files import write_tensors
 from moecore.report.claims import evaluation
-from moecore.report.claims.result_evidence import COMPARE_JSON_FILE, ITEMS_FILE, pack_item_values
+from moecore.report.claims.items_and_dates import COMPARE_JSON_FILE, ITEMS_FILE, pack_item_values
 from moecore.report.report_files import render_report_files
 from moecore.report.results_and_displays import read_results
 from moecore.report.tables import metrics_by_method, terminal_summary
@@ -27,15 +27,15 @@ class Params(Config):
 
 
 def compare() -> None:
-    params = params_reader.read_params(Params)
-    inputs = stage_inputs.hash_stage_inputs("compare", params, [])
+    params = params_reader.read_stage_params(Params)
+    inputs = stage_inputs.build_stage_inputs("compare", params, [])
     path = Path(stage_inputs.params_path())
     document = yaml_document.load_yaml_document(path)
     text = path.read_text(encoding="utf-8")
     results = read_results(params.run, text, stages=params_layers.list_dvc_stages(path.parent))
     asked = [*params.claims, *params.questions]
     answerable = evaluation.print_and_drop_unanswerable(asked, params.run, results)
-    answerable += evaluation.list_control_questions(results, answerable)
+    answerable += evaluation.build_control_questions(results, answerable)
     evaluated = evaluation.evaluate_claims(answerable, results)
     compared = metrics_by_method.compare_methods(results) | evaluation.claims_for_compare_json(
         evaluated, document.data

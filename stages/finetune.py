@@ -9,7 +9,7 @@ from moecore.measure.routing_metrics.epoch_routing import finetuning_agreement
 from moecore.nn.predict import predict_in_batches
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run
-from moecore.study.params_reader import ParamsKeyTemplate, read_params
+from moecore.study.params_reader import ParamsKeyTemplate, read_stage_params
 from moecore.training import artifacts, outcome
 from moecore.training.method import Method
 from moecore.training.phase_trainings import build_finetuning
@@ -29,7 +29,7 @@ class AdversarialFinetuneParams(config.Config):
 def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) -> None:
     """Fine-tune artifacts/pretrain/``method``/``seed`` on artifacts/data/``phase``."""
     kind = Params if phase == "finetune" else AdversarialFinetuneParams
-    params = read_params(kind, method=method)
+    params = read_stage_params(kind, method=method)
     settings = getattr(params, phase)
     start = Path("artifacts/pretrain", method, str(seed))
     guide = artifacts.guide_folder(method, seed)
@@ -45,7 +45,7 @@ def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) 
         with files.atomic_folder(target) as folder:
             artifacts.save_model(folder, model)
             artifacts.save_vocab(folder, data)
-            result = outcome.evaluate_trained(model, data, settings, training.read_log())
+            result = outcome.build_outcome(model, data, settings, training.read_log())
             outcome.save_model_score(folder, result, data)
         settling = finetuning_agreement(before, after, data.test.people)
         training.record.write_result(result.with_routing(settling))

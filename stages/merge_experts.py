@@ -2,7 +2,7 @@
 
 from moecore.core.config import Config
 from moecore.run import measurement_run, stage_entry
-from moecore.study.params_reader import read_params
+from moecore.study.params_reader import read_stage_params
 from moecore.training.surgery.merge import Merge
 
 
@@ -11,8 +11,8 @@ class Params(Config):
 
 
 def merge_experts(method: str, seed: int) -> None:
-    params = read_params(Params)
-    measurement_run.save_reduced_model_and_record(params, params.merge, method, seed)
+    params = read_stage_params(Params)
+    measurement_run.run_expert_reduction(params, params.merge, method, seed)
 
 
 if __name__ == "__main__":

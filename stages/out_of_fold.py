@@ -3,16 +3,16 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from moecore.brain.age_predictions import FoldRecipe, OutOfFoldSettings, predict_out_of_fold
+from moecore.brain.age_predictions import FoldRecipe, OutOfFoldSettings, train_folds_and_write_ages
 from moecore.core.config import Config
 from moecore.core.files import atomic_folder, write_json
 from moecore.data.prepared import Prepared
-from moecore.measure.base import Skipped
+from moecore.measure.base import SkipReason
 from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import Backbone
-from moecore.run.run_record import record_resumable_run, report_progress
+from moecore.run.run_record import printing_progress, record_resumable_run
 from moecore.run.stage_entry import run_stage
-from moecore.study.params_reader import ParamsKeyTemplate, read_params
+from moecore.study.params_reader import ParamsKeyTemplate, read_stage_params
 from moecore.training.method import Method
 from moecore.training.runtime import tune_runtime
 from moecore.training.settings import Training
@@ -27,28 +27,29 @@ class Params(Config):
 
 
 def out_of_fold(method: str, seed: int) -> None:
-    params = read_params(Params, method=method)
+    params = read_stage_params(Params, method=method)
     named = {"phase": "pretrain", "method": method, "seed": seed}
     inputs = [Path("artifacts/data/pretrain")]
-    item = f"out_of_fold/pretrain/{method}/{seed}"
+    out = Path("artifacts/out_of_fold/pretrain", method, str(seed))
     with record_resumable_run("out_of_fold", params, inputs, **named) as (run, work):
         if params.calibrator.split != "out_of_fold":
-            with atomic_folder(Path("artifacts", item)) as folder:
+            with atomic_folder(out) as folder:
                 write_json(folder / "absent.json", {"calibrator": params.calibrator.model_dump()})
-            run.write_result(Skipped(skipped="the calibration is fitted on other predictions"))
+            run.write_result(SkipReason(skipped="the calibration is fitted on other predictions"))
             return
         data = Prepared.open(inputs[0])
 
         def follow(fold: int, steps: int, learning: Any) -> None:
-            with report_progress(f"out_of_fold {method} seed {seed} fold {fold}", steps) as bar:
+            with printing_progress(f"out_of_fold {method} seed {seed} fold {fold}", steps) as bar:
                 for metrics in learning:
                     bar.update(metrics.step)
 
         folds = params.out_of_fold.folds
         recipe = FoldRecipe(params.model, params.pretrain, params.method, folds, seed)
         runtime = tune_runtime(work=work)
-        out = Path("artifacts", item)
-        result = predict_out_of_fold(recipe, data, runtime, work, out, follow, run.log, run.inputs)
+        result = train_folds_and_write_ages(
+            recipe, data, runtime, work, out, follow, run.log, run.inputs
+        )
         run.write_result(result)
 
 

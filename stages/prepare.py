@@ -10,7 +10,7 @@ from moecore.core import config, files
 from moecore.data.raw_data_changes import fingerprint_raw_folders
 from moecore.data.sources.base import Source
 from moecore.run import run_record, stage_entry, stage_inputs
-from moecore.study.params_reader import ParamsKeyTemplate, read_params
+from moecore.study.params_reader import ParamsKeyTemplate, read_stage_params
 
 
 class Params(config.Config):
@@ -19,9 +19,9 @@ class Params(config.Config):
 
 def prepare(name: str) -> None:
     """Prepare the data source ``data.<name>`` of params.yaml in artifacts/data/<name>."""
-    params = read_params(Params, data=name)
+    params = read_stage_params(Params, data=name)
     target = Path("artifacts/data") / name
-    inputs = stage_inputs.hash_stage_inputs("prepare", params, [], phase=name)
+    inputs = stage_inputs.build_stage_inputs("prepare", params, [], phase=name)
     with run_record.record_run("prepare", params, phase=name, inputs=inputs) as run:
         if folders := fingerprint_raw_folders(params.data):  # before they are read
             run.write_table("raw", [folder._asdict() for folder in folders])

@@ -12,10 +12,10 @@ from moecore.measure.routing_metrics.epoch_routing import EpochRecorder
 from moecore.nn.backbones.base_model import Backbone
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run
-from moecore.study.params_reader import ParamsKeyTemplate, read_params
+from moecore.study.params_reader import ParamsKeyTemplate, read_stage_params
 from moecore.training.artifacts import GUIDE_FOLDER, save_guide, save_model, save_vocab
 from moecore.training.method import Method
-from moecore.training.outcome import evaluate_trained, save_model_score
+from moecore.training.outcome import build_outcome, save_model_score
 from moecore.training.phase_trainings import build_pretraining
 from moecore.training.settings import Training
 
@@ -28,7 +28,7 @@ class Params(config.Config):
 
 def pretrain(method: str, seed: int) -> None:
     """Train ``method`` on artifacts/data/pretrain, with its teacher if it has one."""
-    params = read_params(Params, method=method)
+    params = read_stage_params(Params, method=method)
     settings = params.method.merge_pretrain_settings(params.pretrain)
     names = params.method.expert_names
     guide = Path("artifacts/teacher_router", method, str(seed))
@@ -46,7 +46,7 @@ def pretrain(method: str, seed: int) -> None:
             # A model that routes by its teacher already contains it.
             if params.method.joint and job.guide is not None and model is job.model:
                 save_guide(folder / GUIDE_FOLDER, job.guide)
-            result = evaluate_trained(model, data, settings, training.read_log())
+            result = build_outcome(model, data, settings, training.read_log())
             save_model_score(folder, result, data)
         training.record.write_result(result.with_routing(watch.collect_routing()))
         training.record.log_model_folder(target)

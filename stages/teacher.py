@@ -6,14 +6,14 @@ import torch
 
 from moecore.core import config, files, streams
 from moecore.data import loader, prepared
-from moecore.measure.base import Skipped
+from moecore.measure.base import SkipReason
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run
-from moecore.study.params_reader import read_params
+from moecore.study.params_reader import read_stage_params
 from moecore.training.artifacts import save_model
 from moecore.training.job import Objective, build_training_job
-from moecore.training.outcome import Outcome, evaluate_trained
+from moecore.training.outcome import build_outcome
 from moecore.training.teachers import base, no_teacher
 
 
@@ -23,7 +23,7 @@ class Params(config.Config):
 
 def teacher(seed: int) -> None:
     """Write the teacher of ``seed``, which trains on the same drawn images as its students."""
-    params = read_params(Params)
+    params = read_stage_params(Params)
     settings = params.teacher
     target = Path("artifacts/teacher", str(seed))
     teacher_seed = streams.derived_seed("teacher", seed)
@@ -33,19 +33,19 @@ def teacher(seed: int) -> None:
         if isinstance(settings, no_teacher.NoTeacher):
             with files.atomic_folder(target) as folder:
                 files.write_json(folder / "absent.json", {"teacher": settings.kind})
-            training.record.write_result(Skipped(skipped=f"teacher.kind is {settings.kind}"))
+            training.record.write_result(SkipReason(skipped=f"teacher.kind is {settings.kind}"))
             return
         data = settings.open_data(first, training.work)
         torch.manual_seed(teacher_seed)
         model = settings.build(ImageSpec.from_card(data.card))
-        result: Skipped | Outcome = Skipped(skipped=f"{settings.kind}: it was trained elsewhere")
+        result: config.Config = SkipReason(skipped=f"{settings.kind}: it was trained elsewhere")
         if settings.training is not None:
             objective = Objective((), settings.training.label_smoothing)
-            subset = loader.draw_few_shot_subset(data, settings.training.shots, seed)
+            subset = loader.draw_few_shot_train_indices(data, settings.training.shots, seed)
             device = training.runtime.device
             job = build_training_job(model, data, objective, device, subset=subset)
             training.train(job, settings.training, teacher_seed)
-            result = evaluate_trained(model, data, settings.training, training.read_log())
+            result = build_outcome(model, data, settings.training, training.read_log())
         with files.atomic_folder(target) as folder:
             save_model(folder, model)
         training.record.write_result(result)

@@ -6,12 +6,12 @@ from typing import Annotated
 from moecore.core import config, files
 from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Prepared
-from moecore.measure.base import Skipped
+from moecore.measure.base import SkipReason
 from moecore.nn.backbones.base_model import Backbone, ImageSpec
 from moecore.run import stage_entry, stage_inputs
 from moecore.run.run_record import record_run
 from moecore.run.training import log_points_with_progress
-from moecore.study.params_reader import ParamsKeyTemplate, read_params
+from moecore.study.params_reader import ParamsKeyTemplate, read_stage_params
 from moecore.training import runtime, settings
 from moecore.training.artifacts import load_teacher, record_no_guide_needed, save_guide
 from moecore.training.method import Method
@@ -27,20 +27,20 @@ class Params(config.Config):
 
 def teacher_router(method: str, seed: int) -> None:
     """Fit one router per MoE layer of ``method``, except routers that learn with the method."""
-    params = read_params(Params, method=method)
+    params = read_stage_params(Params, method=method)
     target = Path("artifacts/teacher_router", method, str(seed))
     paths = [Path("artifacts/data/pretrain"), Path("artifacts/teacher", str(seed))]
     needed = paths if params.method.guided or params.method.upcycle else []
-    inputs = stage_inputs.hash_stage_inputs("teacher_router", params, needed, method=method)
+    inputs = stage_inputs.build_stage_inputs("teacher_router", params, needed, method=method)
     with record_run("teacher_router", params, method=method, seed=seed, inputs=inputs) as run:
         guide = None
-        result: config.Config = Skipped(skipped="the method needs no teacher")
+        result: config.Config = SkipReason(skipped="the method needs no teacher")
         if needed:
             device = runtime.tune_runtime().device
             prepared = Prepared.open(paths[0])
             teacher = load_teacher(paths[1], ImageSpec.from_card(prepared.card))
             guide = build_unfitted_guide(params.method, params.model, teacher, seed, device)
-            result = Skipped(skipped="no router to fit before the method learns")
+            result = SkipReason(skipped="no router to fit before the method learns")
             if len(guide.routers) and not guide.learns:
                 data = load_split_where_it_fits(prepared.train, device)
                 fit = params.teacher_router

@@ -7,7 +7,7 @@ from typing import Annotated
 from moecore.core import config, files
 from moecore.data.prepared import Prepared
 from moecore.measure.transfer_attacks import Transfer, measure
-from moecore.run.run_record import record_resumable_run, report_progress
+from moecore.run.run_record import printing_progress, record_resumable_run
 from moecore.run.stage_entry import run_stage
 from moecore.study import params_reader, run_and_claims
 from moecore.training import artifacts, runtime
@@ -19,12 +19,12 @@ class Params(config.Config):
 
 
 def transfer(phase: run_and_claims.PhaseName, seed: int) -> None:
-    params = params_reader.read_params(Params)
+    params = params_reader.read_stage_params(Params)
     folders = {name: Path("artifacts", phase, name, str(seed)) for name in params.methods}
     inputs = [Path("artifacts/data", phase), *folders.values()]
     with (
         record_resumable_run("transfer", params, inputs, phase=phase, seed=seed) as (run, work),
-        report_progress(f"transfer {phase} seed {seed}", len(folders) ** 2) as bar,
+        printing_progress(f"transfer {phase} seed {seed}", len(folders) ** 2) as bar,
     ):
         parts = files.ResumableParts(work, run.inputs)
         data = Prepared.open(inputs[0])

@@ -18,13 +18,13 @@ class Params(config.Config):
 
 
 def transferred(phase: run_and_claims.PhaseName, method: str, seed: int) -> None:
-    params = params_reader.read_params(Params)
+    params = params_reader.read_stage_params(Params)
     attack = params.robustness.transfer
     if attack is None:
         raise files.UserError.at("robustness.transfer", found="null", allowed="an attack")
     item = f"{phase}/{method}/{seed}"
     artifacts = [Path("artifacts/data", phase), Path("artifacts", item)]
-    inputs = stage_inputs.hash_stage_inputs("transferred", params, artifacts, phase, method)
+    inputs = stage_inputs.build_stage_inputs("transferred", params, artifacts, phase, method)
     named = {"phase": phase, "method": method, "seed": seed}
     with run_record.record_run("transferred", params, inputs=inputs, **named) as run:
         model = load_model(artifacts[1]).to(tune_runtime().device)

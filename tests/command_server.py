@@ -39,5 +39,5 @@ def script(code: str) -> None:
 if __name__ == "__main__":
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports torch's compiler
     parse_args(["status"])
-    code_hashes.hash_code_files(load_yaml_document(str(ROOT / "tests/params.yaml")))
+    code_hashes.compute_code_hashes(load_yaml_document(str(ROOT / "tests/params.yaml")))
     stage_fork_server.serve_stages(sys.argv[1], STAGES | {"command": command, "script": script})

@@ -7,7 +7,7 @@ from moecore.core.source_layout import ROOT
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.study.yaml_document import load_yaml_document
-from moecore.training.method import Method, attach_required_guide, build_guide
+from moecore.training.method import Method, attach_required_guide, initialise_guide
 from tests.training.small import IMAGE
 
 
@@ -34,7 +34,7 @@ def tiny(name: str, image: ImageSpec = IMAGE) -> nn.Module:
     guide = None
     if method.guided:
         teacher = Vit(patch=patch, width=32, depth=2, heads=2).build(image)
-        guide = build_guide(teacher, method, (4,))
+        guide = initialise_guide(teacher, method, (4,))
     with torch.no_grad():
         for key, value in [*model.named_parameters(), *(guide.named_parameters() if guide else ())]:
             if "router" in key and "basis" not in key:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from moecore.report.claims.answers import Answer, Studies
 from moecore.report.claims.claims_table import build_claim_row
-from moecore.report.claims.evaluation import CONTROL_ASKS, excludes_zero, find_router_control
-from moecore.report.claims.result_evidence import compute_claim_from_items
+from moecore.report.claims.evaluation import CONTROL_ASKS, excludes_zero, find_control_pair
+from moecore.report.claims.items_and_dates import compute_claim_from_items
 from moecore.report.tables.cells import interval_from_json
 from moecore.study.questions import QuestionRound
 from moecore.study.run_and_claims import Question, compared_quantity_key
@@ -68,7 +68,7 @@ def _list_measured_controls(
     data = study.compose().document.data
     methods = data.get("methods") or {}
     run = data["run"]
-    pair = find_router_control({name: methods.get(name) for name in run["methods"]})
+    pair = find_control_pair({name: methods.get(name) for name in run["methods"]})
     if pair is None or len(run["seeds"]) < 2:
         return
     entries = {**compared.get("claims", {}), **compared.get("questions", {})}.values()

@@ -16,7 +16,7 @@ from moecore.statistics.comparisons import (
     OVER_ITEMS_AND_SEEDS,
     OVER_SEEDS,
     Difference,
-    VarianceSource,
+    SourceVariance,
 )
 from moecore.statistics.intervals import Interval
 
@@ -136,7 +136,7 @@ def pool_differences(differences: Sequence[Difference], same_items: bool = True)
     freedom = freedoms.sum()
     if parts.sum() > 0:
         freedom = parts.sum() ** 2 / (parts**2 / freedoms).sum()
-    sources = [VarianceSource(float(parts.sum()), float(freedom))]
+    sources = [SourceVariance(float(parts.sum()), float(freedom))]
     kind = OVER_SEEDS
     items = max(difference.items for difference in differences)
     if by_items := [run.sources[1] for run in differences if run.kind == OVER_ITEMS_AND_SEEDS]:
@@ -146,7 +146,7 @@ def pool_differences(differences: Sequence[Difference], same_items: bool = True)
         variance = float((deviations**2).sum())
         if same_items:
             variance = float(deviations.sum()) ** 2
-        sources.append(VarianceSource(variance, min(source.freedom for source in by_items)))
+        sources.append(SourceVariance(variance, min(source.freedom for source in by_items)))
     return Difference(value, tuple(sources), kind, seeds, items)
 
 

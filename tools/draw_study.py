@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from moecore.core.config import KIND, Part, builtin_kinds, find_class, is_family_base
-from moecore.data.views.views import ViewSettings
+from moecore.data.views.random_views import ViewSettings
 from moecore.measure.base import builtin_measurements
 from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import Backbone

@@ -22,7 +22,7 @@ import scipy
 from moecore.core.files import UserError, write_atomic
 from moecore.core.source_layout import run_git
 from moecore.report.claims.answers import collect_answers
-from moecore.report.claims.result_evidence import DEFAULTS, REPLACED_JSON, has_full_git_history
+from moecore.report.claims.items_and_dates import DEFAULTS, REPLACED_JSON, has_full_git_history
 from moecore.report.tables.metrics_by_method import expected_metrics
 from moecore.statistics.comparisons import OVER_ITEMS, OVER_ITEMS_AND_SEEDS, OVER_SEEDS, POWER
 from moecore.study import papers

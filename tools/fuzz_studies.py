@@ -26,7 +26,7 @@ import yaml
 
 from moecore.core.config import KIND
 from moecore.core.files import UserError
-from moecore.pipeline.code_hashes import hash_code_files
+from moecore.pipeline.code_hashes import compute_code_hashes
 from moecore.pipeline.dvc_yaml import build_stage_entries, study_dvc_yaml_texts
 from moecore.report.tables.metrics_by_method import expected_metrics, unanswerable_claims
 from moecore.run.stage_entry import run_stage
@@ -191,7 +191,7 @@ def try_study(seed: int, folder: Path, raw: Path, limit: float) -> str:
     except Exception:
         (folder / "printed").write_text(traceback.format_exc(), encoding="utf-8")
         return "FAILED check"
-    hash_code_files(load_yaml_document(folder / "params.yaml"))  # read once, for all forks
+    compute_code_hashes(load_yaml_document(folder / "params.yaml"))  # read once, for all forks
     process = multiprocessing.get_context("fork").Process(target=run_all_stages, args=(folder,))
     process.start()
     process.join(limit)

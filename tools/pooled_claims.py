@@ -19,18 +19,18 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.report.claims import evaluation
 from moecore.report.claims.answers import Answer, Studies, apply_holm_per_paper, collect_answers
-from moecore.report.claims.result_evidence import (
+from moecore.report.claims.items_and_dates import (
     DEFAULTS,
     REPLACED_JSON,
     design_digest_of_round,
-    read_values_of_both_sides,
+    read_stored_side_values,
 )
 from moecore.report.tables.cells import NumberFormat
 from moecore.statistics.comparisons import (
     OVER_ITEMS_AND_SEEDS,
     OVER_SEEDS,
     Difference,
-    VarianceSource,
+    SourceVariance,
 )
 from moecore.statistics.intervals import Interval
 from moecore.study import papers
@@ -79,7 +79,7 @@ class EarlierAnswer(Config):
         """The difference with its variances; None if they are unknown."""
         if self.variances is None or self.freedoms is None:
             return None
-        sources = tuple(map(VarianceSource, self.variances, self.freedoms))
+        sources = tuple(map(SourceVariance, self.variances, self.freedoms))
         return Difference(self.mean, sources, self.kind, len(self.seeds), self.items)
 
 
@@ -336,7 +336,7 @@ def _kept_seed_means(
     study: QuestionRound, claim: Comparison, studies: Studies
 ) -> np.ndarray | None:
     """Return the difference of each seed (S,), if the round's result keeps these items."""
-    sides = read_values_of_both_sides(study, studies[study.name], claim)
+    sides = read_stored_side_values(study, studies[study.name], claim)
     if sides is None:
         return None
     ours, theirs = sides

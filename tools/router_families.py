@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
-from moecore.nn.router_hooks import FOREIGN_ROUTERS, routing_collector
+from moecore.nn.routing_collection import FOREIGN_ROUTERS, routing_collector
 from moecore.training.teachers.timm import define_missing_operators
 
 define_missing_operators()  # before transformers imports torchvision

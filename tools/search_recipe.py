@@ -20,7 +20,7 @@ import torch
 
 from moecore.core.config import Config
 from moecore.core.files import atomic_folder
-from moecore.data.loader import draw_few_shot_subset
+from moecore.data.loader import draw_few_shot_train_indices
 from moecore.data.prepared import Prepared
 from moecore.data.sources.base import Source
 from moecore.measure.pixel_baselines import Baselines, measure_baselines
@@ -79,7 +79,7 @@ def train(recipe: Recipe, seed: int, work: Path, start: Path | None, target: Pat
     else:
         model = load_adapted_model(start, image, None)
         model.begin_finetuning()
-    subset = draw_few_shot_subset(data, settings.shots, seed)
+    subset = draw_few_shot_train_indices(data, settings.shots, seed)
     objective = Objective((), settings.label_smoothing)
     job = build_training_job(model, data, objective, "cpu", subset=subset)
     began = time.process_time()

@@ -20,7 +20,7 @@ from moecore.core.files import UserError, write_atomic
 from moecore.measure.values import place_slug
 from moecore.report.claims.answers import Answer, Studies
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
-from moecore.report.claims.result_evidence import read_values_of_both_sides
+from moecore.report.claims.items_and_dates import read_stored_side_values
 from moecore.report.claims.significance import LEVEL
 from moecore.report.tables.cells import (
     REPORTED_COSTS,
@@ -211,7 +211,7 @@ def describe_linearity(
             better="higher",
             phase=printed.phase,
         )
-        sides = read_values_of_both_sides(study, studies[printed.study], pair)
+        sides = read_stored_side_values(study, studies[printed.study], pair)
         if sides is None:
             raise UserError.at(
                 study.question.results_path,
@@ -227,7 +227,7 @@ def describe_linearity(
     return text, f"{verdict} ({numbers}; exactly linear: p = {tested.p_exact:.2g})"
 
 
-def describe_computed_pair(computed: papers.ComputedRatio, compared: Mapping[str, Any]) -> str:
+def describe_computed_pair(computed: papers.CalculationRatio, compared: Mapping[str, Any]) -> str:
     """Return ``A → B: `parameters`: 285 → 243, 0.851 times (the paper: 0.853)``; "" if not run."""
     texts = []
     cells = {}

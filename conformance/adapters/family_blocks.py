@@ -6,7 +6,7 @@ import sys
 
 import torch
 import transformers
-from moecore.nn.router_hooks import routing_collector
+from moecore.nn.routing_collection import routing_collector
 from moecore.testing import Target
 from tools.router_families import build_model, find_families, find_models
 

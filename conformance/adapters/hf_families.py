@@ -15,7 +15,7 @@ NLLB = dict.fromkeys(("count dispatched tokens", "permute experts"), "transforme
 
 
 def run(layer, tokens, k):
-    from moecore.nn.router_hooks import routing_collector
+    from moecore.nn.routing_collection import routing_collector
     with routing_collector(layer) as records:
         output = layer(tokens)
     record, balance, size = records[0], blocks.find_loss(layer), (*tokens.shape[:2], -1)

@@ -20,7 +20,7 @@ from moecore.nn.layers import moe
 from moecore.nn.predict import coupled_image_count
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.training.meter import sum_layer_routing
-from moecore.training.monitor import LayerTotals, Monitor, build_routing_point
+from moecore.training.monitor import LayerTotals, MonitorSettings, build_routing_point
 from moecore.training.regularizers.switch_balance import SwitchBalance
 
 WIDTH = 12
@@ -50,7 +50,7 @@ def describe_own_layer(router: Any, experts: Any = EXPERTS, name: str = "") -> T
         outcome = {**record._asdict(), "weights": record.combine, "record": record}
         counts = record.chosen.flatten(0, -2).sum(dim=0)
         totals = LayerTotals.from_numbers(sum_layer_routing(record).tolist())
-        point = build_routing_point(1, {"": totals}, None, Monitor()).layers[""]
+        point = build_routing_point(1, {"": totals}, None, MonitorSettings()).layers[""]
         if point.max_violation is not None:
             outcome["statistics"] = {"max_violation": point.max_violation}
         if has_loss:
@@ -83,7 +83,7 @@ def describe_own_layer(router: Any, experts: Any = EXPERTS, name: str = "") -> T
         causal=is_causal(router),
         same_bits=True,
         parts=sum_own_parts,
-        k=getattr(moe.scale_router_k(router, experts), "k", None) if is_linear else None,
+        k=getattr(moe.scale_k_to_pieces(router, experts), "k", None) if is_linear else None,
         score=router.score if is_linear and router.score != "sqrt_softplus" else None,
         weights_sum=router.scale if is_linear and router.renormalise else None,
         scale=router.scale if is_linear else 1.0,

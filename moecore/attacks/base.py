@@ -104,7 +104,7 @@ def seed_generator_per_image(seed: int, indices: Iterable[int]) -> list[torch.Ge
     return [torch.Generator().manual_seed(int(state >> np.uint64(1))) for state in states]
 
 
-def repeat_generator_per_image(generator: Generators, images: int) -> ImageGenerators:
+def expand_generator_to_images(generator: Generators, images: int) -> ImageGenerators:
     if generator is None:
         return None
     each = [generator] * images if isinstance(generator, torch.Generator) else list(generator)

@@ -60,7 +60,7 @@ def search_nearest_error(victims: Victims, rank: int | None, steps: int, is_rand
     best = clean
     best_length = torch.full_like(victims.labels, DISTANCE_IF_NOT_MISCLASSIFIED, dtype=clean.dtype)
     for _ in range(steps):
-        normal, offset = linearise_boundary(victims, targets, current)
+        normal, offset = find_nearest_hyperplane(victims, targets, current)
         both = torch.cat([current, clean]).flatten(1)
         moves = hyperplane_moves(both, normal.repeat(2, 1), offset.repeat(2), ball.norm)
         length, clean_length = ball.lengths(moves).clamp(min=MIN_LENGTH).chunk(2)
@@ -77,12 +77,12 @@ def search_nearest_error(victims: Victims, rank: int | None, steps: int, is_rand
     return pick_per_image(best_length <= ball.epsilon, best, clean)
 
 
-def linearise_boundary(victims: Victims, targets: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+def find_nearest_hyperplane(victims: Victims, targets: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
     """Return normals (B, n), offsets (B,) of the nearest linear boundary to ``targets`` (B, T)."""
     differences = []
     gradients = []
-    with torch.enable_grad(), torch.autocast(images.device.type, enabled=False):
-        leaf = images.detach().requires_grad_(True)
+    with torch.enable_grad(), torch.autocast(at.device.type, enabled=False):
+        leaf = at.detach().requires_grad_(True)
         logits = victims.model(leaf).prediction.float()
         right = logits.gather(1, victims.labels[:, None])
         for target in targets.split(1, dim=1):
@@ -100,10 +100,10 @@ def linearise_boundary(victims: Victims, targets: Tensor, images: Tensor) -> tup
     # The distance to a hyperplane is measured by the dual norm of its normal.
     order = {"linf": 1, "l2": 2}[victims.ball.norm]
     distance = difference.abs() / (TINY + gradient.norm(order, dim=-1))
-    rows = torch.arange(len(images), device=images.device)
+    rows = torch.arange(len(at), device=at.device)
     nearest = distance.argmin(dim=1)
     normal = gradient[rows, nearest]
-    return normal, (normal * images.flatten(1)).sum(dim=1) - difference[rows, nearest]
+    return normal, (normal * at.flatten(1)).sum(dim=1) - difference[rows, nearest]
 
 
 def hyperplane_moves(points: Tensor, normal: Tensor, offset: Tensor, norm: Norm) -> Tensor:

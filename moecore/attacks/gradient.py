@@ -107,7 +107,7 @@ class GradientAttack(base.BallAttack):
         if epsilon == 0 or not len(centre):
             return centre
         size = self.together or len(centre)
-        generators = base.repeat_generator_per_image(generator, len(centre))
+        generators = base.expand_generator_to_images(generator, len(centre))
         attacked = []
         with frozen_parameters(model):
             for start in range(0, len(centre), size):
@@ -212,7 +212,7 @@ def not_finite_error(loss: Tensor) -> UserError:
     )
 
 
-def image_gradient(model: nn.Module, task: Task, images: Tensor, labels: Tensor) -> Tensor:
+def compute_loss_gradient(model: nn.Module, task: Task, images: Tensor, labels: Tensor) -> Tensor:
     """Return the gradient (B, C, H, W) of the summed task loss, in fp32; see ``ModelGradient``."""
     with frozen_parameters(model):
         at = ModelGradient(model, lambda output: task.attack_loss(output.prediction, labels))
@@ -325,7 +325,7 @@ def make_objective(
     if objective == "balance":
         return lambda output: (
             task.attack_loss(output.prediction, labels)
-            + weight * total_balance_loss(output.routing)
+            + weight * compute_batch_balance_loss(output.routing)
         )
     return lambda output: task.attack_loss(output.prediction, labels)
 
@@ -362,7 +362,7 @@ def _check_enough_classes(objective: str, prediction: Tensor) -> None:
         )
 
 
-def total_balance_loss(routing: Sequence[RoutingRecord]) -> Tensor | float:
+def compute_batch_balance_loss(routing: Sequence[RoutingRecord]) -> Tensor | float:
     """Return the sum over MoE layers of importance and load loss of all images, a scalar."""
     # It is added to the task loss of each of B images and counts B times in their sum: the gradient
     # is then B times that of *mean* task loss + weight · losses, which is what the paper maximises.

@@ -107,7 +107,7 @@ class SurvivorAttack(base.BallAttack):
             labels = labels.long()
             ball = base.Ball(clean, epsilon, self.norm, gradient.changeable_pixels(model, clean))
             rivals = gradient.other_classes_by_likelihood(logits, labels)
-            generators = base.repeat_generator_per_image(generator, len(clean))
+            generators = base.expand_generator_to_images(generator, len(clean))
             everything = Victims(model, ball, labels, rivals, generators)
             right = (logits.argmax(dim=1) == labels).nonzero()[:, 0]
             for trial in self.trials(classes):

@@ -16,7 +16,7 @@ from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import Estimate
 
 
-class AgeCalibration(CalibrationMeasurementBase):
+class AgeCalibrationMeasurement(CalibrationMeasurementBase):
     """Measurement that calibrates predicted ages, and reports errors before and after it."""
 
     metrics = age_correction.METRICS

@@ -28,7 +28,7 @@ class TrainingRange(Config):
     high: float
 
 
-class PreparationFacts(Config):
+class GridAndAgeRange(Config):
     """Facts of the data card that are needed to prepare new volumes and to compare them."""
 
     size: tuple[int, ...]
@@ -49,7 +49,7 @@ class TrainingCohortRanges(Config):
 
     ranges: dict[str, TrainingRange] = Field(description="per quantity, over the training volumes")
     sites: tuple[str, ...]
-    data: PreparationFacts
+    data: GridAndAgeRange
     interval: ConformalInterval
     predictor_sha256: str
 
@@ -68,7 +68,7 @@ def collect_training_ranges(
     data: Prepared, interval: ConformalInterval, sha256: str
 ) -> TrainingCohortRanges:
     """Return the content of reference.json from the training split; sha256: of the weights."""
-    facts = PreparationFacts(**{name: data.card[name] for name in PreparationFacts.model_fields})
+    facts = GridAndAgeRange(**{name: data.card[name] for name in GridAndAgeRange.model_fields})
     rows = [measure_size_and_brightness(volume, facts.voxel_mm) for volume in data.train.images]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     ranges = {key: TrainingRange(low=min(row), high=max(row)) for key, row in columns.items()}
@@ -279,7 +279,7 @@ class OutOfFoldMae(Config):
     mae: float  # years
 
 
-def predict_out_of_fold(
+def train_folds_and_write_ages(
     recipe: FoldRecipe,
     data: Prepared,
     runtime: Runtime,
@@ -287,7 +287,7 @@ def predict_out_of_fold(
     out: Path,  # the written folder
     follow: Follow,  # runs the training of a fold
     log: Log,  # receives the MAE of each fold
-    inputs: artifacts.TrainingEditGuard | None = None,
+    inputs: artifacts.TrainingEditGuardProtocol | None = None,
 ) -> OutOfFoldMae:
     """Train one model per fold on the other folds, predict its volumes, write predictions.csv."""
     if recipe.method.guided or recipe.method.upcycle:

@@ -25,7 +25,7 @@ import numpy as np
 from moecore.brain.age_errors import AgeErrors, measure_age_errors
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
-from moecore.measure.calibration import AgeRidgeSettings
+from moecore.measure.calibration import TissueVolumeRidgeSettings
 
 MIN_PEOPLE = 3  # per site, to estimate a variance
 TOLERANCE = 1e-8  # change of γ*, and relative change of δ*², at convergence
@@ -160,7 +160,7 @@ class TissueVolumes(NamedTuple):
         return TissueVolumes(self.features[chosen], self.ages[chosen], *columns)
 
 
-def measure_tissue_ridge(data: Prepared, settings: AgeRidgeSettings) -> RidgeResult:
+def measure_tissue_ridge(data: Prepared, settings: TissueVolumeRidgeSettings) -> RidgeResult:
     # Features are standardised; the leave-one-out error chooses the penalty.
     from sklearn.linear_model import RidgeCV  # slow to import, and it starts a thread
     from sklearn.pipeline import make_pipeline

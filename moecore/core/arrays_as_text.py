@@ -22,7 +22,7 @@ def encode_concatenated_arrays(*arrays: np.ndarray) -> str:
     return base64.b64encode(zlib.compress(data, 9)).decode()
 
 
-def decode_compressed_text(text: str) -> bytes:
+def decode_base64_zlib(text: str) -> bytes:
     """Return the bytes that ``encode_concatenated_arrays`` encoded as ``text``."""
     return zlib.decompress(base64.b64decode(text))
 
@@ -47,7 +47,7 @@ def encode_exact(values: np.ndarray) -> str:
 def decode_float_array(text: str) -> np.ndarray:
     """Return the fp64 numbers (N,) in a text of ``encode_rounded`` or ``encode_exact``."""
     if ":" not in text:
-        return np.frombuffer(decode_compressed_text(text), "<f8")
+        return np.frombuffer(decode_base64_zlib(text), "<f8")
     mean, largest, rest = text.split(":")
-    centred = np.frombuffer(decode_compressed_text(rest), "<f2").astype(np.float64)
+    centred = np.frombuffer(decode_base64_zlib(rest), "<f2").astype(np.float64)
     return float(mean) + float(largest) * (centred - centred.mean())

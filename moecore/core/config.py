@@ -82,7 +82,7 @@ class Surroundings(NamedTuple):
         return self.task.needs_classes(what)
 
 
-def list_idle_settings(settings: Any, names: Iterable[str], why: str, allowed: str) -> Misfits:
+def list_idle_misfits(settings: Any, names: Iterable[str], why: str, allowed: str) -> Misfits:
     # why: the reason that the settings have no effect. allowed: a change that gives them one.
     for name in names:
         value = getattr(settings, name)
@@ -90,7 +90,7 @@ def list_idle_settings(settings: Any, names: Iterable[str], why: str, allowed: s
             yield (name,), f"found {value}, but {why}; allowed: leave it out, or {allowed}"
 
 
-def format_changed_settings(value: Any) -> str:
+def format_nondefaults(value: Any) -> str:
     if hasattr(value, "model_dump"):
         return str(value.model_dump(exclude_defaults=True) or "it")
     return str(value)
@@ -239,7 +239,7 @@ def part_classes_by_kind(
     """Return a family's classes by kind: moecore's parts, then parts of allowed packages."""
     # imports: also import parts that are not loaded yet; ValueError if one is invalid.
     named = {name: find_class(family, name) for name in builtin_kinds(family)}
-    for name in source_layout.list_allowed_modules(lambda file: bool(_find_class_lines(file))):
+    for name in source_layout.list_allowed_modules(lambda file: bool(_find_class_starts(file))):
         if not imports and name not in sys.modules:
             continue
         part = getattr(source_layout.import_module_of_package(name), _class_name(name))
@@ -311,7 +311,7 @@ def _settings_inside_parts(family: type[Config]) -> dict[str, type[Config]]:
 @cache
 def _find_builtin_class(family: type[AnySettings], name: str) -> type[AnySettings] | None:
     file = _family_folder(family) / f"{name}.py"
-    if not name.isidentifier() or not file.is_file() or not _find_class_lines(file):
+    if not name.isidentifier() or not file.is_file() or not _find_class_starts(file):
         return None
     package = family.__module__.rpartition(".")[0]
     part = getattr(importlib.import_module(f"{package}.{name}"), _class_name(name))
@@ -327,7 +327,7 @@ def _find_outside_class(family: type[AnySettings], name: str) -> type[AnySetting
     part = getattr(module, word, None)
     if not inspect.isclass(part):
         raise ValueError(f"found {name}, but {file} has no class {word}")
-    if len(lines := _find_class_lines(file)) > 1:
+    if len(lines := _find_class_starts(file)) > 1:
         both = " and ".join(map(str, lines))
         raise ValueError(f"found {name}, but {file} has several classes {word}: lines {both}")
     if not issubclass(part, family):
@@ -341,7 +341,7 @@ def _find_outside_class(family: type[AnySettings], name: str) -> type[AnySetting
     return part
 
 
-def check_is_in_family(key: str, value: Any, family: type[Part], example: str) -> None:
+def check_instance_of_family(key: str, value: Any, family: type[Part], example: str) -> None:
     """Raise UserError, with an ``example`` in its text, unless ``value`` is of ``family``."""
     if not isinstance(value, family):
         text = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
@@ -354,7 +354,7 @@ def _validate_part(family: type[Part], value: Any, info: pydantic.ValidationInfo
         return value
     if isinstance(value, type | Config):  # written in Python, not read from a file
         example = f"an object of a subclass of {family.__name__}"
-        check_is_in_family(str(info.field_name), value, family, example)
+        check_instance_of_family(str(info.field_name), value, family, example)
     if not isinstance(value, dict):
         raise PydanticKnownError("dict_type")
     if KIND not in value:
@@ -366,12 +366,12 @@ def _validate_part(family: type[Part], value: Any, info: pydantic.ValidationInfo
         text = "found kind: {tag}; allowed: {kinds}, or package.module of a listed package"
         raise PydanticCustomError(UNKNOWN_KIND, text, context) from None
     if info.mode == "json":  # strict, except that a list may fill a tuple
-        return _part_validator(part).validate_json(json.dumps(value), strict=True)
-    return _part_validator(part).validate_python(value)
+        return _build_part_class_validator(part).validate_json(json.dumps(value), strict=True)
+    return _build_part_class_validator(part).validate_python(value)
 
 
 @cache
-def _part_validator(part: type[Part]) -> SchemaValidator:
+def _build_part_class_validator(part: type[Part]) -> SchemaValidator:
     """Return a validator of one part whose errors have the kind in their location."""
     return SchemaValidator(_tagged_union(part))
 
@@ -390,7 +390,7 @@ def _class_name(name: str) -> str:
     return "".join(word.capitalize() for word in name.rpartition(".")[2].split("_"))
 
 
-def _find_class_lines(file: Path) -> list[int]:
+def _find_class_starts(file: Path) -> list[int]:
     defining = re.compile(rf"class {_class_name(file.stem)}\b")
     lines = file.read_text(encoding="utf-8").splitlines()
     return [number for number, line in enumerate(lines, 1) if defining.match(line)]

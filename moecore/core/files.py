@@ -181,7 +181,7 @@ def add_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
     return {**value, SHA256_KEY: _content_checksum(value)}
 
 
-def verify_and_remove_checksum(value: Any) -> bool:
+def pop_and_compare_checksum(value: Any) -> bool:
     """Remove the checksum from ``value``, in place; return whether it existed and was correct."""
     seal = value.pop(SHA256_KEY, None) if isinstance(value, dict) else None
     return seal is not None and seal == _content_checksum(value)
@@ -198,7 +198,7 @@ def read_json(path: str | Path, sealed: bool = False) -> Any:
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
         has_seal = isinstance(value, dict) and SHA256_KEY in value
-        is_intact = has_seal and verify_and_remove_checksum(value)
+        is_intact = has_seal and pop_and_compare_checksum(value)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; the stage that writes it has not run") from None
     except OSError as error:
@@ -228,9 +228,9 @@ def append_line(path: Path, line: str, sync: bool = False) -> None:
         raise UserError(f"{path}: could not be written, {reason}") from error
 
 
-def intact_lines(content: bytes, is_whole: Callable[[Any], bool]) -> Iterator[tuple[bytes, Any]]:
+def parse_intact_lines(data: bytes, is_whole: Callable[[Any], bool]) -> Iterator[tuple[bytes, Any]]:
     """Yield (line, its JSON value) until a line is incomplete, or ``is_whole`` refuses a value."""
-    for line in content.splitlines(keepends=True):
+    for line in data.splitlines(keepends=True):
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
@@ -255,7 +255,7 @@ class ResumableParts:
             why = (error.strerror or str(error)).lower()
             mend = "remove it, and the stage starts again"
             raise UserError(f"{self.path}: cannot be read, {why}; {mend}") from error
-        lines = list(intact_lines(content, verify_and_remove_checksum))
+        lines = list(parse_intact_lines(content, pop_and_compare_checksum))
         self.parts: dict[str, Any] = {part["key"]: part["part"] for _, part in lines}
         intact = b"".join(line for line, _ in lines)
         if intact != content:

@@ -79,11 +79,11 @@ def join_ranks() -> None:
     if torch.cuda.is_available() and os.environ.get("MOECORE_DEVICE", "cuda") != "cpu":
         torch.cuda.set_device(local % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
-    _RankStore.store = _connect_to_store(PATIENCE)
-    _RankStore.watch = LateRankReporter(_RankStore.store, rank, size)
-    _RankStore.watch.start()
+    _StoreAndWatch.store = _connect_to_store(PATIENCE)
+    _StoreAndWatch.watch = LateRankReporter(_StoreAndWatch.store, rank, size)
+    _StoreAndWatch.watch.start()
     distributed.init_process_group(
-        backend, timeout=PATIENCE, world_size=size, rank=rank, store=_RankStore.store
+        backend, timeout=PATIENCE, world_size=size, rank=rank, store=_StoreAndWatch.store
     )
 
 
@@ -107,7 +107,7 @@ def _connect_to_store(patience: timedelta) -> distributed.Store:
         timer.cancel()
 
 
-class _RankStore:
+class _StoreAndWatch:
     """The store through which ranks share counters, and this rank's watch thread."""
 
     store: distributed.Store | None = None
@@ -118,7 +118,7 @@ def print_failure_once(text: str) -> None:
     """Print an error to stderr once, on the first rank that fails, and let other ranks wait."""
     # Ranks that are not connected yet connect for this; if they cannot in ten seconds, each prints.
     try:
-        store = _RankStore.store or _connect_to_store(FAILURE_PATIENCE)
+        store = _StoreAndWatch.store or _connect_to_store(FAILURE_PATIENCE)
         first = store.add("failed", 1) == 1
     except (RuntimeError, UserError):  # the other ranks cannot be reached
         store, first = None, True
@@ -132,7 +132,7 @@ def print_failure_once(text: str) -> None:
         else:
             _wait_for_count(store, "said", 1)
         # Rank 0 hosts the store that the other ranks read.
-        if _RankStore.store is None and os.environ["RANK"] == "0":
+        if _StoreAndWatch.store is None and os.environ["RANK"] == "0":
             _wait_for_count(store, "failed", int(os.environ["WORLD_SIZE"]))
 
 
@@ -144,9 +144,9 @@ def check_equal_across_ranks(what: str, text: str) -> None:
     ends = torch.tensor([digest, -digest])
     distributed.all_reduce(ends, distributed.ReduceOp.MAX)
     if int(ends[0]) != -int(ends[1]):
-        if _RankStore.store is not None:  # a rank that ends early aborts another's last sum
-            _RankStore.store.add("know", 1)
-            _wait_for_count(_RankStore.store, "know", rank_and_size().size)
+        if _StoreAndWatch.store is not None:  # a rank that ends early aborts another's last sum
+            _StoreAndWatch.store.add("know", 1)
+            _wait_for_count(_StoreAndWatch.store, "know", rank_and_size().size)
         mend = "start all of them in one folder, or in copies of the same state"
         raise UserError(f"ranks: found {what} that differ between ranks; {mend}")
 
@@ -159,9 +159,9 @@ def _wait_for_count(store: distributed.Store, what: str, number: int) -> None:
 
 
 def leave_ranks() -> None:
-    if _RankStore.watch is not None:
-        _RankStore.watch.stop()
-        _RankStore.watch = None
+    if _StoreAndWatch.watch is not None:
+        _StoreAndWatch.watch.stop()
+        _StoreAndWatch.watch = None
     if has_process_group():
         distributed.destroy_process_group()
 

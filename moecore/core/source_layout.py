@@ -48,7 +48,7 @@ _ALLOWED_PACKAGES: ContextVar[tuple[str, ...]] = ContextVar("allowed packages", 
 SOURCE_TREE_VERSION = "source tree"  # instead of a version, of a package that is not installed
 
 
-def list_top_and_step_files(folder: Path, name: str = "dvc.yaml") -> list[Path]:
+def list_dvc_files(folder: Path, name: str = "dvc.yaml") -> list[Path]:
     """Return the existing files ``name`` of a project: at its top and in ``steps/*/``."""
     files = [folder / name, *sorted(folder.glob(f"steps/*/{name}"))]
     return [file for file in files if file.is_file()]

@@ -17,7 +17,7 @@ def assert_async(condition: Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
-def multiply_gelu_slope(grad: Tensor, inner: Tensor) -> None:
+def multiply_gelu_slope_in_place(grad: Tensor, inner: Tensor) -> None:
     """Multiply ``grad`` in place by the derivative of GELU at ``inner``; needs no buffer."""
     torch.ops.aten.gelu_backward.grad_input(grad, inner, grad_input=grad)
 

@@ -77,7 +77,7 @@ class Card(NamedTuple):
         return self
 
 
-def parse_card_json(card: Mapping[str, Any]) -> Card:
+def build_card_from_dict(card: Mapping[str, Any]) -> Card:
     """Convert a parsed card.json to a Card; KeyError, ValidationError for other versions' files."""
     size = card["size"]
     task = parse_card_task(card["task"])
@@ -101,7 +101,7 @@ def parse_card_task(settings: Any) -> Task:
     return Task.model_validate(settings)
 
 
-def count_per_class(
+def count_by_split_and_class(
     name: str, task: Task, labels: Mapping[str, np.ndarray]
 ) -> dict[str, tuple[int, ...]]:
     """Return split → images per class, from split → labels; UserError if a split lacks a class."""

@@ -37,7 +37,7 @@ NUMBER_OF_ZOOMS = 11  # enlargements averaged by zoom_blur
 NOISE_SIGMAS = (0.05, 0.1, 0.2)  # default levels of Gaussian noise on pixels in [0, 1]
 
 
-class Severity(NamedTuple):
+class SeverityAtSize(NamedTuple):
     step: int  # 1 to 5
     side: int  # the shorter of the image, pixels
 
@@ -81,30 +81,30 @@ def cloud_field(size: tuple[int, int], roughness: float, rng: Generator, cells: 
     return (field - field.min()) / (field.max() - field.min())
 
 
-def gaussian_noise(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
+def gaussian_noise(image: np.ndarray, severity: SeverityAtSize, random: Generator) -> np.ndarray:
     sigma = severity.parameter((0.04, 0.06, 0.08, 0.09, 0.10), (0.08, 0.12, 0.18, 0.26, 0.38))
     return image + sigma * random.standard_normal(image.shape)
 
 
-def shot_noise(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
+def shot_noise(image: np.ndarray, severity: SeverityAtSize, random: Generator) -> np.ndarray:
     """Add Poisson noise: pixel values become photon counts, fewer at higher severity."""
     photons = severity.parameter((500, 250, 100, 75, 50), (60, 25, 12, 5, 3))
     return random.poisson(image * photons) / photons
 
 
-def impulse_noise(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
+def impulse_noise(image: np.ndarray, severity: SeverityAtSize, random: Generator) -> np.ndarray:
     """Set random values to 0 or 1 (salt and pepper); their share grows with the severity."""
     amount = severity.parameter((0.01, 0.02, 0.03, 0.05, 0.07), (0.03, 0.06, 0.09, 0.17, 0.27))
     uniform = random.random(image.shape)
     return np.where(uniform < amount / 2, 0.0, np.where(uniform < amount, 1.0, image))
 
 
-def defocus_blur(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
+def defocus_blur(image: np.ndarray, severity: SeverityAtSize, random: Generator) -> np.ndarray:
     radius = severity.length((0.7, 0.9, 1.1, 1.4, 1.8), (3, 4, 6, 8, 10))
     return apply_kernel(image, disk_kernel(radius))
 
 
-def glass_blur(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
+def glass_blur(image: np.ndarray, severity: SeverityAtSize, random: Generator) -> np.ndarray:
     """Blur, swap every pixel with random neighbours, and blur again; border pixels are swapped."""
     sigma = severity.length((0.25, 0.3, 0.32, 0.35, 0.4), (0.7, 0.9, 1.0, 1.1, 1.5))
     reach = round(severity.length((1, 1, 1, 1, 1), (1, 1, 2, 2, 3)))
@@ -114,13 +114,13 @@ def glass_blur(image: np.ndarray, severity: Severity, random: Generator) -> np.n
     return gaussian_smooth(mixed, sigma)
 
 
-def motion_blur(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
+def motion_blur(image: np.ndarray, severity: SeverityAtSize, random: Generator) -> np.ndarray:
     """Blur in a random direction, −45° to 45°; the trail's length grows with the severity."""
     sigma = severity.length((1, 1.5, 2, 2.5, 3.2), (3, 5, 8, 12, 15))
     return apply_kernel(image, motion_kernel(sigma, random.uniform(-45, 45)))
 
 
-def zoom_blur(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
+def zoom_blur(image: np.ndarray, severity: SeverityAtSize, random: Generator) -> np.ndarray:
     """Average the image and enlarged copies; the largest factor grows with the severity."""
     largest = severity.parameter((1.05, 1.1, 1.15, 1.2, 1.25), (1.1, 1.15, 1.2, 1.25, 1.3))
     centres = [(number - 1) / 2 for number in image.shape[-2:]]
@@ -181,7 +181,7 @@ def swapped_order(size: tuple[int, int], reach: int, sweeps: int, random: Genera
     return order
 
 
-def snow(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
+def snow(image: np.ndarray, severity: SeverityAtSize, random: Generator) -> np.ndarray:
     """Whiten the image and add flakes: smeared peaks of a random field, also turned by 180°."""
     # The severity sets the field's mean (more flakes), the trail in pixels, and the unwhitened
     # share of the image. Trails have a direction between 45° and 135° (90° is down).
@@ -202,7 +202,7 @@ def snow(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray
     return whitened + layer + layer[:, ::-1, ::-1]
 
 
-def frost(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
+def frost(image: np.ndarray, severity: SeverityAtSize, random: Generator) -> np.ndarray:
     """Darken the image and add ice, random ridges on a cloud (the benchmark uses photographs)."""
     image_weight = severity.parameter((1, 0.95, 0.9, 0.85, 0.75), (1, 0.8, 0.7, 0.65, 0.6))
     ice_weight = severity.parameter((0.2, 0.28, 0.36, 0.42, 0.5), (0.4, 0.55, 0.65, 0.72, 0.8))
@@ -211,7 +211,7 @@ def frost(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarra
     return image_weight * image + ice_weight * ice
 
 
-def fog(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
+def fog(image: np.ndarray, severity: SeverityAtSize, random: Generator) -> np.ndarray:
     """Add a random cloud, denser at higher severity, and rescale to at most the image's maximum."""
     thick = severity.parameter((0.2, 0.5, 0.75, 1, 1.5), (1.5, 2, 2.5, 2.8, 3.2))
     roughness = severity.parameter((3, 3, 2.5, 2, 1.75), (2, 2, 1.7, 1.5, 1.4))
@@ -221,7 +221,7 @@ def fog(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
     return foggy * (largest / (largest + thick))
 
 
-def brightness(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
+def brightness(image: np.ndarray, severity: SeverityAtSize, random: Generator) -> np.ndarray:
     """Raise HSV's value, a pixel's largest channel, by the severity; keep hue and saturation."""
     added = severity.parameter((0.05, 0.1, 0.15, 0.2, 0.3), (0.1, 0.2, 0.3, 0.4, 0.5))
     # For any number of channels: each is multiplied by new value / old value.
@@ -230,14 +230,14 @@ def brightness(image: np.ndarray, severity: Severity, random: Generator) -> np.n
     return np.where(value > 0, image * brighter / np.where(value > 0, value, 1), brighter)
 
 
-def contrast(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
+def contrast(image: np.ndarray, severity: SeverityAtSize, random: Generator) -> np.ndarray:
     """Shrink each channel's deviations from its mean by a factor that falls with the severity."""
     factor = severity.parameter((0.75, 0.5, 0.4, 0.3, 0.15), (0.4, 0.3, 0.2, 0.1, 0.05))
     mean = image.mean(axis=(1, 2), keepdims=True)
     return mean + factor * (image - mean)
 
 
-def elastic_transform(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
+def elastic_transform(image: np.ndarray, severity: SeverityAtSize, random: Generator) -> np.ndarray:
     """Displace pixels by a smooth random field, whose RMS in pixels grows with the severity."""
     # Our amplitude grows with severity; theirs goes from wide to local warps, plus an affine.
     amplitude = severity.length((0.4, 0.6, 0.85, 1.15, 1.5), (2, 3, 4.5, 6.5, 9))
@@ -250,7 +250,7 @@ def elastic_transform(image: np.ndarray, severity: Severity, random: Generator) 
     return np.stack([move(channel, places, order=1, mode="reflect") for channel in image])
 
 
-def pixelate(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
+def pixelate(image: np.ndarray, severity: SeverityAtSize, random: Generator) -> np.ndarray:
     """Shrink by box means, more at higher severity, and enlarge to the original size."""
     # At 32 pixels one step stronger than CIFAR-10-C, whose 0.95 and 0.9 are nearly equal.
     share = severity.parameter((0.9, 0.85, 0.75, 0.65, 0.55), (0.6, 0.5, 0.4, 0.3, 0.25))
@@ -258,18 +258,18 @@ def pixelate(image: np.ndarray, severity: Severity, random: Generator) -> np.nda
     small = (max(1, int(width * share)), max(1, int(height * share)))
     channels = (
         channel.resize(small, Image.Resampling.BOX).resize((width, height), Image.Resampling.BOX)
-        for channel in channels_as_pil_images(image)
+        for channel in split_into_grey_pictures(image)
     )
     return np.stack([np.asarray(channel) for channel in channels]) / 255
 
 
-def jpeg_compression(image: np.ndarray, severity: Severity, random: Generator) -> np.ndarray:
+def jpeg_compression(image: np.ndarray, severity: SeverityAtSize, random: Generator) -> np.ndarray:
     """Compress as JPEG, with lower quality at higher severity; channels separately unless RGB."""
     quality = round(severity.parameter((80, 65, 58, 50, 40), (25, 18, 15, 10, 7)))
     if len(image) == 3:
         colour = Image.fromarray(to_uint8(image).transpose(1, 2, 0))
         return np.asarray(_compress_jpeg(colour, quality)).transpose(2, 0, 1) / 255
-    channels = [np.asarray(_compress_jpeg(part, quality)) for part in channels_as_pil_images(image)]
+    channels = [np.asarray(_compress_jpeg(one, quality)) for one in split_into_grey_pictures(image)]
     return np.stack(channels) / 255
 
 
@@ -277,7 +277,7 @@ def to_uint8(image: np.ndarray) -> np.ndarray:
     return np.rint(np.clip(image, 0, 1) * 255).astype(np.uint8)
 
 
-def channels_as_pil_images(image: np.ndarray) -> list[Image.Image]:
+def split_into_grey_pictures(image: np.ndarray) -> list[Image.Image]:
     """Return each channel of an image (C, H, W) in [0, 1] as an 8-bit greyscale picture."""
     return [Image.fromarray(channel) for channel in np.ascontiguousarray(to_uint8(image))]
 
@@ -290,7 +290,7 @@ def _compress_jpeg(picture: Image.Image, quality: int) -> Image.Image:
         return stored
 
 
-Corruption = Callable[[np.ndarray, Severity, Generator], np.ndarray]
+Corruption = Callable[[np.ndarray, SeverityAtSize, Generator], np.ndarray]
 NOISES = (gaussian_noise, shot_noise, impulse_noise)
 BLURS = (defocus_blur, glass_blur, motion_blur, zoom_blur)
 WEATHERS = (snow, frost, fog, brightness)
@@ -310,7 +310,7 @@ def corrupt_images(
     height, width = images.shape[-2:]
     if min(height, width) < MIN_SIDE:
         raise UserError(f"corruptions: {height} × {width} image; allowed: {MIN_SIDE} pixels a side")
-    strength = Severity(severity, min(height, width))
+    strength = SeverityAtSize(severity, min(height, width))
     corrupted = np.empty_like(images, subok=False)
     # One image at a time: sums over pixels then round independently of the batch.
     for row, (image, index) in enumerate(zip(images, indices, strict=True)):

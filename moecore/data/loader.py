@@ -96,7 +96,7 @@ def few_shot_indices(
     return torch.from_numpy(np.sort(np.concatenate(chosen)))
 
 
-def draw_few_shot_subset(data: Prepared, shots: int | None, seed: int) -> np.ndarray | None:
+def draw_few_shot_train_indices(data: Prepared, shots: int | None, seed: int) -> np.ndarray | None:
     if shots is None:
         return None
     return few_shot_indices(data.task, data.train.labels, shots, seed).numpy()
@@ -128,7 +128,6 @@ class TextStreams(NamedTuple):
         return length
 
     def steps_per_pass(self, batch: int) -> int:
-        """Return the number of training steps per pass over the text."""
         return _pass_start_and_blocks(self.length(batch), self.block, 0, 0)[1]
 
     def take(

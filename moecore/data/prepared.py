@@ -19,14 +19,14 @@ from pydantic import ValidationError
 
 from moecore.core.files import UserError, file_checksum, read_json
 from moecore.data.card import PREPARE_AGAIN, SPLITS, parse_card_task
-from moecore.data.layouts.images import JpegImages, open_images
+from moecore.data.layouts.images import JpegImages, open_image_split
 from moecore.data.layouts.text import open_text, open_tokens_with_kinds
 from moecore.data.layouts.volumes import open_volumes
 from moecore.data.volumes.participants import read_prepared_csv_rows
 from moecore.tasks.base import Task
 
 # by the number of axes of an item
-OPENERS: dict[int, Callable[..., tuple[Any, ...]]] = {1: open_text, 2: open_images, 3: open_volumes}
+OPENERS: dict[int, Callable[..., tuple]] = {1: open_text, 2: open_image_split, 3: open_volumes}
 FIELDS = "name kind task channels size images counts mean std licence source files settings".split()
 VERIFIED_BYTES = 2**28  # checksums of smaller data are verified at every opening, in ≤ 0.2 s
 

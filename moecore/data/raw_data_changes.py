@@ -19,7 +19,6 @@ class FolderFingerprint(NamedTuple):
 
 
 def fingerprint_folder(folder: Path) -> FolderFingerprint:
-    """Return number, bytes and a hash of names and sizes of a folder's files."""
     listing = sorted(_files_below(str(folder)))
     digest = hashlib.sha256()
     for name, size in listing:

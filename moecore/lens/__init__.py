@@ -5,4 +5,4 @@ from moecore.lens.traces import LayerRouting as LayerRouting
 from moecore.lens.traces import Trace as Trace
 from moecore.lens.traces import TraceWriter as TraceWriter
 from moecore.lens.traces import write_trace as write_trace
-from moecore.nn.router_hooks import build_record as build_record
+from moecore.nn.routing_collection import build_record as build_record

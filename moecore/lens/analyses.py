@@ -231,19 +231,19 @@ def analyse_trace(
     layers: list[LayerQuantities] = []
     values_by_layer: list[expert_roles.ByImage] = []
     previous_experts: Tensor | None = None
-    context = expert_roles.RoleAnalysisInputs()
+    context = expert_roles.OptionalLayerRoleInputs()
     for number in range(len(trace.card.layers)):
         routing = trace.layer(number, indices)
         theirs = None if against is None else against.layer(number, indices)
         layout = trace.card.layers[number].layout()
         layer_labels = labels.by_kind(number, previous_experts)
         if context.before is not None and context.before.shape[1] != routing.chosen.shape[1]:
-            context = expert_roles.RoleAnalysisInputs()
+            context = expert_roles.OptionalLayerRoleInputs()
         layer, by_item = analyse_layer(routing, layout, layer_labels, theirs, analyses, context)
         layers.append(layer)
         values_by_layer.append(by_item)
         previous_experts = first_choices(convert_to_routing_record(routing))
-        context = expert_roles.RoleAnalysisInputs(before=routing.chosen)
+        context = expert_roles.OptionalLayerRoleInputs(before=routing.chosen)
     chances = {
         name: fmean(layer.chances[name] for layer in layers if name in layer.chances)
         for name in dict.fromkeys(name for layer in layers for name in layer.chances)
@@ -258,7 +258,7 @@ def analyse_layer(
     labels: dict[str, Tensor],  # see ``TokenLabels.by_kind``
     theirs: LayerRouting | None,  # the same layer in the other trace
     analyses: Sequence[Analysis],
-    context: expert_roles.RoleAnalysisInputs,  # choices of the previous layer
+    context: expert_roles.OptionalLayerRoleInputs,  # choices of the previous layer
 ) -> tuple[LayerQuantities, expert_roles.ByImage]:
     """Return a layer's quantities, and name → values (N,) of those measured per item."""
     record = convert_to_routing_record(routing)

@@ -216,7 +216,7 @@ def simulate_cache(requests: Sequence[np.ndarray], size: int, policy: str) -> np
 Quantities = dict[str, tuple[np.ndarray, float]]
 
 
-def linearize_by_row(function: Callable[[Tensor], Tensor], rows: np.ndarray) -> np.ndarray:
+def linearize_statistic(function: Callable[[Tensor], Tensor], rows: np.ndarray) -> np.ndarray:
     """Linearise ``function`` (of the mean of rows, (R, D)) to one value per request."""
     return linearize_at_mean(function, torch.from_numpy(rows + 1e-12)).numpy()
 
@@ -234,8 +234,8 @@ def measure_load_and_cache_hits(chosen: np.ndarray, sizes: Sequence[int]) -> Qua
     k = int(chosen.sum(axis=2).max())
     tokens = loads.sum(axis=1) / k
     uses = loads.sum()
-    cv2 = linearize_by_row(lambda load: experts * (load / load.sum()).square().sum() - 1, loads)
-    busiest = linearize_by_row(lambda load: load.max() / load.sum(), loads)
+    cv2 = linearize_statistic(lambda load: experts * (load / load.sum()).square().sum() - 1, loads)
+    busiest = linearize_statistic(lambda load: load.max() / load.sum(), loads)
     measured = {
         "load_cv2": (cv2, (experts - k) / uses),
         "busiest_share": (busiest, (1 + chance_maxvio(int(uses), experts)) / experts),
@@ -246,8 +246,8 @@ def measure_load_and_cache_hits(chosen: np.ndarray, sizes: Sequence[int]) -> Qua
         def count_distinct(row: Tensor, size: int = size) -> Tensor:
             return (1 - (1 - row[:-1] / row[-1]).clamp_min(0) ** size).sum()
 
-        by_chance = experts * (1 - (1 - k / experts) ** size)
-        measured[f"experts_of_{size}_tokens"] = (linearize_by_row(count_distinct, rates), by_chance)
+        chance = experts * (1 - (1 - k / experts) ** size)
+        measured[f"experts_of_{size}_tokens"] = linearize_statistic(count_distinct, rates), chance
     if k > 1:  # the lift of padded texts, times the share of tokens that are no padding
         lift = mean_pair_lift_by_image(torch.from_numpy(chosen)).numpy()
         mean = tokens.mean()
@@ -271,7 +271,7 @@ def compare_with_prompt(chosen: np.ndarray, lengths: np.ndarray, prompts: np.nda
         shifts = generator.integers(0, lengths) * (rotation > 0)
         is_prompt = ((np.arange(chosen.shape[1]) + shifts) % lengths < prompts)[..., None]
         rows = np.hstack([(chosen & is_prompt).sum(1), (chosen & ~is_prompt).sum(1)])
-        values.append(linearize_by_row(prompt_generation_distance, rows))
+        values.append(linearize_statistic(prompt_generation_distance, rows))
     return {"phase_distance": (values[0], float(np.mean(values[1:])))}
 
 

@@ -90,11 +90,11 @@ def write_lens_pages(
     explorer = f"{page.stem}_explorer.html"
     if trace_explorer.can_explore(trace.card.layers):
         head = explorer_page.ExplorerHead(*EXPLORER_HEAD, address=page.name, more="All numbers")
-        ours = trace_explorer.ExploredTrace(trace_explorer.TraceExplorer(trace, items), numbers)
-        theirs = None
+        collector = trace_explorer.ExplorerDataCollector(trace, items)
+        ours, theirs = trace_explorer.TraceWithNumbers(collector, numbers), None
         if other is not None:
-            other_explorer = trace_explorer.TraceExplorer(other, items)
-            theirs = trace_explorer.ExploredTrace(other_explorer, analyse_trace(other, items))
+            collector = trace_explorer.ExplorerDataCollector(other, items)
+            theirs = trace_explorer.TraceWithNumbers(collector, analyse_trace(other, items))
         write_atomic(page.with_name(explorer), trace_explorer.render_traces(ours, head, theirs))
     else:
         page.with_name(explorer).unlink(missing_ok=True)
@@ -112,7 +112,7 @@ def write_engine_page(page: Path, rows: Sequence[Mapping[str, Any]], files: str)
         quantities[row["quantity"]] = Interval(row["value"], row["low"], row["high"])
         chances[row["quantity"]] = row["chance"]
     _, first, *_ = by_layer
-    table = quantity_rows_table([*by_layer.values()], first)
+    table = tabulate_quantities_by_layer([*by_layer.values()], first)
     template = report_page.template_environment().get_template("lens.html.jinja")
     items = "Items are requests; layers have the engine's numbers"
     blocks = {
@@ -139,7 +139,7 @@ def quantity_metrics(columns: Sequence[Column]) -> dict[str, Metric]:
     return metrics
 
 
-def quantity_rows_table(columns: Sequence[Column], first: int = 1) -> PageTable:
+def tabulate_quantities_by_layer(columns: Sequence[Column], first: int = 1) -> PageTable:
     """Return a table with one row per quantity; layers are numbered from ``first``."""
     lines = []
     for name, metric in quantity_metrics(columns).items():
@@ -178,8 +178,8 @@ def render_trace_page(trace: traces.Trace, numbers: TraceQuantities, explorer: s
     routed_words = read_words_with_experts(trace)
     layers = trace.card.layers
     loads = Picture(draw_layer_loads(numbers), "Load of the experts")
-    block = PageBlock("", numbers.remarks, [quantity_rows_table(numbers.columns)], [loads])
-    drawn = draw_expert_patches(trace)
+    block = PageBlock("", numbers.remarks, [tabulate_quantities_by_layer(numbers.columns)], [loads])
+    drawn = draw_expert_patch_figures(trace)
     sheets = [Picture(figure, name, getattr(figure, "caption", "")) for name, figure in drawn]
     template = report_page.template_environment().get_template("lens.html.jinja")
     return template.render(
@@ -228,7 +228,7 @@ def read_words_with_experts(trace: traces.Trace) -> list[WordWithExperts]:
     ]
 
 
-def draw_expert_patches(trace: traces.Trace) -> Iterator[tuple[str, Figure]]:
+def draw_expert_patch_figures(trace: traces.Trace) -> Iterator[tuple[str, Figure]]:
     """Draw patches of each expert; yield (name, figure) for all layers, then for each layer."""
     items = evenly_spaced_indices(trace.items, MAX_EXAMINED_ITEMS)
     pictures = trace.item_tensor("pictures", evenly_spaced_indices(trace.items, SHOWN_ITEMS))

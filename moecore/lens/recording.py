@@ -19,7 +19,7 @@ from moecore.measure.routing_metrics.expert_profiles import THUMBNAIL_SIDE
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.encoded_routing import finest_layout
 from moecore.nn.predict import eval_mode, image_batches, round_batch_to_groups
-from moecore.nn.router_hooks import routing_collector
+from moecore.nn.routing_collection import routing_collector
 from moecore.training.artifacts import load_model
 
 BATCH = 64  # items per forward pass

@@ -19,7 +19,7 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens import analyses
 from moecore.lens.traces import LayerShape, Trace
 from moecore.measure.base import SEED
-from moecore.measure.explorer import ExplorerData, ShownVariant
+from moecore.measure.explorer import ExplorerData, TracedImages
 from moecore.measure.routing_metrics import epoch_routing, expert_profiles
 from moecore.measure.routing_metrics.expert_profiles import CROP_SIDE, encode_thumbnails
 from moecore.nn import encoded_routing
@@ -43,7 +43,7 @@ class ExploredLayer(NamedTuple):
     examples: list[tuple[list[analyses.Example], list[analyses.Example]]]
 
 
-class TraceExplorer:
+class ExplorerDataCollector:
     """Collects a trace's counts and examples for the explorer page; see ``can_explore``."""
 
     def __init__(self, trace: Trace, items: int | None = None) -> None:
@@ -64,7 +64,7 @@ class TraceExplorer:
         self.is_text = len(self.fine.grid) == 1
         self.has_pictures = pictures is not None
         self.has_kinds = labels is not None and labels.ndim == 2
-        self.numbers = {name: count_words_or_labels(trace, name, self.parts) for name in ID_TENSORS}
+        self.numbers = {key: count_word_or_label_ids(trace, key, self.parts) for key in ID_TENSORS}
         self.layers = [self._explore_layer(number) for number in range(len(shapes))]
 
     def build_page_data(
@@ -89,7 +89,7 @@ class TraceExplorer:
         traces = encoded_routing.EncodedPredictionsAndRouting(
             answers=empty, values=empty, layers=layers
         )
-        clean = ShownVariant(kind="clean", label="clean", picture=image, origins=None, trace=traces)
+        clean = TracedImages(kind="clean", label="clean", picture=image, origins=None, trace=traces)
         texts = kinds = None
         item_labels = empty
         if tokens is not None and self.is_text:
@@ -168,13 +168,13 @@ class TraceExplorer:
         return profiles
 
 
-class ExploredTrace(NamedTuple):
-    explorer: TraceExplorer
+class TraceWithNumbers(NamedTuple):
+    explorer: ExplorerDataCollector
     numbers: analyses.TraceQuantities
 
 
-def build_explorer_data(
-    side: ExploredTrace, name: str, pool: dict[str, int], items: int, examples: int
+def build_trace_entry(
+    side: TraceWithNumbers, name: str, pool: dict[str, int], items: int, examples: int
 ) -> dict[str, Any]:
     """Return a trace's data for the page; packed arrays are indices in ``pool`` (text → index)."""
     explorer = side.explorer
@@ -193,7 +193,7 @@ def build_explorer_data(
 
 
 def render_traces(
-    ours: ExploredTrace, head: explorer_page.ExplorerHead, theirs: ExploredTrace | None = None
+    ours: TraceWithNumbers, head: explorer_page.ExplorerHead, theirs: TraceWithNumbers | None = None
 ) -> str:
     """Return the explorer's HTML for one or two traces; too large pages get fewer items."""
     names = [ours.explorer.trace.card.model]
@@ -213,7 +213,7 @@ def render_traces(
     for part in PAGE_SHRINKING_DIVISORS:
         pool: dict[str, int] = {}
         phase["methods"] = [
-            build_explorer_data(side, name, pool, MAX_ITEMS // part, analyses.MAX_EXAMPLES // part)
+            build_trace_entry(side, name, pool, MAX_ITEMS // part, analyses.MAX_EXAMPLES // part)
             for name, side in zip(names, sides, strict=True)
         ]
         text = json.dumps([phase], ensure_ascii=False).encode()
@@ -231,7 +231,7 @@ def can_explore(layers: Sequence[LayerShape]) -> bool:
     return len({(layout.special, len(layout.grid)) for layout in layouts}) == 1 and len(rows) < 2
 
 
-def count_words_or_labels(trace: Trace, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+def count_word_or_label_ids(trace: Trace, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
     """Count the numbers 0 to V − 1 in the trace's tensor ``name``, (V,); without one, (0,)."""
     counts = np.zeros(0, int)
     for places in parts:

@@ -34,7 +34,7 @@ from torch.nn.functional import pad
 from moecore.core import config, safetensors_files
 from moecore.core.files import UserError, atomic_folder, file_checksum, write_json
 from moecore.core.routing_records import RoutingRecord, TokenLayout
-from moecore.nn.router_hooks import check_record
+from moecore.nn.routing_collection import check_record
 
 FORMAT_VERSION = 2
 CARD_FILE = "trace.json"
@@ -181,7 +181,7 @@ class Trace:
             raise UserError.at(place, found=names, allowed="each once")
         for chunk in self.card.chunks:
             path = self.folder / chunk.file
-            with open_tensors(path):
+            with opening_tensor_file(path):
                 if chunk.sha256 is not None and file_checksum(path) != chunk.sha256:
                     raise UserError(f"{path}: damaged, its checksum is not the one in {CARD_FILE}")
 
@@ -240,7 +240,7 @@ class Trace:
         Raises:
             UserError: the tensor has a wrong type, shape or range.
         """
-        with open_tensors(self.folder / self.card.chunks[0].file) as file:
+        with opening_tensor_file(self.folder / self.card.chunks[0].file) as file:
             if name not in file.keys():
                 return None
         parts = []
@@ -264,7 +264,7 @@ class Trace:
             if not len(places):
                 continue
             path = self.folder / chunk.file
-            with open_tensors(path) as file:
+            with opening_tensor_file(path) as file:
                 if missing := sorted({*names} - {*file.keys()}):
                     raise UserError(f"{path}: found no {missing[0]}; {REMEDY}")
                 tensors = [file.get_tensor(name) for name in names]
@@ -276,7 +276,7 @@ class Trace:
 
 
 @contextmanager
-def open_tensors(path: Path) -> Iterator[Any]:
+def opening_tensor_file(path: Path) -> Iterator[Any]:
     try:
         safetensors_files.check_header_size(path)
         with safe_open(path, framework="pt") as file:

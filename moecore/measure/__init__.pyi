@@ -10,9 +10,9 @@ from moecore.data.sources.image_folder import ImageFolder
 from moecore.data.sources.imagenet import Imagenet
 from moecore.data.views.augmentations import ColourJitter as _ColourJitter
 from moecore.data.views.augmentations import RandAugment as _RandAugment
-from moecore.data.views.views import AffineRanges as _AffineRanges
-from moecore.data.views.views import CropRanges as _CropRanges
-from moecore.data.views.views import ViewSettings as _ViewSettings
+from moecore.data.views.random_views import AffineRanges as _AffineRanges
+from moecore.data.views.random_views import CropRanges as _CropRanges
+from moecore.data.views.random_views import ViewSettings as _ViewSettings
 from moecore.measure.attack_audit import AuditSettings as _AuditSettings
 from moecore.measure.base import Measurement as Measurement
 from moecore.measure.cohort_checks import CohortChecks as _CohortChecks
@@ -30,7 +30,7 @@ from moecore.measure.robustness import Robustness as _Robustness
 from moecore.measure.router_regret import RouterRegret as _RouterRegret
 from moecore.measure.routing import Routing as _Routing
 from moecore.measure.routing_certificate import RoutingCertificate as _RoutingCertificate
-from moecore.measure.routing_metrics.changed_choices import SweepSettings as _SweepSettings
+from moecore.measure.routing_metrics.interventions import SweepSettings as _SweepSettings
 from moecore.measure.routing_metrics.expert_roles import ExpertRoles as _ExpertRoles
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation as _TwoViewAugmentation
 from moecore.measure.smoothing import Smoothing as _Smoothing

@@ -17,7 +17,7 @@ from torch import Tensor
 from moecore.attacks.attack_target import Target
 from moecore.attacks.base import Attack, seed_generator_per_image, uniform_noise_like
 from moecore.attacks.fgsm import Fgsm
-from moecore.attacks.gradient import image_gradient
+from moecore.attacks.gradient import compute_loss_gradient
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
@@ -45,7 +45,7 @@ class ScoresAtEpsilon(Config):
         return cls(epsilon=epsilon, **interval, **more)
 
 
-class AttackRow(ScoresAtEpsilon):
+class EpsilonRow(ScoresAtEpsilon):
     loss: float = Field(description="the task's mean loss over the attacked images alone")
     unchanged_images: float = Field(description="share of the images that the attack left as is")
     routing_change: tuple[float, ...] = Field(description="by MoE layer; () where not measured")
@@ -53,16 +53,16 @@ class AttackRow(ScoresAtEpsilon):
     items: dict[str, tuple[float, ...]] = Field({}, description="changes by image, mean of layers")
 
 
-Curve = tuple[AttackRow, ...]  # one row per epsilon, in ascending order
+Curve = tuple[EpsilonRow, ...]  # one row per epsilon, in ascending order
 Curves = Mapping[str, Curve]  # attack name → curve, of attacks that were run
 
 
-def worst_score_over_attacks(
+def compute_worst_curve_over_attacks(
     curves: Curves, task: Task, images: int, people: People = None
 ) -> tuple[ScoresAtEpsilon, ...]:
     """Return a row per epsilon with each image's worst score over attacks; () without curves."""
     if len({tuple(row.epsilon for row in rows) for rows in curves.values()}) > 1:
-        raise ValueError("worst_score_over_attacks: the attacks were run at different epsilons")
+        raise ValueError("the attacks were run at different epsilons")
     worst = []
     for rows in zip(*curves.values(), strict=True):
         scores = reduce(task.worse_scores, [task.decode_scores(row.scores, images) for row in rows])
@@ -77,16 +77,16 @@ class AttackedPictures(Config):
     pictures: EncodedImages  # (N, C, h, w)
 
 
-class WorstAttackGallery(Config):
+class StrongestAttackGallery(Config):
     """A few images under the strongest attack (adversarial-moe, figure 5)."""
 
     attack: str  # the attack with the worst score at the largest epsilon
     rows: tuple[AttackedPictures, ...]  # in ascending order of epsilon; the first is clean
 
 
-def worst_attack_gallery(
+def build_strongest_attack_gallery(
     target: Target, attacks: Sequence[Attack], number: int, curves: Curves
-) -> WorstAttackGallery | None:
+) -> StrongestAttackGallery | None:
     """Return ``number`` images, evenly spread, per epsilon under the strongest attack, or None."""
     last = {attack.name: curves[attack.name][-1] for attack in attacks if attack.name in curves}
     if not number or not last or target.images.ndim != 4:  # volumes have no pictures
@@ -101,7 +101,7 @@ def worst_attack_gallery(
     for row in curves[strongest]:
         pictures = encode_thumbnails(few.attacked(attack, row.epsilon))
         rows.append(AttackedPictures(epsilon=row.epsilon, pictures=pictures))
-    return WorstAttackGallery(attack=strongest, rows=rows)
+    return StrongestAttackGallery(attack=strongest, rows=rows)
 
 
 class AuditLine(Config):
@@ -134,18 +134,18 @@ def format_score(task: Task, value: float) -> str:
 
 
 def worse_limit(task: Task, interval: Interval) -> float:
-    low, high = interval_limits(interval)
+    low, high = get_limits_or_value(interval)
     return low if task.score.better == "higher" else high
 
 
 def format_score_interval(task: Task, interval: Interval) -> str:
     """Return the score's name, value and limits as text, as "accuracy 91.0% (89.0% to 93.0%)"."""
-    low, high = interval_limits(interval)
+    low, high = get_limits_or_value(interval)
     limits = f"{format_score(task, low)} to {format_score(task, high)}"
     return f"{task.score.label} {format_score(task, interval.value)} ({limits})"
 
 
-def interval_limits(interval: Interval) -> tuple[float, float]:
+def get_limits_or_value(interval: Interval) -> tuple[float, float]:
     low = interval.value if interval.low is None else interval.low
     high = interval.value if interval.high is None else interval.high
     return low, high
@@ -236,7 +236,7 @@ def check_zero_gradients(target: Target) -> AuditLine:
     shares = []
     with eval_mode(target.model):
         for pixels, labels in zip(images, target.labels.split(target.batch), strict=True):
-            gradient = image_gradient(target.model, target.task, pixels, labels.to(device))
+            gradient = compute_loss_gradient(target.model, target.task, pixels, labels.to(device))
             shares.append((gradient == 0).flatten(1).double().mean(dim=1).cpu())
     share = torch.cat(shares)
     blind = int((share == 1).sum())
@@ -313,7 +313,7 @@ def check_no_more_harm(
         return AuditLine(name=name, holds=is_equal_or_worse(task, means[1], means[0]), text=text)
     # Paired over images: a difference within the interval may be chance.
     change = (other - direct).double().numpy()
-    low, high = interval_limits(bootstrap_mean(change, lowest=-math.inf, people=target.people))
+    low, high = get_limits_or_value(bootstrap_mean(change, lowest=-math.inf, people=target.people))
     text = f"{text} ({low:+.3g} to {high:+.3g})"
     return AuditLine(name=name, holds=low <= 0, text=text)
 
@@ -397,7 +397,7 @@ def check_larger_epsilon(task: Task, curves: Curves, attacks: Sequence[Attack]) 
     return AuditLine(name="larger_epsilon", holds=not failed, text=text)
 
 
-def _last_row_of_kind(curves: Curves, attacks: Sequence[Attack], kind: str) -> AttackRow | None:
+def _last_row_of_kind(curves: Curves, attacks: Sequence[Attack], kind: str) -> EpsilonRow | None:
     """Return the last row (largest epsilon) of the first task-loss attack of a kind, or None."""
     for attack in attacks:
         if attack.kind == kind and attack.climbs_task:

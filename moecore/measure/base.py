@@ -30,7 +30,7 @@ Number = Annotated[
 ]
 
 
-class Skipped(Config):
+class SkipReason(Config):
     """Content of the result file of a measurement that does not apply to the model or the data."""
 
     skipped: str  # the reason
@@ -172,12 +172,12 @@ def load_or_compute(parts: PartStore, name: str, model: type[R], compute: Callab
     return model.model_validate(parts(name, lambda: compute().model_dump(mode="json")))
 
 
-def read_result(path: str | Path, model: type[R], stage: str) -> R | Skipped:
+def read_result(path: str | Path, model: type[R], stage: str) -> R | SkipReason:
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file; stage {stage} writes it: run `dvc repro {stage}`")
     content = read_json(path)
     if isinstance(content, dict) and set(content) == {"skipped"}:
-        return Skipped.model_validate(content)
+        return SkipReason.model_validate(content)
     try:
         return model.model_validate(content)
     except ValidationError as error:

@@ -99,7 +99,7 @@ def collect_head_inputs(
 OnRefusal = Literal["stop", "report"]
 
 
-class AgeRidgeSettings(Config):
+class TissueVolumeRidgeSettings(Config):
     """Settings of a baseline for ages: ridge regression on the volumes of the three tissues."""
 
     harmonise: Literal["none", "combat"] = Field(
@@ -126,7 +126,9 @@ class Calibrate(Config):
     calibrator: Calibrator
     batch: int = Field(256, ge=1, description="Images per pass; results do not depend on it.")
     on_refusal: OnRefusal = Field("stop", description="No line: stop, or raw predictions.")
-    tissue_ridge: AgeRidgeSettings | None = Field(None, description="Age from volumes; null: none.")
+    tissue_ridge: TissueVolumeRidgeSettings | None = Field(
+        None, description="Age from volumes; null: none."
+    )
 
 
 class CalibrationPaths(NamedTuple):
@@ -200,13 +202,13 @@ class ClassCalibration(CalibrationMeasurementBase):
         splits = {"validation": data.validation, "test": data.test}
         predictions = {name: run(subject.model, splits[name].images)[0] for name in splits}
         truth = labels_as_tensor(data.validation.labels)
-        fitted = calibrator.fit(logits_per_label(predictions["validation"], truth), truth.flatten())
+        fitted = calibrator.fit(reshape_by_label(predictions["validation"], truth), truth.flatten())
         self._write_fit(fitted, out)
         labels = labels_as_tensor(data.test.labels)
         before = predictions["test"]
         task = data.task
         top5 = task.top5(before, labels)
-        after = fitted.apply(logits_per_label(before, labels)).view_as(before)
+        after = fitted.apply(reshape_by_label(before, labels)).view_as(before)
         put_quality(prediction_quality(task, before, labels), "before", out)
         put_quality(prediction_quality(task, after, labels), "after", out)
         out.facts["test_images"] = len(before)
@@ -250,7 +252,7 @@ def put_quality(quality: PredictionQuality, when: str, out: Values) -> None:
 def prediction_quality(task: base.Task, logits: Tensor, labels: Tensor) -> PredictionQuality:
     """Return score, NLL, Brier score and ECE with intervals over images, and reliability bins."""
     # logits: (N, K) with labels (N,), or (N, C·K) with labels of C cells, (N, C).
-    rows = logits_per_label(logits, labels)
+    rows = reshape_by_label(logits, labels)
     right = labels.flatten()
     losses = (class_task.class_nll(rows, right), class_task.brier_scores(rows, right))
     by_row = (*losses, class_task.class_confidence(rows), class_task.top1_hits(rows, right))
@@ -258,7 +260,7 @@ def prediction_quality(task: base.Task, logits: Tensor, labels: Tensor) -> Predi
     return quality_from_losses(task, task.scores(logits, labels), answers)
 
 
-def logits_per_label(logits: Tensor, labels: Tensor) -> Tensor:
+def reshape_by_label(logits: Tensor, labels: Tensor) -> Tensor:
     """Reshape logits to one row per label, (labels, K): per image, or per cell of a mosaic."""
     return logits.reshape(labels.numel(), -1)
 

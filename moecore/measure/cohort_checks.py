@@ -3,7 +3,6 @@
 Ageing needs subjects that change in age alone, which only a simulation (phantom) has.
 """
 
-from functools import partial
 from typing import Annotated, ClassVar, Self
 
 import numpy as np
@@ -166,7 +165,7 @@ def put_single_tissue_errors(subject: MeasuredModel, settings: CohortChecks, out
     for name, alone in errors.items():
         out.put(f"isolated_{name}", alone.raw)
         out.put(f"probe_{name}", alone.probe)
-    differences = linear_probe.probe_error_gaps_between_tissues(errors, out.people)
+    differences = linear_probe.compare_probe_errors_of_tissues(errors, out.people)
     for (more, less), difference in differences.items():
         out.put(f"{more}_over_{less}", difference)
     if not errors:
@@ -183,7 +182,7 @@ def put_ageing(subject: MeasuredModel, people: People, settings: CohortChecks, o
         "ageing", lambda: simulated.predict_ageing(subject.model, people, *sizes).tolist()
     )
     predictions = np.array(rows)
-    out.put("monotone", simulated.rising_step_share(predictions))
+    out.put("monotone", simulated.compute_mean_rising_step_share(predictions))
     out.put("ageing_rank", float(np.mean(simulated.rank_correlations(settings.ages, predictions))))
     out.facts["ageing"] = {"ages": settings.ages, "predictions": rows}
 
@@ -226,14 +225,14 @@ def put_region_experts(subject: MeasuredModel, settings: CohortChecks, out: Valu
         not_checked["other generator"] = "it makes 64³ voxels of 3 mm, and the data have others"
 
     def put_experts(part: Values) -> None:
-        shared = {"ages": (settings.ages[0], settings.ages[-1]), "seed": SEED}
-        measure = partial(simulated.measure_region_generalisation, **shared)
-        put_agreements(measure(subject, settings.generalisation, batch=settings.batch), part)
+        shared = ((settings.ages[0], settings.ages[-1]), SEED, settings.batch)
+        measured = simulated.measure_region_experts(subject, settings.generalisation, *shared)
+        put_region_generalisation(measured, part)
 
     out.piece(f"generalisation of {', '.join(subject.regions)}", put_experts)
 
 
-def put_agreements(experts: simulated.RegionGeneralisation, out: Values) -> None:
+def put_region_generalisation(experts: simulated.RegionExpertGeneralisation, out: Values) -> None:
     """Put ``{volumes}_{field}`` for all fields of each ``TissueAgreement``, and correlations."""
     # volumes: isolated (single tissues), whole, mixed, mixture, or another generator's.
     put_agreement("isolated", experts.test.isolated, out)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, Measurement
-from moecore.measure.routing_metrics.changed_choices import copy_with_k
+from moecore.measure.routing_metrics.interventions import copy_with_k
 from moecore.measure.values import Metric, OnPage, Values
 from moecore.nn.backbones.base_model import count_total_and_active_parameters
 from moecore.nn.dispatch import SparsePlan
@@ -46,7 +46,7 @@ class ForwardPassSegment(NamedTuple):
     padding: float  # share of the experts' rows that only pad
 
 
-def timing_quartiles(values: Sequence[float]) -> Interval:
+def compute_median_and_quartiles(values: Sequence[float]) -> Interval:
     """Return median and quartiles (linear interpolation), as timings have a long upper tail."""
     if len(values) == 0:
         raise ValueError("quartiles: no values")
@@ -90,7 +90,7 @@ def whole_and_routing_flops(model: nn.Module, images: Tensor) -> WholeAndRouting
         eval_mode(model),
         torch.no_grad(),
         counter,
-        record_moe_and_teacher_calls(model, counter.get_total_flops) as spans,
+        measuring_moe_and_teacher_calls(model, counter.get_total_flops) as spans,
     ):
         model(images)
     # of experts on CPU: subtracted, so that the count does not depend on the machine
@@ -110,7 +110,7 @@ def pass_and_routing_times(
         for number in range(WARM_UP + rounds):
             pixels = images(number)
             clock.wait()
-            with record_moe_and_teacher_calls(model, clock.mark) as spans:
+            with measuring_moe_and_teacher_calls(model, clock.mark) as spans:
                 start = clock.mark()
                 model(pixels)
                 end = clock.mark()
@@ -138,7 +138,7 @@ def peak_memory_and_counting_method(model: nn.Module, images: Tensor) -> tuple[i
     """Return peak bytes of a pass without gradients, weights included, and the counting method."""
     tensors = (*model.parameters(), *model.buffers(), images)
     device = model_device(model)
-    with eval_mode(model), torch.no_grad(), meter.measure_peak_memory(tensors, device) as peak:
+    with eval_mode(model), torch.no_grad(), meter.measuring_peak_memory(tensors, device) as peak:
         model(images)
     return peak.size, "CUDA allocator" if device.type == "cuda" else "live tensors"
 
@@ -150,7 +150,7 @@ def sum_routing_cost(spans: list[ForwardPassSegment], length: Callable[[Any, Any
 
 
 @contextmanager
-def record_moe_and_teacher_calls(
+def measuring_moe_and_teacher_calls(
     model: nn.Module, mark: Callable[[], Any]
 ) -> Iterator[list[ForwardPassSegment]]:
     """Record calls of MoE layers, experts and teacher in the list; mark: time or FLOPs so far."""
@@ -232,8 +232,8 @@ class Cost(Measurement):
         # facts: parameters; active_parameters, which an image's tokens use; the machine.
         test = subject.data.test.images
         images = np.array(test[evenly_spaced_indices(len(test), self.images)])
-        single = make_cyclic_batches(images, 1, subject.device)
-        batches = make_cyclic_batches(images, self.batch, subject.device)
+        single = build_cyclic_batch_getter(images, 1, subject.device)
+        batches = build_cyclic_batch_getter(images, self.batch, subject.device)
         flops = whole_and_routing_flops(subject.model, single(0))
         memory, method = peak_memory_and_counting_method(subject.model, batches(0))
         latency = quartiles_in_ms(forward_pass_times(subject.model, single, self.rounds))
@@ -260,7 +260,7 @@ class Cost(Measurement):
         out.facts["threads"] = torch.get_num_threads()
 
 
-def make_cyclic_batches(images: np.ndarray, batch: int, device: str) -> Images:
+def build_cyclic_batch_getter(images: np.ndarray, batch: int, device: str) -> Images:
     """Return a function from a pass's number n to its images n·batch, n·batch + 1, …, modulo N."""
     # images: uint8 (N, C, H, W) or float16 (N, C, D, H, W); a pass: (batch, C, …) fp32 in [0, 1].
     pixels = torch.cat(list(image_batches(images, batch, device)))
@@ -270,8 +270,8 @@ def make_cyclic_batches(images: np.ndarray, batch: int, device: str) -> Images:
 
 
 def quartiles_in_ms(seconds: Sequence[float]) -> Interval:
-    return timing_quartiles([1000 * value for value in seconds])
+    return compute_median_and_quartiles([1000 * value for value in seconds])
 
 
 def routing_time_share(passes: Sequence[WholeAndRoutingCost]) -> float:
-    return timing_quartiles([cost.routing / cost.total for cost in passes]).value
+    return compute_median_and_quartiles([cost.routing / cost.total for cost in passes]).value

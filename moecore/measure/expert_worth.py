@@ -15,11 +15,11 @@ from torch import Tensor
 
 from moecore.data.prepared import Split, evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.routing_metrics import changed_choices
+from moecore.measure.routing_metrics import interventions
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.measure.values import Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.predict import last_block_nats, model_device, predict_in_batches
+from moecore.nn.predict import model_device, predict_in_batches, score_last_blocks
 from moecore.statistics.intervals import bootstrap_mean
 
 MAX_POINTS = 8  # numbers of removed experts, and ranks of a token's choices
@@ -28,7 +28,7 @@ ORDERS = {  # which experts are removed
     "least_used": "least used first",
     "random": "random",
 }
-WAYS_TO_DROP_CHOICE: dict[changed_choices.Way, str] = {  # a token's other choices
+WAYS_TO_DROP_CHOICE: dict[interventions.Way, str] = {  # a token's other choices
     "as_is": "the others as they are",
     "renormalised": "the others scaled to the old sum",
     "reroute": "the next one in its place",
@@ -98,7 +98,7 @@ class ExpertWorth(Measurement):
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        return changed_choices.why_no_expert_can_be_barred(model)
+        return interventions.why_no_expert_can_be_barred(model)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         # Losses are positive if the score is worse without. facts: load, (L, E), each expert's
@@ -106,7 +106,7 @@ class ExpertWorth(Measurement):
         model = subject.model
         layers = len(model.layouts)
         experts = model.experts_and_router.experts.choices
-        images = evenly_spaced_images(subject.data.validation, self)
+        images = read_evenly_spaced_images(subject.data.validation, self)
         _, records = predict_in_batches(model, images, self.batch, prediction=False)
         counts = torch.stack([expert_counts(record.chosen) for record in records]).double()
 
@@ -134,9 +134,9 @@ class ExpertWorth(Measurement):
             lows.append(interval.low or 0.0)
         out.put("needed_experts", float(np.mean(np.array(lows) > 0)))
         put_removal_losses(model, measure_loss, counts, self.draws, out)
-        choices = experts - changed_choices.removable_expert_count(model)
+        choices = experts - interventions.removable_expert_count(model)
         for rank, way in product(range(1, min(MAX_POINTS, choices) + 1), WAYS_TO_DROP_CHOICE):
-            change = changed_choices.drop_ranked_choice(model, rank, way)
+            change = interventions.drop_ranked_choice(model, rank, way)
             values = measure_loss(f"rank {rank} {way}", change)
             out.put(f"lost_without_choice_{way}", values, rank=rank)
             if rank <= len(ORDINALS):
@@ -155,7 +155,7 @@ def put_removal_losses(
     # counts: (L, E), tokens per expert; draws: random sets per number of removed experts.
     layers, experts = counts.shape
     by_use = counts.argsort(dim=1, descending=True, stable=True).tolist()
-    numbers = expert_counts_to_remove(changed_choices.removable_expert_count(model))
+    numbers = expert_counts_to_remove(interventions.removable_expert_count(model))
     shown = max([number for number in numbers if 2 * number <= experts], default=numbers[0])
 
     def lost_without(name: str, removed: Sequence[Sequence[int]]) -> np.ndarray:
@@ -183,7 +183,7 @@ def remove_experts(model: Model, removed: Sequence[Sequence[int]]) -> AbstractCo
     """Return a context in which no token can choose the ``removed`` experts of each layer."""
     experts = torch.arange(model.experts_and_router.experts.choices)
     masks = [torch.isin(experts, torch.tensor(barred).long()) for barred in removed]
-    return changed_choices.bar_experts(model, [mask.to(model_device(model)) for mask in masks])
+    return interventions.bar_experts(model, [mask.to(model_device(model)) for mask in masks])
 
 
 def scores_without_experts(
@@ -194,16 +194,16 @@ def scores_without_experts(
     split = subject.data.test
     task = subject.model.image.task
     indices = evenly_spaced_indices(len(split.images), settings.images)
-    images = evenly_spaced_images(split, settings)
+    images = read_evenly_spaced_images(split, settings)
     labels = torch.from_numpy(np.array(split.labels[indices]))
     with change:
         if task.long:
-            return last_block_nats(model, images, labels).tolist()
+            return score_last_blocks(model, images, labels).tolist()
         prediction, _ = predict_in_batches(model, images, settings.batch, routing=False)
     return task.scores(prediction, model.targets(labels)).double().tolist()
 
 
-def evenly_spaced_images(split: Split, settings: ExpertWorth) -> np.ndarray:
+def read_evenly_spaced_images(split: Split, settings: ExpertWorth) -> np.ndarray:
     return np.array(split.images[evenly_spaced_indices(len(split.images), settings.images)])
 
 

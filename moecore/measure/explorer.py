@@ -75,7 +75,7 @@ class Explorer(Measurement):
         volumes = images.ndim == 5
         views = () if model.image.truth else self.augmentations
         find = two_view_agreement.look_up_augmentation
-        augmentations = [find(view, volumes, "explorer") for view in views]
+        resolved = [find(view, volumes, "explorer") for view in views]
         clean = target.clean_images()
         channels = model.image.channels
 
@@ -83,9 +83,7 @@ class Explorer(Measurement):
             "clean": [perturbations.PerturbedImages("clean", "clean", clean)],
             "noise": perturbations.iterate_noisy_images(clean, places, SIGMAS, SEED, channels),
             "attack": perturbations.iterate_attacked_images(target, self.attack, self.epsilons),
-            "augmentations": perturbations.iterate_augmented_images(
-                images, augmentations, layout, SEED
-            ),
+            "augmentations": perturbations.iterate_augmented_images(images, resolved, layout, SEED),
         }
 
         def trace_variants(variants: Iterable[perturbations.PerturbedImages]) -> ExplorerPart:
@@ -106,14 +104,14 @@ class Explorer(Measurement):
             special=layout.special,
             grid=layout.grid,
             images=places,
-            labels=label_lists_by_image(labels, data.task),
+            labels=list_label_numbers_by_image(labels, data.task),
             kinds=encode_token_kinds(clean, layout) if model.image.truth else None,
             layers=load_or_compute(parts, "experts", ExplorerPart, experts).layers,
             shown=[variant for part in variants for variant in part.shown],
         )
 
 
-class ShownVariant(Config):
+class TracedImages(Config):
     """The images under one perturbation, and how the model routes them."""
 
     kind: perturbations.Kind
@@ -135,13 +133,13 @@ class ExplorerData(Config):
     words: tuple[tuple[str, ...], ...] | None = None  # (N, T), for text
     kinds: str | None = None  # packed uint8 (N, T): true kind of each token, 0 if unknown
     layers: tuple[expert_profiles.LayerGallery, ...]
-    shown: tuple[ShownVariant, ...]  # clean first
+    shown: tuple[TracedImages, ...]  # clean first
 
 
 class ExplorerPart(Config):
     """Stored part of ``ExplorerData``: images under one kind of perturbation, or galleries."""
 
-    shown: tuple[ShownVariant, ...] = ()
+    shown: tuple[TracedImages, ...] = ()
     layers: tuple[expert_profiles.LayerGallery, ...] = ()
 
 
@@ -153,10 +151,10 @@ def explore_text(subject: MeasuredModel, settings: Explorer) -> ExplorerData:
     blocks = np.array(data.test.images[places])
     gallery = np.array(data.test.images[chosen])
     vocabulary = read_vocabulary(data.folder, model.image.task.outputs)
-    numbers = expert_profiles.last_block_words(blocks, bool(model.image.truth))
+    numbers = expert_profiles.select_last_context_word_ids(blocks, bool(model.image.truth))
     _, records = predict_in_batches(model, blocks, BATCH, prediction=False)
     shown = (torch.zeros(len(blocks), 0), records, data.task, model.layouts)
-    trace = encoded_routing.encode_predictions_and_routing(*shown)
+    trace = encoded_routing.encode_predictions_and_records(*shown)
     return ExplorerData(
         special=layout.special,
         grid=layout.grid,
@@ -165,11 +163,11 @@ def explore_text(subject: MeasuredModel, settings: Explorer) -> ExplorerData:
         words=[[vocabulary[number] for number in row] for row in numbers],
         kinds=encode_token_kinds(torch.from_numpy(blocks), layout) if model.image.truth else None,
         layers=expert_profiles.word_galleries_by_layer(model, gallery, vocabulary),
-        shown=[ShownVariant(kind="clean", label="clean", picture=None, origins=None, trace=trace)],
+        shown=[TracedImages(kind="clean", label="clean", picture=None, origins=None, trace=trace)],
     )
 
 
-def trace_variant(model: Model, task: Task, variant: perturbations.PerturbedImages) -> ShownVariant:
+def trace_variant(model: Model, task: Task, variant: perturbations.PerturbedImages) -> TracedImages:
     """Route perturbed images, and encode their pictures without the channel of truth."""
     prediction, records = predict_in_batches(model, variant.pixels, BATCH)
     places = picture = None
@@ -177,12 +175,12 @@ def trace_variant(model: Model, task: Task, variant: perturbations.PerturbedImag
         places = encode_concatenated_arrays(variant.origins.numpy().astype(np.uint16))
     if variant.pixels.ndim == 4 or variant.kind == "clean":
         picture = expert_profiles.encode_thumbnails(variant.pixels[:, : model.image.channels])
-    return ShownVariant(
+    return TracedImages(
         kind=variant.kind,
         label=variant.label,
         picture=picture,
         origins=places,
-        trace=encoded_routing.encode_predictions_and_routing(
+        trace=encoded_routing.encode_predictions_and_records(
             prediction, records, task, model.layouts
         ),
     )
@@ -193,7 +191,7 @@ def encode_token_kinds(images: torch.Tensor, layout: TokenLayout) -> str:
     return encode_concatenated_arrays(majority_token_kinds(images, layout).numpy().astype(np.uint8))
 
 
-def label_lists_by_image(labels: torch.Tensor, task: Task) -> list[list[float]]:
+def list_label_numbers_by_image(labels: torch.Tensor, task: Task) -> list[list[float]]:
     """Return the classes, or the real target, of each image as a list; [] for captions."""
     if labels.ndim == 3:
         return [[] for _ in labels]

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.probes.linear_probe import predict_with_features
+from moecore.measure.probes.linear_probe import predict_and_capture_features
 from moecore.measure.values import Chart, Metric, OnPage, Place, Values
 from moecore.statistics.intervals import mean_over_seeds
 
@@ -137,7 +137,7 @@ def draw_few_shots(subject: MeasuredModel, shots: int, seed: int, draw: int) -> 
 
 def head_features(subject: MeasuredModel, images: np.ndarray) -> Tensor:
     """Return the features that the model's head reads, (N, D) fp64."""
-    return torch.from_numpy(predict_with_features(subject.model, images)[1])
+    return torch.from_numpy(predict_and_capture_features(subject.model, images)[1])
 
 
 def score_few_shot_draw(

@@ -12,7 +12,7 @@ from moecore.core.files import UserError
 from moecore.data.prepared import Split, evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, Measurement
 from moecore.measure.values import SCORE, Chart, Metric, OnPage, Place, Values
-from moecore.nn.predict import last_block_nats, predict_in_batches
+from moecore.nn.predict import predict_in_batches, score_last_blocks
 from moecore.training.surgery.expert_reduction import measure_expert_use
 from moecore.training.surgery.merge import Merge
 from moecore.training.surgery.prune import Prune
@@ -96,7 +96,7 @@ class FewerExperts(Measurement):
             task = model.image.task
             labels = torch.from_numpy(np.array(few.labels))
             if task.long:
-                scores = last_block_nats(reduced, few.images, labels)
+                scores = score_last_blocks(reduced, few.images, labels)
             else:
                 prediction, _ = predict_in_batches(reduced, few.images, routing=False)
                 scores = task.scores(prediction, model.targets(labels))

@@ -78,17 +78,17 @@ class Invariance(Measurement):
         _, clean = predict_in_batches(subject.model, images, self.batch)
         between = None  # (N,), each image's distance to another image
         if len(images) > 1:
-            between = layer_metrics.imed_to_others(probs_by_layer(clean), SEED).numpy()
+            between = layer_metrics.imed_to_others(get_probs_of_records(clean), SEED).numpy()
 
         def put_transformed(name: str, out: Values) -> None:
             affines = draw_affines(name, len(images), images.shape[-2:], SEED)
             moved = transform_images(images, affines, self.batch)
             _, records = predict_in_batches(subject.model, moved, self.batch)
-            before, after = probs_by_layer(clean), probs_by_layer(records)
+            before, after = get_probs_of_records(clean), get_probs_of_records(records)
             lengths = layer_metrics.imed_by_image(before, after).numpy()
             out.put("imed", lengths, transform=name)
             if between is not None:
-                out.put("imed_normalised", normalise_imed(lengths, between), transform=name)
+                out.put("imed_normalised", bootstrap_imed_ratio(lengths, between), transform=name)
             same = [float(layer.mean()) for layer in layer_metrics.expert_agreement(clean, records)]
             out.put("agreement_transformed", sum(same) / len(same), transform=name)
 
@@ -105,7 +105,7 @@ class Invariance(Measurement):
         out.facts["class_maps"] = maps
 
 
-def normalise_imed(lengths: np.ndarray, between: np.ndarray) -> Interval | None:
+def bootstrap_imed_ratio(lengths: np.ndarray, between: np.ndarray) -> Interval | None:
     """Return mean IMED under a transform / mean IMED between images (None if 0), both (N,)."""
     # 0: unchanged; 1: routed like another image. Near-uniform probabilities make both small, so the
     # ratio, unlike IMED, distinguishes invariant routing from uniform routing.
@@ -130,7 +130,7 @@ def transform_images(images: np.ndarray, affines: Tensor, batch: int) -> Tensor:
     return torch.cat(moved)
 
 
-def probs_by_layer(records: tuple[routing_records.RoutingRecord, ...]) -> tuple[Tensor, ...]:
+def get_probs_of_records(records: tuple[routing_records.RoutingRecord, ...]) -> tuple[Tensor, ...]:
     return tuple(layer.probs for layer in records)
 
 

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.functional import adaptive_avg_pool2d, cross_entropy
 
 from moecore.data.layouts.images import JpegImages
-from moecore.data.loader import draw_few_shot_subset
+from moecore.data.loader import draw_few_shot_train_indices
 from moecore.data.prepared import Prepared, Split, evenly_spaced_indices
-from moecore.measure.base import MeasuredPart, Skipped
+from moecore.measure.base import MeasuredPart, SkipReason
 from moecore.measure.values import SCORE, Found, Metric, PartStore, Values
 
 LOGISTIC = "logistic regression"
@@ -52,7 +52,7 @@ class PixelsAndLabels(NamedTuple):
 
 def measure_baselines(
     data: Prepared, settings: Baselines, shots: int | None, seed: int, parts: PartStore
-) -> Found | Skipped:
+) -> Found | SkipReason:
     """Fit each classifier to the images of a training phase, and score it on the test split.
 
     Args:
@@ -63,13 +63,13 @@ def measure_baselines(
         parts: Store of finished pieces; each classifier is one.
 
     Returns:
-        ``baseline`` by classifier; facts: ``images`` fitted on, ``penalty``. Or ``Skipped``.
+        ``baseline`` by classifier; facts: ``images`` fitted on, ``penalty``. Or ``SkipReason``.
     """
     if data.train.images.ndim != 4:
-        return Skipped(skipped="the classifiers are of flat images, and these data are not")
+        return SkipReason(skipped="the classifiers are of flat images, and these data are not")
     if reason := data.task.needs_classes("one_class"):
-        return Skipped(skipped=f"the classifiers give an image one class, and {reason}")
-    learned = draw_few_shot_subset(data, shots, seed)
+        return SkipReason(skipped=f"the classifiers give an image one class, and {reason}")
+    learned = draw_few_shot_train_indices(data, shots, seed)
     if learned is None:
         learned = np.arange(len(data.train.labels))
     learned = learned[evenly_spaced_indices(len(learned), settings.images)]
@@ -80,7 +80,7 @@ def measure_baselines(
     test = read_pixel_values(data.test, np.arange(len(data.test.labels)), channels, settings.pixels)
 
     def put_logistic(out: Values) -> None:
-        classifier, penalty = fit_logistic_regression(train, validation, settings.penalties)
+        classifier, penalty = fit_logistic_classifier(train, validation, settings.penalties)
         out.facts["penalty"] = penalty
         _put_hits(out, LOGISTIC, classifier, test)
 
@@ -118,7 +118,7 @@ def read_pixel_values(split: Split, rows: np.ndarray, channels: int, limit: int)
     return PixelsAndLabels(values, np.array(split.labels)[rows], (channels, *size))
 
 
-def fit_logistic_regression(
+def fit_logistic_classifier(
     train: PixelsAndLabels, validation: PixelsAndLabels, penalties: tuple[float, ...]
 ) -> tuple[Any, float]:
     """Return the classifier and the penalty with the best validation score; in a tie the larger.

@@ -103,7 +103,7 @@ class Retrieval(Measurement):
 def caption_overlays(subject: MeasuredModel, images: np.ndarray, labels: Tensor) -> dict[str, Any]:
     """Return the experts of the patches and caption words of a few images, for pictures."""
     indices = evenly_spaced_indices(len(images), PICTURES)
-    towers = expert_profiles.find_two_towers(subject.model)
+    towers = expert_profiles.find_two_tower_model(subject.model)
     if towers is None:
         return {}
     few = images[indices]
@@ -141,7 +141,7 @@ def put_recall(
 
 def put_caption_routing(subject: MeasuredModel, labels: Tensor, out: Values) -> None:
     """Put load CV², entropy and same-expert rate of captions, mean over the text tower's layers."""
-    model = expert_profiles.find_two_towers(subject.model)
+    model = expert_profiles.find_two_tower_model(subject.model)
     assert model is not None
     out.facts["layers"] = []
     if model.config.text.moe is None:

@@ -17,7 +17,7 @@ from moecore.core.files import UserError, format_found_and_allowed
 from moecore.core.routing_records import RoutingRecord
 from moecore.core.safetensors_files import read_tensors
 from moecore.measure import attack_audit
-from moecore.measure.attack_audit import AttackRow, AuditSettings
+from moecore.measure.attack_audit import AuditSettings, EpsilonRow
 from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
 from moecore.measure.routing_metrics.layer_metrics import choice_iou
 from moecore.measure.values import SCORE, Metric, OnPage, Place, Values
@@ -173,7 +173,7 @@ class Robustness(Measurement):
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         # facts: images, their number; task, of the scores; audit, its ``AuditLine``s; attacked, an
-        # ``WorstAttackGallery`` (None for volumes and without attacks).
+        # ``StrongestAttackGallery`` (None for volumes and without attacks).
         task = subject.data.task
         check_attack_settings(self, task)
         target = target_on_drawn_images(subject, self)
@@ -216,9 +216,9 @@ class Robustness(Measurement):
             put_scores("attacked", curves.get(name, ()), images, out, attack=name)
             put_changes(curves.get(name, ()), out, name)
         put_router_attacks({name: curves[name] for name in parts if name in curves}, images, out)
-        worst = attack_audit.worst_score_over_attacks(shared, task, images, target.people)
+        worst = attack_audit.compute_worst_curve_over_attacks(shared, task, images, target.people)
         put_scores("worst", worst, images, out)
-        shown = attack_audit.worst_attack_gallery(target, compared, PICTURES, shared)
+        shown = attack_audit.build_strongest_attack_gallery(target, compared, PICTURES, shared)
         out.facts |= {"images": images, "task": task, "attacked": shown}
 
 
@@ -266,13 +266,13 @@ def measure_curve(
     rows = []
     for epsilon in epsilons:
         compute = partial(measure_attack_at_epsilon, attack, target, clean, epsilon)
-        rows.append(load_or_compute(out.parts, f"{attack.name} at {epsilon}", AttackRow, compute))
+        rows.append(load_or_compute(out.parts, f"{attack.name} at {epsilon}", EpsilonRow, compute))
     return tuple(rows)
 
 
 def put_router_attacks(curves: attack_audit.Curves, images: int, out: Values) -> None:
     """Put each image's worst score under attacks on routers, and each attack's as ``part``."""
-    worst = attack_audit.worst_score_over_attacks(curves, out.task, images, out.people)
+    worst = attack_audit.compute_worst_curve_over_attacks(curves, out.task, images, out.people)
     put_scores("attacked", worst, images, out, attack=ROUTER_ATTACKS_PLACE)
     for name, rows in curves.items():
         for row in rows:
@@ -298,7 +298,7 @@ def put_scores(
         out.put(f"{key}_at", scores, mean, **attack, epsilon=MEAN_PLACE.format(len(rows) - 1))
 
 
-def put_changes(rows: Sequence[AttackRow], out: Values, attack: str) -> None:
+def put_changes(rows: Sequence[EpsilonRow], out: Values, attack: str) -> None:
     for row in rows:
         at = {"attack": attack, "epsilon": row.epsilon}
         out.put("loss", row.loss, **at)
@@ -313,7 +313,7 @@ def put_changes(rows: Sequence[AttackRow], out: Values, attack: str) -> None:
 
 def measure_attack_at_epsilon(
     attack: Attack | TransferredImages, target: Target, clean: CleanAnswers, epsilon: float
-) -> AttackRow:
+) -> EpsilonRow:
     """Return scores, loss and routing at one epsilon; UserError if 0 changes a prediction."""
     if isinstance(attack, TransferredImages):
         adversarial = attack.images[str(epsilon)] if epsilon else target.clean_images()
@@ -338,7 +338,7 @@ def measure_attack_at_epsilon(
                 name: torch.stack([1 - iou.mean(-1) for iou in layers]).mean(dim=0).tolist()
                 for name, layers in overlaps.items()
             }
-    return AttackRow.of(
+    return EpsilonRow.of(
         epsilon,
         task,
         task.worse_scores(clean.scores, task.scores(prediction, target.labels)),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.routing_metrics import changed_choices, epoch_routing
+from moecore.measure.routing_metrics import epoch_routing, interventions
 from moecore.measure.values import Chart, Metric, OnPage, Values
 from moecore.nn import predict
 from moecore.nn.backbones.base_model import Model
@@ -90,7 +90,7 @@ class RouterRegret(Measurement):
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        if reason := changed_choices.why_no_expert_can_be_barred(model):
+        if reason := interventions.why_no_expert_can_be_barred(model):
             return reason
         if getattr(model.experts_and_router.router, "groups", None) is not None:
             return "its tokens choose within groups of experts, so that not every set can be chosen"
@@ -107,8 +107,8 @@ class RouterRegret(Measurement):
         indices = evenly_spaced_indices(len(test.images), self.images)
         shown = np.array(epoch_routing.explorer_image_indices(subject.data, self.explored), int)
         experts = subject.model.experts_and_router.experts.choices
-        k = experts - changed_choices.removable_expert_count(subject.model)
-        subsets = changed_choices.expert_subsets(experts, k, SEED)
+        k = experts - interventions.removable_expert_count(subject.model)
+        subsets = interventions.expert_subsets(experts, k, SEED)
         out.people = test.people_at(indices)
         by_image, best = [], []
         for layer in range(len(subject.model.layouts)):
@@ -181,7 +181,7 @@ def subset_losses(
             passes = build_loss_of_repeated_item(model, pixels, labels[place : place + 1])
             rows = []
             for part in masks.split(batch):
-                with changed_choices.bar_experts(model, [*[None] * layer, part, *later_barred]):
+                with interventions.bar_experts(model, [*[None] * layer, part, *later_barred]):
                     rows.append(passes(len(part)))
             losses.append(torch.cat(rows).double().view(len(tokens), -1).tolist())
     return losses
@@ -192,7 +192,7 @@ def build_loss_of_repeated_item(
 ) -> Callable[[int], Tensor]:
     """Return a function: number of passes → loss in each, (passes,); pixels, label: of one item."""
     if isinstance(model, LanguageTransformer):
-        return predict.read_all_but_last_block(model, pixels, label)
+        return predict.build_last_block_reader(model, pixels, label)
 
     def compute(passes: int) -> Tensor:
         output = model(pixels.expand(passes, *pixels.shape[1:]))
@@ -212,7 +212,7 @@ def find_best_choices(
         for token, (*set_losses, loss) in zip(tokens.tolist(), rows, strict=True):
             saved = loss - min(set_losses)
             experts = subsets[int(np.argmin(set_losses))].nonzero()[0].tolist()
-            if saved <= changed_choices.TOLERANCE:
+            if saved <= interventions.TOLERANCE:
                 saved = 0.0
                 experts = []
             places = [token]
@@ -231,7 +231,7 @@ def regret_metrics_by_image(losses: np.ndarray, people: People = None) -> dict[s
     is_first = np.repeat(every_second_mask(images, people), tokens)
     # If sets were sampled, the regret is a lower bound.
     smallest = np.minimum(sets.min(axis=1), chosen)
-    is_better = sets < (chosen - changed_choices.TOLERANCE)[:, None]
+    is_better = sets < (chosen - interventions.TOLERANCE)[:, None]
 
     def mean_by_image(values: np.ndarray) -> np.ndarray:
         return values.reshape(images, tokens).mean(axis=1)
@@ -241,7 +241,7 @@ def regret_metrics_by_image(losses: np.ndarray, people: People = None) -> dict[s
     by_image = {
         "router_regret": regret,
         "better_sets": mean_by_image(is_better.mean(axis=1)),
-        "fixed_set_gain": mean_by_image(changed_choices.fixed_subset_gain(sets, chosen, is_first)),
+        "fixed_set_gain": mean_by_image(interventions.fixed_subset_gain(sets, chosen, is_first)),
     }
     if room.any():
         by_image["router_regret_normalised"] = linearize_ratio(regret, room)

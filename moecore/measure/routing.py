@@ -13,22 +13,22 @@ from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import format_found_and_allowed
 from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.data.views.views import CropRanges, ViewSettings, describe_truth_conflict
-from moecore.measure.base import SEED, MeasuredModel, Measurement, Skipped
-from moecore.measure.routing_metrics import changed_choices, expert_profiles, layer_metrics
-from moecore.measure.routing_metrics.changed_choices import SweepSettings
+from moecore.data.views.random_views import CropRanges, ViewSettings, format_truth_refusal
+from moecore.measure.base import SEED, MeasuredModel, Measurement, SkipReason
+from moecore.measure.routing_metrics import expert_profiles, interventions, layer_metrics
 from moecore.measure.routing_metrics.choice_patterns import record_choices_from_earlier_layer
 from moecore.measure.routing_metrics.expert_roles import ExpertRoles, put_roles
 from moecore.measure.routing_metrics.expert_similarity import BatchTracker, store_layer_tokens
+from moecore.measure.routing_metrics.interventions import SweepSettings
 from moecore.measure.routing_metrics.label_information import MIN_IMAGES
 from moecore.measure.routing_metrics.two_view_agreement import (
     TEXT_NDIM,
     Preset,
     TwoViewAugmentation,
     augmentation_misfits,
+    average_view_match_shares,
     draw_two_views,
     look_up_augmentation,
-    match_two_views,
     mean_items_over_layers,
     view_match_shares,
 )
@@ -166,15 +166,15 @@ METRICS = {
         for place, description in EXPERT_MAP_PARTS.items()
         for name, metric in declare_expert_map_metrics(place, description).items()
     },
-    "fallback_threshold": changed_choices.declare_swept_metric(
+    "fallback_threshold": interventions.declare_swept_metric(
         "Fallback", "lower", "share", "threshold", "thresholds", is_monotone=True
     ),
-    "fallback_slope_below": changed_choices.declare_fallback_slope_metric("below", "lowest"),
-    "fallback_slope_above": changed_choices.declare_fallback_slope_metric("above", "highest"),
-    "tail_mass_k": changed_choices.declare_swept_metric(
+    "fallback_slope_below": interventions.declare_fallback_slope_metric("below", "lowest"),
+    "fallback_slope_above": interventions.declare_fallback_slope_metric("above", "highest"),
+    "tail_mass_k": interventions.declare_swept_metric(
         "Tail mass", "lower", "number", "k", "routers", is_monotone=True
     ),
-    "score_k": changed_choices.declare_swept_metric("{score}", SCORE, SCORE, "k"),
+    "score_k": interventions.declare_swept_metric("{score}", SCORE, SCORE, "k"),
     **dict.fromkeys(("fallback_k", "load_cv2_k"), Metric("")),
     **dict.fromkeys(("score_threshold", "tail_mass_threshold", "load_cv2_threshold"), Metric("")),
     "switch_fraction_augmented": Metric(""),
@@ -199,13 +199,13 @@ class Routing(Measurement):
         place=5,
         heading="Other thresholds and other k at test time",
         charts=(
-            changed_choices.sweep_chart("fallback", "threshold", "Fallback", True),
-            changed_choices.sweep_chart("tail_mass", "threshold", "Tail mass", False),
-            changed_choices.sweep_chart("score", "threshold", "{score}", None),
-            changed_choices.sweep_chart("load_cv2", "threshold", "Load CV²", False),
-            changed_choices.sweep_chart("score", "k", "{score}", None),
-            changed_choices.sweep_chart("tail_mass", "k", "Tail mass", False),
-            changed_choices.sweep_chart("load_cv2", "k", "Load CV²", False),
+            interventions.sweep_chart("fallback", "threshold", "Fallback", True),
+            interventions.sweep_chart("tail_mass", "threshold", "Tail mass", False),
+            interventions.sweep_chart("score", "threshold", "{score}", None),
+            interventions.sweep_chart("load_cv2", "threshold", "Load CV²", False),
+            interventions.sweep_chart("score", "k", "{score}", None),
+            interventions.sweep_chart("tail_mass", "k", "Tail mass", False),
+            interventions.sweep_chart("load_cv2", "k", "Load CV²", False),
         ),
         about="score_k_1",
     )
@@ -245,7 +245,7 @@ class Routing(Measurement):
                     yield (key,), format_found_and_allowed(found=views, allowed="leave it out")
         yield from self.views.pixel_misfits(around)
         if around.has_truth and "augmentations" in self.model_fields_set and self.augmentations:
-            yield ("augmentations",), f"found changes of images, {describe_truth_conflict(around)}"
+            yield ("augmentations",), f"found changes of images, {format_truth_refusal(around)}"
         yield from augmentation_misfits(self.augmentations, around)
 
     def places(self) -> dict[str, Iterable[Place]]:
@@ -268,8 +268,8 @@ class Routing(Measurement):
         put_augmented_matches(model, images, self, out)
         few = evenly_spaced_indices(len(images), self.sweeps.images)
         labels = model.targets(torch.from_numpy(test.labels[indices][few]))
-        sample = changed_choices.SweepImages(images[few], labels, subject.data.task)
-        put = partial(changed_choices.put_sweeps, model, sample, self.sweeps, self.batch)
+        sample = interventions.SweepImages(images[few], labels, subject.data.task)
+        put = partial(interventions.put_sweeps, model, sample, self.sweeps, self.batch)
         out.piece("sweeps", put)
         counts = [layer_metrics.expert_counts(record.chosen) for record in records]
         out.facts["load"] = [layer_metrics.load_shares(count) for count in counts]
@@ -277,7 +277,7 @@ class Routing(Measurement):
         shown = expert_profiles.evenly_spaced_overlays(images, records, overlays, model.layout)
         out.facts["overlays"] = shown
         finest = encoded_routing.finest_layout(model.layouts)
-        crops = expert_profiles.draw_matched_crops(images[:CROP_CANDIDATES], finest, SEED)
+        crops = expert_profiles.draw_crop_pair(images[:CROP_CANDIDATES], finest, SEED)
         out.facts["corresponding"] = crops
 
     def record_routing_and_put_roles(
@@ -289,7 +289,7 @@ class Routing(Measurement):
         reason = ExpertRoles.model_refusal(model)
         if self.roles is None or reason:
             _, records = predict_in_batches(model, images, self.batch, prediction=False)
-            out.facts["roles"] = Skipped(skipped=reason) if self.roles and reason else None
+            out.facts["roles"] = SkipReason(skipped=reason) if self.roles and reason else None
             return records
         counted = BatchTracker(images)
         with (
@@ -300,7 +300,7 @@ class Routing(Measurement):
         if all(record.chosen.any() for record in records):
             put_roles(subject, indices, records, tokens, early, self.roles, out)
         else:
-            out.facts["roles"] = Skipped(skipped="in a layer no token chose an expert")
+            out.facts["roles"] = SkipReason(skipped="in a layer no token chose an expert")
         return records
 
 
@@ -316,7 +316,7 @@ def routing_metrics_by_layer(
 ) -> tuple[Layers, LayerItems]:
     """Return, per MoE layer, metric → mean over ``images``, and metric → (N,) by image."""
     router = subject.model.experts_and_router.scaled_router
-    threshold = changed_choices.router_score_threshold(router)
+    threshold = interventions.get_router_threshold_or_none(router)
     k = getattr(router, "k", None)
     matches = view_match_shares(subject.model, images, settings.views, settings.batch)
     teacher = teacher_probs(subject.guide, images, settings.batch, subject.device)
@@ -326,7 +326,7 @@ def routing_metrics_by_layer(
         items = {**layer_metrics.measure_layer_use_by_image(record, threshold, k), **shares}
         if teacher:
             shape = record.probs.shape
-            theirs = correspondence.teacher_probs_for_student_tokens(teacher[index], shape)
+            theirs = correspondence.add_distillation_token_probs(teacher[index], shape)
             same = layer_metrics.agreement_by_image(first_choices(record), theirs.argmax(dim=-1))
             layer["teacher_agreement"] = float(same.mean())
             items["teacher_agreement"] = same
@@ -356,7 +356,7 @@ def put_augmented_matches(model: Model, images: np.ndarray, settings: Routing, o
         out.people = people
         # draws depend on the augmentation's name alone
         views = draw_two_views(images, augmentation, SEED, *augmentation.name.encode())
-        for name, shares in match_two_views(model, views, settings.batch, people).items():
+        for name, shares in average_view_match_shares(model, views, settings.batch, people).items():
             out.put(f"{name}_augmented", *shares, augmentation=augmentation.name)
 
     for preset in settings.augmentations:

@@ -19,7 +19,7 @@ from moecore.attacks.base import Ball, unsqueeze_like
 from moecore.core.routing_records import choice_margin
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.routing_metrics.changed_choices import list_routers
+from moecore.measure.routing_metrics.interventions import list_routers
 from moecore.measure.values import Chart, Metric, OnPage, Place, Values
 from moecore.nn import deviation_bounds
 from moecore.nn.backbones.base_model import Model
@@ -145,7 +145,7 @@ def certified_radii(model: Model, images: np.ndarray) -> dict[str, Tensor]:
             record, exact_record = model.routing_of(pixels)[0], exact.routing_of(pixels.double())[0]
             guard = ROUNDING_GUARD * float((record.logits - exact_record.logits).abs().amax())
             at = deviation_bounds.deviation_of_pixels(pixels.double(), *balls)
-            shares = deviation_bounds.routing_radii(exact, at, record.chosen, guard)
+            shares = deviation_bounds.certify_radius_shares(exact, at, record.chosen, guard)
             proven = shares.nan_to_num(0, posinf=1).clamp(0, 1) * torch.cat(balls)[:, None, None]
             parts = [part.amax(dim=0) for part in proven.split([len(sizes) for sizes in balls])]
             if not radii:

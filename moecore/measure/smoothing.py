@@ -19,7 +19,7 @@ from moecore.attacks.base import seed_generator_per_image
 from moecore.core.files import format_found_and_allowed
 from moecore.data.prepared import Split, evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.routing_metrics.changed_choices import bar_experts, why_no_expert_can_be_barred
+from moecore.measure.routing_metrics.interventions import bar_experts, why_no_expert_can_be_barred
 from moecore.measure.values import Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import coupled_image_count, image_batches, model_device

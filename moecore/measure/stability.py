@@ -13,7 +13,7 @@ from moecore.data.corruptions import NOISE_SIGMAS, add_noise, standard_normal_no
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.routing_metrics.expert_profiles import encode_expert_overlays
-from moecore.measure.routing_metrics.layer_metrics import choice_changes, expert_agreement
+from moecore.measure.routing_metrics.layer_metrics import compute_choice_iou_drop, expert_agreement
 from moecore.measure.values import SCORE, Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import BATCH, predict_in_batches
@@ -111,7 +111,7 @@ class Stability(Measurement):
             if is_column:
                 out.put("noise_score", scores, out.task.interval(scores))
             for name, layers in (
-                ("noise_selection_change", choice_changes(clean, noisy)),
+                ("noise_selection_change", compute_choice_iou_drop(clean, noisy)),
                 ("noise_agreement", expert_agreement(clean, noisy)),
             ):
                 if not layers:

@@ -33,18 +33,16 @@ OUTCOME_METRIC_FIELDS = (  # fields of an outcome that are metrics
 
 
 def training_overhead(trained: Found, baseline: Sequence[Found], _: Found | None) -> float | None:
-    outcomes = [outcome_of(result) for result in baseline]
+    outcomes = [get_outcome(result) for result in baseline]
     mean = mean_without_none([outcome.seconds for outcome in outcomes if outcome.epochs])
-    return outcome_of(trained).seconds / mean if mean else None
+    return get_outcome(trained).seconds / mean if mean else None
 
 
-def steps_to_baseline_loss(
-    trained: Found, _: Sequence[Found], same_seed: Found | None
-) -> int | None:
+def steps_to_baseline_loss(ours: Found, _: Sequence[Found], same_seed: Found | None) -> int | None:
     """Return ``steps_until_baseline_loss`` of the same seed's baseline; None without one."""
     if same_seed is None:
         return None
-    return steps_until_baseline_loss(outcome_of(trained), outcome_of(same_seed))
+    return steps_until_baseline_loss(get_outcome(ours), get_outcome(same_seed))
 
 
 def hits_reader(fact: str) -> Callable[[Mapping[type, Any]], np.ndarray | None]:
@@ -55,7 +53,7 @@ def hits_reader(fact: str) -> Callable[[Mapping[type, Any]], np.ndarray | None]:
         trained, calibrated = results.get(Trained), results.get(calibration.ClassCalibration)
         if trained is None or calibrated is None or (scores := calibrated.facts[fact]) is None:
             return None
-        task = outcome_of(trained).task
+        task = get_outcome(trained).task
         if task.score.form != "share":
             return None
         return task.decode_scores(scores, calibrated.facts["test_images"]).numpy()
@@ -103,7 +101,7 @@ METRICS = {
         "bound, without interval and test",
         of_baseline=steps_to_baseline_loss,
         # A step that was not logged is after the end: the loss was not reached in training.
-        is_bound=lambda result, step: step not in {row["step"] for row in outcome_of(result).curve},
+        is_bound=lambda ours, step: step not in {row["step"] for row in get_outcome(ours).curve},
     ),
     "agreement_with_final": declare_epoch_agreement_metric(
         "Agreement with final model", "tokens, halfway"
@@ -202,7 +200,7 @@ def collect_outcome_values(outcome: Outcome) -> Found:
     return Found(values=values, facts={"outcome": outcome})
 
 
-def outcome_of(trained: Found) -> Outcome:
+def get_outcome(trained: Found) -> Outcome:
     outcome: Outcome = trained.facts["outcome"]
     return outcome
 

@@ -98,14 +98,14 @@ class Truth(Measurement):
 
     @classmethod
     def place_words(cls, place: Place) -> str:
-        """Return a ``change_key`` in words: noise_0_2 → "noise, σ = 0.2"."""
+        """Return a ``perturbation_name`` in words: noise_0_2 → "noise, σ = 0.2"."""
         kind, _, strength = str(place).partition("_")
         unit = {"noise": "σ", "attack": f"ε in 1/{EPSILON_DENOMINATOR}"}[kind]
         return f"{kind}, {unit} = {strength.replace('_', '.')}"
 
     def places(self) -> dict[str, Iterable[Place]]:
-        noise = [change_key("noise", sigma) for sigma in corruptions.NOISE_SIGMAS]
-        attack = [change_key("attack", EPSILON_DENOMINATOR * epsilon) for epsilon in EPSILONS]
+        noise = [perturbation_name("noise", sigma) for sigma in corruptions.NOISE_SIGMAS]
+        attack = [perturbation_name("attack", EPSILON_DENOMINATOR * each) for each in EPSILONS]
         return {"change": [*noise, *attack]}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
@@ -139,7 +139,7 @@ class TruthLayer(Config):
     counts: tuple[tuple[int, ...], ...]  # (E, D), in the matching's order of experts
 
 
-def change_key(kind: str, strength: float) -> str:
+def perturbation_name(kind: str, strength: float) -> str:
     """Return noise_0_2 for σ = 0.2, or attack_8 for ε = 8/255."""
     return f"{kind}_{strength:.3g}".replace(".", "_")
 
@@ -178,7 +178,7 @@ def bootstrap_purity(tables: Sequence[np.ndarray]) -> Interval:
     """Return the mean purity of the layers' tables (N, E, D), with an interval over images."""
 
     def purity(rows: np.ndarray) -> float:
-        return epochs.purity_over_layers([table[rows].sum(axis=0) for table in tables])
+        return epochs.average_purity_over_layers([table[rows].sum(axis=0) for table in tables])
 
     return bootstrap_statistic(purity, len(tables[0]), RESAMPLES, lowest=0.0, highest=1.0)
 
@@ -187,7 +187,7 @@ def permuted_truth_tables(
     experts: np.ndarray, kinds: np.ndarray, expert_count: int, kind_count: int
 ) -> list[np.ndarray]:
     """Return counts of tokens by expert and kind, (E, D), per permutation of kinds among images."""
-    permuted = label_information.permute_labels(kinds, PERMUTATIONS, SEED)
+    permuted = label_information.iterate_label_permutations(kinds, PERMUTATIONS, SEED)
     sizes = (expert_count, kind_count)
     return [epochs.expert_kind_counts(experts, each, *sizes).sum(axis=0) for each in permuted]
 
@@ -225,5 +225,5 @@ def put_perturbed_purity(subject: MeasuredModel, out: Values) -> None:
     strengths = (*corruptions.NOISE_SIGMAS, *scaled)
     for variant, strength in zip([*noisy, *attacked], strengths, strict=True):
         purity = purity_of(variant)
-        out.put("changed_purity", purity, change=change_key(variant.kind, strength))
+        out.put("changed_purity", purity, change=perturbation_name(variant.kind, strength))
         out.put("changed_purity", purity, **{variant.kind: strength})

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from moecore.data.layouts.text import END, UNKNOWN, block_windows
+from moecore.data.layouts.text import END, UNKNOWN, cut_labelled_blocks
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary, stop_word_labels
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.routing_metrics.layer_metrics import choice_changes, expert_agreement
+from moecore.measure.routing_metrics.layer_metrics import compute_choice_iou_drop, expert_agreement
 from moecore.measure.values import Chart, Metric, OnPage, Place, Values
-from moecore.nn.predict import last_block_nats_and_routing
+from moecore.nn.predict import score_and_route_last_blocks
 from moecore.statistics.intervals import Interval
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -101,23 +101,23 @@ class WordSwaps(Measurement):
         unknown = vocabulary.index(UNKNOWN)
         order = np.random.default_rng(SEED).permutation(swappable_word_places(tokens, vocabulary))
         blocks = np.array(test.images[indices])
-        clean, clean_records = last_block_nats_and_routing(subject.model, blocks, labels)
+        clean, clean_records = score_and_route_last_blocks(subject.model, blocks, labels)
 
         def put_share(share: float, out: Values) -> None:
             percent = 100 * share
             chosen = order[: round(share * int((tokens != vocabulary.index(END)).sum()))]
             swapped = tokens.copy()
             swapped[chosen] = unknown
-            context = test.images.shape[1] - 1
-            images = np.array(block_windows(swapped, test.images.shape[2], context)[0][indices])
-            nats, records = last_block_nats_and_routing(subject.model, images, labels)
+            before = test.images.shape[1] - 1
+            texts = np.array(cut_labelled_blocks(swapped, test.images.shape[2], before)[0][indices])
+            nats, records = score_and_route_last_blocks(subject.model, texts, labels)
             out.put("swapped_nats", nats, percent=percent)
             mean = float(nats.numpy().mean())
             lost = Interval(mean - float(clean.numpy().mean()))
             out.put("swapped_lost", nats - clean, lost, percent=percent)
             out.put("swapped_ppl", float(np.exp(mean)), percent=percent)
             out.put("swapped_ppl", float(np.exp(mean)), swapped=percent)
-            if changes := choice_changes(clean_records, records):
+            if changes := compute_choice_iou_drop(clean_records, records):
                 change = sum(float(layer.double().numpy().mean()) for layer in changes)
                 change = change / len(changes)
                 by_image = torch.stack(changes).mean(dim=0)

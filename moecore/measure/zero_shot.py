@@ -105,7 +105,7 @@ class ZeroShot(Measurement):
         if len(names) != data.task.outputs:
             expected = f"{data.task.outputs}, one per class"
             raise UserError.at("zero_shot.names", found=f"{len(names)} names", allowed=expected)
-        classes, unknown = class_vectors_and_unknown_words(subject, names, self.templates)
+        classes, unknown = embed_classes_and_count_unknown(subject, names, self.templates)
         sides, _ = predict_in_batches(subject.model, images, routing=False)
         order = cosine_matrix(sides, classes).argsort(dim=1, descending=True, stable=True)
         is_right = order[:, 0] == labels
@@ -122,7 +122,7 @@ class ZeroShot(Measurement):
             rows.append(row | {"unknown": unknown[number]})
 
 
-def class_vectors_and_unknown_words(
+def embed_classes_and_count_unknown(
     subject: MeasuredModel, names: tuple[str, ...], templates: tuple[str, ...]
 ) -> tuple[Tensor, list[int]]:
     """Return classes' mean unit prompt vectors, (K, w + 3), and numbers of unknown words."""

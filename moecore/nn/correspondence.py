@@ -104,7 +104,7 @@ def values_of_pairs(
     return flat[pairs.first], flat[pairs.second]
 
 
-def teacher_probs_for_student_tokens(teacher: Tensor, student: torch.Size) -> Tensor:
+def add_distillation_token_probs(teacher: Tensor, student: torch.Size) -> Tensor:
     """Return the teacher's probs in shape ``student``; a distillation token gets CLS's probs."""
     batch, tokens, experts = student
     if teacher.shape == student:

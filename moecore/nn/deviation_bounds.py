@@ -131,11 +131,11 @@ def bound_convolution(at: Deviation, layer: nn.Conv2d) -> Deviation:
     length = torch.linalg.matrix_norm(weight, ord=2) * overlap * at.length
     rows = weight.norm(dim=1).view(-1, 1, 1) * at.length
     radius = torch.minimum(box.unflatten(0, at.radius.shape[:2]), rows)
-    at = convolve_windows(at, layer)
+    at = convolve_window_derivatives(at, layer)
     return at.after_layer(layer(at.centre), at.tangent, radius, length)
 
 
-def convolve_windows(at: Deviation, layer: Any) -> Deviation:
+def convolve_window_derivatives(at: Deviation, layer: Any) -> Deviation:
     """Convolve the derivatives; an output's window is the union of its inputs' windows."""
     batch, outputs, height, width = layer(at.centre).shape
     if not at.has_windowed_derivatives:
@@ -160,9 +160,9 @@ def convolve_windows(at: Deviation, layer: Any) -> Deviation:
     return at._replace(tangent=torch.cat(parts), border=at.border + border * step)
 
 
-def bound_patches(at: Deviation, layer: PatchEmbed) -> Deviation:
+def bound_patch_embedding(at: Deviation, layer: PatchEmbed) -> Deviation:
     """Bound the linear map of patches of an image (B, C, H, W) to tokens."""
-    windows = convolve_windows(at, layer.proj)
+    windows = convolve_window_derivatives(at, layer.proj)
     tangent = windows.tangent
     if windows.has_windowed_derivatives:
         tangent = windows.expand_window_derivatives(tangent)
@@ -279,7 +279,7 @@ def bound_attention(at: Deviation, layer: Attention) -> Deviation:
     return at.after_layer(layer(at.centre)[0], tangent, radius, length)
 
 
-def last_router_map(at: Deviation, router: nn.Module) -> tuple[Deviation, Tensor, Tensor | None]:
+def bound_logits_input(at: Deviation, router: nn.Module) -> tuple[Deviation, Tensor, Tensor | None]:
     """Return the input of a router's last linear map, its weight (E, d), and bias (E,) or None."""
     projection = getattr(router, "projection", None)
     if projection is None:
@@ -289,7 +289,7 @@ def last_router_map(at: Deviation, router: nn.Module) -> tuple[Deviation, Tensor
     return narrow, normalize(router.get_parameter("weight"), dim=-1, eps=MIN_NORM) * factor, None
 
 
-def bound_dense_layer(at: Deviation, layer: Any) -> Deviation:
+def bound_layer_by_type(at: Deviation, layer: Any) -> Deviation:
     """Bound a layer without routing; TypeError for a layer that has no bound here."""
     if isinstance(layer, nn.Identity):
         return at
@@ -329,36 +329,38 @@ def bound_embedding(model: PatchTransformer, at: Deviation) -> Deviation:
     stem: Any = model.patch_embed
     if isinstance(stem, ConvStem):
         for layer in stem.convolutions:
-            at = bound_dense_layer(at, layer)
+            at = bound_layer_by_type(at, layer)
         stem = stem.embed
-    at = bound_patches(at, stem)
+    at = bound_patch_embedding(at, stem)
     special = [token for token in (model.cls_token, model.dist_token) if token is not None]
     fixed = torch.cat([*special, torch.zeros_like(at.centre[:1])], dim=1)
     fixed[:, fixed.shape[1] - model.pos_embed.shape[1] :] += model.pos_embed
     centre, tangent, radius, length = (pad(part, (0, 0, model.special, 0)) for part in at[:4])
     at = Deviation(centre + fixed, tangent, radius, length, at.balls, at.shared)
-    return bound_dense_layer(at, model.norm_pre)
+    return bound_layer_by_type(at, model.norm_pre)
 
 
-def routing_radii(model: PatchTransformer, at: Deviation, chosen: Tensor, guard: float) -> Tensor:
+def certify_radius_shares(
+    model: PatchTransformer, at: Deviation, chosen: Tensor, guard: float
+) -> Tensor:
     """Return the share s (J, B, T) of each ball's radius in which a token keeps its experts."""
     # model: a frozen fp64 copy; at: pixels in [0, 1] and balls; chosen: (B, T, E) of the first MoE
     # layer; guard: taken off margins. Only s up to 1 is proven, and NaN proves nothing.
     at = bound_embedding(model, at)
     blocks: Any = model.blocks
     for block in blocks:
-        attended = bound_attention(bound_dense_layer(at, block.norm1), block.attn)
-        at = bound_sum(at, bound_dense_layer(attended, block.ls1))
-        entering = bound_dense_layer(at, block.norm2)
+        attended = bound_attention(bound_layer_by_type(at, block.norm1), block.attn)
+        at = bound_sum(at, bound_layer_by_type(attended, block.ls1))
+        entering = bound_layer_by_type(at, block.norm2)
         if isinstance(block.mlp, MoEFeedForward):
-            return share_keeping_choice(entering, block.mlp.router, chosen, guard)
-        at = bound_sum(at, bound_dense_layer(bound_dense_layer(entering, block.mlp), block.ls2))
-    raise ValueError("routing_radii: the model has no MoE layer")
+            return get_safe_radius_share(entering, block.mlp.router, chosen, guard)
+        at = bound_sum(at, bound_layer_by_type(bound_layer_by_type(entering, block.mlp), block.ls2))
+    raise ValueError("certify_radius_shares: the model has no MoE layer")
 
 
-def share_keeping_choice(at: Deviation, router: nn.Module, chosen: Tensor, guard: float) -> Tensor:
+def get_safe_radius_share(at: Deviation, router: nn.Module, chosen: Tensor, guard: float) -> Tensor:
     """Return the share s (J, B, T) of a ball in which no other expert overtakes a chosen one."""
-    at, weight, bias = last_router_map(at, router)
+    at, weight, bias = bound_logits_input(at, router)
     logits = linear(at.centre, weight, bias)
     shares = torch.full_like(at.length[..., 0], torch.inf)
     for index in chosen.long().topk(int(chosen.sum(dim=-1).amax())).indices.split(1, dim=-1):

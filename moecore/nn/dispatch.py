@@ -125,8 +125,8 @@ class SparsePlan(NamedTuple):
         return rows.index_select(0, self.rows).view(*self.weights.shape, rows.shape[-1])
 
 
-class RoutedTokens(NamedTuple):
-    """The input of experts that gather tokens and sum outputs themselves (``FusedKernels``)."""
+class TokensAndPlan(NamedTuple):
+    """The input of experts that gather tokens and sum outputs themselves (``ChosenKernels``)."""
 
     tokens: Tensor  # (B, T, d)
     plan: SparsePlan

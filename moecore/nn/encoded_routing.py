@@ -27,7 +27,7 @@ class EncodedPredictionsAndRouting(config.Config):
     layers: tuple[str, ...]  # per MoE layer the text of ``encode_top_experts``
 
 
-def encode_predictions_and_routing(
+def encode_predictions_and_records(
     prediction: Tensor,
     records: tuple[RoutingRecord, ...],
     task: Task,

@@ -84,16 +84,16 @@ def predict_in_batches(
     return torch.cat(logits) if prediction else torch.empty(0), concat_records(records)
 
 
-def last_block_nats(model: Model, images: ImageSequence, labels: Tensor) -> Tensor:
+def score_last_blocks(model: Model, images: ImageSequence, labels: Tensor) -> Tensor:
     """Return each item's mean loss, nats per word of its last block of M words, (N,) fp64."""
     # images: (N, C, M) word ids, as a LanguageTransformer reads them. labels: (N, M), next words.
-    return last_block_nats_and_routing(model, images, labels, routing=False)[0]
+    return score_and_route_last_blocks(model, images, labels, routing=False)[0]
 
 
-def last_block_nats_and_routing(
+def score_and_route_last_blocks(
     model: Model, images: ImageSequence, labels: Tensor, routing: bool = True
 ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
-    """Return ``last_block_nats`` (N,), and a CPU routing record (N, T, E) per MoE layer."""
+    """Return ``score_last_blocks`` (N,), and a CPU routing record (N, T, E) per MoE layer."""
     assert isinstance(model, LanguageTransformer)
     size = max(1, MAX_TOKENS_PER_BATCH // math.prod(images.shape[1:]))
     scores = []
@@ -103,7 +103,7 @@ def last_block_nats_and_routing(
         for word_ids, next_words in zip(batches, labels.split(size), strict=True):
             tokens, layers, _ = model.encode(word_ids)
             targets = next_words.long().to(word_ids.device)
-            nats = _word_nats(model, tokens.flatten(0, 1), targets.flatten())
+            nats = _compute_word_nats(model, tokens.flatten(0, 1), targets.flatten())
             scores.append(nats.view(targets.shape).mean(dim=1).cpu())
             if routing:
                 records.append(tuple(layer.map_tensors(Tensor.cpu) for layer in layers))
@@ -153,13 +153,13 @@ def text_perplexity(
             (final, _, _), states = model.read(word_ids, states, EncodeOptions(), start, *kinds)
             labels = right[:, index].where(exists, -1).flatten(0, 1)
             if place >= 0:
-                nats = _word_nats(model, final[labels >= 0], labels[labels >= 0])
+                nats = _compute_word_nats(model, final[labels >= 0], labels[labels >= 0])
                 total += float(nats.sum())
                 count += len(nats)
     return math.exp(total / count)
 
 
-def _word_nats(model: LanguageTransformer, tokens: Tensor, labels: Tensor) -> Tensor:
+def _compute_word_nats(model: LanguageTransformer, tokens: Tensor, labels: Tensor) -> Tensor:
     """Return −log p (nats, fp64) of each next word ``labels`` (n,), from normed tokens (n, d)."""
     task = model.image.task
     assert isinstance(task, NextToken)
@@ -175,7 +175,7 @@ def logits_chunk_size(outputs: int, device: torch.device) -> int:
     return max(MIN_WORDS_PER_CHUNK, logits // outputs)
 
 
-def read_all_but_last_block(
+def build_last_block_reader(
     model: LanguageTransformer, images: Tensor, labels: Tensor
 ) -> Callable[[int], Tensor]:
     """Read all blocks but the last; return a function: number of its copies → nats per word."""
@@ -188,7 +188,7 @@ def read_all_but_last_block(
         last, last_kinds = (values[:, -1].expand(times, -1) for values in (word_ids, kinds))
         (tokens, _, _), _ = model.read(last, states.expand(-1, times, -1, -1), kinds=last_kinds)
         targets = labels.long().expand(times, -1).flatten()
-        return _word_nats(model, tokens.flatten(0, 1), targets).view(times, -1).mean(dim=1)
+        return _compute_word_nats(model, tokens.flatten(0, 1), targets).view(times, -1).mean(dim=1)
 
     return read
 

@@ -269,9 +269,9 @@ def robustbench_command(
     out: Annotated[Path, Option(help="the JSON file")] = Path("robustbench.json"),
 ) -> None:
     """Attack a model by AutoAttack, and write its entry for RobustBench's leaderboard."""
-    from moecore.predict.robustbench import write_robustbench_entry
+    from moecore.predict.robustbench import attack_and_write_robustbench_entry
 
-    typer.echo(write_robustbench_entry(model, data, eps, norm, images, out))
+    typer.echo(attack_and_write_robustbench_entry(model, data, eps, norm, images, out))
 
 
 @app.command("conform")
@@ -357,7 +357,7 @@ def study_new(name: Annotated[str, Argument(help="small letters, digits and _")]
 
 
 @study_app.command("preset")
-def study_preset(
+def study_write_with_presets(
     name: Question,
     names: Annotated[list[str] | None, Argument(help="presets, in this order")] = None,
     number: RoundNumber = 1,
@@ -423,7 +423,7 @@ def study_check(
     check_all: Annotated[bool, Option("--all", help="all questions of pipelines/")] = False,
 ) -> None:
     """Validate every round and preset of questions, and try a small step of their methods."""
-    from moecore.pipeline.run_folders import check_question
+    from moecore.pipeline.run_folders import check_and_add_problems
     from moecore.pipeline.tune import list_tuning_problems
     from moecore.study.questions import find_question, load_questions
 
@@ -432,7 +432,7 @@ def study_check(
     problems = []
     chosen = (find_question(CURRENT_FOLDER, name) for name in names or ())
     for question in load_questions(CURRENT_FOLDER) if check_all else chosen:
-        for line in (*check_question(question, problems), *list_tuning_problems(question)):
+        for line in (*check_and_add_problems(question, problems), *list_tuning_problems(question)):
             typer.echo(line)
     if problems:
         raise UserError("\n".join(problems))
@@ -441,25 +441,25 @@ def study_check(
 @claims_app.command("check")
 def verify_claim_intervals_and_dates() -> None:
     """Compute intervals again from stored items; print when each claim was asked."""
-    from moecore.report.claims import result_evidence
+    from moecore.report.claims import items_and_dates
     from moecore.study.questions import load_rounds
 
     rounds = load_rounds(CURRENT_FOLDER)
     for question_round in rounds:
-        if number := result_evidence.verify_stored_items(question_round):
+        if number := items_and_dates.verify_stored_items(question_round):
             typer.echo(f"{question_round.name}: {number} intervals follow from the stored items")
-    is_whole = result_evidence.has_full_git_history(CURRENT_FOLDER)
-    earlier = result_evidence.read_replaced_answers_file(CURRENT_FOLDER)
+    is_whole = items_and_dates.has_full_git_history(CURRENT_FOLDER)
+    earlier = items_and_dates.read_replaced_answers_file(CURRENT_FOLDER)
     for question_round in rounds if is_whole else ():
-        dated = result_evidence.find_question_commits(question_round)
+        dated = items_and_dates.find_question_commits(question_round)
         for question in dated:
             typer.echo(f"{question_round.name}: {question.line}")
         if late := "; ".join(question.line for question in dated if question.is_refused):
             problem = "asked in no commit before the commit of its answer"
             raise UserError(f"{question_round.name}: {problem}: {late}")
-        for line in result_evidence.find_overwritten_answers(question_round, earlier):
+        for line in items_and_dates.find_overwritten_answers(question_round, earlier):
             typer.echo(f"{question_round.name}: {line}")
-        for line in result_evidence.find_reused_seeds(question_round, earlier):
+        for line in items_and_dates.find_reused_seeds(question_round, earlier):
             typer.echo(f"{question_round.name}: {line}")
     if not is_whole:
         typer.echo("when claims were asked is not known: git has no history here, or a part of it")

@@ -65,13 +65,13 @@ FAMILY_AT_KEY = {  # the family of a part at this key, if two families have a ki
 }
 
 
-def hash_code_files(document: YamlDocument, root: Path = ROOT) -> dict[str, dict[str, str]]:
+def compute_code_hashes(document: YamlDocument, root: Path = ROOT) -> dict[str, dict[str, str]]:
     """Return file below artifacts/code/ → {source file: sha256}."""
     allow_packages(document.packages, document.folders)
     gc.disable()  # it would visit every node of the syntax trees, for half of the time
     try:
         return {
-            name: hash_sources(files, root, shown=name == f"stages/{COMPARE}.json")
+            name: hash_each_file(files, root, shown=name == f"stages/{COMPARE}.json")
             for name, files in _sources_by_hash_file(document, root)
         }
     finally:
@@ -80,11 +80,11 @@ def hash_code_files(document: YamlDocument, root: Path = ROOT) -> dict[str, dict
 
 def write_all_hashes(params: str | Path, folder: Path = HASHES_DIR, root: Path = ROOT) -> None:
     document = load_yaml_document(str(params))
-    hashed = hash_code_files(document, root)
+    hashed = compute_code_hashes(document, root)
     with atomic_folder(folder) as temporary:
         for name, hashes in hashed.items():
             write_json(temporary / name, hashes)
-        for key, digest in hash_settings(document).items():
+        for key, digest in hash_settings_by_key(document).items():
             write_json(temporary / f"settings/{key}.json", {"sha256": digest})
 
 
@@ -101,14 +101,14 @@ def digest_code_inputs(document: YamlDocument, root: Path | None = None) -> str:
     files = {file for file in files if "__pycache__" not in file.parts}
     files |= {Path(document.path), Path("dvc.yaml")}
     libraries = [f"{name} {version(name)}" for name in ("torch", "timm", "pydantic")]
-    return _hash_lines([platform.python_version(), *libraries, *_checksum_lines(files)])
+    return _sha256_of_lines([platform.python_version(), *libraries, *_checksum_lines(files)])
 
 
 def is_code_up_to_date(inputs: str, document: YamlDocument) -> bool:
     """Return whether artifacts/code is up to date; inputs: from ``digest_code_inputs`` now."""
     # Importing torch and parsing all source would take longer than the rest of an idle ``dvc
     # repro``. Raw data, which the check also reads, do not matter once all data are prepared.
-    if not DIGEST_FILE.is_file() or DIGEST_FILE.read_bytes() != _code_stage_digest(inputs):
+    if not DIGEST_FILE.is_file() or DIGEST_FILE.read_bytes() != _compute_code_stage_digest(inputs):
         return False
     phases = document.data.get("data") or ()
     return all(Path("artifacts/data", phase, "card.json").is_file() for phase in phases)
@@ -116,22 +116,22 @@ def is_code_up_to_date(inputs: str, document: YamlDocument) -> bool:
 
 def store_code_digest(inputs: str) -> None:
     """Store the digest for ``is_code_up_to_date``; inputs: ``digest_code_inputs`` before it."""
-    write_atomic(DIGEST_FILE, _code_stage_digest(inputs))
+    write_atomic(DIGEST_FILE, _compute_code_stage_digest(inputs))
 
 
-def _code_stage_digest(inputs: str) -> bytes:
-    return f"{inputs} {_hash_lines(_checksum_lines(HASHES_DIR.rglob('*.json')))}\n".encode()
+def _compute_code_stage_digest(inputs: str) -> bytes:
+    return f"{inputs} {_sha256_of_lines(_checksum_lines(HASHES_DIR.rglob('*.json')))}\n".encode()
 
 
 def _checksum_lines(files: Iterable[Path]) -> list[str]:
     return [f"{file} {file_checksum(file)}" for file in sorted(files) if file.is_file()]
 
 
-def _hash_lines(lines: Iterable[str]) -> str:
+def _sha256_of_lines(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def hash_settings(document: YamlDocument) -> dict[str, str]:
+def hash_settings_by_key(document: YamlDocument) -> dict[str, str]:
     """Return key → sha256 of its value, for each key of params.yaml that a stage reads."""
     run = document.data.get("run") or {}
     sources = document.data.get("data")
@@ -146,7 +146,7 @@ def hash_settings(document: YamlDocument) -> dict[str, str]:
             key = template.format(**dict.fromkeys(names, value))
             with suppress(UserError):  # the file may lack keys of stages that it does not have
                 value = _convert_whole_floats(document.get(key.split(".")))
-                hashes[key] = _hash_lines([json.dumps(value, sort_keys=True)])
+                hashes[key] = _sha256_of_lines([json.dumps(value, sort_keys=True)])
     return hashes
 
 
@@ -163,7 +163,7 @@ def _convert_whole_floats(value: Any) -> Any:
 
 def _sources_by_hash_file(document: YamlDocument, root: Path) -> Iterator[tuple[str, set[Path]]]:
     params = document.data
-    sources = list_part_files(params.get("data"), root, "data")
+    sources = list_section_part_files(params.get("data"), root, "data")
     # The tasks' files that sources import; for outside sources all imported files
     packages = allowed_packages()
     tasks = {file for file in sources if file.parts[1] == "tasks" or file.parts[0] in packages}
@@ -173,22 +173,23 @@ def _sources_by_hash_file(document: YamlDocument, root: Path) -> Iterator[tuple[
             for file in (script.relative_to(root), *_measurement_and_picture_files(root)):
                 files |= import_closure(file, root, (*DECIDING, "report"))
         yield f"stages/{script.stem}.json", files
+    of_model = list_section_part_files(params.get("model"), root, "model")
     for method in document.get(("run", "methods")):
-        parts = list_part_files(document.get(("methods", method)), root, "methods")
-        yield f"methods/{method}.json", parts | list_part_files(params.get("model"), root, "model")
+        parts = list_section_part_files(document.get(("methods", method)), root, "methods")
+        yield f"methods/{method}.json", parts | of_model
     for phase, source in (params.get("data") or {}).items():
-        yield f"sections/data.{phase}.json", list_part_files(source, root, "data")
+        yield f"sections/data.{phase}.json", list_section_part_files(source, root, "data")
     for key, section in params.items():
         if key in KEYS_WITHOUT_HASH_FILE:
             continue
         if key in packages and isinstance(section, dict):
             for name, settings in section.items():
-                files = list_part_files(settings, root, name)
-                for file in list_outside_module_files(f"{key}.{name}", root):
+                files = list_section_part_files(settings, root, name)
+                for file in find_outside_module_file(f"{key}.{name}", root):
                     files |= import_closure(file, root)
                 yield f"measure/{key}.{name}.json", files
             continue
-        parts = list_part_files(section, root, key)
+        parts = list_section_part_files(section, root, key)
         yield f"sections/{key}.json", parts
         measurement = Path("moecore/measure", f"{key}.py")
         if (root / measurement).is_file():
@@ -201,7 +202,7 @@ def _measurement_and_picture_files(root: Path) -> list[Path]:
     modules = source_layout.list_allowed_modules(_defines_measurement_or_pictures)
     return [
         *(file.relative_to(root) for file in sorted(files)),
-        *(file for name in modules for file in list_outside_module_files(name, root)),
+        *(file for name in modules for file in find_outside_module_file(name, root)),
     ]
 
 
@@ -231,16 +232,16 @@ def import_closure(
     return reached.union(*(_non_python_files(folder, root) for folder in folders))
 
 
-def list_part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Path]:
+def list_section_part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Path]:
     """Return the files of all parts that a parsed section names by ``kind``, and their imports."""
     # under: the key of ``section``, which decides if two families have a part of that name. A
     # ``kind`` without a file in a family (a plain choice) adds nothing: imports reach it.
     if isinstance(section, dict):
-        nested = (list_part_files(value, root, str(key)) for key, value in section.items())
+        nested = (list_section_part_files(value, root, str(key)) for key, value in section.items())
         files = set().union(*nested)
         kind = section.get("kind")
         if isinstance(kind, str) and "." in kind:
-            named = list_outside_module_files(kind, root)
+            named = find_outside_module_file(kind, root)
         else:
             paths = [Path("moecore", family, f"{kind}.py") for family in FAMILY_FOLDERS]
             existing = [path for path in paths if (root / path).is_file()]
@@ -248,17 +249,17 @@ def list_part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Pat
             named = [path for path in existing if path.parent.name == family] or existing
         return files.union(*(import_closure(file, root) for file in named))
     if isinstance(section, list):
-        return set().union(*(list_part_files(value, root, under) for value in section))
+        return set().union(*(list_section_part_files(value, root, under) for value in section))
     return set()
 
 
-def list_outside_module_files(name: str, root: Path = ROOT) -> list[Path]:
+def find_outside_module_file(name: str, root: Path = ROOT) -> list[Path]:
     allowed = name.partition(".")[0] in allowed_packages()
     file = _module_file(name.replace(".", "/"), root) if allowed else None
     return [file] if file else []
 
 
-def hash_sources(files: Iterable[Path], root: Path = ROOT, shown: bool = False) -> dict[str, str]:
+def hash_each_file(files: Iterable[Path], root: Path = ROOT, shown: bool = False) -> dict[str, str]:
     """Return path → sha256; shown: include the texts that only the report's page shows."""
     return {file.as_posix(): _code_hash(file, root, shown) for file in sorted(files)}
 

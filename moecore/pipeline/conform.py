@@ -30,15 +30,15 @@ STATUS_MARKS = {"holds": "holds", "fails": "FAILS", "not promised": "–", "not 
 def find_targets(text: str) -> list[Target]:
     """Return the layers that ``text`` names: a router, a method, MODULE:NAME or FILE.py[:NAME]."""
     if text.endswith(".py"):
-        return resolve_named_targets(text, run_python_file(Path(text)), "TARGETS")
+        return read_namespace_targets(text, run_python_file(Path(text)), "TARGETS")
     if ".py:" in text:
         stem, _, name = text.partition(".py:")
-        return resolve_named_targets(text, run_python_file(Path(f"{stem}.py")), name)
+        return read_namespace_targets(text, run_python_file(Path(f"{stem}.py")), name)
     if ":" in text:
         module, _, name = text.partition(":")
         with allowing_packages([module.partition(".")[0]]):
             try:
-                return resolve_named_targets(text, vars(import_module_of_package(module)), name)
+                return read_namespace_targets(text, vars(import_module_of_package(module)), name)
             except ValueError as error:
                 raise UserError(f"{text}: {error}") from None
     if text in builtin_kinds(Router):
@@ -54,7 +54,7 @@ def find_targets(text: str) -> list[Target]:
     return [own_layers.describe_own_layer(method.router, method.experts, text)]
 
 
-def resolve_named_targets(text: str, names: dict[str, Any], name: str) -> list[Target]:
+def read_namespace_targets(text: str, names: dict[str, Any], name: str) -> list[Target]:
     """Return the targets called ``name``: a Target, several, or a function that returns them."""
     chosen = names.get(name)
     if inspect.isfunction(chosen):

@@ -140,7 +140,7 @@ def _dump_yaml(value: Mapping[str, Any], indent: str = "") -> str:
         if any(isinstance(item, Mapping | list) for item in values):
             text += f"{indent}{key}:\n{_dump_yaml(inner, f'{indent}  ')}"
         else:
-            line = inner if isinstance(inner, str) else _format_in_flow_style(inner)
+            line = inner if isinstance(inner, str) else _dump_yaml_on_one_line(inner)
             text += (
                 fill(f"{indent}{key}: {line}", 100, subsequent_indent=f"{indent}  ", **WHOLE_WORDS)
                 + "\n"
@@ -148,12 +148,12 @@ def _dump_yaml(value: Mapping[str, Any], indent: str = "") -> str:
     return text
 
 
-def _format_in_flow_style(value: Any) -> str:
+def _dump_yaml_on_one_line(value: Any) -> str:
     if isinstance(value, Mapping):
-        items = (f"{key}: {_format_in_flow_style(item)}" for key, item in value.items())
+        items = (f"{key}: {_dump_yaml_on_one_line(item)}" for key, item in value.items())
         return f"{{{', '.join(items)}}}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_format_in_flow_style, value))}]"
+        return f"[{', '.join(map(_dump_yaml_on_one_line, value))}]"
     if isinstance(value, str) and "$" not in value:
         return value
     return json.dumps(value)

@@ -28,7 +28,7 @@ from typing import Any
 from moecore.core.files import UserError, available_cores, read_json
 from moecore.pipeline import plan, project_record, stage_client
 from moecore.run.history_file import HISTORY_FILE, read_lines
-from moecore.run.launcher import RANKS, has_launcher, launch_fields, requested_gpus, requested_ranks
+from moecore.run.launcher import RANKS, has_launcher, parse_fields, requested_gpus, requested_ranks
 from moecore.run.run_record import GPU_MEMORY_TAG, LINE_SECONDS_ENV, format_duration
 from moecore.study.stages import CODE_STAGE, STAGES, Stage
 
@@ -110,8 +110,6 @@ def _method_seed_phase(stage: str) -> tuple[str, str, str] | None:
 
 
 class StageDisplay:
-    """Displays the output of stages that run at the same time."""
-
     # seconds: expected seconds, None if unknown, of all stages that will run.
 
     def __init__(self, seconds: Mapping[str, float | None], jobs: int, is_verbose: bool) -> None:
@@ -132,13 +130,13 @@ class StageDisplay:
             stage = begun[1]
             self.begun[stage] = time.monotonic()
             if not self.is_live and not self.is_verbose:
-                print_stage_line(stage, "started")
+                print_line_with_stage(stage, "started")
         if self.is_verbose:
-            print_stage_line("", line)
+            print_line_with_stage("", line)
         elif begun or DVC_LINE_PATTERN.match(line):
             pass
         elif not self.is_live:
-            print_stage_line(stage, line)
+            print_line_with_stage(stage, line)
         elif progress := PROGRESS_LINE_PATTERN.fullmatch(line):
             self.progress[stage] = progress.groups("")
         else:
@@ -150,11 +148,11 @@ class StageDisplay:
         self.progress.pop(stage, None)
         for line in self.lines.pop(stage, ()):
             if is_failed or not line[:1].isspace():
-                print_stage_line(stage, line)
+                print_line_with_stage(stage, line)
         if begun is not None and not is_failed:
             self.done.add(stage)
             if not self.is_live and not self.is_verbose:
-                print_stage_line(stage, f"done in {format_duration(time.monotonic() - begun)}")
+                print_line_with_stage(stage, f"done in {format_duration(time.monotonic() - begun)}")
 
     def table(self) -> Any:
         """Return a line per running stage, below what is done and the expected time left."""
@@ -177,7 +175,7 @@ class StageDisplay:
 
 
 @contextmanager
-def redraw_table(display: StageDisplay) -> Iterator[None]:
+def redrawing_table(display: StageDisplay) -> Iterator[None]:
     """Redraw the table below all printed lines, if the output is a terminal."""
     if not display.is_live:
         yield
@@ -194,7 +192,7 @@ def spell_stage(stage: str) -> str:
     return re.sub("[@-]", " ", stage.removeprefix("measure@"))
 
 
-def print_stage_line(stage: str, line: str) -> None:
+def print_line_with_stage(stage: str, line: str) -> None:
     """Print ``[pretrain vmoe 0] line``, without this title at the start of the line."""
     if title := spell_stage(stage):
         line = re.sub(rf"^(\w+ )?{title}: ", "", line)  # a script of several stages is named first
@@ -256,7 +254,7 @@ def run_stages(
                 display.jobs = jobs if limit is None else limit()
                 while len(running) < display.jobs and not failed:
                     job = next_job_stages(above, done, begun)
-                    places = choose_gpu_envs(job, free) if job else None
+                    places = choose_free_environments(job, free) if job else None
                     if job is None or places is None:
                         break
                     begun |= set(job)
@@ -318,7 +316,7 @@ def run_pipeline(jobs: int | None = None, is_verbose: bool = False) -> None:
     jobs = jobs or torch.cuda.device_count() or min(MAX_CPU_JOBS, available_cores())
     display = StageDisplay({item.stage: item.seconds for item in planned}, jobs, is_verbose)
     environments = start_and_add_stage_server(job_environments(jobs))
-    with redraw_table(display):
+    with redrawing_table(display):
         unfinished = run_stages(above, environments, jobs, display, limit)
     if unfinished:
         named = ", ".join(unfinished[:5]) + (" …" if unfinished[5:] else "")
@@ -373,7 +371,7 @@ def job_environments(jobs: int) -> list[dict[str, str]]:
     # There are at least as many as a stage has ranks on GPUs. MOECORE_THREADS overrides the number
     # of threads; a launcher assigns devices itself.
     ranks = max(requested_ranks(stage) for stage in STAGES.values())
-    gpus = [] if "gpus" in launch_fields() else list_gpus()
+    gpus = [] if "gpus" in parse_fields() else list_gpus()
     if gpus:
         if ranks > len(gpus):
             has = f"this machine may use {len(gpus)} GPUs: {', '.join(gpus)}"
@@ -385,14 +383,14 @@ def job_environments(jobs: int) -> list[dict[str, str]]:
     return [dict.fromkeys(THREAD_VARIABLES, threads) for _ in range(jobs)]
 
 
-def choose_gpu_envs(stages: Sequence[str], free: Sequence[Environment]) -> list[Environment] | None:
+def choose_free_environments(job: DvcJob, free: Sequence[Environment]) -> list[Environment] | None:
     """Return the ``free`` environments that a job takes, one per GPU it needs; None if too few."""
     if not free:
         return None
     by_gpu = {place[VISIBLE_GPUS]: place for place in reversed(free) if VISIBLE_GPUS in place}
     if not by_gpu:
         return [free[-1]]
-    count = max(1, *(requested_gpus(_find_stage_row(stage)) for stage in stages))
+    count = max(1, *(requested_gpus(_find_stage_row(stage)) for stage in job))
     used = [place[VISIBLE_GPUS] for place in free]
     emptiest = sorted(by_gpu, key=lambda gpu: -used.count(gpu))  # the GPU with the most free places
     return [by_gpu[gpu] for gpu in emptiest[:count]] if len(by_gpu) >= count else None

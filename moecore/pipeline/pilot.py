@@ -30,7 +30,7 @@ from moecore.nn.routers.hash import Hash
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.told import Told
 from moecore.report.tables.metrics_by_method import unanswerable_claims
-from moecore.run.run_record import report_progress
+from moecore.run.run_record import printing_progress
 from moecore.study import check, model_rules, params_reader, yaml_document
 from moecore.tasks.base import Score, Task
 from moecore.training import artifacts, loop
@@ -180,13 +180,13 @@ def _train_all(
         }
         if "told" in jobs:
             learner, oracle = jobs["begun"], jobs["told"]
-            shares.append(fit_routers_to_oracle(learner, oracle, settings["told"], seed))
+            shares.append(copy_oracle_and_fit_routers(learner, oracle, settings["told"], seed))
         for role, job in jobs.items():
             name = f"validation_{job.task.history_name}"
             begun = time.process_time()
             score = math.nan
             steps = loop.total_steps(job, settings[role])
-            with report_progress(f"{rows[role].name} {seed}", steps) as bar:
+            with printing_progress(f"{rows[role].name} {seed}", steps) as bar:
                 for point in loop.iterate_training(job, settings[role], seed, runtime):
                     score = point.values.get(name, score)
                     bar.update(point.step)
@@ -195,7 +195,7 @@ def _train_all(
     return PilotResult(pilot_score_kind(data.task), rows, fmean(shares or [math.nan]))
 
 
-def fit_routers_to_oracle(
+def copy_oracle_and_fit_routers(
     learner: TrainingJob, oracle: TrainingJob, settings: Training, seed: int
 ) -> float:
     """Copy the oracle's weights to ``learner.model`` and fit its routers to the oracle's choices.
@@ -208,7 +208,7 @@ def fit_routers_to_oracle(
     for name, (tokens, chosen) in _oracle_choices(oracle, settings, seed).items():
         router = learner.model.get_submodule(f"{name}.router")
         assert isinstance(router, NoisyTopKRouter)
-        weight = fit_linear_router(tokens, chosen, len(router.weight))
+        weight = fit_linear_router_weights(tokens, chosen, len(router.weight))
         router.weight.data.copy_(weight)
         shares.append(float(((tokens @ weight.T).argmax(dim=-1) == chosen).float().mean()))
     return fmean(shares)
@@ -226,7 +226,7 @@ def _oracle_choices(oracle: TrainingJob, settings: Training, seed: int) -> dict[
     with calling_after_each_routing(oracle.model, keep):
         for step in range(oracle.updates_per_epoch(settings)):
             batch = training_batch(oracle, settings, seed, step)
-            loop.forward_and_embed_labels(oracle, batch, None, 0.0)
+            loop.forward_and_embed_captions(oracle, batch, None, 0.0)
             counts = [sum(len(chosen) for _, chosen in batches) for batches in pairs.values()]
             if all(count >= FITTED_TOKENS for count in counts):
                 break
@@ -234,7 +234,7 @@ def _oracle_choices(oracle: TrainingJob, settings: Training, seed: int) -> dict[
     return {name: (torch.cat(tokens), torch.cat(chosen)) for name, (tokens, chosen) in columns}
 
 
-def fit_linear_router(tokens: Tensor, chosen: Tensor, experts: int) -> Tensor:
+def fit_linear_router_weights(tokens: Tensor, chosen: Tensor, experts: int) -> Tensor:
     """Fit a softmax regression of ``chosen`` (n,) on ``tokens`` (n, d); return weights (E, d)."""
     weight = torch.zeros(experts, tokens.shape[-1], requires_grad=True)
     optimizer = torch.optim.LBFGS([weight], max_iter=100, line_search_fn="strong_wolfe")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from moecore.core.files import UserError, explain_file_errors, read_json
 from moecore.core.source_layout import HASHES_DIR, ROOT
 from moecore.data.raw_data_changes import describe_folder_change
-from moecore.pipeline.code_hashes import digest_code_inputs, hash_code_files, is_code_up_to_date
+from moecore.pipeline.code_hashes import compute_code_hashes, digest_code_inputs, is_code_up_to_date
 from moecore.run import history_file, run_record, stage_entry
 from moecore.study.stages import CODE_STAGE
 from moecore.study.yaml_document import dict_or_empty, load_yaml_document
@@ -128,7 +128,7 @@ def stages_changed_by_code(pipeline: StatusAndDag, root: Path = ROOT) -> dict[st
         return None
     document = load_yaml_document(os.environ.get("MOECORE_PARAMS", "params.yaml"))
     is_edited = entries and not is_code_up_to_date(digest_code_inputs(document, root), document)
-    hashed = hash_code_files(document, root) if is_edited else {}
+    hashed = compute_code_hashes(document, root) if is_edited else {}
     edits: dict[Path, list[str]] = {}  # hash file → source files that differ
     for name, hashes in hashed.items():
         file = HASHES_DIR / name

@@ -21,7 +21,7 @@ from moecore.core.files import UserError, explain_file_errors
 from moecore.core.source_layout import allow_packages, check_package_name, package_folder
 from moecore.predict.continuation import Sampling, continue_and_print
 from moecore.predict.folder_predictions import PredictionRequest, predict_folder
-from moecore.tracking.stored_run import SCHEME, model_folder
+from moecore.tracking.mlflow_run import SCHEME, model_folder
 
 
 def predict_files(

@@ -18,7 +18,7 @@ from textwrap import indent
 from typing import Any
 
 from moecore.core.files import UserError, write_atomic
-from moecore.core.source_layout import SHIPPED, list_top_and_step_files
+from moecore.core.source_layout import SHIPPED, list_dvc_files
 from moecore.pipeline import dvc_yaml, project_record, run_folders
 from moecore.pipeline.plan import print_plan
 from moecore.pipeline.run_folders import project_texts_from_overlay, refuse_invalid_study_name
@@ -132,7 +132,7 @@ def upgradable_project_texts(name: str, study: str, added: Sequence[str]) -> dic
     if unknown := [stage for stage in added if stage not in STAGES]:
         raise UserError.at("--stage", found=unknown[0], allowed=", ".join(STAGES))
     stages: list[str] = []
-    for file in list_top_and_step_files(CURRENT_FOLDER):
+    for file in list_dvc_files(CURRENT_FOLDER):
         data = yaml_document.load_yaml_document(file).data
         stages += (isinstance(data, dict) and data.get("stages")) or ()
     ours = [stage for stage in stages if stage in STAGES]
@@ -205,7 +205,7 @@ def upgrade_project(
     changes = _texts_with_renamed_keys(answers)
     with _temporarily_replaced_files(changes):  # an overlay must be valid to be read
         texts = upgradable_project_texts(answers.name, answers.study, more)
-        written, edited = _select_changed_texts(answers, texts)
+        written, edited = _split_texts_by_user_edits(answers, texts)
     pyproject = Path("pyproject.toml")
     if before := _read_if_exists(pyproject):
         requirement = project_record.moecore_requirement()
@@ -249,7 +249,7 @@ def _texts_with_renamed_keys(answers: project_record.ProjectAnswers) -> dict[str
     return texts
 
 
-def _select_changed_texts(
+def _split_texts_by_user_edits(
     answers: project_record.ProjectAnswers, texts: Mapping[str, str]
 ) -> tuple[dict[str, str | None], dict[str, str | None]]:
     """Return path → text to write, and the same for files that the user edited; None: remove."""

@@ -126,10 +126,9 @@ def pull_outputs(run: Path, is_forced: bool) -> None:
     from dvc.repo import Repo
 
     locks = [path.relative_to(run) for path in (run / "dvc.lock", *run.glob("steps/*/dvc.lock"))]
-    missing = [lock for lock in locks if not lock.is_file() or not lock.stat().st_size]
-    for lock in locks:
-        is_equal = lock in missing or lock.read_bytes() == (run / lock).read_bytes()
-        if not is_equal and not is_forced:
+    texts = {lock: lock.read_bytes() if lock.is_file() else b"" for lock in locks}
+    for lock, text in texts.items():
+        if text not in (b"", (run / lock).read_bytes()) and not is_forced:
             raise UserError.at(lock, found="another run", allowed="--force, to replace its outputs")
     try:
         for lock in locks:
@@ -137,8 +136,11 @@ def pull_outputs(run: Path, is_forced: bool) -> None:
         with Repo(config={"remote": {"release": {"url": str((run / REMOTE).resolve())}}}) as repo:
             repo.pull(remote="release", force=is_forced)
     except DvcException as error:
-        for lock in missing:
-            lock.unlink()
+        for lock, text in texts.items():
+            if text:
+                write_atomic(lock, text)
+            else:
+                lock.unlink()
         raise UserError(f"dvc: {' '.join(str(error).split())}") from None
     for path in [*run.glob("reports/*"), *run.glob(f"{MODEL_CARDS}/*.md")]:
         write_atomic(path.relative_to(run), path.read_bytes())

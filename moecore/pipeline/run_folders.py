@@ -23,11 +23,11 @@ from PIL import Image
 from moecore.core import files
 from moecore.core.files import UserError, find_raw_folder, read_json, write_atomic
 from moecore.core.source_layout import ROOT, RUNS, SHIPPED, run_git
-from moecore.data.files import decode, image_files
+from moecore.data.files import decode, image_files_source
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.pipeline import dvc_yaml, project_record
 from moecore.report.claims.evaluation import SECTIONS
-from moecore.report.claims.result_evidence import (
+from moecore.report.claims.items_and_dates import (
     ASKED_KEY,
     COMPARE_JSON_FILE,
     ITEMS_FILE,
@@ -201,7 +201,7 @@ def refuse_invalid_study_name(name: str) -> None:
         raise UserError(f"found the name {name!r}; allowed: {allowed}")
 
 
-def check_question(question: QuestionFile, problems: list[str]) -> Iterator[str]:
+def check_and_add_problems(question: QuestionFile, problems: list[str]) -> Iterator[str]:
     """Check all rounds and presets of a question; yield result lines, collect ``problems``."""
     # A round gets all checks of ``moecore check``, and a small step of methods that it does not
     # run. Presets, which may be combined, are only read.
@@ -211,7 +211,7 @@ def check_question(question: QuestionFile, problems: list[str]) -> Iterator[str]
         problems.append(str(error))
     for question_round in question.rounds:
         try:
-            yield f"{question_round.name}: {_check_round(question_round)}"
+            yield f"{question_round.name}: {_check_and_describe_round(question_round)}"
         except UserError as error:
             problems.append(str(error))
     for name in question.presets:
@@ -223,7 +223,7 @@ def check_question(question: QuestionFile, problems: list[str]) -> Iterator[str]
         yield f"{question.name}: {len(question.presets)} presets"
 
 
-def _check_round(question_round: QuestionRound) -> str:
+def _check_and_describe_round(question_round: QuestionRound) -> str:
     """Return "in order", and whether data are missing; UserError lists what is wrong."""
     document, _, stages = question_round.compose()
     home = question_round.folder
@@ -264,8 +264,8 @@ def derive_params_from_pictures(folder: Path) -> str:
     train = root / "train"
     if not train.is_dir():
         train = root
-    classes = image_files.list_class_folders(train)
-    files = image_files.list_labelled_images(root, train, classes)
+    classes = image_files_source.list_class_folders(train)
+    files = image_files_source.list_labelled_images(root, train, classes)
     sizes = np.bincount(files.labels)
     if sizes.min() < MIN_PER_CLASS:
         problem = f"{sizes.min()} pictures"

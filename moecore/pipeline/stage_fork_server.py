@@ -35,8 +35,7 @@ Stages = Mapping[str, Callable[..., None]]
 
 
 def start_stage_server(module: str = f"{source_layout.STAGES_PREFIX}fork_server") -> Path:
-    """Start the server as a process that ends with this one; return its folder."""
-    # Returns its folder, with ``socket``, and ``bin/python``, the command that connects to it.
+    """Start a server that ends with this process; return its folder: ``socket``, ``bin/python``."""
     folder = Path(tempfile.mkdtemp(prefix="moecore-"))
     path = folder / "socket"
     command = folder / "bin/python"

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from moecore.core.files import UserError, write_atomic
 from moecore.core.source_layout import RUNS
 from moecore.data.prepared import Prepared
-from moecore.measure.routing_metrics.changed_choices import mean_routing_metrics
+from moecore.measure.routing_metrics.interventions import mean_routing_metrics
 from moecore.nn.predict import predict_in_batches
 from moecore.pipeline import dvc_yaml, project_record, run_folders
 from moecore.report.results_and_displays import read_results
@@ -32,7 +32,7 @@ BATCH = 500  # validation images per forward pass
 STAGES = ("prepare", "teacher", "teacher_router", questions.TUNED_PHASE, "compare")
 
 
-class TuningRun(NamedTuple):
+class TuningPlan(NamedTuple):
     """The trainings that tune a question: each method with each learning rate and seed."""
 
     question: questions.QuestionFile
@@ -60,7 +60,7 @@ class TuningRun(NamedTuple):
             run_stages()
 
 
-def plan_tuning(question: questions.QuestionFile, threshold: float | None = None) -> TuningRun:
+def plan_tuning(question: questions.QuestionFile, threshold: float | None = None) -> TuningPlan:
     """Return the trainings that tune a question; UserError if it has no section ``tune``."""
     # threshold: the chosen one; None: plan the trainings that choose it, if tuned.
     tuning = question.tuning
@@ -101,10 +101,12 @@ def plan_tuning(question: questions.QuestionFile, threshold: float | None = None
     }
     run = {"methods": list(entries), "seeds": list(tuning.seeds), "phases": [questions.TUNED_PHASE]}
     values |= {"run": run, "methods": entries, "claims": [], "questions": []}
-    return TuningRun(question, tuning, tried, stages, params_writer.dump_inline_yaml(values), also)
+    return TuningPlan(question, tuning, tried, stages, params_writer.dump_inline_yaml(values), also)
 
 
-def choose_threshold(run: TuningRun, tuned: questions.FallbackThresholdGrid) -> dict[str, Any]:
+def choose_fallback_threshold(
+    run: TuningPlan, tuned: questions.FallbackThresholdGrid
+) -> dict[str, Any]:
     """Return the router threshold whose models have the wanted share of fallbacks."""
     images = Prepared.open(run.folder / "artifacts/data" / questions.TUNED_PHASE).validation.images
     shares = {}
@@ -135,13 +137,13 @@ def tune_question(
     run.train(run_stages)
     if (tuned := run.tuning.threshold) is None:
         return choose_and_store(run)
-    threshold = choose_threshold(run, tuned)
+    threshold = choose_fallback_threshold(run, tuned)
     run = plan_tuning(question, threshold["chosen"])
     run.train(run_stages)
     return choose_and_store(run, threshold)
 
 
-def choose_and_store(run: TuningRun, threshold: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def choose_and_store(run: TuningPlan, threshold: Mapping[str, Any] | None = None) -> dict[str, Any]:
     study = read_study(yaml_document.parse_yaml_document(run.text))
     phase = read_results(study.run, run.text, run.folder, run.stages).phases[questions.TUNED_PHASE]
     task = phase.task

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from moecore.core.files import UserError, atomic_file
 from moecore.core.torch_internals import METADATA_ASSERTION, compile_error_class
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.kernels.grouped import plain_operations_context
+from moecore.nn.kernels.grouped import tracing_for_export
 from moecore.nn.predict import coupled_image_count
 from moecore.training import artifacts, method
 
@@ -68,7 +68,7 @@ def export_module(module: nn.Module, example: Tensor | tuple[Tensor, ...]) -> Ex
     try:
         return trace_module(module, inputs, shapes)
     except compile_error_class() as error:
-        raise UserError(f"export: cannot take any batch size: {_innermost_line(error)}") from error
+        raise UserError(f"export: cannot take any batch size: {_root_cause_text(error)}") from error
 
 
 @torch.no_grad()
@@ -91,13 +91,13 @@ def export_model(
             program = trace_module(wrapped, (draw_inputs(model, TRACED_BATCH),), shapes)
             compared = compare_outputs(wrapped, write(program, path, wrapped))
     except (compile_error_class(), torch.onnx.OnnxExporterError) as error:
-        why = _innermost_line(error)
+        why = _root_cause_text(error)
         raise UserError(f"{folder}: cannot be exported to {to}: {why}") from error
     outputs = ", ".join(wrapped.output_names())
     return f"{out}: {to}, {outputs} of a batch of any size; {compared}"
 
 
-def _innermost_line(error: BaseException) -> str:
+def _root_cause_text(error: BaseException) -> str:
     """Return the first line of the innermost error, which names the operation."""
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
@@ -108,7 +108,7 @@ def refuse_unexportable(folder: Path, model: Model, purpose: str = "exported") -
     """Raise UserError if routing needs a teacher, the truth or other inputs of the batch."""
     why = None
     wants = frozenset() if model.moe is None else model.moe.router.wants
-    if isinstance(model, method.GuidedModel):
+    if isinstance(model, method.TeacherRoutedModel):
         why = "needs a teacher's routing of every input"
     elif "truth" in wants:
         why = "needs the truth, which new data do not have"
@@ -134,7 +134,7 @@ def trace_module(
     module: nn.Module, inputs: tuple[Tensor, ...], shapes: Sequence[Mapping[int, Any]]
 ) -> ExportedProgram:
     """Trace a module, without unused operations; shapes: per input, axis → dynamic size."""
-    with plain_operations_context():
+    with tracing_for_export():
         # strict: else ``len`` of a tensor would fix the batch size
         program = torch.export.export(module, inputs, dynamic_shapes=tuple(shapes), strict=True)
         program = program.run_decompositions({})

@@ -23,7 +23,7 @@ from moecore.core.routing_records import RoutingRecord
 from moecore.data.files.decode import BACKGROUND
 from moecore.data.volumes import participants, volume_preparation
 from moecore.measure.calibrators.base import FittedCalibrator, read_calibrator
-from moecore.measure.routing_metrics.expert_profiles import find_two_towers
+from moecore.measure.routing_metrics.expert_profiles import find_two_tower_model
 from moecore.nn.predict import predict_in_batches
 from moecore.predict import pictures
 from moecore.predict.model_quality import calibrator_folder, describe_model_quality
@@ -255,7 +255,7 @@ def predict_folder(request: PredictionRequest) -> int:
 
 def _predict_images(request: PredictionRequest, files: Sequence[Path]) -> pictures.PredictionsPage:
     model = load_model(request.model).to(tune_runtime().device)
-    towers = find_two_towers(model)
+    towers = find_two_tower_model(model)
     if towers is None or request.texts is None:
         texts = None
         reader = pictures.build_output_reader(request.model, request.calibrator)

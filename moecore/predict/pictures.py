@@ -27,7 +27,7 @@ from moecore.nn.predict import predict_in_batches
 from moecore.predict.model_quality import calibrator_folder
 from moecore.report.figures.drawing import expert_colours
 from moecore.report.page.report_page import template_environment
-from moecore.run.run_record import report_progress
+from moecore.run.run_record import printing_progress
 from moecore.tasks.image_text import cosine_matrix, similarity_logits
 from moecore.training.artifacts import load_model_card
 
@@ -178,7 +178,7 @@ def predict_picture_files(
 
     rows: list[FileRow] = []
     shown: list[ShownFile] = []
-    with report_progress("predict", len(files)) as bar, ThreadPoolExecutor() as pool:
+    with printing_progress("predict", len(files)) as bar, ThreadPoolExecutor() as pool:
         for start in range(0, len(files), batch):
             part = files[start : start + batch]
             decoded = list(pool.map(decode_file, part))

@@ -39,7 +39,7 @@ class LogitsModel(nn.Module):
         return self.model(images).prediction
 
 
-def write_robustbench_entry(
+def attack_and_write_robustbench_entry(
     folder: Path, data: Path, eps: str, norm: Literal["Linf", "L2"], images: int, out: Path
 ) -> str:
     """Attack the first test images by AutoAttack, write RobustBench's JSON, return a summary."""
@@ -72,12 +72,12 @@ def write_robustbench_entry(
         phrases.append(f"{title} {shown}")
     card = artifacts.load_model_card(folder)
     dataset = "".join(filter(str.isalnum, prepared.card["name"].lower()))  # cifar10
-    write_json(out, describe_entry(card, dataset, eps) | percents)
+    write_json(out, describe_unscored_entry(card, dataset, eps) | percents)
     to_fill = ", ".join(AUTHORS_FIELDS)
     return f"{out}: {'; '.join(phrases)}; {len(labels):,} images; fill in {to_fill}"
 
 
-def describe_entry(card: artifacts.ModelCard, dataset: str, eps: str) -> dict[str, Any]:
+def describe_unscored_entry(card: artifacts.ModelCard, dataset: str, eps: str) -> dict[str, Any]:
     """Return the entry's fields without accuracies; those that only the authors know are empty."""
     return dict.fromkeys(AUTHORS_FIELDS, "") | {
         "additional_data": False,

@@ -9,7 +9,7 @@ import numpy as np
 
 from moecore.measure import base, routing
 from moecore.measure.values import SCORE, Found, Metric, Place, Value, place_slug
-from moecore.report.study_results import ModelResults, Models, PhaseResults, list_without_none
+from moecore.report.result_types import ModelResults, Models, PhaseResults, list_without_none
 from moecore.statistics.intervals import Interval, jackknife_pseudo_values
 from moecore.tasks.base import Score, Task
 
@@ -31,7 +31,7 @@ class PlannedMetric(NamedTuple):
     refusal: Callable[[Any], str | None] | None = None
 
 
-class PlannedPhase(NamedTuple):
+class PhaseBeforeRun(NamedTuple):
     """A phase before its run: params.yaml, and the score that the phase will have."""
 
     study: Any  # params.yaml
@@ -171,7 +171,7 @@ def build_column_context(phase: PhaseResults, kind: type) -> ColumnContext:
     return ColumnContext(phase.task, phase.results(kind), method, of_baseline, of_dense, pairs)
 
 
-def phase_has_moe(phase: PlannedPhase) -> bool:
+def phase_has_moe(phase: PhaseBeforeRun) -> bool:
     return any(method.moe for method in phase.methods)
 
 
@@ -195,7 +195,7 @@ def unit_suffix(score: Score) -> str:
 At = Mapping[str, Place]  # place name → place
 # (key, metric, score as in names, places) → the metric with its name and words there.
 FillIn = Callable[[str, Metric, str, At], Metric]
-NEEDED: dict[str, Callable[[PlannedPhase], bool]] = {  # Metric.needs → whether it is fulfilled
+NEEDED: dict[str, Callable[[PhaseBeforeRun], bool]] = {  # Metric.needs → whether it is fulfilled
     "": lambda phase: True,
     "routers": phase_has_moe,
     "thresholds": lambda phase: any(
@@ -317,7 +317,7 @@ class MetricColumns(NamedTuple):
         column = column._replace(read_items=items, limits=limits, detail=named.detail)
         return column._replace(is_bound=is_bound, of_pairs=metric.of_pairs is not None)
 
-    def planned(self, phase: PlannedPhase) -> dict[str, PlannedMetric]:
+    def planned(self, phase: PhaseBeforeRun) -> dict[str, PlannedMetric]:
         """Return column name → properties for every column that a planned phase will have."""
         first: dict[str, PlannedMetric] = {}
         details: dict[str, PlannedMetric] = {}
@@ -345,7 +345,7 @@ class MetricColumns(NamedTuple):
                     columns[self._with_column_texts(name, variant, phase.score, at).name] = column
         return first | details
 
-    def _planned_places(self, phase: PlannedPhase) -> dict[str, Iterable[Place]]:
+    def _planned_places(self, phase: PhaseBeforeRun) -> dict[str, Iterable[Place]]:
         if not any(metric.over for metric in self.kind.metrics.values()):
             return {}
         package, _, module = self.stage.partition(".")  # my_lab.brightness

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from moecore.measure.robustness import Robustness
 from moecore.report.column import CEILING, DENSE, Column, score_slug
 from moecore.report.pictures import robustness
-from moecore.report.study_results import PhaseResults
+from moecore.report.result_types import PhaseResults
 from moecore.report.tables.cells import Cell, Cells, NumberFormat
 from moecore.report.tables.metrics_by_method import ComparisonTable
 from moecore.statistics.intervals import Interval
@@ -131,7 +131,7 @@ def choose_main_quantities(
                 return QuantityByMethod(phrase, column, having, unit, remains)
         return None
 
-    attacked, moved = headline_attack_columns(phase)
+    attacked, moved = choose_attack_and_change_columns(phase)
     steady = {}
     if moved:
         steady[moved] = "under attack routing overlap is {}"
@@ -152,7 +152,7 @@ def cells_by_method(name: str, cells: Cells) -> dict[str, Cell]:
     return {method: cell for method, row in cells.items() if (cell := row[name]) is not None}
 
 
-def headline_attack_columns(phase: PhaseResults) -> tuple[str, str]:
+def choose_attack_and_change_columns(phase: PhaseResults) -> tuple[str, str]:
     """Return the columns of score under attack and routing change; ("", "") without attacks."""
     # The score is of the worst case, if measured, else of the last attack; the change of the last.
     attack = choose_headline_attack(phase)
@@ -175,7 +175,7 @@ def first_table_mlflow_names(phase: PhaseResults, columns: Collection[str]) -> d
     """Return column → name in MLflow, for the columns of a phase's first table."""
     # For attacks: the worst case, if measured, else the last attack. For swapped words: the last
     # column of each kind, with the most words swapped.
-    score, moved = headline_attack_columns(phase)
+    score, moved = choose_attack_and_change_columns(phase)
     attack = choose_headline_attack(phase)
     attacked = {"worst" if attack == robustness.WORST_CASE else attack.partition("-")[0][:4]: score}
     if phase.task.score.form == "share":

@@ -22,11 +22,11 @@ from moecore.report.claims import claims_table, evaluation
 from moecore.report.column import score_slug
 from moecore.report.figures.model_figures import draw_training_curves
 from moecore.report.figures.overview import draw_dataset_samples
-from moecore.report.page.explorer_page import PAGE_FILE, has_explorer_images, render_study_explorer
+from moecore.report.page.explorer_page import PAGE_FILE, has_explorer_results, render_study_explorer
 from moecore.report.page.page_objects import Picture
 from moecore.report.page.report_page import render_report, render_svg
 from moecore.report.pictures.robustness import draw_attack_curve, draw_transfer
-from moecore.report.study_results import ModelResults, PhaseResults, StudyResults
+from moecore.report.result_types import ModelResults, PhaseResults, StudyResults
 from moecore.report.tables.metrics_by_method import phase_result_columns
 from moecore.statistics.intervals import Interval
 from moecore.study.stages import MODEL_STAGES, REDUCING_PHASES, TRAINING_PHASES
@@ -39,7 +39,7 @@ def render_report_files(
 ) -> dict[str, str]:
     """Return path below reports/ → content, for all files except compare.json and its items."""
     phases = list(results.phases.values())
-    explorer_file = PAGE_FILE if has_explorer_images(results) else None
+    explorer_file = PAGE_FILE if has_explorer_results(results) else None
     files = {
         "index.html": render_report(results, evaluated, explorer_file),
         PAGE_FILE: render_study_explorer(results),
@@ -105,7 +105,7 @@ def age_errors_by_model_csv(results: StudyResults) -> str:
     columns = {f"{name}{end}": (name, key) for name in AGE_ERRORS for end, key in SUFFIXES.items()}
 
     def rows(model: ModelResults, phase: PhaseResults) -> Iterator[Row]:
-        measured = model.of(age_calibration.AgeCalibration)
+        measured = model.of(age_calibration.AgeCalibrationMeasurement)
         if measured is None:
             return
         for prediction in age_correction.PREDICTIONS:
@@ -153,7 +153,7 @@ def render_metrics_files(results: StudyResults) -> dict[str, str]:
     for phase in results.phases.values():
         columns = {column.name: column for column in phase_result_columns(phase)}
         names = [headline.name for headline in headline_quantities.HEADLINES if headline.run]
-        names = [*names[:4], *headline_quantities.headline_attack_columns(phase), *names]
+        names = [*names[:4], *headline_quantities.choose_attack_and_change_columns(phase), *names]
         # The score comes first, then the score under attack, routing, and cost.
         metrics = [columns[name] for name in dict.fromkeys(names) if name in columns][:MAX_METRICS]
         for method, seeds in phase.models.items():
@@ -175,7 +175,7 @@ def round_significant(value: float, digits: int = SIGNIFICANT_DIGITS) -> float:
     return float(f"{value:.{digits}g}")
 
 
-def read_mlflow_headline_numbers(
+def read_model_numbers_for_mlflow(
     study: Path, method: str, seed: int, items: Items
 ) -> tuple[dict[str, float], dict[str, int]]:
     """Return a model's headline numbers by name in MLflow, and counts by phase.column."""
@@ -191,15 +191,15 @@ def read_mlflow_headline_numbers(
             continue  # missing, or from other code: the run of `prepare` reports it
         displays = [shown for shown in results_and_displays.list_displays() if shown.applies(task)]
         models = {
-            model: {seed: read_current_results(study, name, f"{model}/{seed}", displays, current)}
-            for model, current in items.items()
+            one: {seed: read_current_model_results(study, name, f"{one}/{seed}", displays, current)}
+            for one, current in items.items()
         }
         phase = PhaseResults(name, card, task, models)
         if not models[method][seed].results:
             continue
         metrics = {metric.name: metric for metric in phase_result_columns(phase)}
         slugs = headline_quantities.first_table_mlflow_names(phase, metrics)
-        attacked, _ = headline_quantities.headline_attack_columns(phase)
+        attacked, _ = headline_quantities.choose_attack_and_change_columns(phase)
         scores = [f"test_{score_slug(task.score)}", attacked]
         for key in sorted(slugs, key=lambda key: scores.index(key) if key in scores else 2):
             interval = metrics[key].read(models[method][seed])
@@ -220,7 +220,7 @@ def name_numbers_for_mlflow(slug: str, phase: str, interval: Interval) -> dict[s
     return {name: round_significant(value, MLFLOW_DIGITS) for name, value in numbers.items()}
 
 
-def read_current_results(
+def read_current_model_results(
     study: Path,
     phase: str,
     model: str,
@@ -251,7 +251,7 @@ def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, 
     displays = [shown for shown in results_and_displays.list_displays() if shown.stage == folder]
     for display in sorted(displays, key=lambda entry: bool(entry.within)):  # parts come last
         result = display.read(path, stage)
-        if result is None or isinstance(result, base.Skipped):
+        if result is None or isinstance(result, base.SkipReason):
             continue
         names = {value.metric for value in getattr(result, "values", ())}
         # ``calibrate`` writes ages or classes.

@@ -19,11 +19,11 @@ from moecore.measure.values import Chart, Found
 from moecore.report.column import FillIn, MetricColumns, build_column_context, fill_score_words
 from moecore.report.figures import charts, drawing
 from moecore.report.page.page_objects import PageBlock, Picture
-from moecore.report.study_results import (
+from moecore.report.result_types import (
     ModelResults,
     PhaseResults,
     StudyResults,
-    add_measurement_stage_names,
+    add_measurements_to_stages,
 )
 from moecore.study.run_and_claims import PhaseName as PhaseName
 from moecore.study.run_and_claims import RunSelection, file_defines_measurement
@@ -42,15 +42,13 @@ class Pictures(NamedTuple):
     stage: str  # name of the measurement ("routing") or of a part ("routing.roles")
     figures: Draw = lambda result: iter(())
     is_on_page: bool = True  # below the charts; False: only on a run's page
-    above: Callable[[PhaseResults], Iterable[PageBlock]] = (
-        lambda phase: ()
-    )  # blocks before the charts
+    above: Callable[[PhaseResults], Iterable[PageBlock]] = lambda phase: ()  # blocks before charts
     draw: Callable[[PhaseResults], Iterable[Picture]] = lambda phase: ()  # after these, all methods
     more: Callable[[PhaseResults], Iterable[PageBlock]] = lambda phase: ()  # blocks after these
     fill_in: FillIn | None = None  # words that depend on more than one place
     kind: type[base.MeasuredPart] | None = None  # for a stage that is not a measurement
     applies: Callable[[Task], bool] = lambda task: True  # for such a stage
-    # (path, stage) → values, or ``Skipped``; raises as ``read_result``.
+    # (path, stage) → values, or ``SkipReason``; raises as ``read_result``.
     read: Callable[[Path, str], Any] = lambda path, stage: base.read_result(path, Found, stage)
 
 
@@ -73,16 +71,16 @@ class MeasurementDisplay(NamedTuple):
     def applies(self, task: Task) -> bool:
         return self.pictures.applies(task)
 
-    def read(self, path: Path, stage: str) -> Found | base.Skipped | None:
+    def read(self, path: Path, stage: str) -> Found | base.SkipReason | None:
         """Return the result at ``path``; None for a part (``within``) that the result lacks."""
         result = self.pictures.read(path, stage)
-        if not self.within or isinstance(result, base.Skipped):
+        if not self.within or isinstance(result, base.SkipReason):
             return result
         part = result.facts.get(self.within)
         if part is None:
             return None
         if set(part) == {"skipped"}:
-            return base.Skipped.model_validate(part)
+            return base.SkipReason.model_validate(part)
         return result
 
     def blocks(self, phase: PhaseResults) -> list[PageBlock]:
@@ -117,7 +115,7 @@ def list_displays() -> list[MeasurementDisplay]:
         pages = list(chain(*lists))
         by_stage = {page.stage: page for page in pages}
         displays = [MeasurementDisplay(page.stage, page.kind, page) for page in pages if page.kind]
-        for name in measurements_putting_values():
+        for name in list_measurements_with_values():
             kind = find_class(base.Measurement, name)
             displays.append(MeasurementDisplay(name, kind, by_stage.get(name, Pictures(name))))
             for within, part in kind.parts.items():
@@ -128,7 +126,7 @@ def list_displays() -> list[MeasurementDisplay]:
     return sorted(displays, key=lambda shown: (shown.kind.page.place, shown.stage))
 
 
-def measurements_putting_values() -> list[str]:
+def list_measurements_with_values() -> list[str]:
     names = [*base.builtin_measurements(), *list_allowed_modules(file_defines_measurement)]
     return [name for name in names if find_class(base.Measurement, name).puts_values()]
 
@@ -146,7 +144,7 @@ def list_calculations(results: StudyResults) -> list[tuple[MeasurementDisplay, P
     return pairs
 
 
-def phases_and_calculations(results: StudyResults) -> dict[str, PhaseResults]:
+def results_by_phase_or_calculation(results: StudyResults) -> dict[str, PhaseResults]:
     calculated = {display.stage: phase for display, phase in list_calculations(results)}
     return {**results.phases, **calculated}
 
@@ -161,14 +159,14 @@ def draw_metric_chart(phase: PhaseResults, kind: Kind, chart: Chart) -> list[Pic
 
 
 def first_seed_pictures(phase: PhaseResults, kind: Kind, figures: Draw) -> list[Picture]:
-    return list(chain(*pictures_by_name(phase, kind, figures).values()))
+    return list(chain(*draw_pictures_by_name(phase, kind, figures).values()))
 
 
-def pictures_by_name(phase: PhaseResults, kind: Kind, figures: Draw) -> dict[str, list[Picture]]:
-    """Return figure name → a picture per method; figures: draws the first seed's result."""
+def draw_pictures_by_name(phase: PhaseResults, kind: Kind, draw: Draw) -> dict[str, list[Picture]]:
+    """Return figure name → a picture per method; draw: draws the first seed's result."""
     pictures = defaultdict(list)
     for method, result in phase.first(kind).items():
-        for name, figure in figures(result):
+        for name, figure in draw(result):
             label = f"{phase.name}: {name.replace('_', ' ')} of {method}"
             caption = f"{method}. {getattr(figure, 'caption', '')}".strip() + phase.seed_note
             pictures[name].append(Picture(figure, label, caption))
@@ -207,7 +205,7 @@ def read_results(
     stages: Collection[str] = MEASURED_STAGES,
 ) -> StudyResults:
     # settings: text of params.yaml; stages: of the study's dvc.yaml.
-    measured = add_measurement_stage_names(stages, run)
+    measured = add_measurements_to_stages(stages, run)
     calculations = {}
     for name in run.calculations:
         result = base.read_result(Path(root, MEASURED_FOLDER, f"{name}.json"), Found, CALCULATE)
@@ -240,7 +238,7 @@ def _read_phase(
         stage = file.partition("/")[0]
         if stage in stages:
             result = base.read_result(root / MEASURED_FOLDER / file, Found, stage)
-            if not isinstance(result, base.Skipped):
+            if not isinstance(result, base.SkipReason):
                 together[kind] = result
     return PhaseResults(name, card, task, models, together)
 
@@ -271,7 +269,7 @@ def read_model_results(
         if stage in measurements:
             stage = MEASURE
         result = shown.read(path, stage)
-        if isinstance(result, base.Skipped):
+        if isinstance(result, base.SkipReason):
             skipped.append(f"{shown.title}: {result.skipped}")
         elif result is not None:
             results[shown.kind] = result

@@ -27,7 +27,7 @@ import psutil
 import yaml
 
 from moecore.core import config, source_layout
-from moecore.core.files import UserError, intact_lines, to_jsonable
+from moecore.core.files import UserError, parse_intact_lines, to_jsonable
 from moecore.study.yaml_document import load_yaml_document
 from moecore.training.monitor import RoutingPoint
 
@@ -133,7 +133,7 @@ class HistoryReader:
                 if handle.read(len(self._last)) != self._last:
                     self._forget()
                     handle.seek(0)
-                for line, value in intact_lines(handle.read(), is_history_line):
+                for line, value in parse_intact_lines(handle.read(), is_history_line):
                     self.lines.append(value)
                     self._size += len(line)
                     self._last = line
@@ -222,7 +222,7 @@ def read_dvc_locks(folder: Path = Path()) -> dict[str, dict[str, Any]]:
     # The rules of YAML 1.1 do no harm here; libyaml is 3 times as fast as ruamel's loader.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     stages: dict[str, dict[str, Any]] = {}
-    for lock in source_layout.list_top_and_step_files(folder, "dvc.lock"):
+    for lock in source_layout.list_dvc_files(folder, "dvc.lock"):
         try:
             if (content := yaml.load(lock.read_text(encoding="utf-8"), Loader=loader)) is None:
                 raise ValueError("empty, as after a `dvc repro` that was killed while it wrote")
@@ -298,15 +298,15 @@ def read_histories(study: Path, readers: dict[Path, HistoryReader]) -> dict[str,
 
 
 def list_locked_outputs(study: Path) -> frozenset[str] | None:
-    locks = source_layout.list_top_and_step_files(study, "dvc.lock")
+    locks = source_layout.list_dvc_files(study, "dvc.lock")
     newest = max((lock.stat().st_mtime_ns for lock in locks), default=None)
     if newest is None:
         return None
-    return _locked_paths(study, newest)
+    return _read_locked_outputs(study, newest)
 
 
 @cache
-def _locked_paths(study: Path, written: int) -> frozenset[str]:
+def _read_locked_outputs(study: Path, written: int) -> frozenset[str]:
     outs = [out for stage in read_dvc_locks(study).values() for out in stage.get("outs", ())]
     return frozenset(out["path"] for out in outs)
 

@@ -45,7 +45,7 @@ def requested_gpus(stage: Stage) -> int:
     return requested_ranks(stage) if "seed" in stage.item_names else 0
 
 
-def launch_fields() -> set[str]:
+def parse_fields() -> set[str]:
     """Return the placeholders in $MOECORE_LAUNCH; UserError if it is not a valid command."""
     if OLD_ENV in os.environ:  # if it were ignored, stages would run on this machine
         raise UserError(f"{OLD_ENV}: is gone; allowed: {LAUNCH} and {RANKS}, see docs/cluster.md")
@@ -62,7 +62,7 @@ def launch_fields() -> set[str]:
 
 
 def build_launch_command(arguments: Sequence[str]) -> list[str]:
-    fields = launch_fields()
+    fields = parse_fields()
     stage = STAGES[find_stage_of_command(arguments)]
     ranks = requested_ranks(stage)
     launch = os.environ.get(LAUNCH, "")

@@ -10,7 +10,7 @@ from pydantic import create_model
 from moecore.core.config import Config
 from moecore.core.files import ResumableParts, atomic_folder
 from moecore.data.prepared import Prepared
-from moecore.measure.base import Calculation, MeasuredModel, Measurement, Skipped, find_measurement
+from moecore.measure import base
 from moecore.measure.robustness import TRANSFERS
 from moecore.measure.values import Found
 from moecore.run import run_record, stage_inputs
@@ -22,7 +22,7 @@ from moecore.training.runtime import tune_runtime
 from moecore.training.surgery.expert_reduction import ExpertReduction
 
 
-class MethodParams(Config):
+class MethodSection(Config):
     """The settings of a method in params.yaml, read for measurements of region experts."""
 
     method: Annotated[Method, params_reader.ParamsKeyTemplate("methods.{method}")]
@@ -30,9 +30,9 @@ class MethodParams(Config):
 
 def measure_model(what: str, phase: run_and_claims.PhaseName, method: str, seed: int) -> Any:
     """Measure a trained model by ``what``; write and return the result, or why it was skipped."""
-    measurement = find_measurement(what)
+    measurement = base.find_measurement(what)
     section: dict[str, Any] = {what: (measurement, ...)}
-    params = params_reader.read_params(create_model("Params", __base__=Config, **section))
+    params = params_reader.read_stage_params(create_model("Params", __base__=Config, **section))
     inputs = [Path("artifacts/data", phase), Path("artifacts", phase, method, str(seed))]
     transferred = {}
     if what == "robustness":
@@ -47,21 +47,21 @@ def measure_model(what: str, phase: run_and_claims.PhaseName, method: str, seed:
         # The teacher was fitted on the images of the pretraining.
         is_guided = measurement.guided and phase == "pretrain"
         guide = load_guide(guide_folder(method, seed)) if is_guided else None
-        subject = MeasuredModel(model, data, guide, device, transferred=transferred)
+        subject = base.MeasuredModel(model, data, guide, device, transferred=transferred)
         if measurement.regions and phase == "pretrain":  # fine-tuning has no region experts
-            named = params_reader.read_params(MethodParams, method=method).method.regions
+            named = params_reader.read_stage_params(MethodSection, method=method).method.regions
             subject = subject._replace(regions=named.experts if named else ())
-        settings: Measurement = getattr(params, what)
+        settings: base.Measurement = getattr(params, what)
         reason = measurement.applies(subject)
         if reason is None:
             title = f"{what} {phase} {method} seed {seed}"
             pieces = settings.pieces
-            with run_record.report_progress(title, pieces) if pieces else nullcontext() as bar:
+            with run_record.printing_progress(title, pieces) if pieces else nullcontext() as bar:
                 if bar is not None:
                     parts.attach_progress_bar(bar)
                 result = settings.collect_result(subject, parts.part)
         else:
-            result = Skipped(skipped=reason)
+            result = base.SkipReason(skipped=reason)
         run.write_result(result)
     return result
 
@@ -75,16 +75,16 @@ def find_transferred_images(root: Path, method: str, seed: int) -> dict[str, Pat
 
 
 def run_calculation(what: str) -> Found:
-    section: dict[str, Any] = {what: (find_measurement(what), ...)}
-    params = params_reader.read_params(create_model("Params", __base__=Config, **section))
+    section: dict[str, Any] = {what: (base.find_measurement(what), ...)}
+    params = params_reader.read_stage_params(create_model("Params", __base__=Config, **section))
     with run_record.record_resumable_run(what, params, ()) as (run, work):
-        calculation: Calculation = getattr(params, what)
+        calculation: base.Calculation = getattr(params, what)
         result = calculation.collect_values(ResumableParts(work, run.inputs).part)
         run.write_result(result)
     return result
 
 
-def save_reduced_model_and_record(
+def run_expert_reduction(
     params: Config, reduction: ExpertReduction, method: str, seed: int
 ) -> None:
     # The new model is artifacts/<stage>/<method>/<seed>; a dense model is copied unchanged.
@@ -92,7 +92,7 @@ def save_reduced_model_and_record(
     start = Path("artifacts/pretrain", method, str(seed))
     target = Path("artifacts", stage, method, str(seed))
     data = Prepared.open(Path("artifacts/data", stage))
-    inputs = stage_inputs.hash_stage_inputs(stage, params, [data.folder, start], method=method)
+    inputs = stage_inputs.build_stage_inputs(stage, params, [data.folder, start], method=method)
     with run_record.record_run(stage, params, method=method, seed=seed, inputs=inputs) as run:
         begun = time.monotonic()
         model = reduction.reduce_model(load_model(start).to(tune_runtime().device), data.train)

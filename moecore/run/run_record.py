@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from moecore.core import config, files
 from moecore.run import history_file
 from moecore.run.history_file import HISTORY_FILE, build_header, execution_subpath, read_lines
-from moecore.run.stage_inputs import StageInputs, hash_stage_inputs
+from moecore.run.stage_inputs import StageInputs, build_stage_inputs
 from moecore.training.monitor import RoutingPoint
 
 
@@ -62,7 +62,6 @@ class Run:
         self._write(step=int(step), values=numbers)
 
     def log_routing(self, point: RoutingPoint) -> None:
-        """Append routing statistics of a training step to the history."""
         self.last_routing = point
         self._write(step=point.step, routing=point.model_dump(mode="json", exclude={"step"}))
 
@@ -206,7 +205,7 @@ def record_resumable_run(
 ) -> Iterator[tuple[Run, Path]]:
     """Yield the record and the work folder of a stage that resumes after a kill."""
     item = {"phase": phase, "method": method, "seed": seed}
-    hashed_inputs = hash_stage_inputs(stage, params, inputs, phase, method)
+    hashed_inputs = build_stage_inputs(stage, params, inputs, phase, method)
     with (
         hold_work_folder(execution_subpath(stage, **item), hashed_inputs.combined_hash()) as work,
         record_run(stage, params, work=work, inputs=hashed_inputs, **item) as run,
@@ -286,7 +285,7 @@ class ProgressLines:
 
 
 @contextmanager
-def report_progress(title: str, total: int) -> Iterator[ProgressLines]:
+def printing_progress(title: str, total: int) -> Iterator[ProgressLines]:
     bar = ProgressLines(title, total)
     try:
         yield bar

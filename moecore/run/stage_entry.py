@@ -86,7 +86,6 @@ def has_several_ranks() -> bool:
 
 
 def print_error_once(text: str) -> None:
-    """Print an error to stderr once, even if several ranks fail with it."""
     if has_several_ranks() and "RANK" in os.environ:
         from moecore.core import ranks  # imports torch
 

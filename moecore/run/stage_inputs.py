@@ -37,7 +37,6 @@ def params_path() -> str:
 
 
 def allow_params_packages() -> None:
-    """Allow imports from the packages that params.yaml lists, if the file exists."""
     if Path(params_path()).is_file():
         document = load_yaml_document(params_path())
         allow_packages(document.packages, document.folders)
@@ -48,7 +47,7 @@ class StageInputs:
         self,
         params: Config | None,
         artifacts: Iterable[str | Path],
-        hash_files: Sequence[Path] = (),  # from ``list_stage_hash_files``
+        hash_files: Sequence[Path] = (),  # from ``list_code_hash_json_files``
         **item: object,  # values of the placeholders in keys of params.yaml, such as ``method``
     ) -> None:
         """Hash all inputs; UserError if code was edited since the stage ``code`` hashed it."""
@@ -92,7 +91,7 @@ class StageInputs:
             return
         if (text := path.read_bytes()) == self._text:
             return
-        now = params_reader.read_params(type(self._params), None, **self._item)
+        now = params_reader.read_stage_params(type(self._params), None, **self._item)
         for field, template in params_reader.params_keys_by_field(type(self._params)).items():
             key = template.format(**self._item)
             before = flatten_keys(to_jsonable(getattr(self._params, field)), key)
@@ -108,7 +107,7 @@ class StageInputs:
         self.refuse_edited_settings()
 
 
-def hash_stage_inputs(
+def build_stage_inputs(
     stage: str,
     params: Config,
     artifacts: Sequence[str | Path],
@@ -116,11 +115,11 @@ def hash_stage_inputs(
     method: str | None = None,
 ) -> StageInputs:
     """Return the hashed inputs of ``stage``, which may be the name of a measurement."""
-    files = list_stage_hash_files(stage, phase, method)
+    files = list_code_hash_json_files(stage, phase, method)
     return StageInputs(params, artifacts, files, method=method, data=phase)
 
 
-def list_stage_hash_files(
+def list_code_hash_json_files(
     stage: str, phase: str | None = None, method: str | None = None
 ) -> list[Path]:
     paths = stages.list_hash_files(stage, key=phase, method=method)

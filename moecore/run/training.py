@@ -13,12 +13,12 @@ import torch
 from moecore.core import config, ranks, source_layout
 from moecore.data.prepared import Prepared
 from moecore.run.history_file import logged_points, read_lines, routing_points, spent_seconds
-from moecore.run.run_record import GPU_MEMORY_TAG, Run, record_resumable_run, report_progress
-from moecore.study.params_reader import read_params
+from moecore.run.run_record import GPU_MEMORY_TAG, Run, printing_progress, record_resumable_run
+from moecore.study.params_reader import read_stage_params
 from moecore.training import loop, outcome, runtime
 from moecore.training.artifacts import Checkpoint
 from moecore.training.job import TrainingJob
-from moecore.training.monitor import Monitor, build_routing_point, format_routing_point
+from moecore.training.monitor import MonitorSettings, build_routing_point, format_routing_point
 from moecore.training.settings import Training
 
 PROGRESS_BAR_PREFIXES = ("loss", "train_", "validation_")  # next to a progress bar
@@ -28,13 +28,15 @@ EachEpoch = Callable[[int], float | None] | None  # see ``TrainingRun.train``
 class MonitorSection(config.Config):
     """The section ``monitor`` of params.yaml, which changes no result."""
 
-    monitor: Monitor | None = None
+    monitor: MonitorSettings | None = None
 
 
 class TrainingRun:
     """A training with its record and checkpoint in the folder ``work``, which survives a kill."""
 
-    def __init__(self, run: Run | None, work: Path, title: str, monitor: Monitor | None) -> None:
+    def __init__(
+        self, run: Run | None, work: Path, title: str, monitor: MonitorSettings | None
+    ) -> None:
         """``run``: where points are logged; None except on the first rank, which alone writes."""
         self.recorded = run
         self.work = work
@@ -57,7 +59,7 @@ class TrainingRun:
         for name, value in self.runtime._asdict().items():
             self.record.log_tag(f"runtime.{name}", value)
         self.record.log_tag("runtime.ranks", ranks.rank_and_size().size)
-        with report_progress(self.title, loop.total_steps(job, settings)) as bar:
+        with printing_progress(self.title, loop.total_steps(job, settings)) as bar:
             for metrics in training:
                 self.record.log(metrics.step, metrics.values | {"epoch": metrics.epoch})
                 agreement = None
@@ -86,12 +88,12 @@ class TrainingRun:
         assert self.recorded is not None, "only the first rank writes"
         return self.recorded
 
-    def read_log(self) -> outcome.TrainingLog:
+    def read_log(self) -> outcome.LoggedPoints:
         """Return all logged points, the seconds and the warnings, including those before a kill."""
         lines = read_lines(self.record.folder)
         points = [(step, values) for step, _, values in logged_points(lines)]
         warnings = [line for _, point in routing_points(lines) for line in point.warnings]
-        return outcome.TrainingLog(points, spent_seconds(lines), warnings)
+        return outcome.LoggedPoints(points, spent_seconds(lines), warnings)
 
 
 @contextmanager
@@ -105,7 +107,7 @@ def training_run(
     trains: bool = True,  # several ranks share it; else the first rank does the work
 ) -> Iterator[TrainingRun]:
     title = " ".join(str(word) for word in (stage, method, seed) if word is not None)
-    monitor = read_params(MonitorSection).monitor
+    monitor = read_stage_params(MonitorSection).monitor
     if trains:
         ranks.join_ranks()
     elif os.environ.get("RANK", "0") != "0":
@@ -130,7 +132,7 @@ def log_points_with_progress(
     points: Iterable[tuple[int, dict[str, float]]], steps: int, title: str, run: Run
 ) -> dict[str, float]:
     values: dict[str, float] = {}
-    with report_progress(title, steps) as bar:
+    with printing_progress(title, steps) as bar:
         for step, values in points:
             run.log(step, values)
             bar.update(step, **values)

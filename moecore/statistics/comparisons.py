@@ -21,7 +21,7 @@ OVER_ITEMS = "items"
 OVER_SEEDS = "seeds"
 
 
-class VarianceSource(NamedTuple):
+class SourceVariance(NamedTuple):
     """Variance of a mean difference that is due to the choice of seeds, or of items."""
 
     variance: float  # of the mean
@@ -32,7 +32,7 @@ class Difference(NamedTuple):
     """A mean difference, and the sources of its variance, from which intervals and p follow."""
 
     value: float
-    sources: tuple[VarianceSource, ...]  # seeds, items, both, or () for none
+    sources: tuple[SourceVariance, ...]  # seeds, items, both, or () for none
     kind: str  # OVER_ITEMS_AND_SEEDS, OVER_ITEMS, OVER_SEEDS; "" without an interval
     seeds: int
     items: int  # 0 for values without items
@@ -145,10 +145,10 @@ def crossed_difference(differences: np.ndarray) -> Difference:
     value = float(values.mean())
     if np.ptp(values) == 0:
         return Difference(value, (), "", seeds, items)
-    by_items = VarianceSource(float(values.mean(axis=0).var(ddof=1)) / items, items - 1)
+    by_items = SourceVariance(float(values.mean(axis=0).var(ddof=1)) / items, items - 1)
     if seeds == 1:
         return Difference(value, (by_items,), OVER_ITEMS, seeds, items)
-    by_seeds = VarianceSource(float(values.mean(axis=1).var(ddof=1)) / seeds, seeds - 1)
+    by_seeds = SourceVariance(float(values.mean(axis=1).var(ddof=1)) / seeds, seeds - 1)
     return Difference(value, (by_seeds, by_items), OVER_ITEMS_AND_SEEDS, seeds, items)
 
 
@@ -177,7 +177,7 @@ def paired_seed_difference(differences: Sequence[float]) -> Difference:
     if seeds == 1:
         return Difference(mean, (), "", 1, 0)
     variance = math.fsum((value - mean) ** 2 for value in differences) / (seeds - 1)
-    return Difference(mean, (VarianceSource(variance / seeds, seeds - 1),), OVER_SEEDS, seeds, 0)
+    return Difference(mean, (SourceVariance(variance / seeds, seeds - 1),), OVER_SEEDS, seeds, 0)
 
 
 class PairedHits(NamedTuple):
@@ -211,7 +211,7 @@ def mcnemar(first_only: int, second_only: int) -> float:
     return float(scipy.stats.binomtest(first_only, first_only + second_only).pvalue)
 
 
-def paired_share_difference(table: PairedHits, level: float = 0.95) -> intervals.Interval:
+def compute_newcombe_interval(table: PairedHits, level: float = 0.95) -> intervals.Interval:
     """Return the first model's share minus the second's, with the interval of Newcombe (1998)."""
     # Statistics in Medicine 17, method 10: combines Wilson's limits of both shares, reduced by
     # their correlation φ. Valid for small counts and for shares of 0 and 1.
@@ -236,7 +236,7 @@ def paired_share_difference(table: PairedHits, level: float = 0.95) -> intervals
     return intervals.Interval(share, max(-1.0, share - below), min(1.0, share + above))
 
 
-def paired_bootstrap(
+def bootstrap_interval(
     first: np.ndarray,
     second: np.ndarray,
     resamples: int = 1000,
@@ -250,7 +250,7 @@ def paired_bootstrap(
     second = np.asarray(second, dtype=float)
     if first.shape != second.shape or first.ndim != 1:
         shapes = f"shapes {first.shape} and {second.shape}"
-        raise ValueError(f"paired_bootstrap: {shapes}; two of one shape (N,) are needed")
+        raise ValueError(f"bootstrap_interval: {shapes}; two of one shape (N,) are needed")
     change = first - second
     mean = lambda chosen: float(change[chosen].mean())
     return intervals.bootstrap_statistic(mean, len(change), resamples, seed, level, people=people)

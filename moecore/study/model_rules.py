@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from moecore.core.config import Surroundings
 from moecore.core.files import UserError, read_json
 from moecore.core.source_layout import format_error_with_line
-from moecore.data.card import Card, parse_card_json
+from moecore.data.card import Card, build_card_from_dict
 from moecore.data.prepared import SPLITS
 from moecore.data.sources.base import Source
 from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
@@ -29,7 +29,7 @@ from moecore.study.stages import REDUCING_PHASES, TRAINING_PHASES
 from moecore.study.study import Misfits, Study
 from moecore.tasks.classification import Classification
 from moecore.training.method import Method, aligned_teacher_blocks
-from moecore.training.upcycle import upcycle_model
+from moecore.training.upcycle import copy_dense_into_moe
 
 PREPARED_DATA = Path("artifacts/data")
 DVC_VARIABLE = "DVC_ROOT"  # the folder of the DVC project; DVC sets it for its stages
@@ -137,7 +137,7 @@ def read_matching_data_card(card: Path, source: Any) -> Card | None:
         content = read_json(card)
         # Settings that are newer than the card get their defaults.
         if type(source).model_validate(content["settings"]) == source:
-            return parse_card_json(content)
+            return build_card_from_dict(content)
     except (UserError, KeyError, TypeError, ValidationError):
         return None  # damaged, or written by other code: `prepare` writes it again
     return None
@@ -217,7 +217,7 @@ def _check_method(study: Study, name: str, method: Method, phases: list[Training
             teacher = _build_teacher(study, model.image)[0] if method.upcycle else None
             if teacher is not None:
                 try:
-                    upcycle_model(model, teacher, method.upcycle)
+                    copy_dense_into_moe(model, teacher, method.upcycle)
                 except UserError as error:
                     yield ("methods", name, "upcycle"), str(error).removeprefix("upcycle: ")
         else:
@@ -313,7 +313,7 @@ def _guiding_problems(
     stages = model.config.stages, teacher.config.stages
     for block, place in zip(blocks, aligned_teacher_blocks(blocks, *stages), strict=True):
         if place < 0:
-            yield _missing_block_misfit(name, block, *stages)
+            yield _missing_teacher_block_misfit(name, block, *stages)
             return
         read = teacher.depth - 1 if method.teacher_router.features == "final" else place
         layouts = model.layout_of(block), teacher.layout_of(read)
@@ -324,7 +324,7 @@ def _guiding_problems(
             return
 
 
-def _missing_block_misfit(
+def _missing_teacher_block_misfit(
     name: str, block: int, ours: tuple[int, ...], theirs: tuple[int, ...]
 ) -> tuple[tuple, str]:
     if len(ours) != len(theirs):
@@ -358,7 +358,7 @@ def _reduction_problems(study: Study, previews: Mapping[str, Card]) -> Misfits:
                 build_phase_model(study, name, phase, planned_image_spec(previews["pretrain"]))
             except UserError as error:
                 key, text = split_key_and_message(error)
-                if key[0] == phase:
+                if key[:1] == (phase,):
                     yield key, f"{text} (methods.{name})"
                 else:
                     yield ("methods", name, *key), f"{text} ({phase})"

@@ -41,7 +41,7 @@ class PrintedUntestedMetrics(Config):
     levels: tuple[float, ...] = Field((), description="of methods: the rise is tested as linear")
 
 
-class ComputedRatio(Config):
+class CalculationRatio(Config):
     """Two values of a calculation whose ratio is printed next to a paper's."""
 
     study: str
@@ -67,7 +67,7 @@ class PaperTable(Config):
     claims: dict[str, dict[str, Any]] = Field({}, description="claims by name")
     withdrawn: tuple[WithdrawnClaim, ...] = Field((), description="claims of earlier versions")
     columns: tuple[PrintedUntestedMetrics, ...] = Field((), description="metrics without a claim")
-    computed: tuple[ComputedRatio, ...] = Field((), description="numbers of calculations")
+    computed: tuple[CalculationRatio, ...] = Field((), description="numbers of calculations")
     drawn: tuple[str, ...] = Field((), description="studies whose page draws it")
     scheme: bool = Field(False, description="a sketch, an algorithm or settings: no result")
     needs: str = Field("", description="why it cannot be printed here")

@@ -257,7 +257,7 @@ def _read_list(
 def list_dvc_stages(folder: Path) -> tuple[str, ...]:
     """Return the names of all stages in a project's dvc.yaml files, except ``code``."""
     names: list[str] = []
-    for path in source_layout.list_top_and_step_files(folder):
+    for path in source_layout.list_dvc_files(folder):
         document = yaml_document.load_yaml_document(path)
         stages = document.get(["stages"])
         if not isinstance(stages, dict):

@@ -7,7 +7,7 @@ a template. After reading, the process may import parts of the packages that the
         pretrain: Training
         method: Annotated[Method, ParamsKeyTemplate("methods.{method}")]
 
-    params = read_params(Params, method="vmoe")
+    params = read_stage_params(Params, method="vmoe")
 
 pydantic's errors become lines with file, line, column and key:
 ``params.yaml:7:7: methods.vmoe.router.k: found 0 (int); allowed: greater than or equal to 1``
@@ -26,7 +26,7 @@ from moecore.core import config, files, source_layout
 from moecore.core.config import KIND as TAG
 from moecore.study import yaml_document
 
-AnySettings = TypeVar("AnySettings", bound=config.Config)
+AnyConfig = TypeVar("AnyConfig", bound=config.Config)
 Keys = tuple[str | int, ...]
 ERROR_PLACE_PATTERN = re.compile(r"(.*?):(\d+):(\d+): ")  # of an error's line
 # instead of pydantic's terms of JSON
@@ -49,7 +49,7 @@ def params_keys_by_field(model: type[config.Config]) -> dict[str, str]:
     return keys
 
 
-def read_params(model: type[AnySettings], path: str | None = None, **item: object) -> AnySettings:
+def read_stage_params(model: type[AnyConfig], path: str | None = None, **item: object) -> AnyConfig:
     """Read settings of class ``model``; item: values of {placeholders}; UserError if invalid."""
     # path: by default $MOECORE_PARAMS, else ./params.yaml. item: such as ``method="vmoe"``.
     path = path or os.environ.get("MOECORE_PARAMS") or "params.yaml"
@@ -57,9 +57,9 @@ def read_params(model: type[AnySettings], path: str | None = None, **item: objec
 
 
 def extract_settings(
-    model: type[AnySettings], document: yaml_document.YamlDocument, **item: object
-) -> AnySettings:
-    """Read settings of class ``model`` from a document, as ``read_params`` does from a file."""
+    model: type[AnyConfig], document: yaml_document.YamlDocument, **item: object
+) -> AnyConfig:
+    """Read settings of class ``model`` from a document, as ``read_stage_params`` from a file."""
     places: dict[str, Keys] = {
         name: tuple(template.format(**item).split("."))
         for name, template in params_keys_by_field(model).items()
@@ -75,7 +75,7 @@ def extract_settings(
     return _validate(model, values, places, document, missing)
 
 
-def validate_document(kind: type[AnySettings], document: yaml_document.YamlDocument) -> AnySettings:
+def validate_document(kind: type[AnyConfig], document: yaml_document.YamlDocument) -> AnyConfig:
     """Return a whole document as settings of class ``kind``; UserError: a line per problem."""
     if not isinstance(document.data, dict):
         raise files.UserError.at(
@@ -87,12 +87,12 @@ def validate_document(kind: type[AnySettings], document: yaml_document.YamlDocum
 
 
 def _validate(
-    model: type[AnySettings],
+    model: type[AnyConfig],
     values: dict[str, Any],
     places: dict[str, Keys],
     document: yaml_document.YamlDocument,
     problems: list[str],
-) -> AnySettings:
+) -> AnyConfig:
     source_layout.allow_packages(document.packages, document.folders)
     try:
         # Strict JSON: a list may fill a tuple, but "3" is no integer and 1 is no bool.

@@ -12,7 +12,7 @@ from typing import Any
 from moecore.core.config import Config, Surroundings, builtin_kinds, part_classes_by_kind
 from moecore.core.files import UserError
 from moecore.data.card import Card
-from moecore.data.views.views import ViewSettings
+from moecore.data.views.random_views import ViewSettings
 from moecore.measure.base import builtin_measurements
 from moecore.measure.calibrators.base import Calibrator
 from moecore.study import stages, yaml_document

@@ -17,7 +17,7 @@ addition to sections of params.yaml a question has:
 - ``tune``: the grids from which ``moecore tune`` chooses learning rates and the router's threshold.
 
 Its results are one file, ``pipelines/results/<paper>/<question>.json``: each round's by the round's
-number, and under ``tuned`` what ``moecore tune`` chose. Items behind them (``result_evidence.py``)
+number, and under ``tuned`` what ``moecore tune`` chose. Items behind them (``items_and_dates.py``)
 are in the .safetensors beside it. Up to moecore 0.3 each round, and ``tuned``, had a file of its
 own; these are read, and become one when a result is stored.
 """
@@ -108,7 +108,7 @@ class WorldBaselineAccuracies(config.Config):
         return self
 
 
-class WorldBaselineSection(config.Config):
+class WorldBaselineAccuraciesSection(config.Config):
     """The keys of a world's file in addition to sections of params.yaml."""
 
     baseline: WorldBaselineAccuracies
@@ -193,7 +193,7 @@ class QuestionFile:
 
     def check_world_baseline(self) -> None:
         if self.world is not None:
-            params_reader.extract_settings(WorldBaselineSection, self.world)
+            params_reader.extract_settings(WorldBaselineAccuraciesSection, self.world)
 
     @property
     def asking_files(self) -> list[Path]:
@@ -249,7 +249,7 @@ class QuestionFile:
         question = self.layers[-1]
         rounds = self.document.data.get("rounds")
         if rounds is None:
-            yield self.document, [*below, _copy_run_keys(question)]
+            yield self.document, [*below, _fill_run_section(question)]
             return
         if not isinstance(rounds, list) or not rounds:
             text = f"found {show_value(rounds)}; allowed: a list of at least one round"
@@ -264,7 +264,7 @@ class QuestionFile:
             if not isinstance(layer.sections.get("methods", []), list):
                 text = f"found {show_value(layer.sections['methods'])}; allowed: a list of names"
                 raise part.error(("methods",), text)
-            yield part, [*below, _copy_run_keys(question), _copy_run_keys(layer)]
+            yield part, [*below, _fill_run_section(question), _fill_run_section(layer)]
 
 
 class QuestionRound(NamedTuple):
@@ -383,7 +383,7 @@ def find_round_by_old_name(root: Path, name: str) -> QuestionRound | None:
     return next((candidate for candidate in load_rounds(root) if candidate.old_name == name), None)
 
 
-def _copy_run_keys(layer: params_layers.SettingsLayer) -> params_layers.SettingsLayer:
+def _fill_run_section(layer: params_layers.SettingsLayer) -> params_layers.SettingsLayer:
     """Return the layer with its ``seeds`` and names of ``methods`` copied into ``run``."""
     sections = dict(layer.sections)
     run = sections.get("run", {})

@@ -27,7 +27,7 @@ from moecore.study.stages import (
 )
 from moecore.study.yaml_document import YamlDocument, dict_or_empty, list_or_empty
 from moecore.training.method import Method
-from moecore.training.monitor import Monitor
+from moecore.training.monitor import MonitorSettings
 from moecore.training.settings import Finetuning, TeacherRouterFit, Training
 from moecore.training.teachers.base import Teacher
 
@@ -99,7 +99,7 @@ class Study(StageSections):
     teacher_router: TeacherRouterFit | None = None
     pretrain: Training | None = None
     finetune: Finetuning | None = None
-    monitor: Monitor | None = Field(None, description="How trainings watch routing; null: not.")
+    monitor: MonitorSettings | None = Field(None, description="How routing is watched; null: not.")
     calibrate: calibration.Calibrate | None = None
     robustness: Robustness | None = None
     transfer: transfer_attacks.Transfer | None = None

@@ -12,7 +12,7 @@ from torch import Tensor
 from moecore.core.config import Config, Part
 from moecore.core.files import UserError
 from moecore.core.streams import BatchDraws
-from moecore.statistics.comparisons import paired_bootstrap
+from moecore.statistics.comparisons import bootstrap_interval
 from moecore.statistics.intervals import Estimate, Interval, bootstrap_mean, mean_share
 
 Reduction = Literal["mean", "none"]
@@ -165,7 +165,7 @@ class Task(Part, ABC):
     ) -> Interval:
         """Return the mean of ``one`` − ``other``, two models' scores (N,), with its interval."""
         resamples = max(1000, round(50 / (1 - level)))
-        return paired_bootstrap(one.numpy(), other.numpy(), resamples, level=level, people=people)
+        return bootstrap_interval(one.numpy(), other.numpy(), resamples, level=level, people=people)
 
     @abstractmethod
     def baseline_score(self, labels: Tensor) -> float:

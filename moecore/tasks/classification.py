@@ -69,9 +69,9 @@ class Classification(ClassTask):
         # Newcombe (1998). With ``people``, the interval is a bootstrap over people.
         if intervals.indices_by_person(people) is not None:
             pair = (one.numpy(), other.numpy())
-            return comparisons.paired_bootstrap(*pair, level=level, people=people)
+            return comparisons.bootstrap_interval(*pair, level=level, people=people)
         hits = comparisons.count_paired_hits(one.numpy(), other.numpy())
-        return comparisons.paired_share_difference(hits, level)
+        return comparisons.compute_newcombe_interval(hits, level)
 
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> ExtraTestMetrics:
         """Return the number of correct images, the top-5 accuracy, and the confusion matrix."""

@@ -4,10 +4,10 @@ from typing import Literal
 from moecore.data.sources.base import Source
 from moecore.data.views.augmentations import ColourJitter as _ColourJitter
 from moecore.data.views.augmentations import RandAugment as _RandAugment
-from moecore.data.views.views import AffineRanges as _AffineRanges
-from moecore.data.views.views import CropRanges as _CropRanges
-from moecore.data.views.views import Mix as _Mix
-from moecore.data.views.views import ViewSettings as _ViewSettings
+from moecore.data.views.random_views import AffineRanges as _AffineRanges
+from moecore.data.views.random_views import CropRanges as _CropRanges
+from moecore.data.views.random_views import Mix as _Mix
+from moecore.data.views.random_views import ViewSettings as _ViewSettings
 from moecore.nn.backbones.base_model import Backbone
 from moecore.training.settings import Adam as _Adam
 from moecore.training.settings import Adamw as _Adamw

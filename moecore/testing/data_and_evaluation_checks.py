@@ -17,7 +17,7 @@ from moecore.attacks import attack_target, base
 from moecore.conformance.targets import has_same_state, is_close, seeded_randn
 from moecore.core.files import UserError, read_json
 from moecore.core.source_layout import allowing_packages, outside_kinds_in_settings
-from moecore.data.card import Card, parse_card_json
+from moecore.data.card import Card, build_card_from_dict
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.base import Source
 from moecore.measure.base import Calculation, MeasuredModel, Measurement
@@ -76,7 +76,7 @@ def check_source(source: Source | type[Source], folder: Path) -> Prepared:
     volumes = data.test.images.ndim == 5
     assert_that(settings, volumes == settings.volumes, "volumes says whether images have 3 axes")
     problem = planned.problem
-    written = parse_card_json(card)
+    written = build_card_from_dict(card)
     assert_that(settings, problem is None, f"describe sees no problem ({problem})")
     wrong = [
         name
@@ -228,7 +228,7 @@ def check_measurement(
     reason = settings.applies(subject)
     assert_that(settings, reason is None, f"it applies to what it is checked with ({reason})")
     weights = copy.deepcopy(subject.model.state_dict())
-    result = _check_result(settings, partial(settings.collect_result, subject))
+    result = _check_survives_kill(settings, partial(settings.collect_result, subject))
     same = has_same_state(subject.model, weights) and not subject.model.training
     assert_that(settings, same, "it leaves the model as it was")
     return result
@@ -251,14 +251,14 @@ def check_calculation(calculation: Calculation | type[Calculation]) -> Found:
         AssertionError: a promise is broken; one line with the calculation's name.
     """
     settings = instantiate_settings(calculation)
-    return _check_result(settings, settings.collect_values)
+    return _check_survives_kill(settings, settings.collect_values)
 
 
-def _check_result(settings: Measurement, collect: Callable[[PartStore], Found]) -> Found:
+def _check_survives_kill(settings: Measurement, collect: Callable[[PartStore], Found]) -> Found:
     """Return the result of ``collect``; AssertionError unless it survives a kill and JSON."""
     before = torch.get_rng_state()
     result = collect(KillablePartStore())
-    _check_declarations(settings, result)
+    _check_fits_declared_metrics(settings, result)
     decoded = Found.model_validate_json(result.model_dump_json())
     assert_that(settings, decoded == result, "its result is the same behind JSON")
     assert_that(settings, torch.equal(before, torch.get_rng_state()), "it draws no global number")
@@ -273,7 +273,7 @@ def _check_result(settings: Measurement, collect: Callable[[PartStore], Found]) 
     return result
 
 
-def _check_declarations(settings: Measurement, found: Found) -> None:
+def _check_fits_declared_metrics(settings: Measurement, found: Found) -> None:
     """Raise AssertionError for results that do not fit the measurement's declared metrics."""
     names = settings.all_metrics()
     for name, metric in names.items():

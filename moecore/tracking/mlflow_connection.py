@@ -58,7 +58,6 @@ def mask_password(text: str) -> str:
 
 
 def set_mlflow_timeouts_and_logging() -> None:
-    """Set MLflow's environment: short timeouts, no telemetry, few messages."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.getLogger("alembic").setLevel(logging.WARNING)

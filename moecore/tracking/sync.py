@@ -21,8 +21,8 @@ from moecore.core.source_layout import RUNS
 from moecore.run import history_file as records
 from moecore.run.history_file import ExecutionHistory, HistoryReader, routing_points
 from moecore.study.stages import TRAINING_PHASES
-from moecore.tracking import mlflow_connection, stored_run
-from moecore.tracking.stored_run import LEVEL_TAG, PARENT_TAG, UID_TAG, StoredRun
+from moecore.tracking import mlflow_connection, mlflow_run
+from moecore.tracking.mlflow_run import LEVEL_TAG, PARENT_TAG, UID_TAG, StoredRun
 
 OptionalRun = StoredRun | None
 FAMILY_TAG = "moecore.family"  # of a parent: "vmoe/0", or SHARED
@@ -34,7 +34,7 @@ SAVE_DPI = {"dpi": 110}
 RUN_NOTE = "Headline numbers, as in the report. The stages, with all their values, are child runs."
 
 
-class ModelHistories(NamedTuple):
+class MethodSeedHistories(NamedTuple):
     """All histories of one method and seed, and the trainings of its newest model."""
 
     method: str  # or SHARED
@@ -62,15 +62,15 @@ class ModelHistories(NamedTuple):
         return header["t"] < trained.header["t"]
 
 
-def group_by_method_and_seed(histories: Iterable[ExecutionHistory]) -> list[ModelHistories]:
+def group_by_method_and_seed(histories: Iterable[ExecutionHistory]) -> list[MethodSeedHistories]:
     """Group histories by method and seed: dense first, stages without a single model last."""
     groups = defaultdict(list)
     for history in histories:
         method, seed = history.header["method"], history.header["seed"]
         groups[(SHARED, 0) if None in (method, seed) else (method, seed)].append(history)
     generations = [
-        ModelHistories(*key, group, {} if key[0] == SHARED else newest_training_by_phase(group))
-        for key, group in groups.items()
+        MethodSeedHistories(*key, runs, {} if key[0] == SHARED else newest_training_by_phase(runs))
+        for key, runs in groups.items()
     ]
     return sorted(generations, key=lambda group: (group.method == SHARED, group.method != DENSE))
 
@@ -138,7 +138,7 @@ def view_address(server: str, experiment: Any, mode: str = "TABLE") -> str:
 
 
 def sync_runs() -> str:
-    return describe_import(HistoryImporter().import_all())
+    return describe_import(AllStudiesImporter().import_all())
 
 
 def describe_import(counts: Counter[str]) -> str:
@@ -147,7 +147,7 @@ def describe_import(counts: Counter[str]) -> str:
     return f"{address}: {done}; {counts['current']} are current"
 
 
-class HistoryImporter:
+class AllStudiesImporter:
     """Imports the histories of the project and of all run folders, whenever it is called."""
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ class StudyImporter:
         save_comparison_view(self.client, self.experiment, viewed)
         return self.counts
 
-    def _find_or_create_parent(self, generation: ModelHistories) -> StoredRun:
+    def _find_or_create_parent(self, generation: MethodSeedHistories) -> StoredRun:
         from moecore.report.figures.drawing import INK, line_style
 
         training_tags = generation.training_tags()
@@ -256,7 +256,7 @@ class StudyImporter:
         return StoredRun(self.client, run)
 
     def _import_history(
-        self, history: ExecutionHistory, generation: ModelHistories, newest: StoredRun
+        self, history: ExecutionHistory, generation: MethodSeedHistories, newest: StoredRun
     ) -> OptionalRun:
         """Import a stage's history; return its run if it ended since the last import, else None."""
         header = history.header
@@ -284,7 +284,7 @@ class StudyImporter:
         if not is_complete:
             self.counts[done] += self._send_lines(history, run, parent)
         run.set_tags(tags)
-        stored_run.point_current_alias(self.client, run, current)
+        mlflow_run.point_current_alias(self.client, run, current)
         self.counts["current"] += current
         return run if history.has_ended and not is_complete else None
 
@@ -294,9 +294,9 @@ class StudyImporter:
         state, when = history.run_state()
         if not new and state == run.status:
             return False
-        params = stored_run.select_changed_params(history.header["params"])
+        params = mlflow_run.select_changed_params(history.header["params"])
         run.add_params(params)
-        run.add_points(stored_run.training_curve_points(new) + stored_run.routing_curve_points(new))
+        run.add_points(mlflow_run.training_curve_points(new) + mlflow_run.routing_curve_points(new))
         if any("routing" in line for line in new):
             from moecore.report.figures.model_figures import draw_load_over_steps
 
@@ -307,7 +307,7 @@ class StudyImporter:
         phase = history.header["stage"]
         if parent is not None and phase in TRAINING_PHASES:
             parent.add_params(params)
-            parent.add_points(stored_run.parent_run_curve_points(new, phase))
+            parent.add_points(mlflow_run.parent_run_curve_points(new, phase))
             parent.set_tags(source_tags(history.header))
             for card in [line["dataset"] for line in new if "dataset" in line]:
                 parent.add_dataset(card)
@@ -322,7 +322,7 @@ class StudyImporter:
         run.set_tags(line.get("tags", {}))
         if "summary" in line:
             stage = history.header["stage"]
-            metrics, params = stored_run.split_metrics_and_params(stage, line["summary"])
+            metrics, params = mlflow_run.split_metrics_and_params(stage, line["summary"])
             run.set_numbers(metrics, int(line["t"] * 1000))
             run.add_params(params)
         if "dataset" in line:
@@ -345,7 +345,7 @@ class StudyImporter:
                 # A training's model belongs to the parent, whose row shows it by stage.
                 stage = header["stage"]
                 owner_id = parent.id if parent and stage in TRAINING_PHASES else run.id
-                model_id = stored_run.log_model(self.client, owner_id, stage, experiment, place)
+                model_id = mlflow_run.log_model(self.client, owner_id, stage, experiment, place)
             except UserError as error:  # DVC restored only the history, or the model is too old
                 run.set_tags({LOGGED_MODEL_TAG: f"left out: {error}"})
                 return
@@ -353,7 +353,7 @@ class StudyImporter:
                 owner.add_model(model_id)
             parts = (self.experiment.name, header["method"], stage, header["seed"])
             name = ".".join(str(part) for part in parts if part is not None)
-            stored_run.register_model(self.client, name, model_id, run)
+            mlflow_run.register_model(self.client, name, model_id, run)
             run.set_tags({LOGGED_MODEL_TAG: str(place)})
 
     def _send_figures(self, history: ExecutionHistory, run: StoredRun) -> None:
@@ -369,12 +369,12 @@ class StudyImporter:
             names.append(f"left out: {error}")
         run.set_tags({"moecore.figures": ", ".join(names) or None})
 
-    def _send_headline(self, generation: ModelHistories, parent: StoredRun) -> None:
-        from moecore.report.report_files import read_mlflow_headline_numbers
+    def _send_headline(self, generation: MethodSeedHistories, parent: StoredRun) -> None:
+        from moecore.report.report_files import read_model_numbers_for_mlflow
 
         method, seed = generation.method, generation.seed
         items = {name: self.items.get((name, seed), frozenset()) for name in (method, DENSE)}
-        numbers, counts = read_mlflow_headline_numbers(self.study, method, seed, items)
+        numbers, counts = read_model_numbers_for_mlflow(self.study, method, seed, items)
         parent.set_numbers(numbers, int(time.time() * 1000))
         parent.add_params(counts)
         names = dict.fromkeys([*numbers, *headline_names([parent])])

@@ -12,7 +12,7 @@ from pathlib import Path
 from moecore.core.files import UserError
 from moecore.run.stage_entry import end_with_parent
 from moecore.tracking import mlflow_connection
-from moecore.tracking.sync import HistoryImporter, describe_import, view_address
+from moecore.tracking.sync import AllStudiesImporter, describe_import, view_address
 
 SECONDS_BETWEEN_IMPORTS = 5.0  # between imports
 HOST = "127.0.0.1"
@@ -24,7 +24,7 @@ def serve_ui(port: int = 5000) -> int:
         if probe.connect_ex((HOST, port)) == 0:
             raise UserError(f"port {port}: another program answers there; choose another by --port")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    importer = HistoryImporter()
+    importer = AllStudiesImporter()
     try:
         runs = sum(map(len, importer.read_studies().values()))
         store = mlflow_connection.mask_password(mlflow_connection.store_address())
@@ -71,7 +71,7 @@ def start_server(port: int) -> subprocess.Popen:
 
 
 # In a destructor, such as SQLAlchemy's during an import, Python would print and ignore it.
-class DelayedInterrupts:
+class DelayedInterruptHandler:
     """Ctrl-C handler: raises KeyboardInterrupt only during ``sleep``, or at the second Ctrl-C."""
 
     def __init__(self) -> None:
@@ -93,10 +93,10 @@ class DelayedInterrupts:
         self.is_sleeping = False
 
 
-def import_while_serving(is_serving: Callable[[], bool], importer: HistoryImporter) -> None:
+def import_while_serving(is_serving: Callable[[], bool], importer: AllStudiesImporter) -> None:
     """Import every few seconds while ``is_serving``; print an error once."""
     last = ""
-    interrupts = DelayedInterrupts()
+    interrupts = DelayedInterruptHandler()
     while is_serving():
         interrupts.sleep(SECONDS_BETWEEN_IMPORTS)
         try:

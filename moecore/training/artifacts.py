@@ -27,7 +27,7 @@ from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import meta_device_context
 from moecore.tasks.image_text import ImageText
 from moecore.training import distributed_training
-from moecore.training.method import Guide, GuidedModel
+from moecore.training.method import Guide, TeacherRoutedModel
 
 GUIDE_FOLDER = "guide"
 VOCABULARY_FILE = "vocabulary.txt"
@@ -59,13 +59,13 @@ class GuideSettings(config.Config):
 def save_model(folder: str | Path, model: Model) -> None:
     """Write ``model.json``, ``model.safetensors`` and, if needed, the teacher into ``folder``."""
     folder = Path(folder)
-    guided = isinstance(model, GuidedModel)
+    guided = isinstance(model, TeacherRoutedModel)
     card = ModelCard(backbone=model.config, image=model.image, moe=model.moe, guided=guided)
     settings = card.model_dump(mode="json")
     used = [kind.partition(".")[0] for kind in source_layout.outside_kinds_in_settings(settings)]
     packages = dict.fromkeys([*source_layout.allowed_packages(), *used])
     settings["versions"] = source_layout.package_versions(packages)
-    if isinstance(model, GuidedModel):
+    if isinstance(model, TeacherRoutedModel):
         save_guide(folder / GUIDE_FOLDER, model.guide)
         model = model.model
     if isinstance(model, BackboneModel):
@@ -132,7 +132,7 @@ def load_model(folder: str | Path, packages: Sequence[str] = ()) -> Model:
         guide = load_guide(Path(folder) / GUIDE_FOLDER) if load_model_card(folder).guided else None
         if guide is None:
             return model
-        return GuidedModel(model, guide).eval()
+        return TeacherRoutedModel(model, guide).eval()
 
 
 def load_without_teacher(folder: str | Path) -> BackboneModel:
@@ -282,7 +282,7 @@ FREE_SPACE_ADVICE = "what was there before is untouched. Free some space and sta
 Tensors = dict[str, Tensor]
 
 
-class TrainingEditGuard(Protocol):
+class TrainingEditGuardProtocol(Protocol):
     """Raise UserError if code or settings of a training were edited since it began."""
 
     def refuse_edited_code(self) -> None: ...
@@ -291,9 +291,7 @@ class TrainingEditGuard(Protocol):
 
 
 class Checkpoint:
-    """Saves and restores the checkpoint of a training in a folder."""
-
-    def __init__(self, folder: Path, inputs: TrainingEditGuard | None = None) -> None:
+    def __init__(self, folder: Path, inputs: TrainingEditGuardProtocol | None = None) -> None:
         """Use ``folder``; each ``save`` raises UserError if ``inputs`` were edited."""
         self.folder = folder
         self.inputs = inputs

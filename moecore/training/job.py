@@ -18,7 +18,7 @@ from moecore.core.ranks import has_process_group, mean_over_ranks, rank_and_size
 from moecore.core.routing_records import Batch, ModelOutput, ObjectiveInputs, RoutingRecord
 from moecore.core.streams import PERMUTED_LABELS, VIEWS, BatchDraws, generator_for
 from moecore.data import loader, prepared
-from moecore.data.views.views import make_random_views, mix_images
+from moecore.data.views.random_views import make_random_views, mix_batch
 from moecore.nn.backbones.base_model import BackboneModel, Model
 from moecore.tasks.base import Task
 from moecore.training.method import Guide, attach_required_guide
@@ -235,7 +235,7 @@ def training_batch(job: TrainingJob, settings: Training, seed: int, step: int) -
 
         # With one rank the batch contains all partners.
         others_of = None if views.draws.rows is None else make_partners
-        images, labels = mix_images(images, labels, job.task, settings.mix, views.draws, others_of)
+        images, labels = mix_batch(images, labels, job.task, settings.mix, views.draws, others_of)
     batch = Batch(images, labels, views.affines, job.views)
     if job.isolation is None or views.region is None:
         return batch

@@ -15,7 +15,7 @@ from moecore.core.routing_records import Batch, Guidance, ModelOutput, Objective
 from moecore.core.streams import ATTACK, NOISE, generator_for
 from moecore.data.loader import LoadedSplit
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.predict import last_block_nats, predict_in_batches
+from moecore.nn.predict import predict_in_batches, score_last_blocks
 from moecore.training.artifacts import Checkpoint
 from moecore.training.distributed_training import optimizer_parameters
 from moecore.training.job import BatchPrefetcher, TrainingJob, training_batch
@@ -26,7 +26,7 @@ from moecore.training.meter import (
     check_finite_predictions,
     live_training_tensors,
 )
-from moecore.training.monitor import LayerTotals, Monitor
+from moecore.training.monitor import LayerTotals, MonitorSettings
 from moecore.training.runtime import CompiledBlocks, Runtime, iterate_traced_steps
 from moecore.training.settings import Training, build_optimizer, learning_rate
 from moecore.training.step_graph import GraphedStepRunner, StepInputs, StepOutput
@@ -53,7 +53,7 @@ def iterate_training(
     runtime: Runtime,
     checkpoint: Checkpoint | None = None,
     trace: Path | None = None,  # file for a trace of a few steps
-    monitor: Monitor | None = None,  # how often routing is counted; None: never
+    monitor: MonitorSettings | None = None,  # how often routing is counted; None: never
 ) -> Iterator[Metrics]:
     """Train ``job.model`` in place; yield metrics every ``log_every`` steps and each epoch."""
     # Each of several ranks trains on a part of every batch; ``job.model`` is updated at the end
@@ -182,7 +182,7 @@ def train_step(
         with record_function("teacher"):
             guidance = job.guide(batch.images) if job.guide is not None else None
         with record_function("forward"):
-            output, batch = forward_and_embed_labels(job, batch, guidance, progress)
+            output, batch = forward_and_embed_captions(job, batch, guidance, progress)
     with record_function("losses"):
         inputs = ObjectiveInputs(batch, output, job.model, guidance, progress)
         terms = job.objective.terms(inputs)
@@ -202,7 +202,7 @@ def train_step(
     return detached, job.objective.score(inputs, terms) / batch.views, output
 
 
-def forward_and_embed_labels(
+def forward_and_embed_captions(
     job: TrainingJob, batch: Batch, guidance: Guidance | None, progress: float
 ) -> tuple[ModelOutput, Batch]:
     """Return the model's output, and ``batch`` with embedded captions instead of its labels."""
@@ -218,7 +218,7 @@ def validation_metrics(model: Model, split: LoadedSplit) -> dict[str, float]:
     labels = split.labels.cpu()
     task = model.image.task
     if task.long:
-        mean = float(last_block_nats(model, split.images, labels).mean())
+        mean = float(score_last_blocks(model, split.images, labels).mean())
         return {f"validation_{task.history_name}": mean, "validation_loss": mean}
     prediction, _ = predict_in_batches(model, split.images, batch=500, routing=False)
     check_finite_predictions(prediction, "validation")

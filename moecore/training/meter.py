@@ -14,7 +14,7 @@ from moecore.core.ranks import has_process_group, holds_on_all_ranks, rank_and_s
 from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.core.torch_internals import TorchDispatchMode, storage_identity, tree_leaves
 from moecore.training.distributed_training import local_shard
-from moecore.training.monitor import LayerTotals, Monitor
+from moecore.training.monitor import LayerTotals, MonitorSettings
 
 MEMORY = "memory_mb"  # key of a step's peak memory, in the first logged point
 MEMORY_STEP = 1  # the step, from 0, whose memory is measured: the optimizer has its state by then
@@ -25,7 +25,10 @@ class Meter:
     """Sums losses, scores and routing between two logged points, on the device."""
 
     def __init__(
-        self, device: torch.device, measure: str = "train_accuracy", monitor: Monitor | None = None
+        self,
+        device: torch.device,
+        measure: str = "train_accuracy",
+        monitor: MonitorSettings | None = None,
     ) -> None:
         """Name the mean score ``measure``; count routing as often as ``monitor`` says."""
         self.device = device
@@ -64,7 +67,7 @@ class Meter:
         if not is_measured:
             yield
             return
-        with measure_peak_memory(tensors, self.device) as peak:
+        with measuring_peak_memory(tensors, self.device) as peak:
             yield
         self.memory_bytes = peak.size
 
@@ -187,13 +190,13 @@ class LiveBytesCounter(TorchDispatchMode):
 
 
 class PeakMemory:
-    """Peak memory in bytes: ``size`` is set when the context ``measure_peak_memory`` ends."""
+    """Peak memory in bytes: ``size`` is set when the context ``measuring_peak_memory`` ends."""
 
     size: int
 
 
 @contextmanager
-def measure_peak_memory(tensors: Iterable[Tensor], device: torch.device) -> Iterator[PeakMemory]:
+def measuring_peak_memory(tensors: Iterable[Tensor], device: torch.device) -> Iterator[PeakMemory]:
     """Measure the peak memory of the ``with`` block; the yielded object gets it at the end."""
     peak = PeakMemory()
     if device.type == "cuda":

@@ -214,7 +214,7 @@ class Method(TowerRouting):
         if self.upcycle:
             why = "the experts begin as the teacher's MLPs"
             names = self.experts.start_settings
-            for keys, text in config.list_idle_settings(self.experts, names, why, "upcycle: false"):
+            for keys, text in config.list_idle_misfits(self.experts, names, why, "upcycle: false"):
                 yield ("experts", *keys), text
 
     @property
@@ -336,7 +336,7 @@ class Guide(nn.Module):
         self.routers.requires_grad_(learns)
 
     def forward(self, images: Tensor) -> Guidance:
-        # An attack on a GuidedModel needs gradients through the teacher; training does not.
+        # An attack on a TeacherRoutedModel needs gradients through the teacher; training does not.
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
             encoded = self.teacher.encode(images, EncodeOptions(self.features, self.blocks))
             prediction = self.teacher.predict(encoded.tokens)
@@ -355,7 +355,7 @@ class Guide(nn.Module):
         return self
 
 
-class GuidedModel(Model):
+class TeacherRoutedModel(Model):
     """A student combined with the teacher that its router needs (TGR); called as any model."""
 
     def __init__(self, model: BackboneModel, guide: Guide) -> None:
@@ -391,7 +391,7 @@ def attach_required_guide(model: BackboneModel, guide: Guide | None) -> Model:
             f"router.kind {model.moe.router.kind} needs a teacher, which is missing; set a "
             "teacher: section other than no_teacher"
         )
-    return GuidedModel(model, guide)
+    return TeacherRoutedModel(model, guide)
 
 
 def aligned_teacher_blocks(
@@ -410,7 +410,7 @@ def aligned_teacher_blocks(
     return tuple(aligned[index] for index in student)
 
 
-def build_guide(teacher: BackboneModel, method: Method, stages: tuple[int, ...]) -> Guide:
+def initialise_guide(teacher: BackboneModel, method: Method, stages: tuple[int, ...]) -> Guide:
     """Combine ``teacher`` with random routers for a student with ``stages`` blocks per stage."""
     moe = method.moe
     if moe is None or not method.guided_routing:  # no routers: the tokens may differ

@@ -13,7 +13,7 @@ NO_TOKEN = "·"
 MAX_STRIP_WIDTH = 72  # characters
 
 
-class Monitor(Config):
+class MonitorSettings(Config):
     """How often the routing is counted in training; it does not change what is learned."""
 
     every: int = Field(10, ge=1, description="count routing each n-th step; shown at logged points")
@@ -69,7 +69,7 @@ def build_routing_point(
     step: int,
     totals: Mapping[str, LayerTotals],
     before: RoutingPoint | None,
-    settings: Monitor,
+    settings: MonitorSettings,
     agreement: float | None = None,
 ) -> RoutingPoint:
     """Compute the statistics and warnings since ``before``, the previous point, if any."""

@@ -108,7 +108,7 @@ def save_model_score(folder: Path, outcome: Outcome, data: Prepared) -> None:
     write_json_sha256(folder / SCORE_FILE, {"data": data.card["name"], **score})
 
 
-class TrainingLog(NamedTuple):
+class LoggedPoints(NamedTuple):
     """The logged points of a training, including those before a resumption."""
 
     points: Sequence[tuple[int, dict[str, float]]]  # step, values
@@ -116,7 +116,7 @@ class TrainingLog(NamedTuple):
     warnings: Sequence[str] = ()  # of the monitor
 
 
-def evaluate_trained(model: Model, data: Prepared, settings: Training, log: TrainingLog) -> Outcome:
+def build_outcome(model: Model, data: Prepared, settings: Training, log: LoggedPoints) -> Outcome:
     rate = float(np.median([values["images_per_second"] for _, values in log.points]))
     memory = [values[MEMORY] for _, values in log.points if MEMORY in values]
     training = {
@@ -134,9 +134,9 @@ def evaluate_to_outcome(model: Model, data: Prepared, seconds: float, streams: i
     # seconds: spent on training. streams: number of text streams read in parallel, for ``ppl``.
     task = model.image.task
     if isinstance(model, LanguageTransformer):  # scores per block, perplexity over whole streams
-        scores = predict.last_block_nats(model, data.test.images, _label_tensor(data.test))
+        scores = predict.score_last_blocks(model, data.test.images, _label_tensor(data.test))
         held_out = data.validation
-        validation = predict.last_block_nats(model, held_out.images, _label_tensor(held_out))
+        validation = predict.score_last_blocks(model, held_out.images, _label_tensor(held_out))
         loss = float(scores.mean())
         text = torch.from_numpy(np.array(data.tokens_with_kinds("test")))
         perplexity = predict.text_perplexity(model, text, streams)

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from moecore.core import files, streams
-from moecore.data.loader import LoadedSplit, batch_indices, draw_few_shot_subset
+from moecore.data.loader import LoadedSplit, batch_indices, draw_few_shot_train_indices
 from moecore.data.prepared import Prepared
-from moecore.data.views.views import prepare_evaluation_images
+from moecore.data.views.random_views import prepare_evaluation_images
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec
 from moecore.training import artifacts, single_tissue_volumes, upcycle, upcycling_kinds
 from moecore.training.job import Objective, TrainingJob, build_training_job
-from moecore.training.method import Guide, Method, TeacherRouterSettings, build_guide
+from moecore.training.method import Guide, Method, TeacherRouterSettings, initialise_guide
 from moecore.training.regularizers.teacher_router import balance_and_entropy_terms
 from moecore.training.settings import Finetuning, TeacherRouterFit, Training
 
@@ -27,7 +27,8 @@ def build_unfitted_guide(
 ) -> Guide:
     """Combine ``teacher`` with random routers, drawn by ``seed``, for the layers of ``method``."""
     torch.manual_seed(streams.derived_seed("teacher_router", seed))
-    return build_guide(teacher, method, method.merge_model_settings(backbone).stages).to(device)
+    stages = method.merge_model_settings(backbone).stages
+    return initialise_guide(teacher, method, stages).to(device)
 
 
 def iterate_router_fit(
@@ -55,7 +56,7 @@ def iterate_router_fit(
     guide.routers.requires_grad_(guide.learns)
 
 
-def count_words_per_stream(data: Prepared, batch: int) -> int | None:
+def compute_stream_length(data: Prepared, batch: int) -> int | None:
     """Return training tokens per stream of ``batch`` streams; None if the task has no streams."""
     if not data.task.long:
         return None
@@ -87,10 +88,10 @@ def build_pretraining(
         sized = upcycle.inherit_learned_windows(sized, image, teacher.teacher)
     torch.manual_seed(seed)  # here, because loading a teacher draws numbers
     model = sized.build(image, method.moe)
-    subset = draw_few_shot_subset(data, settings.shots, seed)
-    model.remember(settings.batch, count_words_per_stream(data, settings.batch))
+    subset = draw_few_shot_train_indices(data, settings.shots, seed)
+    model.remember(settings.batch, compute_stream_length(data, settings.batch))
     if method.upcycle and teacher is not None:
-        upcycle.upcycle_model(model, teacher.teacher, method.upcycle)
+        upcycle.copy_dense_into_moe(model, teacher.teacher, method.upcycle)
     if isinstance(method.upcycle, upcycling_kinds.Drop):
         method.upcycle.redraw_experts(model, seed)
     return build_training_job(
@@ -115,7 +116,6 @@ def build_finetuning(
     seed: int,
     device: str,
 ) -> TrainingJob:
-    """Build the job that fine-tunes the model in ``start``; UserError if the data do not fit."""
     torch.manual_seed(seed)
     image = ImageSpec.from_card(data.card)
     teacher = artifacts.load_guide(guide, image)
@@ -131,6 +131,6 @@ def build_finetuning(
         objective,
         device,
         guide=teacher if learned.guided else None,
-        subset=draw_few_shot_subset(data, settings.shots, seed),
+        subset=draw_few_shot_train_indices(data, settings.shots, seed),
         views=learned.views,
     )

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from moecore.core import ranks, torch_internals
 from moecore.core.files import UserError, available_cores, read_json, write_json, write_json_sha256
 from moecore.data.thread_map import requested_threads
-from moecore.nn.kernels.grouped import FusedKernels
+from moecore.nn.kernels.grouped import ChosenKernels
 from moecore.nn.layers.block import Block
 
 # oneDNN caches a compiled product per shape, about 0.6 MB each. The rows of 32 experts have some
@@ -211,10 +211,10 @@ def choose_and_set_kernels(device: str) -> Kernels:
     policy = os.environ.get(KERNELS_ENV) or "auto"
     if policy not in ("auto", "triton", "torch"):
         raise UserError.at(KERNELS_ENV, found=repr(policy), allowed="auto, triton, torch")
-    FusedKernels.compute = None
+    ChosenKernels.compute = None
     if policy != "triton":
         return "torch"
-    FusedKernels.device = torch.device(device).type
+    ChosenKernels.device = torch.device(device).type
     allowed = "auto, torch, or Triton and a GPU of compute capability 8.0 or later"
     if device.startswith("cuda"):
         if torch.cuda.get_device_capability(device) < MIN_TRITON_CAPABILITY:
@@ -226,7 +226,7 @@ def choose_and_set_kernels(device: str) -> Kernels:
         from moecore.nn.kernels.triton_experts import compute_experts
     except ImportError as error:
         raise UserError.at(KERNELS_ENV, found=f"'triton', but {error}", allowed=allowed) from error
-    FusedKernels.compute = compute_experts
+    ChosenKernels.compute = compute_experts
     return "triton"
 
 

@@ -12,7 +12,7 @@ from moecore.attacks.pgd import Pgd
 from moecore.core import config, streams
 from moecore.core.ranks import rank_and_size
 from moecore.core.routing_records import Batch
-from moecore.data.views.views import CROP_NEEDED, Mix, ViewSettings
+from moecore.data.views.random_views import CROP_NEEDED, Mix, ViewSettings
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import eval_mode
 from moecore.tasks.base import Task
@@ -54,7 +54,6 @@ class Adamw(config.Config):
     decays: ClassVar[bool] = True
 
     def build(self, groups: Groups, rate: float) -> torch.optim.Optimizer:
-        """Return the optimizer for parameter groups, each with its ``weight_decay``."""
         return torch.optim.AdamW(groups, lr=rate, fused=True)
 
 
@@ -92,7 +91,7 @@ def _default_decay(fields: Mapping[str, Any]) -> float:
     return DEFAULT_WEIGHT_DECAY
 
 
-def batch_misfits(settings: Any, images: int, why: str) -> config.Misfits:
+def large_batch_misfits(settings: Any, images: int, why: str) -> config.Misfits:
     """Yield (keys, message) if the batch exceeds the number of ``images``, named by ``why``."""
     if settings.batch > images:
         text = f"found {settings.batch}, but there are {images} training images ({why})"
@@ -138,12 +137,12 @@ class Training(config.Config):
         for key, off in SETTINGS_NEEDING_CLASSES.items():
             value = getattr(self, key)
             if value and (why := around.lacks(key)):
-                text = f"found {config.format_changed_settings(value)}, but {why} ({around.data})"
+                text = f"found {config.format_nondefaults(value)}, but {why} ({around.data})"
                 yield (key,), f"{text}; allowed: {off}"
         for key, default in (("views", ViewSettings()), ("adversarial", None)):
             value = getattr(self, key)
             if around.is_text and value != default:
-                text = f"found {config.format_changed_settings(value)}, but {around.data} is text"
+                text = f"found {config.format_nondefaults(value)}, but {around.data} is text"
                 yield (key,), f"{text}; allowed: leave it out"
         if around.source is not None and around.source.sided and self.views.flip:
             text = f"found true, but in {around.data} left and right matter"
@@ -183,7 +182,7 @@ class Training(config.Config):
                 return
             images = shots * len(class_sizes)
             why = f"{shots} shots of {len(class_sizes)} classes"
-        yield from batch_misfits(self, images, why)
+        yield from large_batch_misfits(self, images, why)
 
     @field_validator("weight_decay")
     @classmethod
@@ -220,7 +219,7 @@ class TeacherRouterFit(config.Config):
 
     def misfits(self, around: config.Surroundings) -> config.Misfits:
         if around.preview is not None and around.preview.counts:
-            yield from batch_misfits(self, around.preview.image_counts["train"], around.data)
+            yield from large_batch_misfits(self, around.preview.image_counts["train"], around.data)
 
     steps: Annotated[int, Field(ge=1)] = 300
     batch: Annotated[int, Field(ge=1)] = 256

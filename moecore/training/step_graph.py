@@ -42,8 +42,8 @@ class StepInputs(NamedTuple):
     noise: int  # seed of the default generators
 
 
-class CudaCapture:
-    """The CUDA calls that a capture needs; tests replace this class to run without a GPU."""
+class CudaStepCapturer:
+    """Captures steps as CUDA graphs; tests replace this class to run without a GPU."""
 
     rate_dtype = torch.float32  # as fused optimizers read it
 
@@ -51,7 +51,6 @@ class CudaCapture:
         self.stream = torch.cuda.Stream()
 
     def run_eagerly(self, step: Step) -> StepOutput:
-        """Run a step eagerly, on the stream of captures."""
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -116,7 +115,7 @@ class GraphedStepRunner:
         self.optimizer = optimizer
         self.run_step = run_step
         self.is_required = policy == "required"
-        self.graphs = CudaCapture() if policy != "off" else None
+        self.graphs = CudaStepCapturer() if policy != "off" else None
         self.replay: Step | None = None
         self.active_parts: list[bool] | None = None
         self.count = 0  # steps with these active parts
@@ -153,14 +152,14 @@ class GraphedStepRunner:
         print(f"{text}; training goes on without", file=sys.stderr)
         self.graphs = self.replay = None
 
-    def _run_watched(self, graphs: CudaCapture, inputs: StepInputs) -> StepOutput:
+    def _run_watched(self, graphs: CudaStepCapturer, inputs: StepInputs) -> StepOutput:
         with BATCH_LOCK:
             output, reason = graphs.run_and_find_graph_obstacle(lambda: self.run_step(inputs))
         if reason:
             self._give_up(reason)
         return output
 
-    def _capture(self, graphs: CudaCapture, inputs: StepInputs) -> None:
+    def _capture(self, graphs: CudaStepCapturer, inputs: StepInputs) -> None:
         if reason := graphs.describe_memory_shortage():
             self._give_up(reason)
             return
@@ -184,7 +183,7 @@ class GraphedStepRunner:
         self.rate.fill_(inputs.rate)
         return self.replay()
 
-    def _compare_with_eager(self, graphs: CudaCapture, inputs: StepInputs) -> StepOutput:
+    def _compare_with_eager(self, graphs: CudaStepCapturer, inputs: StepInputs) -> StepOutput:
         """Replay a step, undo it, and run it eagerly; give up replays if the results differ."""
         learned = list(self.job.learners.state_dict().values())
         moments = [value for row in self.optimizer.state.values() for value in row.values()]
@@ -196,8 +195,8 @@ class GraphedStepRunner:
         torch.manual_seed(inputs.noise)
         output = graphs.run_eagerly(lambda: self.run_step(inputs))
         self.is_compared = True
-        update = distance(learned, before[: len(learned)]).clamp_min(torch.finfo().tiny)
-        errors = {"the update": distance(learned, replayed) / update / MAX_UPDATE_ERROR}
+        update = difference_norm(learned, before[: len(learned)]).clamp_min(torch.finfo().tiny)
+        errors = {"the update": difference_norm(learned, replayed) / update / MAX_UPDATE_ERROR}
         for name, term in output[0].items():
             errors[name] = (terms[name] - term).abs() / term.abs().clamp_min(1) / MAX_TERM_ERROR
         if wrong := [name for name, error in errors.items() if not error <= 1]:
@@ -246,7 +245,7 @@ def detach_step_output(output: StepOutput) -> StepOutput:
     return terms, score, ModelOutput(result.prediction.detach(), first, text_routing=second)
 
 
-def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Tensor:
+def difference_norm(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Tensor:
     """Return the norm of the difference of two lists of tensors, in fp64."""
     norms = [(a.double() - b.double()).norm() for a, b in zip(ours, theirs, strict=True)]
     return torch.stack(norms).norm()

@@ -42,7 +42,7 @@ def inherit_learned_windows(config: Settings, image: ImageSpec, dense: BackboneM
 
 
 @torch.no_grad()
-def upcycle_model(
+def copy_dense_into_moe(
     model: BackboneModel, dense: BackboneModel, kind: upcycling_kinds.Upcycling = True
 ) -> BackboneModel:
     """Copy the weights of ``dense`` into ``model``, in place, each dense MLP into all experts."""
@@ -132,7 +132,6 @@ def _adapted_weights(model: BackboneModel, dense: BackboneModel) -> dict[str, to
 
 
 def check_no_shared_experts(layer: MoEFeedForward) -> None:
-    """Raise UserError for shared experts: the dense MLP would count twice."""
     if layer.shared is not None:
         raise UserError(
             "experts.shared: shared experts in addition to copies would count the dense MLP "

@@ -13,7 +13,7 @@ from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import count_total_and_active_parameters
 from moecore.report.page.report_page import render_report
 from moecore.report.report_files import render_report_files
-from moecore.report.study_results import StudyResults
+from moecore.report.result_types import StudyResults
 from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.study.params_writer import dump_inline_yaml
 from moecore.testing import check_calculation

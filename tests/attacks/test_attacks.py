@@ -69,7 +69,9 @@ def test_pgd_follows_the_formula(form, length):
         start = 0.1 * uniform_noise_like(images, seed_generator_per_image(0, range(2)), "pgd")
     current = (images + start).clamp(0, 1)
     for _ in range(3):
-        step = length * 0.1 / 3 * module.image_gradient(model, CLASSES, current, labels).sign()
+        step = (
+            length * 0.1 / 3 * module.compute_loss_gradient(model, CLASSES, current, labels).sign()
+        )
         current = (current + step).clamp(images - 0.1, images + 0.1).clamp(0, 1)
     found = run(Pgd(steps=3, form=form), model, images, labels, 0.1)
     torch.testing.assert_close(found, current, rtol=0, atol=1e-6)
@@ -139,9 +141,9 @@ def test_balance_by_hand():
     # 1, variance 1. Two layers add up.
     probs, load = torch.tensor([[[1.0, 0]], [[0.5, 0.5]]]), torch.tensor([[[1.0, 0]]] * 2)
     layer = record(probs, load)
-    assert float(module.total_balance_loss((layer,))) == pytest.approx(1.25)
-    assert float(module.total_balance_loss((layer, layer))) == pytest.approx(2.5)
-    assert module.total_balance_loss(()) == 0
+    assert float(module.compute_batch_balance_loss((layer,))) == pytest.approx(1.25)
+    assert float(module.compute_batch_balance_loss((layer, layer))) == pytest.approx(2.5)
+    assert module.compute_batch_balance_loss(()) == 0
 
 
 @pytest.mark.parametrize("images", [3, 7])
@@ -152,7 +154,7 @@ def test_the_balance_losses_count_as_often_as_there_are_images(images):
     output = model(leaf)
     # a mean, as training has it
     loss = torch.nn.functional.cross_entropy(output.prediction, labels)
-    paper = loss + 0.3 * module.total_balance_loss(output.routing)
+    paper = loss + 0.3 * module.compute_batch_balance_loss(output.routing)
     (expected,) = torch.autograd.grad(paper, leaf, retain_graph=True)
     goal = module.make_objective("balance", 0.3, model, CLASSES, pixels, labels)
     values, gradient = module.ModelGradient(model, goal)(pixels)
@@ -410,7 +412,7 @@ def test_an_attack_on_volumes_reaches_the_optimum(attack, inside):
 
 
 def test_the_gradient_is_the_error_s():
-    found = module.image_gradient(Regressor(WEIGHT), YEARS, VOLUMES, LABELS).flatten(1)
+    found = module.compute_loss_gradient(Regressor(WEIGHT), YEARS, VOLUMES, LABELS).flatten(1)
     assert torch.allclose(found, torch.stack([WEIGHT, -WEIGHT]))
 
 

@@ -12,7 +12,7 @@ from moecore.calibrators import GapOnAge, Linear
 from moecore.data.layouts.volumes import VolumeSplitToWrite, write_volumes
 from moecore.data.volumes.participants import VolumeSubject, age_cohort_card
 from moecore.data.volumes.volume_preparation import TISSUES
-from moecore.measure.calibration import AgeRidgeSettings
+from moecore.measure.calibration import TissueVolumeRidgeSettings
 from moecore.measure.values import Values
 from tests.data.making import Balls, ball, balls, leaning, write_cohort
 from tests.measure.subjects import compute_without_cache
@@ -210,25 +210,27 @@ def test_ridge_on_tissue_volumes(tmp_path):
     volumes = tissue_ridge.read_tissue_volumes(data, "test")
     shares = data.regions("test")[3].astype(float) / 255
     assert volumes.features[3] == pytest.approx(shares.sum((1, 2, 3)) / 1000)  # voxels of 1 mm³
-    ridge = tissue_ridge.measure_tissue_ridge(data, AgeRidgeSettings())
+    ridge = tissue_ridge.measure_tissue_ridge(data, TissueVolumeRidgeSettings())
     ages = data.test.labels
     assert ridge.errors.mae.value < 0.3 * np.abs(ages - np.median(data.train.labels)).mean()
     assert ridge.n_test == len(ages) == len(ridge.absolute) and ridge.reference == {}
     with pytest.raises(UserError, match="this data has no tissue maps"):
         tissue_ridge.measure_tissue_ridge(
-            balls(tmp_path / "none", regions=False), AgeRidgeSettings()
+            balls(tmp_path / "none", regions=False), TissueVolumeRidgeSettings()
         )
 
 
 def test_ridge_where_the_test_is_another_site(tmp_path):
     data = write_sites(tmp_path / "data")
     with pytest.raises(UserError, match="found no training people at 'c'"):
-        tissue_ridge.measure_tissue_ridge(data, AgeRidgeSettings(harmonise="combat"))
+        tissue_ridge.measure_tissue_ridge(data, TissueVolumeRidgeSettings(harmonise="combat"))
     ridge = tissue_ridge.measure_tissue_ridge(
-        data, AgeRidgeSettings(harmonise="combat", reference=6)
+        data, TissueVolumeRidgeSettings(harmonise="combat", reference=6)
     )
     assert ridge.reference == {"c": 6} and ridge.n_test == 18 and ridge.absolute is None
     with pytest.raises(UserError, match="found 24, which leaves no test volumes"):
-        tissue_ridge.measure_tissue_ridge(data, AgeRidgeSettings(harmonise="combat", reference=24))
+        tissue_ridge.measure_tissue_ridge(
+            data, TissueVolumeRidgeSettings(harmonise="combat", reference=24)
+        )
     with pytest.raises(ValidationError, match="allowed: 0, or harmonise: combat"):
-        AgeRidgeSettings(reference=3)
+        TissueVolumeRidgeSettings(reference=3)

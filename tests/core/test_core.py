@@ -26,7 +26,7 @@ from moecore.core.files import (
     set_parent_death_signal,
 )
 from moecore.data.thread_map import map_in_threads, thread_count
-from moecore.lens.traces import open_tensors
+from moecore.lens.traces import opening_tensor_file
 from moecore.parts import Classification, ImageSpec
 from moecore.study.study import Study, read_study
 from moecore.study.yaml_document import parse_yaml_document
@@ -105,7 +105,7 @@ def write_empty_tensors(path: Path, number: int) -> None:
 
 
 def open_trace(path: Path) -> None:
-    with open_tensors(path) as file:
+    with opening_tensor_file(path) as file:
         file.keys()
 
 

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from moecore.data import corruptions
-from moecore.data.corruptions import CORRUPTIONS, Severity, corrupt_images, motion_kernel
+from moecore.data.corruptions import CORRUPTIONS, SeverityAtSize, corrupt_images, motion_kernel
 from moecore.data.prepared import Prepared
 from moecore.data.sources.digits import Digits
 
@@ -122,15 +122,15 @@ def test_parameters_are_those_of_32_and_of_224_pixels_and_geometric_between():
     small = (1, 2, 3, 4, 5)
     large = (8, 32, 9, 64, 5)
     for side in (8, 32):
-        assert [Severity(step, side).parameter(small, large) for step in (1, 2)] == [1, 2]
-    at_224 = [Severity(step, 224).parameter(small, large) for step in (1, 4)]
+        assert [SeverityAtSize(step, side).parameter(small, large) for step in (1, 2)] == [1, 2]
+    at_224 = [SeverityAtSize(step, 224).parameter(small, large) for step in (1, 4)]
     assert at_224 == pytest.approx([8, 64])
-    assert Severity(4, 448).parameter(small, large) == pytest.approx(64)
-    assert Severity(4, 448).length(small, large) == pytest.approx(128)
-    assert Severity(2, 8).length(small, large) == 2
-    assert Severity(2, 224).length(small, large) == pytest.approx(32)
+    assert SeverityAtSize(4, 448).parameter(small, large) == pytest.approx(64)
+    assert SeverityAtSize(4, 448).length(small, large) == pytest.approx(128)
+    assert SeverityAtSize(2, 8).length(small, large) == 2
+    assert SeverityAtSize(2, 224).length(small, large) == pytest.approx(32)
     middle = math.log(112 / 32) / math.log(7)  # of the way from 32 to 224, in logarithms
-    assert Severity(2, 112).parameter(small, large) == pytest.approx(2 * 16**middle)
+    assert SeverityAtSize(2, 112).parameter(small, large) == pytest.approx(2 * 16**middle)
 
 
 def test_brightness_adds_to_the_largest_channel_and_keeps_the_hue():
@@ -229,7 +229,9 @@ def test_disk():
     np.testing.assert_allclose(corruptions.disk_kernel(1), weights / (3 + 4 * corner))
     point = np.zeros((1, 9, 9))
     point[0, 4, 4] = 1
-    blurred = corruptions.defocus_blur(point, Severity(1, min(point.shape[-2:])), None)[0, 3:6, 3:6]
+    blurred = corruptions.defocus_blur(point, SeverityAtSize(1, min(point.shape[-2:])), None)[
+        0, 3:6, 3:6
+    ]
     np.testing.assert_allclose(blurred, corruptions.disk_kernel(0.7))
 
 
@@ -251,7 +253,7 @@ def test_zoom_blur_flattens_a_slope_about_the_centre():
     factor = (1 + (1 / np.linspace(1, 1.1, corruptions.NUMBER_OF_ZOOMS)).sum()) / (
         corruptions.NUMBER_OF_ZOOMS + 1
     )
-    found = corruptions.zoom_blur(slope, Severity(2, min(slope.shape[-2:])), None)
+    found = corruptions.zoom_blur(slope, SeverityAtSize(2, min(slope.shape[-2:])), None)
     np.testing.assert_allclose(found, (slope - 0.5) * factor + 0.5)
 
 
@@ -268,7 +270,7 @@ def test_glass_swaps_near_pixels_and_loses_none():
 def test_elastic_moves_by_its_amplitude():
     ramp = np.broadcast_to(np.arange(224.0), (1, 224, 224))
     # the displacement along columns, in pixels
-    severity = Severity(1, min(ramp.shape[-2:]))
+    severity = SeverityAtSize(1, min(ramp.shape[-2:]))
     moved = corruptions.elastic_transform(ramp, severity, np.random.default_rng(0)) - ramp
     assert np.sqrt(np.square(moved[:, :, 20:-20]).mean()) == pytest.approx(2, rel=0.15)
 

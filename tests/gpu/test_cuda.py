@@ -12,7 +12,7 @@ from moecore.attacks.base import Ball
 from moecore.attacks.gradient import ModelGradient, frozen_parameters
 from moecore.data.loader import LoadedSplit
 from moecore.nn.dispatch import SparsePlan
-from moecore.nn.kernels.grouped import FusedKernels, grouped_linear
+from moecore.nn.kernels.grouped import ChosenKernels, grouped_linear
 from moecore.nn.layers.block import softmax_attention
 from moecore.pipeline import parallel
 from moecore.training import loop, monitor, runtime, settings
@@ -100,7 +100,7 @@ SHIFTED = SETTINGS.model_copy(update={"views": type(SETTINGS.views)(shift=1)})
 def test_a_step_never_waits_for_the_device(name, dtype):
     given = on_cuda(method_of(name))
     optimizer = settings.build_optimizer(given.model, SHIFTED)
-    meter = Meter(torch.device("cuda"), monitor=monitor.Monitor(every=1))
+    meter = Meter(torch.device("cuda"), monitor=monitor.MonitorSettings(every=1))
     for step in range(3):
         batch = training_batch(given, SHIFTED, 0, step)
         # the first steps may load libraries
@@ -221,7 +221,7 @@ def test_training_on_the_gpu_learns(kernels, changes, monkeypatch):
     if kernels == "triton":
         pytest.importorskip("triton")
     monkeypatch.setenv(runtime.KERNELS_ENV, kernels)
-    monkeypatch.setattr(FusedKernels, "compute", None)  # and as it was after the test
+    monkeypatch.setattr(ChosenKernels, "compute", None)  # and as it was after the test
     assert runtime.choose_and_set_kernels("cuda") == kernels
     asked = CUDA._replace(kernels=kernels, **changes)
     found = list(loop.iterate_training(on_cuda(METHODS["vmoe"]), SETTINGS, 0, asked))
@@ -233,7 +233,7 @@ def test_training_on_the_gpu_learns(kernels, changes, monkeypatch):
 def test_experts_in_triton_compute_what_torch_does(name, dtype, error, monkeypatch):
     pytest.importorskip("triton")
     torch.set_float32_matmul_precision("highest")
-    monkeypatch.setattr(FusedKernels, "compute", None)
+    monkeypatch.setattr(ChosenKernels, "compute", None)
     model, images = made(method_of(name)).model.cuda().eval(), torch.rand(6, 1, 8, 8).cuda()
     found = []
     for kernels in ("torch", "triton"):

@@ -7,9 +7,9 @@ import torch
 from moecore.core.files import UserError
 from moecore.lens import Trace, build_record, trace_explorer, traces, write_trace
 from moecore.lens.analyses import TopTokens, analyse_trace, update_top_tokens
-from moecore.lens.page import draw_expert_patches, render_trace_page, write_lens_pages
+from moecore.lens.page import draw_expert_patch_figures, render_trace_page, write_lens_pages
 from moecore.lens.recording import record_trained_model, shrink_to_pictures
-from moecore.lens.trace_explorer import ExploredTrace, TraceExplorer, render_traces
+from moecore.lens.trace_explorer import ExplorerDataCollector, TraceWithNumbers, render_traces
 from moecore.measure.explorer import Explorer
 from moecore.nn.backbones.vit import Vit
 from moecore.parts import MeasuredModel, TokenLayout
@@ -48,7 +48,7 @@ def test_our_images_come_with_pictures_and_their_layout(tmp_path):
     assert (layer.special, layer.grid) == (model.layout.special, model.layout.grid)
     pictures = trace.item_tensor("pictures")
     assert pictures.dtype == torch.uint8 and pictures.shape[-1] % layer.grid[-1] == 0
-    names = [name for name, _ in draw_expert_patches(trace)]
+    names = [name for name, _ in draw_expert_patch_figures(trace)]
     assert names == ["Experts of patches", *(f"Patches of experts, layer {n}" for n in (1, 2))]
     assert render_trace_page(trace, analyse_trace(trace)).count('<section id="patches">') == 1
 
@@ -117,13 +117,13 @@ def test_what_lies_otherwise_is_refused(tmp_path, layouts, pictures, problem):
     assert "\n" not in str(error.value)
 
 
-def explored(model: MeasuredModel, folder) -> TraceExplorer:
+def explored(model: MeasuredModel, folder) -> ExplorerDataCollector:
     (folder / "model").mkdir()
     save_model(folder / "model", model.model)
     if model.model.image.task.long:
         save_vocab(folder / "model", model.data)
     record_trained_model(folder / "model", model.data.folder, folder / "trace")
-    return TraceExplorer(Trace(folder / "trace"))
+    return ExplorerDataCollector(Trace(folder / "trace"))
 
 
 def test_of_our_language_model_it_is_the_measurement(subject, tmp_path):
@@ -163,7 +163,7 @@ def write_words(folder, **beside):
 def test_examples_by_hand(tmp_path, monkeypatch):
     """One an item, the surest item first; drawn are all items that chose the expert."""
     explorer = write_words(tmp_path / "one"), write_words(tmp_path / "kinds", labels=TOKENS[:1])
-    explorer, of_kinds = (TraceExplorer(one) for one in explorer)
+    explorer, of_kinds = (ExplorerDataCollector(one) for one in explorer)
     surest, drawn = explorer.layers[0].examples[0]
     assert [one.token.image for one in surest] == [0, 1, 2]
     sure = [0.9 + 0.1 / 3, 0.75 + 0.25 / 3, 0.6 + 0.4 / 3]
@@ -178,13 +178,17 @@ def test_examples_by_hand(tmp_path, monkeypatch):
     assert of_kinds.layers[0].profiles[2].kinds == ((1, 1.0),) and of_kinds.build_page_data().kinds
     monkeypatch.setattr(traces, "PROBABILITIES_PER_FILE", 1)  # a file an item
     assert len((many := write_words(tmp_path / "many")).card.chunks) == 3
-    assert TraceExplorer(many).build_page_data() == explorer.build_page_data()
-    assert [one.load for one in TraceExplorer(many, items=1).layers[0].profiles] == [0.25, 0.75, 0]
+    assert ExplorerDataCollector(many).build_page_data() == explorer.build_page_data()
+    assert [one.load for one in ExplorerDataCollector(many, items=1).layers[0].profiles] == [
+        0.25,
+        0.75,
+        0,
+    ]
 
 
 def test_the_page_shows_less_where_it_grew_too_large(tmp_path, monkeypatch):
     trace = write_words(tmp_path / "trace")
-    explored = ExploredTrace(TraceExplorer(trace), analyse_trace(trace))
+    explored = TraceWithNumbers(ExplorerDataCollector(trace), analyse_trace(trace))
     whole = render_traces(explored, STUDY_EXPLORER_HEAD)
     monkeypatch.setattr(trace_explorer, "MAX_PAGE_BYTES", len(whole.encode()) - 1)
     assert len(render_traces(explored, STUDY_EXPLORER_HEAD)) < len(whole)

@@ -14,7 +14,7 @@ from moecore.backbones import TwoTowers, Vit, Vit3d
 from moecore.core.routing_records import ModelOutput
 from moecore.data.prepared import Prepared, Split
 from moecore.measure import Explorer, Routing
-from moecore.measure.routing_metrics.epoch_routing import count_matching_pairs
+from moecore.measure.routing_metrics.epoch_routing import count_token_pair_matches_by_image
 from moecore.measure.values import Found
 from moecore.parts import Backbone, Classification, ImageSpec, MeasuredModel, MoESettings
 from moecore.pipeline.code_hashes import write_all_hashes
@@ -199,6 +199,6 @@ def captioned(folder: Path) -> MeasuredModel:
 
 
 def match_ratios(probs_1, probs_2, is_pair) -> list[float]:
-    """Return the share of all pairs for each column of ``count_matching_pairs`` (PRC, table 4)."""
-    counts = count_matching_pairs(probs_1, probs_2, is_pair).sum(dim=0)
+    """Return ``count_token_pair_matches_by_image`` of all images as shares of pairs (PRC)."""
+    counts = count_token_pair_matches_by_image(probs_1, probs_2, is_pair).sum(dim=0)
     return (counts.double() / is_pair.sum()).tolist()

@@ -23,8 +23,8 @@ def errors(*years: float) -> torch.Tensor:
     return torch.tensor(years, dtype=torch.float64)
 
 
-def row(epsilon: float, task, scores: torch.Tensor) -> module.AttackRow:
-    return module.AttackRow.of(epsilon, task, scores, loss=1.0, **CHANGES)
+def row(epsilon: float, task, scores: torch.Tensor) -> module.EpsilonRow:
+    return module.EpsilonRow.of(epsilon, task, scores, loss=1.0, **CHANGES)
 
 
 def of_classes(model: torch.nn.Module, images: int = 40, side: int = 4) -> Target:
@@ -48,7 +48,7 @@ def curve(*scores: float, loss: float = 1.0, hits: tuple[int, ...] = (1,)) -> mo
     encoded = CLASSES.encode_scores(torch.tensor(hits).bool())
     fields = {"low": None, "high": None, "scores": encoded, "loss": loss, **CHANGES}
     return tuple(
-        module.AttackRow(epsilon=0.1 * place, score=score, **fields)
+        module.EpsilonRow(epsilon=0.1 * place, score=score, **fields)
         for place, score in enumerate(scores, start=1)
     )
 
@@ -76,7 +76,7 @@ def test_scores_have_wilsons_or_a_bootstrap_interval():
 def test_the_worst_case_is_of_each_image_by_itself(task, clean, attacked, score, worst, scores):
     pairs = zip(("fgsm", "pgd"), attacked, strict=True)
     curves = {name: (row(0, task, clean), row(0.1, task, changed)) for name, changed in pairs}
-    rows = module.worst_score_over_attacks(curves, task, len(clean))
+    rows = module.compute_worst_curve_over_attacks(curves, task, len(clean))
     assert [(one.epsilon, pytest.approx(one.score)) for one in rows] == [(0, score), (0.1, worst)]
     stored = [task.decode_scores(one.scores, len(clean)).tolist() for one in rows]
     assert stored == [clean.tolist(), scores]

@@ -15,11 +15,11 @@ from moecore.measure import corruptions
 from moecore.measure import transfer_attacks as transfer
 from moecore.measure.base import read_result
 from moecore.measure.corruptions import Corruptions, mean_corruption_error
-from moecore.measure.routing_metrics.layer_metrics import choice_changes
+from moecore.measure.routing_metrics.layer_metrics import compute_choice_iou_drop
 from moecore.measure.stability import count_jumps, label_probability
 from moecore.measure.values import Found, Values
 from moecore.stages import transfer as stage
-from moecore.statistics.comparisons import count_paired_hits, paired_share_difference
+from moecore.statistics.comparisons import compute_newcombe_interval, count_paired_hits
 from moecore.statistics.intervals import Interval, bootstrap_mean
 from moecore.tasks.classification import Classification
 from tests.attacks.models import CLASSES, SETS, YEARS, Blind, Smooth, vit
@@ -100,7 +100,7 @@ def test_change_of_each_image():
     # image 0: {0,1} and {0,2} share 1 of 3, the other token stays: 1 − (1/3 + 1)/2; image 1:
     # nothing shared, and two empty sets
     pair = [[RoutingRecord(*[one.float()] * 3, one.bool(), one.float())] for one in (before, after)]
-    (found,) = choice_changes(*pair)
+    (found,) = compute_choice_iou_drop(*pair)
     assert found.tolist() == pytest.approx([1 / 3, 1 / 2])
 
 
@@ -171,7 +171,7 @@ def test_more_pairs_need_wider_intervals():
     # Of four images the transferred attack breaks three that the direct one leaves.
     one, none = torch.tensor([0, 0, 0, 1]).bool(), torch.ones(4).bool()
     two = put_pairs({("a", "a"): none, ("b", "b"): none, ("a", "b"): one, ("b", "a"): one})
-    expected = paired_share_difference(count_paired_hits(one.numpy(), none.numpy()), 1 - 0.05 / 2)
+    expected = compute_newcombe_interval(count_paired_hits(one.numpy(), none.numpy()), 1 - 0.05 / 2)
     pair = {"made_on": "a", "scored_by": "b"}
     difference = two.interval("transferred_difference", **pair)
     assert difference == expected and difference.value == -0.75

@@ -12,7 +12,7 @@ from moecore.measure.routing_metrics import choice_patterns as patterns
 from moecore.measure.routing_metrics import expert_roles as module
 from moecore.measure.routing_metrics import expert_similarity as similarity
 from moecore.measure.routing_metrics import label_information as information
-from moecore.measure.routing_metrics.changed_choices import list_routers
+from moecore.measure.routing_metrics.interventions import list_routers
 from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, max_load_violation
 from moecore.nn.balances.loss_free import LossFree
 from moecore.nn.layers.moe import MoEFeedForward
@@ -80,7 +80,7 @@ def test_information_of_classes():
     with pytest.raises(UserError, match="fewer than two labels"):
         information.measure_information(chosen, labels * 0, others)
     with pytest.raises(UserError, match="found 3 images .*; allowed: 4 and more"):
-        orders = information.permute_labels(labels[:3], 200, 0)
+        orders = information.iterate_label_permutations(labels[:3], 200, 0)
         information.measure_information(chosen[:3], labels[:3], orders)
 
 
@@ -176,11 +176,13 @@ def test_early_choices_are_the_routers_of_the_tokens_before(made):
 
 def test_local_consistency():
     """Windows (0, 0), (0, 1), (1, 2): of the six uses at θ = 1 all are served by five sets."""
-    uses = patterns.window_use_histogram(sets_of((0,), (0,), (1,), (2,), experts=3), 2)
-    assert patterns.consistency_f1_scores(uses[0].numpy()).tolist() == ([0.5, 0.75, 0.5])
+    uses = patterns.count_windows_by_expert_uses(sets_of((0,), (0,), (1,), (2,), experts=3), 2)
+    assert patterns.compute_consistency_f1_by_threshold(uses[0].numpy()).tolist() == (
+        [0.5, 0.75, 0.5]
+    )
     assert patterns.consistency_by_image(uses.numpy()).tolist() == pytest.approx([0.75])
     with pytest.raises(UserError, match="a window of 5"):
-        patterns.window_use_histogram(sets_of((0,), (1,), experts=2), 5)
+        patterns.count_windows_by_expert_uses(sets_of((0,), (1,), experts=2), 5)
 
 
 @pytest.mark.parametrize("made", [subject, text_subject])

@@ -14,7 +14,7 @@ from moecore.experts import Eigen, Mlp, ZeroComputation
 from moecore.measure import router_regret
 from moecore.measure.expert_worth import ExpertWorth, draw_experts, expert_counts_to_remove
 from moecore.measure.router_regret import DrawnTokens, RouterRegret, regret_metrics_by_image
-from moecore.measure.routing_metrics import changed_choices as module
+from moecore.measure.routing_metrics import interventions as module
 from moecore.measure.values import Found
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.balances.loss_free import LossFree

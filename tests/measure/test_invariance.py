@@ -69,7 +69,7 @@ def test_the_identity_moves_nothing(data, vit, monkeypatch):
 def test_a_distance_is_held_against_that_between_different_images(results, vit, images):
     _, clean = predict_in_batches(vit, images, 40)
     pairs = layer_metrics.draw_partners(40, 0).tolist()
-    probs = invariance.probs_by_layer(clean)
+    probs = invariance.get_probs_of_records(clean)
     sides = [[tuple(layer[[i]] for layer in probs) for i in pair] for pair in enumerate(pairs)]
     one_by_one = [float(imed_by_image(*side)) for side in sides]
     for name, distance in results["vit"].curve("imed", "transform").items():
@@ -88,7 +88,9 @@ def test_values_are_those_of_the_images_moved_by_hand(results, vit, images):
         same = [(a == b).double().mean() for a, b in zip(*best, strict=True)]
         agreement = results["vit"].find("agreement_transformed", transform=name).value
         assert agreement == pytest.approx(float(sum(same) / 2)) and agreement < 1
-        d = imed_by_image(invariance.probs_by_layer(before), invariance.probs_by_layer(after))
+        d = imed_by_image(
+            invariance.get_probs_of_records(before), invariance.get_probs_of_records(after)
+        )
         value = results["vit"].find("imed", transform=name).value
         assert value == pytest.approx(float(d.mean()), rel=1e-4)
 
@@ -97,10 +99,10 @@ def test_flat_routing_has_a_small_distance_but_not_a_small_normalised_one(images
     # A router whose probs are all moved ten times closer to even ones.
     d = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
     between = 2 * d[::-1].copy()
-    sure = invariance.normalise_imed(d, between)
-    flat = invariance.normalise_imed(d / 10, between / 10)
+    sure = invariance.bootstrap_imed_ratio(d, between)
+    flat = invariance.bootstrap_imed_ratio(d / 10, between / 10)
     assert flat.value == pytest.approx(sure.value)
-    assert invariance.normalise_imed(d, np.zeros(40)) is None
+    assert invariance.bootstrap_imed_ratio(d, np.zeros(40)) is None
 
 
 def test_few_images(data, vit):

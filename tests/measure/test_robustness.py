@@ -49,7 +49,7 @@ def curves_of(found: Found, metric: str = "attacked") -> dict[str, list[Value]]:
 
 def test_a_few_images_are_shown_under_the_strongest_attack(results, run):
     for name, found in results.items():
-        shown = attack_audit.WorstAttackGallery.model_validate(found.facts["attacked"])
+        shown = attack_audit.StrongestAttackGallery.model_validate(found.facts["attacked"])
         last = {one: values[-1].value for one, values in curves_of(found).items()}
         assert last[shown.attack] == min(last.values())
         assert [row.epsilon for row in shown.rows] == [0, 0.05, 0.2]

@@ -6,22 +6,22 @@ import torch
 
 from moecore.core.streams import derived_seed, generator_for
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.data.views.views import make_random_views
+from moecore.data.views.random_views import make_random_views
 from moecore.measure import Cost, Routing, routing
 from moecore.measure.routing_metrics import layer_metrics
-from moecore.measure.routing_metrics.changed_choices import router_score_threshold
 from moecore.measure.routing_metrics.expert_profiles import (
     TWO_CROPS,
-    draw_matched_crops,
+    draw_crop_pair,
     parse_expert_grid,
 )
+from moecore.measure.routing_metrics.interventions import get_router_threshold_or_none
 from moecore.measure.routing_metrics.two_view_agreement import draw_two_views
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import predict_in_batches
 from moecore.parts import ImageSpec, MeasuredModel, MoESettings, TokenLayout, Values
 from moecore.routers import Eigenbasis, TopP
 from moecore.testing import check_measurement
-from moecore.training.method import Method, build_guide
+from moecore.training.method import Method, initialise_guide
 from tests.measure.subjects import built, compute_without_cache, match_ratios
 from tests.methods import tiny
 from tests.nn.test_dispatch import paired
@@ -82,7 +82,7 @@ def test_a_teacher_that_guides_no_routing_is_not_compared(data, models, seen):
     teacher = Vit(width=16, heads=2, **seen).build(ImageSpec.from_card(data.card))
     router, experts = {"kind": "noisy_top_k", "k": 2}, {"kind": "mlp", "number": 8}
     method = Method(router=router, experts=experts, distillation=0.5)
-    subject = MeasuredModel(models["vmoe"], data, build_guide(teacher, method, (4,)))
+    subject = MeasuredModel(models["vmoe"], data, initialise_guide(teacher, method, (4,)))
     few = Routing(images=4, overlays=0, augmentations=(), sweeps={"k": [], "threshold": []})
     assert few.collect_result(subject, compute_without_cache).find("teacher_agreement") is None
 
@@ -107,8 +107,8 @@ def test_where_no_token_takes_part_there_is_no_load(data):
 
 def test_numbers_by_kind(results):
     """A share of tokens without an expert above a sum of probabilities is no fallback of top_p."""
-    assert router_score_threshold(TopP(threshold=0.4)) is None
-    assert router_score_threshold(Eigenbasis(threshold=0.4)) == 0.4
+    assert get_router_threshold_or_none(TopP(threshold=0.4)) is None
+    assert get_router_threshold_or_none(Eigenbasis(threshold=0.4)) == 0.4
     assert number(results["soft_moe"], "tail_of_probs") is None
     assert number(results["ermoe"], "fallback") is not None
     assert number(results["vmoe"], "fallback") is None
@@ -172,8 +172,8 @@ def test_an_augmentation_does_not_depend_on_the_others(models, images, results):
 
 def test_two_crops_and_their_corresponding_patches(images):
     layout = TokenLayout(1, (4, 4), (12, 12))
-    found = draw_matched_crops(images[:8], layout, 3)
-    assert found == draw_matched_crops(images[:8], layout, 3)
+    found = draw_crop_pair(images[:8], layout, 3)
+    assert found == draw_crop_pair(images[:8], layout, 3)
     first, second = (parse_expert_grid(rows).flatten().tolist() for rows in found.numbers)
     assert found.views.shape == (2, 1, 12, 12)
     shared = {number for number in first if number >= 0}
@@ -182,8 +182,8 @@ def test_two_crops_and_their_corresponding_patches(images):
     pixels = (draw_two_views(images[:8], TWO_CROPS, 3).images.numpy() * 255).round()
     pairs = [sorted(pixels[[view, 8 + view]].tolist()) for view in range(8)]
     assert pairs.count(sorted(found.views.array().tolist())) == 1
-    assert draw_matched_crops(images, TokenLayout(0, (1, 1), (12, 12)), 3) is None
-    assert draw_matched_crops(images[..., None], TokenLayout(0, (2, 2, 1), (12, 12, 1)), 3) is None
+    assert draw_crop_pair(images, TokenLayout(0, (1, 1), (12, 12)), 3) is None
+    assert draw_crop_pair(images[..., None], TokenLayout(0, (2, 2, 1), (12, 12, 1)), 3) is None
 
 
 @pytest.mark.parametrize("name", NAMES)

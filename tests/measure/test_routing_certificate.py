@@ -78,12 +78,14 @@ def test_tokens_move_by_at_most_their_bounds(models, images, monkeypatch, is_exa
     exact = lipschitz_lemma.frozen_double_copy(models[name])
     pixels = torch.from_numpy(images[:3]).double() / 255
     seen = []
-    monkeypatch.setattr(bounds, "share_keeping_choice", lambda at, *_: seen.append(at))
+    monkeypatch.setattr(bounds, "get_safe_radius_share", lambda at, *_: seen.append(at))
     if not is_exact:
         monkeypatch.setattr(bounds, "MAX_PIXELS_WITH_DERIVATIVES", 0)
     sizes, none = torch.tensor([1e-3, 1e-3 / 4]).double(), torch.zeros(0).double()
     balls = {"linf": none, "l2": none} | {norm: sizes}
-    bounds.routing_radii(exact, bounds.deviation_of_pixels(pixels, **balls), torch.ones(()), 0.0)
+    bounds.certify_radius_shares(
+        exact, bounds.deviation_of_pixels(pixels, **balls), torch.ones(()), 0.0
+    )
     found = seen[0]
     radius, length = found.total_change_bounds
     assert (radius[1] <= radius[0] / 4 * (1 + 1e-9)).all()
@@ -108,11 +110,11 @@ def test_tokens_move_by_at_most_their_bounds(models, images, monkeypatch, is_exa
 
 LAYERS = {
     "linear": (3, lambda at, layer: bounds.bound_after_linear(at, layer.weight, layer.bias)),
-    "gelu": (3, bounds.bound_dense_layer),
-    "norm": (3, bounds.bound_dense_layer),
+    "gelu": (3, bounds.bound_layer_by_type),
+    "norm": (3, bounds.bound_layer_by_type),
     "attention": (3, bounds.bound_attention),
-    "group norm": (4, bounds.bound_dense_layer),
-    "convolution": (4, bounds.bound_dense_layer),
+    "group norm": (4, bounds.bound_layer_by_type),
+    "convolution": (4, bounds.bound_layer_by_type),
 }
 
 

@@ -5,7 +5,7 @@ from torch import nn
 
 from moecore import ModelOutput, Target, UserError, predict_in_batches
 from moecore.backbones import SingleLayer, Vit
-from moecore.core.arrays_as_text import decode_compressed_text
+from moecore.core.arrays_as_text import decode_base64_zlib
 from moecore.data.corruptions import add_noise, standard_normal_noise
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure import explorer, stability, values
@@ -106,7 +106,7 @@ def test_routing_values_are_those_of_the_records(data, models, results):
     _, noisy = predict_in_batches(models["vit"], pixels, 30)
     names = ("noise_selection_change", "noise_agreement")
     change, agreement = (results["vit"].find(name, sigma=0.05).value for name in names)
-    layers = layer_metrics.choice_changes(clean, noisy)
+    layers = layer_metrics.compute_choice_iou_drop(clean, noisy)
     assert change == pytest.approx(np.mean([float(layer.mean()) for layer in layers]))
     same = [float(layer.mean()) for layer in layer_metrics.expert_agreement(clean, noisy)]
     assert agreement == pytest.approx(sum(same) / 2)
@@ -136,7 +136,7 @@ def found(model):
 
 def arrays(text: str, images: int, tokens: int, experts: int) -> tuple[np.ndarray, ...]:
     """The three arrays of a layer, read one number at a time."""
-    data = decode_compressed_text(text)
+    data = decode_base64_zlib(text)
     size = 1 if experts <= 255 else 2
     kept = min(experts, 8)
     all = images * tokens
@@ -197,7 +197,7 @@ def test_noise_and_attacks_are_those_of_the_other_measurements(model, found):
 def test_patches_of_moved_images_know_where_they_were(model, found):
     by_label = {one.label: one for one in found.shown}
     assert by_label["brightness"].origins is None and by_label["σ = 0.4"].origins is None
-    moved = np.frombuffer(decode_compressed_text(by_label["moved"].origins), "<u2").reshape(5, 9)
+    moved = np.frombuffer(decode_base64_zlib(by_label["moved"].origins), "<u2").reshape(5, 9)
     clean = model.data.test.images[list(found.images)]
     views = draw_two_views(clean, TwoViewAugmentation.model_validate(MOVED), 0, *b"moved")
     outside = 0

@@ -13,8 +13,8 @@ from moecore.measure.routing_metrics.expert_profiles import overlay_middle_slice
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views
 from moecore.measure.values import Found, Metric, OnPage, Values, place_slug
 from moecore.nn.predict import predict_in_batches
-from moecore.report.column import ColumnContext, MetricColumns, PlannedPhase
-from moecore.report.results_and_displays import list_displays, measurements_putting_values
+from moecore.report.column import ColumnContext, MetricColumns, PhaseBeforeRun
+from moecore.report.results_and_displays import list_displays, list_measurements_with_values
 from moecore.statistics.comparisons import encode_item_values
 from moecore.statistics.intervals import bootstrap_mean, wilson
 from moecore.testing import check_measurement
@@ -30,7 +30,7 @@ ROUTING = Routing.model_validate(
     | {"augmentation_images": 6, "sweeps": {"k": [1, 2], "threshold": [], "images": 8}}
 )
 TIMED = "cost"  # is never the same twice
-NAMES = [name for name in measurements_putting_values() if name != TIMED]
+NAMES = [name for name in list_measurements_with_values() if name != TIMED]
 ATTACKED = {  # has no settings of its own accord
     "images": 4,
     "epsilons": [0.0, 0.1, 0.05],
@@ -40,9 +40,9 @@ ATTACKED = {  # has no settings of its own accord
 
 
 def test_what_is_skipped_says_why_and_a_dense_model_has_no_routing(tmp_path, data):
-    write_json(tmp_path / "0.json", to_jsonable(base.Skipped(skipped="no routing")))
+    write_json(tmp_path / "0.json", to_jsonable(base.SkipReason(skipped="no routing")))
     found = base.read_result(tmp_path / "0.json", Found, "routing")
-    assert found == base.Skipped(skipped="no routing")
+    assert found == base.SkipReason(skipped="no routing")
     dense = base.MeasuredModel(built(SingleLayer(), None, data, 1), data)
     skipped = {what for what, found in base.builtin_measurements().items() if found.applies(dense)}
     routed = {"routing", "invariance", "explorer"}
@@ -230,7 +230,7 @@ def test_every_value_has_a_metric_and_every_column_was_planned(name):
     columns = next(one.columns for one in list_displays() if one.kind is kind)
     named = columns.columns(seen)
     assert len({column.name for column in named}) == len(named)
-    planned = columns.planned(PlannedPhase(_StudyOf(name, settings), "accuracy", "pretrain"))
+    planned = columns.planned(PhaseBeforeRun(_StudyOf(name, settings), "accuracy", "pretrain"))
     filled = {column.name for column in named if column.read_result(found) is not None}
     assert filled <= set(planned)
 

@@ -13,7 +13,7 @@ from moecore.data.corruptions import NOISE_SIGMAS, add_noise, standard_normal_no
 from moecore.data.prepared import Prepared, Split
 from moecore.measure import Cost, cost, truth
 from moecore.measure import pixel_baselines as baselines
-from moecore.measure.base import Skipped, read_result
+from moecore.measure.base import SkipReason, read_result
 from moecore.measure.routing_metrics.epoch_routing import (
     EpochRecorder,
     expert_kind_counts,
@@ -246,7 +246,7 @@ def test_other_data_are_skipped_with_the_reason(run, monkeypatch):
     in_run(monkeypatch, run[0], run=selected, pretrain={}, baselines={})
     stage.baselines("pretrain")
     found = read_result("artifacts/measured/baselines/pretrain.json", Found, "baselines")
-    assert not isinstance(found, Skipped) and len(found.values) == 3
+    assert not isinstance(found, SkipReason) and len(found.values) == 3
 
 
 def layer(router: dict = TOP2, experts: dict = MLP) -> MoEFeedForward:
@@ -255,11 +255,11 @@ def layer(router: dict = TOP2, experts: dict = MLP) -> MoEFeedForward:
 
 
 def test_median_and_quartiles():
-    assert cost.timing_quartiles([5, 1, 4, 2, 3]) == (3, 2, 4)
-    assert cost.timing_quartiles([1, 3]) == (2, 1.5, 2.5)
-    assert cost.timing_quartiles([7]) == (7, 7, 7)
+    assert cost.compute_median_and_quartiles([5, 1, 4, 2, 3]) == (3, 2, 4)
+    assert cost.compute_median_and_quartiles([1, 3]) == (2, 1.5, 2.5)
+    assert cost.compute_median_and_quartiles([7]) == (7, 7, 7)
     with pytest.raises(ValueError, match="no values"):
-        cost.timing_quartiles([])
+        cost.compute_median_and_quartiles([])
 
 
 def test_live_bytes_by_hand():
@@ -363,7 +363,7 @@ def test_times_have_their_parts_and_leave_the_model_alone():
 def test_spans_are_read_at_both_ends():
     ticks = iter(range(100))
     moe = layer().eval()
-    with cost.record_moe_and_teacher_calls(moe, lambda: next(ticks)) as spans:
+    with cost.measuring_moe_and_teacher_calls(moe, lambda: next(ticks)) as spans:
         moe(torch.randn(1, 5, 16))
     assert [span[:3] for span in spans] == [("experts", 1, 2), ("layer", 0, 3)]
 
@@ -413,7 +413,7 @@ def test_counts_of_the_routed_model(results):
 
 def test_the_passes_go_through_the_images_in_turn():
     images = torch.arange(5, dtype=torch.uint8).view(5, 1, 1, 1).numpy() * 51
-    source = cost.make_cyclic_batches(images, 3, "cpu")
+    source = cost.build_cyclic_batch_getter(images, 3, "cpu")
     passes = [(source(number).flatten() * 5).round().int().tolist() for number in range(3)]
     assert passes == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
     assert source(0).dtype == torch.float32 and source(0).shape == (3, 1, 1, 1)

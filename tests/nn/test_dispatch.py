@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 from moecore import UserError, predict_in_batches
 from moecore.core.streams import generator_for
 from moecore.data.views.augmentations import RandAugment
-from moecore.data.views.views import AffineRanges, CropRanges, ViewSettings, make_random_views
-from moecore.measure.routing_metrics import changed_choices, two_view_agreement
+from moecore.data.views.random_views import (
+    AffineRanges,
+    CropRanges,
+    ViewSettings,
+    make_random_views,
+)
+from moecore.measure.routing_metrics import interventions, two_view_agreement
 from moecore.measure.routing_metrics.layer_metrics import load_shares, measure_layer_use
 from moecore.nn import correspondence
-from moecore.nn.correspondence import (
-    match_patches,
-    pair_view_tokens,
-    teacher_probs_for_student_tokens,
-)
+from moecore.nn.correspondence import add_distillation_token_probs, match_patches, pair_view_tokens
 from moecore.nn.dispatch import SparsePlan, round_row_counts
 from moecore.parts import Classification, TokenLayout
 from tests.methods import KINDS, METHODS, relabelled, tiny
@@ -158,7 +159,7 @@ def everything(model) -> dict:
     router = model.moe.router
     _, records = predict_in_batches(model, IMAGES, 10)
     threshold, k = getattr(router, "threshold", None), getattr(router, "k", None)
-    sample = changed_choices.SweepImages(IMAGES, LABELS, Classification(classes=("a", "b")))
+    sample = interventions.SweepImages(IMAGES, LABELS, Classification(classes=("a", "b")))
     # Where experts lie on the map is what relabelling changes.
     uses = [measure_layer_use(record, threshold, k) for record in records]
     on_map = ("border", "corner", "inner")
@@ -168,9 +169,9 @@ def everything(model) -> dict:
     counts = [record.chosen.flatten(0, 1).sum(dim=0) for record in records]
     loads = [sorted(load_shares(count).tolist()) for count in counts]
     drawn = two_view_agreement.draw_two_views(IMAGES, two_view_agreement.PRESETS["affine"], 0)
-    row = two_view_agreement.match_two_views(model, drawn, 20)
+    row = two_view_agreement.average_view_match_shares(model, drawn, 20)
     views = {name: list(interval) for name, (_, interval) in row.items()}
-    sweeps = changed_choices
+    sweeps = interventions
     swept = {"k": sweeps.sweep_k(model, sample, (1, 3), 10)}
     swept["threshold"] = sweeps.sweep_threshold(model, sample, (0.2, 0.6), 10)
     return {"layers": layers, "loads": loads, "views": views} | swept
@@ -360,6 +361,6 @@ def test_extreme_scales_are_not_singular_and_a_distillation_token_follows_the_cl
     for scale in (1e-4, 1e4):
         assert partners_of(affine(scale, scale), affine(scale, scale)) == [0, 1, 2, 3, 4, 5]
     teacher = torch.arange(6.0).view(1, 3, 2)  # CLS, two patches
-    matched = teacher_probs_for_student_tokens(teacher, torch.Size((1, 4, 2)))
+    matched = add_distillation_token_probs(teacher, torch.Size((1, 4, 2)))
     assert matched.tolist() == [[[0, 1], [0, 1], [2, 3], [4, 5]]]
-    assert teacher_probs_for_student_tokens(teacher, teacher.shape) is teacher
+    assert add_distillation_token_probs(teacher, teacher.shape) is teacher

@@ -15,13 +15,13 @@ from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
 from moecore.nn.backbones.swin import Swin, SwinSettings
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.router_hooks import build_record, routing_collector
 from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.nn.routing_collection import build_record, routing_collector
 from moecore.teachers import AffineRanges, Training, ViewSettings
 from moecore.testing.check_helpers import small_vit
 from moecore.training import artifacts, loop
 from moecore.training.job import Objective, TrainingJob
-from moecore.training.method import Method, attach_required_guide, build_guide
+from moecore.training.method import Method, attach_required_guide, initialise_guide
 from moecore.training.teachers.timm import define_missing_operators
 from tests.data.making import VOLUMES, ball
 from tests.methods import METHODS, REPRESENTATIVE
@@ -59,7 +59,7 @@ def trained(kind: str, method: Method):
     if kind == "vit3d":
         image, settings, splits = VOLUMES, ON_VOLUMES, (balls(16, 0), balls(6, 100))
     torch.manual_seed(0)
-    guide = build_guide(teacher.build(image), method, config.stages) if method.guided else None
+    guide = initialise_guide(teacher.build(image), method, config.stages) if method.guided else None
     model = config.build(image, method.moe)
     loaded = (load_split_where_it_fits(split, "cpu") for split in splits)
     objective = Objective(method.losses, distillation=method.distillation)

@@ -11,7 +11,11 @@ import pytest
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
 from moecore.pipeline import code_hashes
-from moecore.pipeline.code_hashes import hash_code_files, import_closure, list_part_files
+from moecore.pipeline.code_hashes import (
+    compute_code_hashes,
+    import_closure,
+    list_section_part_files,
+)
 from moecore.run.stage_inputs import hash_syntax
 from moecore.study.yaml_document import parse_yaml_document
 from tests.my_lab import SECTIONS, forget_package, write_my_lab
@@ -68,7 +72,7 @@ def test_closure_follows_modules_in_rooms_that_decide_and_parts_bring_helpers(tr
     assert reached == set(files.split())
     section = {"router": {"kind": "top", "k": 2}, "experts": {"kind": "both"}}
     section["deep"] = [{"x": {"kind": "unknown"}}]
-    assert names(list_part_files(section, tree)) == {
+    assert names(list_section_part_files(section, tree)) == {
         *"nn/routers/top.py nn/routers/odds.py nn/routers/plan.py data/helper.py".split(),
         *"data/atlas/map.bin core/written.py core/config.py nn/experts/both.py".split(),
     }
@@ -77,7 +81,9 @@ def test_closure_follows_modules_in_rooms_that_decide_and_parts_bring_helpers(tr
 def test_only_an_edit_of_a_used_part_changes_the_fingerprint(tree):
     def print_of() -> dict:
         forget_files()
-        return code_hashes.hash_sources(list_part_files({"router": {"kind": "top"}}, tree), tree)
+        return code_hashes.hash_each_file(
+            list_section_part_files({"router": {"kind": "top"}}, tree), tree
+        )
 
     before = print_of()
     (tree / "moecore/nn/routers/new.py").write_text("x = 1")
@@ -113,7 +119,7 @@ MEASURED = ("corruptions", "invariance")
 
 @pytest.fixture(scope="module")
 def files() -> dict[str, dict[str, str]]:
-    return hash_code_files(parse_yaml_document(EVERY_PART))
+    return compute_code_hashes(parse_yaml_document(EVERY_PART))
 
 
 def test_there_is_a_file_for_whatever_a_stage_depends_on_with_the_parts_it_names(files):
@@ -179,7 +185,7 @@ def folder(tmp_path, monkeypatch) -> Iterator[Path]:
 
 def hashes(name: str) -> dict[str, str]:
     forget_files()
-    return hash_code_files(parse_yaml_document(PARAMS))[name]
+    return compute_code_hashes(parse_yaml_document(PARAMS))[name]
 
 
 def test_a_source_tree_is_hashed_by_its_files(folder):

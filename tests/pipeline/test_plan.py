@@ -85,7 +85,7 @@ ONE_METHOD = "run: {methods: [a]}\nmethods: {a: {router: {kind: hash}}}\n"
 def finished(folder: Path) -> dict[str, dict[str, str]]:
     """What the stages ``code`` and ``train`` leave behind."""
     (folder / "params.yaml").write_text(ONE_METHOD)
-    files = code_hashes.hash_code_files(parse_yaml_document(ONE_METHOD))
+    files = code_hashes.compute_code_hashes(parse_yaml_document(ONE_METHOD))
     for name, hashes in files.items():
         write_json(HASHES_DIR / name, hashes)
     stages = {
@@ -244,7 +244,7 @@ def test_a_linear_rule_is_fitted():
     torch.manual_seed(0)
     tokens = torch.randn(500, 6)
     chosen = (tokens @ torch.randn(3, 6).T).argmax(dim=-1)
-    fitted = (tokens @ pilot.fit_linear_router(tokens, chosen, 3).T).argmax(dim=-1)
+    fitted = (tokens @ pilot.fit_linear_router_weights(tokens, chosen, 3).T).argmax(dim=-1)
     assert (fitted == chosen).float().mean() > 0.98
 
 
@@ -353,8 +353,8 @@ def argument_names(script: str) -> list[str]:
 
 
 def read_calls(script: str) -> dict[str, str]:
-    """What fills the templates: `read_params(Params, data=name)` says that `{data}` is `name`."""
-    words = [word for call in calls_of(script, "read_params") for word in call.keywords]
+    """What fills templates: `read_stage_params(Params, data=name)` says that `{data}` is `name`."""
+    words = [word for call in calls_of(script, "read_stage_params") for word in call.keywords]
     return {w.arg: w.value.id for w in words if w.arg and isinstance(w.value, ast.Name)}
 
 
@@ -428,7 +428,7 @@ def paths_dvc_leaves_out(value: object, path: tuple = ()) -> Iterator[tuple]:
 @pytest.mark.parametrize("study", [None, "ours/ablations", "ours/sizes"])
 def test_settings_that_dvcs_run_cache_leaves_out_have_a_hash_that_stages_depend_on(study):
     document = compose_shipped(study).document if study else load_yaml_document(project.SHIPPED)
-    before = code_hashes.hash_settings(document)
+    before = code_hashes.hash_settings_by_key(document)
     paths = list(paths_dvc_leaves_out(document.data))
     assert paths
     for path in paths:
@@ -441,7 +441,7 @@ def test_settings_that_dvcs_run_cache_leaves_out_have_a_hash_that_stages_depend_
         for word in path[:-1]:
             holder = holder[word]
         holder[path[-1]] = "another"
-        after = code_hashes.hash_settings(edited)
+        after = code_hashes.hash_settings_by_key(edited)
         assert {name for name in before if before[name] != after[name]} == {key}, path
 
 
@@ -449,7 +449,7 @@ def test_equal_settings_have_equal_hashes():
     run = {"methods": []}
     one = YamlDocument("params.yaml", {"run": run, "model": {"width": 8, "rate": 1e-3}})
     other = YamlDocument("params.yaml", {"run": run, "model": {"rate": 0.001, "width": 8.0}})
-    assert code_hashes.hash_settings(one) == code_hashes.hash_settings(other)
+    assert code_hashes.hash_settings_by_key(one) == code_hashes.hash_settings_by_key(other)
 
 
 def parts_in(annotation: object, seen: frozenset = frozenset()) -> set[str]:

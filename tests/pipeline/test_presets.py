@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from moecore.brain import age_predictions as brain_out_of_fold
 from moecore.core.config import builtin_kinds
 from moecore.core.source_layout import ROOT
-from moecore.measure.base import Skipped, read_result
+from moecore.measure.base import SkipReason, read_result
 from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import (
     Backbone,
@@ -342,13 +342,13 @@ def test_every_method_goes_through_all_stages(study, method):
     assert measured(study, "pretrain", method).test_score.value > 0
     calibrated = measured(study, "calibrate", method)
     assert calibrated.find("mae_raw").value > 0 and calibrated.find("median_mae").value > 0
-    assert isinstance(measured(study, "out_of_fold", method), Skipped)
+    assert isinstance(measured(study, "out_of_fold", method), SkipReason)
     attacked = measured(study, "robustness", method)
     whole = measured(study, "cohort_checks", method).find("whole_mae").value
     assert attacked.find("clean").value == pytest.approx(whole, rel=1e-4), "the same test volumes"
     routed = measured(study, "routing", method)
     if method == "dense":
-        assert isinstance(routed, Skipped), "it has no experts"
+        assert isinstance(routed, SkipReason), "it has no experts"
     else:
         assert len(routed.facts["load"]) == 2
     assert (study / f"artifacts/calibrate/pretrain/{method}/0/predictions.csv").stat().st_size > 100

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from moecore.core.files import UserError
-from moecore.core.source_layout import PROJECT_ANSWERS_FILE, ROOT, list_top_and_step_files
+from moecore.core.source_layout import PROJECT_ANSWERS_FILE, ROOT, list_dvc_files
 from moecore.pipeline import cli, dvc_yaml
 from moecore.pipeline.project_files import render_project_template
 from moecore.pipeline.project_record import hash_text, moecore_requirement
@@ -92,7 +92,7 @@ def test_a_damaged_pyproject_is_one_line(tmp_path, text):
 def test_it_may_begin_as_any_study(empty, study):
     assert moecore("new", "own", "--from", study).exit_code == 0
     stages = check_params(empty / "own/params.yaml")
-    assert stages.run.methods is not None and list_top_and_step_files(empty / "own")
+    assert stages.run.methods is not None and list_dvc_files(empty / "own")
     if study != "main":
         values = questions.find_question(ROOT, study).round(1).compose().document.data
         text = json.dumps(values).replace("../../data/", "data/")

@@ -20,7 +20,7 @@ import pytest
 from moecore.core.files import SHA256_KEY
 from moecore.core.safetensors_files import read_tensors
 from moecore.run.history_file import logged_points, read_dvc_locks, read_lines
-from moecore.tracking.stored_run import UID_TAG
+from moecore.tracking.mlflow_run import UID_TAG
 from tests import forked
 from tests.project import COMMAND, Project
 

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from dvc.exceptions import DvcException
+from dvc.repo import Repo
 
-from moecore.core.files import UserError
+from moecore.core.files import UserError, write_atomic
 from moecore.data.prepared import Prepared, Split
 from moecore.pipeline import run_folders, tune
 from moecore.pipeline.project_record import LOCK, hold_project_lock
-from moecore.pipeline.pull import unpack_and_check_run
+from moecore.pipeline.pull import pull_outputs, unpack_and_check_run
 from moecore.pipeline.run_folders import write_data_or_sweep_run
 from moecore.study.check import check_study
 from moecore.study.questions import QuestionFile
@@ -141,9 +143,9 @@ def test_the_threshold_with_the_nearest_fallback_is_chosen(
     run = tune.plan_tuning(with_threshold)
     if chosen is None:
         with pytest.raises(UserError, match=r"tune.threshold.values: found -0.2 as the best"):
-            tune.choose_threshold(run, run.tuning.threshold)
+            tune.choose_fallback_threshold(run, run.tuning.threshold)
     else:
-        assert tune.choose_threshold(run, run.tuning.threshold)["chosen"] == chosen
+        assert tune.choose_fallback_threshold(run, run.tuning.threshold)["chosen"] == chosen
 
 
 def test_a_choice_at_an_end_of_the_grid_is_refused(project):
@@ -365,6 +367,21 @@ def test_what_cannot_be_pulled_is_one_line(archive, clone, copied):
     copied.edit("shots: 20", "shots: 21")
     with pytest.raises(UserError, match="stages that would run"):
         pack_run(copied.folder, archive.parent)
+
+
+def test_a_forced_pull_that_fails_leaves_the_lock_of_the_old_run(clone, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise DvcException("a file is missing")
+
+    (clone.folder / "dvc.lock").write_text("schema: '2.0'\n")
+    for name in ("dvc.lock", "steps/own/dvc.lock"):
+        write_atomic(tmp_path / "run" / name, "stages: {}\n")
+    monkeypatch.chdir(clone.folder)
+    monkeypatch.setattr(Repo, "pull", fail)
+    with pytest.raises(UserError, match=r"dvc: a file is missing"):
+        pull_outputs(tmp_path / "run", is_forced=True)
+    assert Path("dvc.lock").read_text() == "schema: '2.0'\n"
+    assert not Path("steps/own/dvc.lock").exists()
 
 
 @pytest.mark.parametrize("name", ["../outside.txt", "/tmp/outside.txt", "link"])

@@ -14,7 +14,7 @@ import pytest
 from moecore.core.files import UserError, read_json
 from moecore.core.source_layout import HASHES_DIR, ROOT, refuse_other_checkout
 from moecore.pipeline import code_hashes
-from moecore.pipeline.code_hashes import hash_code_files
+from moecore.pipeline.code_hashes import compute_code_hashes
 from moecore.run.history_file import read_dvc_locks
 from moecore.study.stages import CODE_STAGE
 from moecore.study.yaml_document import load_yaml_document
@@ -50,7 +50,7 @@ def of_method(stage: str, *methods: str) -> bool:
 def changed_stages(project: Project) -> set[str]:
     """The stages whose code an edit changed, by the hashes and dvc.lock: DVC is not asked."""
     forget_files()
-    hashes = hash_code_files(load_yaml_document(project.folder / "params.yaml"), project.folder)
+    hashes = compute_code_hashes(load_yaml_document(project.folder / "params.yaml"), project.folder)
     files = [HASHES_DIR / name for name in hashes]
     before = {file: read_json(project.folder / file) for file in files}
     changed = [

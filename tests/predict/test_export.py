@@ -11,7 +11,7 @@ from moecore.core.streams import generator_for
 from moecore.data.text.words import read_vocabulary
 from moecore.nn.backbones.base_model import ImageSpec, Model
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.kernels.grouped import plain_operations_context
+from moecore.nn.kernels.grouped import tracing_for_export
 from moecore.nn.layers.moe import MoELayer, MoESettings
 from moecore.pipeline.predict_cli import main
 from moecore.predict import export as module
@@ -25,7 +25,7 @@ from moecore.predict.export import TensorsOnly, compare_outputs, draw_inputs, ex
 from moecore.routers import ExpertChoice, Hash, NoisyTopK, Router, SoftSlots, Told
 from moecore.tasks.next_token import NextToken
 from moecore.training.artifacts import load_model, save_model
-from moecore.training.method import Guide, GuidedModel
+from moecore.training.method import Guide, TeacherRoutedModel
 from tests.browser import opened
 from tests.lens.test_lens import trained
 from tests.measure.subjects import built, digits
@@ -88,7 +88,7 @@ def test_in_plain_operations_a_model_says_the_same(name):
     inputs = draw_inputs(wrapped.model, 3)
     with torch.no_grad():
         expected = wrapped(inputs)
-        with plain_operations_context():
+        with tracing_for_export():
             plain = wrapped(inputs)
         assert all(map(torch.equal, wrapped(inputs), expected))  # and as before outside
     torch.testing.assert_close(plain, expected, rtol=0, atol=1e-6)
@@ -159,7 +159,7 @@ def test_our_model_is_exported_with_its_records_and_what_fixes_its_batch_is_refu
 def test_a_router_that_needs_more_than_the_input_is_refused(word, tmp_path):
     if word == "teacher":
         student = VIT.build(IMAGE, moe({"kind": "teacher_routed", "k": 2}))
-        model = GuidedModel(student, Guide(VIT.build(IMAGE), (0,), 4, "mlp_input"))
+        model = TeacherRoutedModel(student, Guide(VIT.build(IMAGE), (0,), 4, "mlp_input"))
     elif word == "truth":
         model = VIT.build(IMAGE.model_copy(update={"truth": 3}), moe({"kind": "told"}))
     else:  # inputs take each other's places

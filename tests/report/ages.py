@@ -144,11 +144,11 @@ def checked(seed: int, routed: bool) -> values.Found:
     out.facts["ageing"] = {"ages": [50, 60, 70], "predictions": [[52, 60, 66], [50, 58, 69]]}
     out.facts["not_checked"] = {} if routed else {"generalisation": "it has no region experts"}
     if routed:
-        cohort_checks.put_agreements(generalised(seed), out)
+        cohort_checks.put_region_generalisation(generalised(seed), out)
     return out.found()
 
 
-def generalised(seed: int) -> simulated_people.RegionGeneralisation:
+def generalised(seed: int) -> simulated_people.RegionExpertGeneralisation:
     # Isolated 0.9, mixed 0.7 + 0.01 · seed, whole 0.6, of the other generator 0.8 and 0.5; chance
     # 0.375.
     def agreement(share: float) -> simulated_people.TissueAgreement:
@@ -161,7 +161,7 @@ def generalised(seed: int) -> simulated_people.RegionGeneralisation:
         )
 
     ranks = {name: Interval(0.5, 0.25, 0.75) for name in ("wm", "gm", "csf")}
-    return simulated_people.RegionGeneralisation(
+    return simulated_people.RegionExpertGeneralisation(
         test=simulated_people.RegionExpertAgreement(agreement(0.6), agreement(0.9), ranks),
         mixed=agreement(0.7 + 0.01 * seed),
         mixtures={("wm", "gm", 0.25): agreement(0.7)},

@@ -10,10 +10,10 @@ from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Explorer, ExplorerData
 from moecore.measure.routing_metrics.epoch_routing import explorer_image_indices
 from moecore.measure.training import Trained, collect_outcome_values
-from moecore.nn.encoded_routing import encode_predictions_and_routing
+from moecore.nn.encoded_routing import encode_predictions_and_records
 from moecore.nn.predict import predict_in_batches
 from moecore.report.page.explorer_page import render_study_explorer
-from moecore.report.study_results import ModelResults, PhaseResults, StudyResults
+from moecore.report.result_types import ModelResults, PhaseResults, StudyResults
 from moecore.training.outcome import WatchedImagesRouting
 from tests.measure.subjects import FEW, compute_without_cache, expert_roles, images, moe, subject
 from tests.report.generated import trained
@@ -61,7 +61,7 @@ def watched(model: MeasuredModel, epoch: int) -> WatchedImagesRouting:
     places = explorer_image_indices(model.data, 32)
     pixels = np.array(model.data.test.images[places])
     prediction, records = predict_in_batches(model.model, pixels, 32)
-    trace = encode_predictions_and_routing(prediction, records, model.data.task)
+    trace = encode_predictions_and_records(prediction, records, model.data.task)
     return WatchedImagesRouting(epoch=epoch, images=places, trace=trace)
 
 

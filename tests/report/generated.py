@@ -11,11 +11,11 @@ from moecore.core.files import to_jsonable, write_json
 from moecore.measure import attack_audit, base, calibration, robustness, training
 from moecore.measure.attack_audit import AuditLine, ScoresAtEpsilon
 from moecore.measure.routing_metrics import expert_profiles, layer_metrics
-from moecore.measure.routing_metrics.changed_choices import fallback_slopes_over_threshold
-from moecore.measure.routing_metrics.expert_profiles import draw_matched_crops, encode_thumbnails
+from moecore.measure.routing_metrics.expert_profiles import draw_crop_pair, encode_thumbnails
+from moecore.measure.routing_metrics.interventions import fallback_slopes_over_threshold
 from moecore.measure.values import Found, Place, Value, Values
 from moecore.parts import Classification, Config, RoutingRecord, Task, TokenLayout
-from moecore.report.study_results import ModelResults
+from moecore.report.result_types import ModelResults
 from moecore.study.stages import MEASURED_STAGES
 from moecore.tasks import class_task
 from moecore.training.outcome import Outcome
@@ -25,7 +25,7 @@ TASK = Classification(classes=CLASSES)
 EPSILONS = (0.0, 2 / 255, 4 / 255, 8 / 255)
 NEW = ("corruptions", "lipschitz", "cost", "stability")
 TRANSFORMS = ("rotation 5", "scaling 0.5", "translation (0, 0.1)")
-DENSE = base.Skipped(skipped="the model has no MoE layers")
+DENSE = base.SkipReason(skipped="the model has no MoE layers")
 
 
 def model_with_results(*results: Config) -> ModelResults:
@@ -284,20 +284,20 @@ def found_under_attack(
             for layer in range(1, layers + 1):
                 out.put("routing_change_layer", change, **at, layer=layer)
     robustness.put_scores(
-        "worst", attack_audit.worst_score_over_attacks(curves, task, images), images, out
+        "worst", attack_audit.compute_worst_curve_over_attacks(curves, task, images), images, out
     )
     out.facts |= {"task": task, "images": images, "attacked": None, **facts}
     return out.found()
 
 
-def pictured() -> attack_audit.WorstAttackGallery:
+def pictured() -> attack_audit.StrongestAttackGallery:
     """Three images with stripes that fade with the radius."""
     stripes = (torch.arange(28) % 4 / 3).expand(3, 1, 28, 28)
     rows = [
         {"epsilon": epsilon, "pictures": encode_thumbnails(stripes * (1 - 10 * epsilon))}
         for epsilon in EPSILONS
     ]
-    return attack_audit.WorstAttackGallery(attack="pgd-10", rows=rows)
+    return attack_audit.StrongestAttackGallery(attack="pgd-10", rows=rows)
 
 
 def _rows(number: int, seed: int, strength: float, first: int) -> list[ScoresAtEpsilon]:
@@ -334,7 +334,7 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
         layer["dead"] = layer_metrics.dead_expert_share(of_layer)
         layer["experts_per_token"] = float(record.chosen.sum(dim=-1).double().mean())
         layer["entropy"] = layer_metrics.normalised_load_entropy(of_layer)
-        layer |= layer_metrics.routing_confidence(record.probs) | _matched(number, seed)
+        layer |= layer_metrics.compute_confidence_by_rank(record.probs) | _matched(number, seed)
         if number == 2:
             layer["teacher_agreement"] = 0.9
         layers.append(layer)
@@ -347,7 +347,7 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
     facts = {
         "load": [layer_metrics.load_shares(one) for one in counts],
         "overlays": expert_profiles.encode_expert_overlays(images, four),
-        "corresponding": draw_matched_crops(images, TokenLayout(1, (4, 4), (28, 28)), 0),
+        "corresponding": draw_crop_pair(images, TokenLayout(1, (4, 4), (28, 28)), 0),
         "roles": None,
     }
     return Found(values=values, facts=to_jsonable(facts))

@@ -142,7 +142,7 @@ def test_region_experts_where_they_were_not_taught(three, text):
     assert "Region experts where they were not taught" in text
     assert "Not checked, generalisation" not in text
     (first, *_) = three.phases["pretrain"].of(CohortChecks)["vmoe"]
-    mixed = calibration_and_cohorts.tissue_mixture_table(first, "vmoe")
+    mixed = calibration_and_cohorts.mixture_agreement_table(first, "vmoe")
     assert [line.head.text for line in mixed.lines] == ["WM with GM"]
     assert [item.text for item in mixed.lines[0].items] == [NumberFormat("share", 0).value(0.7)]
     assert mixed.below.endswith("other generator: WM 0.50, GM 0.50, CSF 0.50.")

@@ -17,7 +17,7 @@ from moecore.report.claims.answers import reevaluate_claim
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row, claims_markdown
 from moecore.report.claims.evaluation import claim_to_json, claims_for_compare_json, evaluate_claims
 from moecore.report.page.report_page import render_report
-from moecore.report.study_results import ModelResults, PhaseResults, StudyResults
+from moecore.report.result_types import ModelResults, PhaseResults, StudyResults
 from moecore.report.tables.metrics_by_method import compare_methods, expected_metrics
 from moecore.report.tables.terminal_summary import claim_lines, headline_rows
 from moecore.statistics import comparisons
@@ -93,8 +93,8 @@ def test_the_difference_is_paired_by_seed():
 
 def found(value: float, half: float | None) -> comparisons.Difference:
     """A difference over very many items, whose 95 % interval has this half width."""
-    sources = () if half is None else (comparisons.VarianceSource((half / 1.959964) ** 2, 10**7),)
-    return comparisons.Difference(value, sources, comparisons.ITEMS, 1, 10**7)
+    sources = () if half is None else (comparisons.SourceVariance((half / 1.959964) ** 2, 10**7),)
+    return comparisons.Difference(value, sources, comparisons.OVER_ITEMS, 1, 10**7)
 
 
 @pytest.mark.parametrize(
@@ -207,13 +207,15 @@ def test_items_and_seeds_both_widen_the_interval():
     ours = [one + 0.5 * shared + 0.2 for one in theirs]  # the same gap in every seed
     found = evaluate_claims([claim()], of_items(ours, theirs))[0]
     expected = comparisons.crossed_difference(np.stack(ours) - np.stack(theirs))
-    assert found.difference.kind == comparisons.BOTH and found.difference.items == 60
+    assert (
+        found.difference.kind == comparisons.OVER_ITEMS_AND_SEEDS and found.difference.items == 60
+    )
     assert found.difference.interval() == pytest.approx(expected.interval(), abs=1e-3)
     # The seeds alone would leave no doubt.
     apart = np.mean(ours, axis=1) - np.mean(theirs, axis=1)
     assert np.ptp(apart) < 1e-9 and found.difference.half_width() > 0.1
     alone = evaluate_claims([claim()], of_items(ours[:1], theirs[:1]))[0]
-    assert alone.difference.kind == comparisons.ITEMS and alone.difference.interval().limits
+    assert alone.difference.kind == comparisons.OVER_ITEMS and alone.difference.interval().limits
     entry = next(iter(flat_claims([alone]).values()))
     assert entry["difference"]["interval"] == "items" and entry["difference"]["items"] == 60
     assert ", items | " in claims_markdown([alone])
@@ -546,12 +548,18 @@ def test_holm_counts_the_claims_of_a_paper_in_all_studies(tmp_path):
 
 
 @pytest.mark.parametrize("shift", [0.2, 0.02])  # decided and open
-@pytest.mark.parametrize("kind", [comparisons.BOTH, comparisons.ITEMS, "seeds"])
+@pytest.mark.parametrize(
+    "kind", [comparisons.OVER_ITEMS_AND_SEEDS, comparisons.OVER_ITEMS, "seeds"]
+)
 def test_a_stored_difference_is_the_one_that_was_taken(shift, kind):
     generator = np.random.default_rng(0)
     theirs = [generator.standard_normal(60) for _ in range(3)]
     ours = [one + shift + 0.1 * generator.standard_normal(60) for one in theirs]
-    shown = of_items(ours, theirs) if kind == comparisons.BOTH else of_items(ours[:1], theirs[:1])
+    shown = (
+        of_items(ours, theirs)
+        if kind == comparisons.OVER_ITEMS_AND_SEEDS
+        else of_items(ours[:1], theirs[:1])
+    )
     if kind == "seeds":
         shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.1 + shift, 0.51 + shift, 0.79 + shift])
     for one in evaluate_claims([claim(), claim(better="equivalent", margin=0.11)], shown):
@@ -604,7 +612,7 @@ def test_two_models_are_held_against_each_other_by_what_was_counted():
     cells |= {f"gflops_{key}": {"mean": n, "form": "number"} for key, n in flops.items()}
     compared = {"my_lab.sizes": cells}
     names = {"places": ("plain, 1", "other"), "printed": ("V-MoE", "ERMoE")}
-    asked = papers.ComputedRatio(study="ours/sizes", **names, metrics=("parameters", "gflops"))
+    asked = papers.CalculationRatio(study="ours/sizes", **names, metrics=("parameters", "gflops"))
     assert pages.describe_computed_pair(asked, {}) == ""
     # table S2: 284.9 → 243.0 million parameters, 26.3 → 23.6 GFLOPs
     assert pages.describe_computed_pair(asked, {"calculations": compared}) == (

@@ -21,7 +21,7 @@ from moecore.report.page import explorer_page
 from moecore.report.page.report_page import main_finding
 from moecore.report.pictures import experts
 from moecore.report.report_files import draw_run_figures
-from moecore.report.study_results import ModelResults, PhaseResults, StudyResults
+from moecore.report.result_types import ModelResults, PhaseResults, StudyResults
 from moecore.report.tables.cells import Cell, keep_percent_on_line
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
 from moecore.report.tables.terminal_summary import main_result_sentence
@@ -296,7 +296,7 @@ def test_labels_of_an_axis_do_not_touch_where_scores_are_within_two_points(first
     score = score._replace(phrase="on clean test data")
     figures = (
         overview.draw_clean_against_attacked(score, score, looks),
-        overview.draw_method_rows([score] * 3, looks),
+        overview.draw_quantity_panels([score] * 3, looks),
     )
     for figure in figures:
         figure.canvas.draw()

@@ -13,7 +13,7 @@ from moecore.report.figures.drawing import INK, PALETTE, expert_colours, line_st
 from moecore.report.figures.model_figures import draw_expert_grids_by_class, draw_expert_load
 from moecore.report.page import explorer_page
 from moecore.report.page import report_page as pictures
-from moecore.report.study_results import StudyResults
+from moecore.report.result_types import StudyResults
 from moecore.tasks.next_token import NextToken
 from moecore.training.outcome import Outcome
 from moecore.training.regularizers.group_sparsity import GroupSparsity
@@ -99,7 +99,9 @@ def test_svg_leaves_settings_alone_follows_the_page_and_has_a_label(tmp_path):
     assert text.startswith("<svg") and "currentColor" in text
     assert INK not in text and "<metadata" not in text
     assert 'aria-label="load of &quot;x&quot;"' in text and ' height="' not in text.split(">")[0]
-    assert pictures.render_png(draw_expert_load([shares(4)])).startswith("data:image/png;base64,")
+    assert pictures.render_png_data_uri(draw_expert_load([shares(4)])).startswith(
+        "data:image/png;base64,"
+    )
 
 
 def test_looks_are_distinct():
@@ -238,7 +240,7 @@ def test_epochs_come_from_the_training(page):
 def explore(data, **phases) -> tuple[bool, str]:
     """Whether there are images to explore of these models of each phase, and the page."""
     found = StudyResults({name: explored.phase(data, one, name) for name, one in phases.items()})
-    return explorer_page.has_explorer_images(found), explorer_page.render_study_explorer(found)
+    return explorer_page.has_explorer_results(found), explorer_page.render_study_explorer(found)
 
 
 def test_epochs_of_other_images_are_left_out():

@@ -12,11 +12,11 @@ import torch
 
 from moecore.core.files import UserError, write_atomic, write_json
 from moecore.core.safetensors_files import read_tensors, write_tensors
-from moecore.report.claims import result_evidence
+from moecore.report.claims import items_and_dates
 from moecore.report.claims.answers import compute_required_samples, describe_required_samples
 from moecore.report.claims.evaluation import claim_to_json, claims_for_compare_json, evaluate_claims
 from moecore.report.tables.metrics_by_method import compare_methods
-from moecore.statistics.comparisons import OVER_ITEMS_AND_SEEDS, Difference, VarianceSource
+from moecore.statistics.comparisons import OVER_ITEMS_AND_SEEDS, Difference, SourceVariance
 from moecore.study.questions import QuestionFile, QuestionRound
 from tests.project import PARAMS, ROOT
 from tests.report.test_claims import claim, of_items, question, study
@@ -32,8 +32,8 @@ def write_result(one: QuestionRound, shown, comparisons=ASKED, **record) -> Path
     numbers = claims_for_compare_json(evaluated)
     one.question.update_results_file(one.results_key, record | numbers)
     items = one.question.root / "items.safetensors"
-    write_tensors(items, result_evidence.pack_item_values(evaluated, numbers))
-    result_evidence.copy_items_to_results(one, items)
+    write_tensors(items, items_and_dates.pack_item_values(evaluated, numbers))
+    items_and_dates.copy_items_to_results(one, items)
     return one.question.results_path.with_suffix(".safetensors")
 
 
@@ -50,24 +50,31 @@ def drawn_items(steps: int):
     return of_items(*[[(one * steps).round() if steps else one for one in side] for side in sides])
 
 
+def test_a_seed_whose_items_are_all_equal_is_kept_beside_one_with_many_values(one):
+    sides = np.random.default_rng(3).random((2, 3, 301)) + [[[0.1]], [[0.0]]]
+    sides[0, 1] = 0.75
+    write_result(one, of_items(*[list(side) for side in sides]))
+    assert items_and_dates.verify_stored_items(one) == len(ASKED)
+
+
 @pytest.mark.parametrize(("steps", "size"), [(1, 38), (4, 301), (0, 602)])
 def test_intervals_follow_from_kept_items(one, steps, size):
     path = write_result(one, drawn_items(steps))
-    assert result_evidence.verify_stored_items(one) == len(ASKED)
+    assert items_and_dates.verify_stored_items(one) == len(ASKED)
     tensors, _ = read_tensors(path)
     ours, theirs = (f"1/pretrain/match_top1/{method}" for method in ("prc", "vmoe"))
     assert tensors[ours].nbytes == 3 * size, "bits, a byte, or two an item"
     tensors[ours] = tensors[theirs].clone()
     write_tensors(path, tensors)
     with pytest.raises(UserError, match=f"{PLACE}: claims: 0: PRC, pretrain: .* found"):
-        result_evidence.verify_stored_items(one)
+        items_and_dates.verify_stored_items(one)
 
 
 def test_numbers_of_seeds_are_kept_too(one):
     path = write_result(one, study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82]))
-    assert result_evidence.verify_stored_items(one) == len(ASKED)
+    assert items_and_dates.verify_stored_items(one) == len(ASKED)
     path.unlink()
-    assert result_evidence.verify_stored_items(one) == 0
+    assert items_and_dates.verify_stored_items(one) == 0
 
 
 def test_storing_a_round_leaves_the_bytes_of_all_others_also_if_interrupted(one, monkeypatch):
@@ -81,7 +88,7 @@ def test_storing_a_round_leaves_the_bytes_of_all_others_also_if_interrupted(one,
         with pytest.raises(SystemExit):
             one.question.update_results_file("2", {})
         with pytest.raises(SystemExit):
-            result_evidence.copy_items_to_results(second, one.question.root / "items.safetensors")
+            items_and_dates.copy_items_to_results(second, one.question.root / "items.safetensors")
     assert {file: file.read_bytes() for file in path.parent.iterdir()} == files
     write_result(second, drawn_items(0))
     first, tuned = files[one.question.results_path].split(b',\n"tuned": ')
@@ -89,7 +96,7 @@ def test_storing_a_round_leaves_the_bytes_of_all_others_also_if_interrupted(one,
     assert stored.startswith(first + b',\n"2": ') and stored.endswith(b',\n"tuned": ' + tuned)
     now, _ = read_tensors(path)
     assert len(now) == 2 * len(items) and all(torch.equal(now[k], items[k]) for k in items)
-    assert [result_evidence.verify_stored_items(part) for part in (one, second)] == [3, 3]
+    assert [items_and_dates.verify_stored_items(part) for part in (one, second)] == [3, 3]
 
 
 def test_a_file_per_round_as_in_0_3_is_read_and_becomes_one(one):
@@ -105,7 +112,7 @@ def test_a_file_per_round_as_in_0_3_is_read_and_becomes_one(one):
     write_json(path.with_name("one.tuned.json"), parts["tuned"])
     write_json(path.with_name("one.notes.json"), {"somebody's": "file"})
     assert one.question.read_results() == parts
-    assert [result_evidence.verify_stored_items(part) for part in (one, second)] == [3, 3]
+    assert [items_and_dates.verify_stored_items(part) for part in (one, second)] == [3, 3]
     write_result(second, drawn_items(1))
     names = {"one.json", "one.safetensors", "one.notes.json"}
     assert {file.name for file in path.parent.iterdir()} == names
@@ -120,15 +127,15 @@ def test_a_claim_that_was_not_asked_follows_from_items_kept_for_others(one):
     path = write_result(one, shown)
     numbers = one.read_numbers() | compare_methods(shown)
     turned = claim(method="vmoe", against="prc", better="lower")
-    entry = result_evidence.compute_claim_from_items(one, numbers, turned)
+    entry = items_and_dates.compute_claim_from_items(one, numbers, turned)
     (asked,) = evaluate_claims([turned], shown)
     expected = claim_to_json(asked)
     for key in ("mean", "low", "high", "variances", "freedoms", "seeds", "items"):
         assert entry["difference"][key] == pytest.approx(expected["difference"][key])
     assert entry["method"]["mean"] == expected["method"]["mean"] < entry["against"]["mean"]
-    assert result_evidence.compute_claim_from_items(one, numbers, claim(method="tgr")) == {}
+    assert items_and_dates.compute_claim_from_items(one, numbers, claim(method="tgr")) == {}
     path.unlink()
-    assert result_evidence.compute_claim_from_items(one, numbers, turned) == {}
+    assert items_and_dates.compute_claim_from_items(one, numbers, turned) == {}
 
 
 def test_items_of_another_result_are_refused(one):
@@ -138,32 +145,32 @@ def test_items_of_another_result_are_refused(one):
     first["difference"]["variances"][0] *= 1.01  # the limits follow from them
     one.question.update_results_file("1", numbers)
     with pytest.raises(UserError, match=f"{PLACE}: claims: 0: PRC, pretrain: .* found"):
-        result_evidence.verify_stored_items(one)
+        items_and_dates.verify_stored_items(one)
     first["difference"]["variances"][0] /= 1.01
     numbers["questions"].popitem()
     one.question.update_results_file("1", numbers)
     with pytest.raises(UserError, match=f"{PLACE}: found the items of another result"):
-        result_evidence.verify_stored_items(one)
+        items_and_dates.verify_stored_items(one)
 
 
 def test_what_would_be_too_many_bytes_is_said_and_left_out(one, monkeypatch, capsys):
-    monkeypatch.setattr("moecore.report.claims.result_evidence.MAX_ITEM_BYTES", 1000)
+    monkeypatch.setattr("moecore.report.claims.items_and_dates.MAX_ITEM_BYTES", 1000)
     path = write_result(one, drawn_items(0))
-    assert set(read_tensors(path)[0]) == {f"1/{result_evidence.RESULT_DIGEST_TENSOR}"}
+    assert set(read_tensors(path)[0]) == {f"1/{items_and_dates.RESULT_DIGEST_TENSOR}"}
     assert "items are too large to be stored: match_top1 of prc higher" in capsys.readouterr().err
-    assert result_evidence.verify_stored_items(one) == 0
+    assert items_and_dates.verify_stored_items(one) == 0
 
 
 @pytest.mark.parametrize(("name", "number"), [("tgr/table_3", 1), ("moge/swin", 3)])
 def test_intervals_follow_from_the_items_in_git(name, number):  # `moecore claims check`: all
     question = QuestionFile(ROOT, name)
-    assert result_evidence.verify_stored_items(question.round(number)) > 0
+    assert items_and_dates.verify_stored_items(question.round(number)) > 0
     size = question.results_path.with_suffix(".safetensors").stat().st_size
-    assert size <= len(question.rounds) * result_evidence.MAX_ITEM_BYTES
+    assert size <= len(question.rounds) * items_and_dates.MAX_ITEM_BYTES
 
 
 def difference(value: float, by_seeds: float, by_items: float) -> Difference:
-    sources = (VarianceSource(by_seeds, 2), VarianceSource(by_items, 99))
+    sources = (SourceVariance(by_seeds, 2), SourceVariance(by_items, 99))
     return Difference(value, sources, OVER_ITEMS_AND_SEEDS, 3, 100)
 
 
@@ -221,9 +228,9 @@ def git(folder: Path, *words: str) -> str:
 def asked(tmp_path) -> Path:
     shutil.copy(ROOT / "dvc.yaml", tmp_path)
     (tmp_path / "params.yaml").write_text(PARAMS, encoding="utf-8")
-    assert not result_evidence.has_full_git_history(tmp_path)
+    assert not items_and_dates.has_full_git_history(tmp_path)
     git(tmp_path, "init", "--quiet")
-    assert result_evidence.has_full_git_history(tmp_path)
+    assert items_and_dates.has_full_git_history(tmp_path)
     return tmp_path
 
 
@@ -242,33 +249,33 @@ def commit(place: Path) -> str:
 
 def dates(one: QuestionRound) -> list[tuple[bool, bool]]:
     return [
-        (dated.is_late, dated.is_refused) for dated in result_evidence.find_question_commits(one)
+        (dated.is_late, dated.is_refused) for dated in items_and_dates.find_question_commits(one)
     ]
 
 
 def test_a_question_is_older_than_its_answer(asked):
     one = ask(asked, claim())
     path = Path("pipelines/own/one.yaml")
-    assert result_evidence.find_head_if_committed(asked, path) is None, "it is not committed"
+    assert items_and_dates.find_head_if_committed(asked, path) is None, "it is not committed"
     first = commit(asked)
-    assert result_evidence.find_head_if_committed(asked, path) == first
-    assert result_evidence.find_question_commits(one) == []
+    assert items_and_dates.find_head_if_committed(asked, path) == first
+    assert items_and_dates.find_question_commits(one) == []
     record = {"commit": first, "file": str(path)}
     write_result(one, drawn_items(1), [claim()], asked=record)
-    (dated,) = result_evidence.find_question_commits(one)
+    (dated,) = items_and_dates.find_question_commits(one)
     words = "pretrain: match_top1 of prc higher than of vmoe: asked in "
     assert dated.line == f"{words}{first[:8]}, answered in no commit" and not dated.is_late
     second = commit(asked)
     told = f"{words}{first[:8]}, answered in {second[:8]}"
-    assert result_evidence.find_question_commits(one)[0].line == told
+    assert items_and_dates.find_question_commits(one)[0].line == told
     write_json(one.question.results_path, one.read_numbers())
     commit(asked)
     one.question.update_results_file("2", one.read_numbers())
     commit(asked)
-    assert result_evidence.find_question_commits(one)[0].line == told, "another form or round"
+    assert items_and_dates.find_question_commits(one)[0].line == told, "another form or round"
     lower = claim(better="lower")
     one = ask(asked, claim(), lower)
-    assert result_evidence.find_head_if_committed(asked, path) is None, "it was edited since"
+    assert items_and_dates.find_head_if_committed(asked, path) is None, "it was edited since"
     with_both = commit(asked)
     assert dates(one) == [(False, False), (True, False)], "another direction, asked later"
     both = ask(asked, lower)
@@ -308,15 +315,15 @@ def test_claims_by_name_are_those_that_the_paper_had_then(asked):
     write_atomic(asked / "pipelines/own/one.yaml", json.dumps({"asks": ["mine/match"]}))
     one = QuestionFile(asked, "own/one").rounds[0]
     files = [file.relative_to(asked) for file in one.question.asking_files]
-    assert result_evidence.find_head_if_committed(asked, *files) is None
+    assert items_and_dates.find_head_if_committed(asked, *files) is None
     first = commit(asked)
-    assert result_evidence.find_head_if_committed(asked, *files) == first
+    assert items_and_dates.find_head_if_committed(asked, *files) == first
     record = {"commit": first, "file": "pipelines/own/one.yaml"}
     write_result(one, drawn_items(1), [claim()], asked=record)
     assert dates(one) == [(False, False)]
     content["better"] = "lower"
     write_atomic(path, json.dumps(paper | {"tables": [table]}))
-    assert result_evidence.find_head_if_committed(asked, *files) is None, (
+    assert items_and_dates.find_head_if_committed(asked, *files) is None, (
         "the paper's file was edited since"
     )
     assert dates(QuestionFile(asked, "own/one").rounds[0]) == [(True, False)], "the page says so"
@@ -333,25 +340,25 @@ def test_an_overwritten_answer_is_reported_until_the_file_lists_it(asked):
     write_result(one, drawn_items(1), [claim()])
     mean = next(iter(one.read_numbers()["claims"].values()))["difference"]["mean"]
     first = commit(asked)
-    assert result_evidence.read_replaced_answers_file(asked) == []
-    assert result_evidence.find_overwritten_answers(one, []) == []
+    assert items_and_dates.read_replaced_answers_file(asked) == []
+    assert items_and_dates.find_overwritten_answers(one, []) == []
     write_result(one, drawn_items(4), [claim()])
     commit(asked)
-    (line,) = result_evidence.find_overwritten_answers(one, [])
+    (line,) = items_and_dates.find_overwritten_answers(one, [])
     text = f"{mean:+.4g} of 3 seeds in {first[:8]} was overwritten and is not in pipelines/results"
     assert f"match_top1 of prc higher than of vmoe: {text}/earlier.json" in line
-    design = result_evidence.design_digest_of_round(one, claim())
+    design = items_and_dates.design_digest_of_round(one, claim())
     before = {"claim": "mine/match", "question": "one", "commit": first, "mean": mean}
     before |= {"seeds": [2, 3], "design": design}
-    path = asked / result_evidence.REPLACED_JSON
+    path = asked / items_and_dates.REPLACED_JSON
     write_atomic(path, json.dumps({"answers": [before]}))
-    earlier = result_evidence.read_replaced_answers_file(asked)
-    assert result_evidence.find_overwritten_answers(one, earlier) == []
+    earlier = items_and_dates.read_replaced_answers_file(asked)
+    assert items_and_dates.find_overwritten_answers(one, earlier) == []
     line = f"mine/match: seeds 2 answered it before, one in {first[:8]}"
-    assert result_evidence.find_reused_seeds(one, earlier) == [line]
+    assert items_and_dates.find_reused_seeds(one, earlier) == [line]
     for change in ({"seeds": [3, 4]}, {"design": "other"}, {"claim": "mine/other"}):
-        assert result_evidence.find_reused_seeds(one, [before | change]) == []
+        assert items_and_dates.find_reused_seeds(one, [before | change]) == []
     del before["seeds"]
     write_atomic(path, json.dumps({"answers": [before]}))
     with pytest.raises(UserError, match=r"earlier.json: found answers\[0\] without seeds; allowed"):
-        result_evidence.read_replaced_answers_file(asked)
+        items_and_dates.read_replaced_answers_file(asked)

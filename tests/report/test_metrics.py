@@ -314,10 +314,10 @@ def test_every_metric_of_a_study_was_foreseen(whole):
 
 def test_columns_of_layers_are_foreseen_for_the_layers_that_the_methods_have():
     study = extract_settings(Study, load_yaml_document(SHIPPED))
-    layers = column.PlannedPhase(study, "accuracy", "pretrain").layers
+    layers = column.PhaseBeforeRun(study, "accuracy", "pretrain").layers
     assert list(layers) == [1, 2], "last_2 of four blocks"
     known = metrics_by_method.expected_metrics(study, (*STAGES, "calibrate"), "pretrain")
     assert {"border_load_layer_2", "routing_change_pgd-10_layer_1"} <= set(known)
     assert "border_load_layer_3" not in known
     alone = study.model_copy(update={"run": study.run.model_copy(update={"methods": ("dense",)})})
-    assert not column.PlannedPhase(alone, "accuracy", "pretrain").layers
+    assert not column.PhaseBeforeRun(alone, "accuracy", "pretrain").layers

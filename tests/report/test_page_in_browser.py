@@ -8,8 +8,8 @@ from moecore.predict import pictures as predicted
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.page.explorer_page import render_study_explorer
 from moecore.report.page.report_page import render_report
+from moecore.report.result_types import Models
 from moecore.report.results_and_displays import read_results
-from moecore.report.study_results import Models
 from moecore.study.run_and_claims import RunSelection
 from moecore.study.stages import MEASURED_STAGES
 from moecore.tasks.classification import Classification

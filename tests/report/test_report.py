@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.measure import Cost, Robustness
-from moecore.report import report_files, study_results
+from moecore.report import report_files, result_types
 from moecore.report.column import Column
-from moecore.report.page.page_objects import format_column
+from moecore.report.page.page_objects import format_column_cells
 from moecore.report.page.report_page import render_report
 from moecore.report.results_and_displays import read_results
 from moecore.report.tables import metrics_by_method, terminal_summary
@@ -21,8 +21,8 @@ from moecore.report.tables.cells import (
     Cell,
     NumberFormat,
     cell_over_seeds,
-    epsilons_as_fractions,
     format_epsilon,
+    format_epsilons_in_text,
 )
 from moecore.report.tables.metrics_by_method import best_by_disjoint_intervals, compare_methods
 from moecore.statistics.intervals import Interval
@@ -104,7 +104,7 @@ def test_several_seeds_have_an_interval_over_items_and_seeds():
     def cell(read, *seeds):
         mean = lambda result: float(np.mean(result.items))
         column = Column("a", "a", mean, kind=Kept, read_items=read)
-        return cell_over_seeds(column, [study_results.ModelResults({Kept: one}) for one in seeds])
+        return cell_over_seeds(column, [result_types.ModelResults({Kept: one}) for one in seeds])
 
     two = Kept(items=(0, 2)), Kept(items=(2, 4))
     both = cell(lambda result: np.array(result.items), *two)
@@ -257,14 +257,18 @@ def test_digits_follow_the_width_of_the_intervals(values, form, expected):
 
 def test_a_column_has_one_notation_and_epsilons_are_named():
     cells = [Cell(Interval(value), "", 1) for value in (4.76e-04, 0.0, 0.02, 0.4)]
-    texts = [item.text for item in format_column(COLUMN, cells)]
+    texts = [item.text for item in format_column_cells(COLUMN, cells)]
     assert texts == ["0.0005", "0.0000", "0.0200", "0.4000"]
-    tiny = format_column(COLUMN, [Cell(Interval(value), "", 1) for value in (4.76e-06, 0.02, 0.4)])
+    tiny = format_column_cells(
+        COLUMN, [Cell(Interval(value), "", 1) for value in (4.76e-06, 0.02, 0.4)]
+    )
     assert [item.text for item in tiny] == ["< 0.0001", "0.0200", "0.4000"]
     assert [format_epsilon(8 / 255), format_epsilon(0.0313725)] == ["8/255"] * 2
     assert format_epsilon(0.05) == "0.05"
     said = "accuracy 3 %, at ε = 0.0313725; a guess has 10 % at ε = 0.5"
-    assert epsilons_as_fractions(said) == "accuracy 3 %, at ε = 8/255; a guess has 10 % at ε = 0.5"
+    assert (
+        format_epsilons_in_text(said) == "accuracy 3 %, at ε = 8/255; a guess has 10 % at ε = 0.5"
+    )
 
 
 @pytest.mark.usefixtures("undrawn")

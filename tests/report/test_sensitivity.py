@@ -10,11 +10,11 @@ from moecore.core.files import UserError, write_atomic
 from moecore.measure.pixel_baselines import LOGISTIC, Baselines
 from moecore.measure.training import Trained, collect_outcome_values
 from moecore.measure.values import Found, Value
-from moecore.report.claims import evaluation, result_evidence
+from moecore.report.claims import evaluation, items_and_dates
 from moecore.report.claims.answers import collect_answers, collect_corrected_answers
-from moecore.report.claims.evaluation import RouterControl, excludes_zero, list_control_questions
-from moecore.report.page.sections import build_table_with_references
-from moecore.report.study_results import ModelResults, PhaseResults, StudyResults
+from moecore.report.claims.evaluation import ControlPair, build_control_questions, excludes_zero
+from moecore.report.page.sections import build_table_with_baselines
+from moecore.report.result_types import ModelResults, PhaseResults, StudyResults
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
 from moecore.report.tables.terminal_summary import best_guess, headline_rows, main_result_sentence
 from moecore.statistics import intervals
@@ -22,7 +22,7 @@ from moecore.statistics.comparisons import (
     OVER_ITEMS_AND_SEEDS,
     OVER_SEEDS,
     Difference,
-    VarianceSource,
+    SourceVariance,
 )
 from moecore.study import papers
 from moecore.study.questions import load_rounds
@@ -104,7 +104,7 @@ def test_a_guess_is_the_best_constant_answer_and_ends_the_table():
     linear = Value(metric="baseline", at={"classifier": LOGISTIC}, value=0.25, low=0.2, high=0.3)
     fitted = Found(values=(linear,), facts={"images": 4000})
     phase = phase._replace(together={Baselines: fitted})
-    grid = build_table_with_references(phase, [column], table.cells, ())
+    grid = build_table_with_baselines(phase, [column], table.cells, ())
     assert [line.items[0].note for line in grid.lines] == ["not shown to beat a guess", ""]
     assert [line.items[0].text for line in grid.foot] == ["16.7 %", "25.0 %"]
     assert grid.foot[1].items[0].small == "20.0 – 30.0"
@@ -149,7 +149,7 @@ methods:
     ],
 )
 def test_the_pair_differs_in_its_router_alone(methods, pair):
-    assert evaluation.find_router_control(methods) == (pair and RouterControl(*pair))
+    assert evaluation.find_control_pair(methods) == (pair and ControlPair(*pair))
 
 
 @pytest.mark.parametrize(
@@ -171,15 +171,15 @@ def test_the_first_sentence_ends_with_what_the_data_can_show(learned, fixed, sho
 
 def test_the_control_is_asked_once_and_judged():
     results = study(AGES, settings=SETTINGS, vmoe=SECOND, hash_moe=FIRST)
-    (control,) = list_control_questions(results, [])
+    (control,) = build_control_questions(results, [])
     assert (control.metric, control.better) == ("test_mae", "lower")
-    assert list_control_questions(results, [control]) == []
+    assert build_control_questions(results, [control]) == []
     other = Question(**control.model_dump() | {"method": "hash_moe", "against": "vmoe"})
-    assert list_control_questions(results, [other]) == [control]
+    assert build_control_questions(results, [other]) == [control]
     (answer,) = evaluation.evaluate_claims([control], results)
     assert answer.verdict == "holds" and answer.difference.value == pytest.approx(-0.1)
-    assert list_control_questions(study(settings=SETTINGS, vmoe=[0.1], hash_moe=[0.2]), []) == []
-    assert list_control_questions(study(settings=SETTINGS, vmoe=SECOND, tgr=FIRST), []) == []
+    assert build_control_questions(study(settings=SETTINGS, vmoe=[0.1], hash_moe=[0.2]), []) == []
+    assert build_control_questions(study(settings=SETTINGS, vmoe=SECOND, tgr=FIRST), []) == []
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_claims_with_one_answer_are_unchanged_and_other_p_follow_from_the_runs(r
             continue
         runs = []
         for run in entry["runs"]:
-            sources = tuple(map(VarianceSource, run["variances"], run["freedoms"]))
+            sources = tuple(map(SourceVariance, run["variances"], run["freedoms"]))
             kind = OVER_SEEDS if len(sources) == 1 else OVER_ITEMS_AND_SEEDS
             runs.append(Difference(run["mean"], sources, kind, len(run["seeds"]), 0))
         assert sum(run.seeds for run in runs) == entry["difference"]["seeds"]
@@ -317,7 +317,7 @@ def test_claims_with_one_answer_are_unchanged_and_other_p_follow_from_the_runs(r
 
 
 def run_of(design: str, seeds: tuple[int, ...], value: float) -> Run:
-    sources = (VarianceSource(1e-4 / len(seeds), len(seeds) - 1),)
+    sources = (SourceVariance(1e-4 / len(seeds), len(seeds) - 1),)
     return Run(
         "one", design, seeds, Difference(value, sources, OVER_SEEDS, len(seeds), 0), (1, 0), None
     )
@@ -379,7 +379,7 @@ def test_a_design_is_its_settings_without_seeds_and_sizes():
     ],
 )
 def test_a_damaged_file_of_earlier_answers_is_one_line(tmp_path, change, message):
-    path = tmp_path / result_evidence.REPLACED_JSON
+    path = tmp_path / items_and_dates.REPLACED_JSON
     named = papers.load_named_claims(ROOT)
     assert load_earlier_answers(tmp_path, named) == ()
     write_atomic(path, json.dumps({"answers": [ANSWER]}))
@@ -395,7 +395,7 @@ def test_a_damaged_file_of_earlier_answers_is_one_line(tmp_path, change, message
 
 
 def test_variances_follow_from_the_interval_and_the_detectable_difference():
-    sources = (VarianceSource(4e-4, 4), VarianceSource(1e-4, 199))
+    sources = (SourceVariance(4e-4, 4), SourceVariance(1e-4, 199))
     known = Difference(0.02, sources, "items × seeds", 5, 200)
     interval = known.interval()
     stored = {"mean": 0.02, "low": interval.low, "high": interval.high, "items": 200}

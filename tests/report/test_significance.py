@@ -16,7 +16,7 @@ from moecore.report.column import Column, find_moe_baseline, reference_methods
 from moecore.report.figures.overview import axis_limits_with_margin, draw_overview
 from moecore.report.headline_quantities import choose_main_quantities
 from moecore.report.page import page_objects, report_page, sections
-from moecore.report.study_results import ModelResults, StudyResults
+from moecore.report.result_types import ModelResults, StudyResults
 from moecore.report.tables import metrics_by_method
 from moecore.statistics.intervals import Interval
 from tests.report.generated import changed, model_with_results, trained, with_values

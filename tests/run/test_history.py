@@ -277,7 +277,7 @@ def now(monkeypatch):
 
 
 def test_a_log_gets_a_line_every_ten_seconds_and_one_at_the_end(now, capsys):
-    with run_record.report_progress("pretrain", 100) as bar:
+    with run_record.printing_progress("pretrain", 100) as bar:
         bar.update(10)
         now["now"] = 5.0
         bar.update(20, loss=0.5)

@@ -134,7 +134,7 @@ def test_a_stage_compares_the_code_that_dvc_files_its_result_under(monkeypatch, 
             what = "invariance"
         if stage == "calculate":
             phase_and_method = ()
-        assert {*stage_inputs.list_stage_hash_files(what, *phase_and_method)} == named, stage
+        assert {*stage_inputs.list_code_hash_json_files(what, *phase_and_method)} == named, stage
 
 
 def test_dvc_tells_settings_apart_that_are_called_size(copied):
@@ -236,12 +236,12 @@ def test_results_of_the_whole_study_are_kept_with_who_asked(study):
         f"{study.folder}/reports/compare.json does not exist"
     )
     finish(study)
-    assert store_results(study) == study.question.results
+    assert store_results(study) == study.question.results_path
     asked = {"commit": None, "file": f"pipelines/{NAME}.yaml"}
-    assert read_json(study.question.results) == {"1": {"asked": asked} | NUMBERS}
-    tensors, _ = read_tensors(study.question.results.with_suffix(".safetensors"))
+    assert read_json(study.question.results_path) == {"1": {"asked": asked} | NUMBERS}
+    tensors, _ = read_tensors(study.question.results_path.with_suffix(".safetensors"))
     assert tensors["1/items"].tolist() == [1, 1]
-    params = params_reader.read_params(Params, str(study.folder / "params.yaml"))
+    params = params_reader.read_stage_params(Params, str(study.folder / "params.yaml"))
     ready, waiting = split_answerable_comparisons(params.claims, params.run)
     assert ready == list(params.claims) and not waiting
 
@@ -251,8 +251,8 @@ def test_a_part_leaves_the_results_and_its_claims_wait(study):
     write_assignments(study.folder / "params.yaml", ["run.methods=[moge]", "run.seeds=[0]"])
     with pytest.raises(UserError, match="left as it is: this run has other settings, run.methods"):
         store_results(study)
-    assert not study.question.results.exists()
-    params = params_reader.read_params(Params, str(study.folder / "params.yaml"))
+    assert not study.question.results_path.exists()
+    params = params_reader.read_stage_params(Params, str(study.folder / "params.yaml"))
     ready, waiting = split_answerable_comparisons([*params.claims, *params.questions], params.run)
     assert ready == [] and waiting
     said = describe_waiting_claims(waiting, params.run)

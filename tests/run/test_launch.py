@@ -200,15 +200,15 @@ def test_jobs_take_the_cards_that_were_given_one_per_rank(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
     monkeypatch.setenv("MOECORE_RANKS", "2")
     all_places = parallel.job_environments(3)
-    chosen = parallel.choose_gpu_envs(("pretrain@vmoe-0", "finetune@vmoe-0"), all_places)
+    chosen = parallel.choose_free_environments(("pretrain@vmoe-0", "finetune@vmoe-0"), all_places)
     assert parallel.merge_gpus_of_environments(chosen) == {"CUDA_VISIBLE_DEVICES": "7,5"}
     left = [place for place in all_places if place not in chosen]
-    assert parallel.choose_gpu_envs(("pretrain@tgr-0",), left) is None, "it waits for a second one"
-    assert parallel.choose_gpu_envs(("compare",), left) == left
+    assert parallel.choose_free_environments(("pretrain@tgr-0",), left) is None, "it needs two"
+    assert parallel.choose_free_environments(("compare",), left) == left
     shared = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in ("0", "1", "1", "0", "1")]
     fewest_jobs = [{"CUDA_VISIBLE_DEVICES": "1"}]  # three places are free on it, two on the other
-    assert parallel.choose_gpu_envs(("compare",), shared) == fewest_jobs
-    assert parallel.choose_gpu_envs(("compare",), shared[:1] + shared[3:]) == shared[:1]
+    assert parallel.choose_free_environments(("compare",), shared) == fewest_jobs
+    assert parallel.choose_free_environments(("compare",), shared[:1] + shared[3:]) == shared[:1]
     assert len(parallel.job_environments(1)) == 2, "one job at a time has both"
     monkeypatch.setenv("MOECORE_RANKS", "4")
     with pytest.raises(UserError) as caught:

@@ -16,7 +16,7 @@ from moecore.brain.age_predictions import assign_folds, read_predictions
 from moecore.core import config, source_layout
 from moecore.core.files import read_json
 from moecore.measure import stability
-from moecore.measure.base import Measurement, Skipped, read_result
+from moecore.measure.base import Measurement, SkipReason, read_result
 from moecore.measure.calibrators.linear import Linear
 from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import ImageSpec
@@ -97,7 +97,7 @@ def test_a_killed_measurement_goes_on_with_the_same_bits(monkeypatch):
     path = "artifacts/measured/stability/pretrain/dense/0.json"
     whole = json.loads(open(path).read())
     compared = []
-    changes = stability.choice_changes
+    changes = stability.compute_choice_iou_drop
 
     def compare(*records):
         compared.append(records)
@@ -105,7 +105,7 @@ def test_a_killed_measurement_goes_on_with_the_same_bits(monkeypatch):
             raise KeyboardInterrupt
         return changes(*records)
 
-    monkeypatch.setattr(stability, "choice_changes", compare)
+    monkeypatch.setattr(stability, "compute_choice_iou_drop", compare)
     with pytest.raises(KeyboardInterrupt):
         measure("stability", "pretrain", "dense", 0)
     measure("stability", "pretrain", "dense", 0)
@@ -229,7 +229,7 @@ def test_nothing_is_trained_where_the_calibration_needs_none(tmp_path, monkeypat
     files = (tmp_path / "artifacts/out_of_fold/pretrain/dense/0").iterdir()
     assert [path.name for path in files] == ["absent.json"]
     result = read_result(tmp_path / RESULT, brain.OutOfFoldMae, "out_of_fold")
-    assert isinstance(result, Skipped) and "other predictions" in result.skipped
+    assert isinstance(result, SkipReason) and "other predictions" in result.skipped
 
 
 @pytest.fixture

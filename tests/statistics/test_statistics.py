@@ -16,7 +16,7 @@ from moecore.statistics import intervals
 from moecore.statistics.comparisons import (
     OVER_ITEMS_AND_SEEDS,
     Difference,
-    VarianceSource,
+    SourceVariance,
     paired_seed_difference,
 )
 from moecore.tasks.image_text import ImageText
@@ -25,10 +25,10 @@ from tools import designs
 COUNTS = st.integers(0, 40)
 PEOPLE = np.array(["d", "a", "b", "a", "c", "b", "b", "b", "c"])  # 1, 2, 4 and 2 images
 FEW = Difference(
-    0.02, (VarianceSource(4e-4, 3), VarianceSource(1e-4, 99)), OVER_ITEMS_AND_SEEDS, 4, 100
+    0.02, (SourceVariance(4e-4, 3), SourceVariance(1e-4, 99)), OVER_ITEMS_AND_SEEDS, 4, 100
 )
 MANY = Difference(
-    0.04, (VarianceSource(1e-4, 11), VarianceSource(4e-4, 399)), OVER_ITEMS_AND_SEEDS, 12, 400
+    0.04, (SourceVariance(1e-4, 11), SourceVariance(4e-4, 399)), OVER_ITEMS_AND_SEEDS, 12, 400
 )
 
 
@@ -93,18 +93,18 @@ def test_newcombes_interval_by_hand_and_as_published():
     # Laake 2014): −0.286 (−0.507, −0.026) 1·12 − 1·7 = 5 is below 21 / 2, so φ = 0: Wilson
     # (0.0265, 0.2891) and (0.2075, 0.5912)
     # 0.2212 = √(0.0687² + 0.2103²), 0.2601 = √(0.1939² + 0.1734²)
-    found = compare.paired_share_difference(compare.PairedHits(1, 1, 7, 12))
+    found = compare.compute_newcombe_interval(compare.PairedHits(1, 1, 7, 12))
     assert found == pytest.approx((-6 / 21, -0.5069, -0.0256), abs=1e-4)
     # 20, 12, 2, 16: φ = (320 − 24 − 25) / √(32·18·22·28) = 0.4550; Wilson (0.5014, 0.7586) and
     # (0.3116, 0.5769) √(0.1386² + 0.1369² − 2·0.4550·0.1386·0.1369) = 0.1438,
     # √(0.1186² + 0.1284² − 2·0.4550·0.1186·0.1284) = 0.1292
-    found = compare.paired_share_difference(compare.PairedHits(20, 12, 2, 16))
+    found = compare.compute_newcombe_interval(compare.PairedHits(20, 12, 2, 16))
     assert found == pytest.approx((0.2, 0.0562, 0.3292), abs=1e-4)
 
 
 def test_a_negative_correlation_widens_the_interval():
     # 2, 10, 8, 0: φ = (0 − 80) / √(12·8·10·10) = −0.8165, without a correction
-    found = compare.paired_share_difference(compare.PairedHits(2, 10, 8, 0))
+    found = compare.compute_newcombe_interval(compare.PairedHits(2, 10, 8, 0))
     first, second = intervals.wilson(12, 20), intervals.wilson(10, 20)
     below, above = first.value - first.low, second.high - second.value
     half = sqrt(below**2 + above**2 + 2 * 0.816497 * below * above)
@@ -114,35 +114,35 @@ def test_a_negative_correlation_widens_the_interval():
 @given(st.tuples(COUNTS, COUNTS, COUNTS, COUNTS).filter(any))
 def test_the_interval_is_symmetric_and_holds_its_value(counts):
     both, first_only, second_only, neither = counts
-    value, low, high = compare.paired_share_difference(compare.PairedHits(*counts))
+    value, low, high = compare.compute_newcombe_interval(compare.PairedHits(*counts))
     assert -1 <= low <= value <= high <= 1
     assert value == pytest.approx((first_only - second_only) / sum(counts))
     pairs = compare.PairedHits(both, second_only, first_only, neither)
-    mirrored = compare.paired_share_difference(pairs)
+    mirrored = compare.compute_newcombe_interval(pairs)
     assert mirrored == pytest.approx((-value, -high, -low), abs=1e-12)
     # wrong for right, and so second for first
     pairs = compare.PairedHits(neither, first_only, second_only, both)
-    swapped = compare.paired_share_difference(pairs)
+    swapped = compare.compute_newcombe_interval(pairs)
     assert swapped == pytest.approx((value, low, high), abs=1e-12)
 
 
 def test_two_equal_models_do_not_differ():
     hits = np.arange(40) % 3 == 0
-    found = compare.paired_share_difference(compare.count_paired_hits(hits, hits))
+    found = compare.compute_newcombe_interval(compare.count_paired_hits(hits, hits))
     assert found.value == 0 and found.low < 0 < found.high
     assert compare.mcnemar(*compare.count_paired_hits(hits, hits)[1:3]) == 1
-    assert compare.paired_bootstrap(hits, hits) == (0, 0, 0)
+    assert compare.bootstrap_interval(hits, hits) == (0, 0, 0)
 
 
 def test_the_bootstrap_keeps_images_together():
     second = np.random.default_rng(0).normal(size=500) * 100
     first = second + np.random.default_rng(1).normal(1, 0.5, size=500)
-    value, low, high = compare.paired_bootstrap(first, second, seed=3)
+    value, low, high = compare.bootstrap_interval(first, second, seed=3)
     # standard error 0.5 / √500 = 0.0224 whatever the images' own spread; 1.96 of them on each side
     assert value == pytest.approx(float((first - second).mean())) and low < value < high
     assert high - low == pytest.approx(2 * 1.96 * 0.5 / sqrt(500), rel=0.15)
     with pytest.raises(ValueError, match="one shape"):
-        compare.paired_bootstrap(first, second[1:])
+        compare.bootstrap_interval(first, second[1:])
 
 
 def test_holm_by_hand():
@@ -165,7 +165,7 @@ def test_people_are_resampled_and_not_their_images():
     assert whole.high - whole.low > 2.5 * (images.high - images.low)
     # Where nobody has several images, the draws are those of images.
     assert intervals.bootstrap_mean(person, lowest=-9, people=np.arange(20)[::-1]) == alone
-    both = compare.paired_bootstrap(values, np.zeros(200), people=people)
+    both = compare.bootstrap_interval(values, np.zeros(200), people=people)
     assert both.limits == pytest.approx(whole.limits)
 
 
@@ -356,7 +356,7 @@ def test_the_combination_is_stouffers_for_runs_without_items():
     assert designs.combined_p(runs[:1], 0.0, 1.0) == runs[0].p
     # Nothing but the shared items varies: a second run adds nothing.
     alike = Difference(
-        0.02, (VarianceSource(0.0, 3), VarianceSource(1e-4, 99)), OVER_ITEMS_AND_SEEDS, 4, 100
+        0.02, (SourceVariance(0.0, 3), SourceVariance(1e-4, 99)), OVER_ITEMS_AND_SEEDS, 4, 100
     )
     assert designs.combined_p([alike, alike], 0.0, 1.0) == pytest.approx(alike.p)
     assert designs.combined_p([alike, alike], 0.0, 1.0, same_items=False) < alike.p

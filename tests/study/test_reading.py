@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from moecore.core import config, files, source_layout
 from moecore.study import params_layers, params_reader, stages, yaml_document
-from moecore.study.params_reader import params_keys_by_field, read_params
+from moecore.study.params_reader import params_keys_by_field, read_stage_params
 from moecore.study.study import MEASURED_SECTIONS, Study
 from moecore.study.yaml_document import cap_line_count, load_yaml_document, parse_yaml_document
 
@@ -152,7 +152,7 @@ def test_json_is_yaml(value):
 def test_what_is_no_file_of_text_is_said(tmp_path):
     path = tmp_path / "params.yaml"
     with pytest.raises(files.UserError, match=r"params\.yaml: cannot be read \(no such file"):
-        read_params(Params, str(path), method="vmoe")
+        read_stage_params(Params, str(path), method="vmoe")
     path.write_bytes(b"a: 1\nb: \xff\n")
     with pytest.raises(files.UserError, match=r"params.yaml:2:4: not UTF-8 text \(byte 8\)"):
         load_yaml_document(path)
@@ -176,7 +176,7 @@ def test_reads_exactly_what_is_declared(tmp_path, monkeypatch):
         "methods: {vmoe: {router: {kind: load}}, broken: 5}\n"
     )
     monkeypatch.setenv("MOECORE_PARAMS", str(path))
-    params = read_params(Params, method="vmoe")
+    params = read_stage_params(Params, method="vmoe")
     assert params.epsilons == (0.0, 1e-4, 1.0) and params.method.router == Load()
     keys = {"epsilons": "epsilons", "flag": "flag", "method": "methods.{method}"}
     assert params_keys_by_field(Params) == keys

@@ -29,7 +29,7 @@ from moecore.study.study import Study
 from moecore.study.yaml_document import load_yaml_document, parse_yaml_document
 from moecore.training.job import Objective, TrainingJob, training_batch
 from moecore.training.loop import train_step
-from moecore.training.method import build_guide
+from moecore.training.method import initialise_guide
 from moecore.training.settings import build_optimizer
 from tests.project import PARAMS, write_question
 
@@ -319,7 +319,7 @@ def step(study: Study, name: str) -> None:
     model = backbone.build(image, method.moe)
     guide = None
     if method.guided:
-        guide = build_guide(study.teacher.model.build(image), method, backbone.stages)
+        guide = initialise_guide(study.teacher.model.build(image), method, backbone.stages)
     pixels = np.random.default_rng(0).integers(0, 256, (8, image.channels, *image.shape))
     split = Split(pixels.astype(np.uint8), np.arange(8) % image.task.outputs)
     data = load_split_where_it_fits(split, "cpu")

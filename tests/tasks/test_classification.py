@@ -10,7 +10,7 @@ from moecore.backbones import SingleLayer, Swin, Vit
 from moecore.core.files import UserError
 from moecore.nn.backbones.patch_transformer_base import mean_of_cells
 from moecore.statistics import comparisons
-from moecore.statistics.comparisons import count_paired_hits, paired_bootstrap
+from moecore.statistics.comparisons import bootstrap_interval, count_paired_hits
 from moecore.tasks import Cells, Classification, MultiLabel, class_task
 from moecore.tasks.class_task import calibration_error, class_nll, reliability_bins, top1_hits
 from moecore.tasks.regression import Regression, measure_age_bias
@@ -139,11 +139,11 @@ def test_differences_are_paired():
     # Shares: 3 of 4 against 1 of 4. Numbers: 3, 0, 3 against 1, 1, 1 is 1 more on average.
     one = torch.tensor([1, 1, 1, 0]).bool()
     other = torch.tensor([1, 0, 0, 0]).bool()
-    expected = comparisons.paired_share_difference(count_paired_hits(one.numpy(), other.numpy()))
+    expected = comparisons.compute_newcombe_interval(count_paired_hits(one.numpy(), other.numpy()))
     assert TWO.difference(one, other) == expected and expected.value == 0.5
     errors = torch.tensor([3.0, 0.0, 3.0], dtype=torch.float64)
     ones = torch.ones(3, dtype=torch.float64)
-    assert YEARS.difference(errors, ones) == paired_bootstrap(errors.numpy(), np.ones(3))
+    assert YEARS.difference(errors, ones) == bootstrap_interval(errors.numpy(), np.ones(3))
     assert YEARS.difference(errors, ones).value == 1
     assert YEARS.difference(errors, ones, level=0.999).low <= YEARS.difference(errors, ones).low
 

@@ -26,8 +26,8 @@ from moecore.tasks.image_text import ImageText, similarity_logits
 from moecore.tasks.next_token import NextToken
 from moecore.tracking import sync as module
 from moecore.tracking import ui
-from moecore.tracking.stored_run import model_folder, model_signature
-from moecore.tracking.sync import HEADLINE_NAMES_TAG, HistoryImporter
+from moecore.tracking.mlflow_run import model_folder, model_signature
+from moecore.tracking.sync import HEADLINE_NAMES_TAG, AllStudiesImporter
 from moecore.training.artifacts import load_model, save_model
 from tests.browser import opened
 from tests.my_lab import forget_package, write_my_lab
@@ -86,7 +86,7 @@ def test_two_towers_are_logged_linked_and_take_captions_too(study):
     text = {"width": 8, "depth": 1, "heads": 2}
     model = TwoTowers(image=VIT, text=text, joint=6).build(image_spec(task)).eval()
     train(model)
-    HistoryImporter().import_all()
+    AllStudiesImporter().import_all()
     captions = numpy.array([[1, 5, 2, 0], [1, 6, 7, 2]])
     images = numpy.ones((3, 1, 8, 8), "float32")
     signature, scores = predict_by_mlflow(study, images=images, captions=captions)
@@ -105,7 +105,7 @@ def test_a_registered_model_loads_by_its_name(study):
     for _ in range(2):
         model = classifier()
         train(model)
-        HistoryImporter().import_all()
+        AllStudiesImporter().import_all()
         scores.append(model(torch.from_numpy(images)).prediction.detach())
     name = f"{study.folder.name}.dense.pretrain.0"
     assert study.client.get_registered_model(name).aliases == {"current": 2}
@@ -132,7 +132,7 @@ def test_a_model_with_parts_from_outside_carries_their_package(study, monkeypatc
     torch.nn.init.normal_(model.head.weight)
     train(model)
     allow_packages((), ())
-    HistoryImporter().import_all()
+    AllStudiesImporter().import_all()
     allow_packages((), ())
     shutil.rmtree(study.folder / "src")
     images = numpy.ones((3, 1, 8, 8), "float32")
@@ -155,9 +155,9 @@ def test_a_model_is_logged_once_also_where_an_import_was_killed(study, monkeypat
     kill = Mock(side_effect=SystemExit)
     for name, action in (("log_model", log_half), ("register_model", kill)):
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
-            patch.setattr(module.stored_run, name, action)
-            HistoryImporter().import_all()
-    HistoryImporter().import_all()
+            patch.setattr(module.mlflow_run, name, action)
+            AllStudiesImporter().import_all()
+    AllStudiesImporter().import_all()
     [logged] = study.client.search_logged_models([only_run(study).info.experiment_id])
     assert logged.status == "READY"
     name = f"{study.folder.name}.dense.pretrain.0"
@@ -168,7 +168,7 @@ def test_a_model_is_logged_once_also_where_an_import_was_killed(study, monkeypat
 def test_a_model_that_cannot_be_read_is_left_out_in_words(study):
     with record_run("pretrain", None, method="dense", seed=0) as run:
         run.log_model_folder(FOLDER)
-    HistoryImporter().import_all()
+    AllStudiesImporter().import_all()
     said = only_run(study).data.tags["moecore.model"]
     assert said.startswith("left out: ") and f"{FOLDER}/model.json" in said
 
@@ -277,7 +277,7 @@ def test_an_interrupt_ends_it_after_the_import_and_a_second_one_at_once(
 ):
     done = []
 
-    class Importing(HistoryImporter):
+    class Importing(AllStudiesImporter):
         def import_all(self):
             assert len(done) < 2
             for _ in range(presses * len(done)):
@@ -288,6 +288,6 @@ def test_an_interrupt_ends_it_after_the_import_and_a_second_one_at_once(
 
     start = lambda port: subprocess.Popen(["sleep", "60"], start_new_session=True)
     monkeypatch.setattr(ui, "SECONDS_BETWEEN_IMPORTS", 0)
-    monkeypatch.setattr(ui, "HistoryImporter", Importing)
+    monkeypatch.setattr(ui, "AllStudiesImporter", Importing)
     monkeypatch.setattr(ui, "start_server", start)
     assert ui.serve_ui(unused_port()) == 0 and len(done) == 3 - presses

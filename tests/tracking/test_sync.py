@@ -15,9 +15,9 @@ from moecore.run.history_file import flatten_keys
 from moecore.run.run_record import record_run
 from moecore.tracking import mlflow_connection, sync
 from moecore.tracking import sync as module
-from moecore.tracking.stored_run import select_changed_params, split_metrics_and_params
+from moecore.tracking.mlflow_run import select_changed_params, split_metrics_and_params
 from moecore.training.method import Method
-from moecore.training.monitor import LayerTotals, Monitor, build_routing_point
+from moecore.training.monitor import LayerTotals, MonitorSettings, build_routing_point
 from moecore.training.settings import Training
 from tests.tracking.conftest import Params, calibrate, only_run
 
@@ -40,7 +40,7 @@ with record_run("pretrain", None, method="vmoe", seed=0, work=Path(sys.argv[3]))
 
 def import_all() -> dict[str, int]:
     """What a process of its own does; the counts that are not 0."""
-    return {word: count for word, count in sync.HistoryImporter().import_all().items() if count}
+    return {word: count for word, count in sync.AllStudiesImporter().import_all().items() if count}
 
 
 def everything(study) -> list:
@@ -117,7 +117,7 @@ def test_a_training_that_runs_again_shows_nothing_of_the_earlier_model(study):
     import_all()
     old = study.parent()
     time.sleep(0.01)
-    importer = sync.HistoryImporter()
+    importer = sync.AllStudiesImporter()
     with record_run("pretrain", None, method="vmoe", seed=0) as run:
         run.log(1, {"loss": 4.0})
         importer.import_all()
@@ -153,9 +153,9 @@ def test_numbers_relative_to_the_dense_model_follow_it(study, monkeypatch):
     from moecore.report import report_files
 
     given = []
-    numbers = report_files.read_mlflow_headline_numbers
+    numbers = report_files.read_model_numbers_for_mlflow
     spy = lambda *a: (given.append((a[1], a[3])), numbers(*a))[1]
-    monkeypatch.setattr(report_files, "read_mlflow_headline_numbers", spy)
+    monkeypatch.setattr(report_files, "read_model_numbers_for_mlflow", spy)
     study.write()
     study.write(method="dense")
     import_all()
@@ -207,7 +207,7 @@ def test_a_method_that_was_removed_leaves_the_view_and_colours_are_the_reports(s
 
 def test_a_killed_run_ends_and_its_resumption_logs_no_step_twice(study):
     Path("live.py").write_text(LIVE)
-    importer = sync.HistoryImporter()
+    importer = sync.AllStudiesImporter()
     process = study.start("live.py", "1", "4", str(WORK), "wait")
     process.stdout.readline()
     importer.import_all()
@@ -246,7 +246,7 @@ def test_a_run_whose_history_and_process_are_gone_is_ended(study):
 def test_a_failed_run_says_why_and_what_was_deleted_in_the_store_is_imported_again(study):
     with pytest.raises(UserError), record_run("pretrain", None, method="vmoe", seed=0):
         raise UserError("the loss is not finite")
-    importer = sync.HistoryImporter()
+    importer = sync.AllStudiesImporter()
     importer.import_all()
     assert only_run(study).info.status == "FAILED"
     assert only_run(study).data.tags["error"] == "UserError: the loss is not finite"
@@ -349,12 +349,14 @@ def test_params_are_what_is_given_no_defaults_and_the_kinds_of_parts():
 
 
 def test_the_routing_of_a_training_has_curves_and_a_map_while_it_trains(study):
-    importer, point = sync.HistoryImporter(), None
+    importer, point = sync.AllStudiesImporter(), None
     with record_run("pretrain", None, method="vmoe", seed=0) as run:
         for step, counts in ((10, (6, 2)), (20, (8, 0))):
             run.log(step, {"loss": 1.0})
             layer = LayerTotals(counts, 8, 4.0, 2.0, 8)
-            point = build_routing_point(step, {"MoE 1": layer}, point, Monitor(dead_after=10), 0.5)
+            point = build_routing_point(
+                step, {"MoE 1": layer}, point, MonitorSettings(dead_after=10), 0.5
+            )
             run.log_routing(point)
             importer.import_all()
         stored = only_run(study)

@@ -15,7 +15,7 @@ from moecore.parts import Classification, ImageSpec
 from moecore.training import loop, runtime
 from moecore.training.artifacts import Checkpoint
 from moecore.training.job import Objective, TrainingJob
-from moecore.training.method import Method, build_guide
+from moecore.training.method import Method, initialise_guide
 from moecore.training.settings import Training
 
 SHADES = Classification(classes=("dark", "light"))
@@ -52,7 +52,9 @@ def made(method: Method) -> TrainingJob:
     guide = None
     if method.guided:
         torch.manual_seed(0)
-        guide = build_guide(Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE), method, (4,))
+        guide = initialise_guide(
+            Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE), method, (4,)
+        )
     return task(method, guide=guide)
 
 

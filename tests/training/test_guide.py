@@ -14,7 +14,7 @@ from moecore.core import routing_records
 from moecore.core.files import UserError
 from moecore.data.loader import few_shot_indices, load_split_where_it_fits
 from moecore.data.prepared import Prepared, Split
-from moecore.measure.base import Skipped
+from moecore.measure.base import SkipReason
 from moecore.run import history_file, run_record
 from moecore.run.training import TrainingRun
 from moecore.stages import teacher as teacher_stage
@@ -23,7 +23,12 @@ from moecore.training import artifacts, loop
 from moecore.training import method as module
 from moecore.training.job import Objective, training_batch
 from moecore.training.meter import Meter, sum_layer_routing
-from moecore.training.monitor import LayerTotals, Monitor, build_routing_point, format_routing_point
+from moecore.training.monitor import (
+    LayerTotals,
+    MonitorSettings,
+    build_routing_point,
+    format_routing_point,
+)
 from moecore.training.phase_trainings import build_pretraining, iterate_router_fit
 from moecore.training.settings import TeacherRouterFit, Training
 from tests.data.making import VOLUMES, ball
@@ -42,7 +47,7 @@ ORACLE = JOINTLY.model_copy(update={"teacher_router": module.TeacherRouterSettin
 
 def guide(depth: int = 4, method: module.Method = TGR):
     torch.manual_seed(0)
-    return module.build_guide(
+    return module.initialise_guide(
         Vit(patch=4, width=32, depth=depth, heads=2).build(IMAGE), method, (4,)
     )
 
@@ -111,7 +116,7 @@ def test_a_student_routed_by_its_teacher_carries_it_along(tmp_path):
     # the task and the balance reach the teacher's router
     assert not torch.equal(made.guide.routers[0], before)
     alone, images = made.complete_model.eval(), torch.rand(3, 1, 8, 8)
-    assert isinstance(alone, module.GuidedModel)
+    assert isinstance(alone, module.TeacherRoutedModel)
     artifacts.save_model(tmp_path, alone)
     loaded, expected = artifacts.load_model(tmp_path)(images), alone(images)
     assert torch.equal(loaded.prediction, expected.prediction)
@@ -248,7 +253,7 @@ def test_what_has_no_meaning_for_label_sets_is_refused():
     assert list(loop.iterate_training(task(), mixed, 0, CPU))[-1].step == 12
 
 
-EVERY = Monitor(every=1, dead_after=6)
+EVERY = MonitorSettings(every=1, dead_after=6)
 SOFT = module.Method(
     router={"kind": "soft_slots", "slots": 2}, experts={"kind": "mlp", "number": 4}
 )
@@ -272,7 +277,7 @@ def test_the_sums_of_a_layer_by_hand():
 
 
 def test_the_meter_adds_steps_and_layers_and_reads_them_with_its_terms():
-    meter = Meter(torch.device("cpu"), monitor=Monitor(every=2))
+    meter = Meter(torch.device("cpu"), monitor=MonitorSettings(every=2))
     narrow = record([[0.75, 0.25]], [[1, 0]])
     wide = record([[0.5, 0.3, 0.2], [0.5, 0.2, 0.3]], [[1, 0, 0], [1, 0, 0]])
     for step in range(4):  # two of which are counted
@@ -290,7 +295,7 @@ def totals(*counts: float) -> dict[str, LayerTotals]:
 
 
 def test_load_death_and_collapse_by_hand():
-    settings = Monitor(dead_after=20)
+    settings = MonitorSettings(dead_after=20)
     first = build_routing_point(10, totals(60, 30, 29, 1), None, settings)
     layer = first.layers["MoE 1"]
     assert layer.max_violation == pytest.approx(1) and layer.load[0] == 0.5  # 60 of 120 over 30
@@ -311,9 +316,13 @@ def test_load_death_and_collapse_by_hand():
 
 
 def test_a_layer_that_nobody_chose_and_one_that_all_choose_have_no_number_of_what_is_not_there():
-    none = build_routing_point(1, {"MoE 1": LayerTotals((0, 0), 5, 1, 0, 0)}, None, Monitor())
+    none = build_routing_point(
+        1, {"MoE 1": LayerTotals((0, 0), 5, 1, 0, 0)}, None, MonitorSettings()
+    )
     assert (none.layers["MoE 1"].max_violation, none.layers["MoE 1"].margin) == (None, None)
-    every = build_routing_point(1, {"MoE 1": LayerTotals((5, 5), 5, 1, 0, 0)}, None, Monitor())
+    every = build_routing_point(
+        1, {"MoE 1": LayerTotals((5, 5), 5, 1, 0, 0)}, None, MonitorSettings()
+    )
     assert (every.layers["MoE 1"].max_violation, every.warnings) == (0, ())
 
 
@@ -330,7 +339,7 @@ def test_a_training_is_bit_equal_with_and_without(method):
 
 
 def test_routing_may_be_counted_rarely():
-    points = loop.iterate_training(task(), SETTINGS, 0, CPU, monitor=Monitor(every=4))
+    points = loop.iterate_training(task(), SETTINGS, 0, CPU, monitor=MonitorSettings(every=4))
     # steps 0, 4, 8 of points at 3, 6, 9, 12
     assert [len(one.routing) for one in points] == [2, 2, 2, 0]
 
@@ -381,7 +390,7 @@ def test_a_pretraining_and_its_teacher_learn_from_images_that_the_seed_draws(tmp
     run = SimpleNamespace(work=tmp_path, runtime=CPU, record=ignored, read_log=lambda: None)
     run.train = lambda job, *rest: seen.append(job.train.images)
     monkeypatch.setattr(teacher_stage, "training_run", lambda *rest: nullcontext(run))
-    monkeypatch.setattr(teacher_stage, "evaluate_trained", lambda *rest: Skipped(skipped=""))
+    monkeypatch.setattr(teacher_stage, "build_outcome", lambda *rest: SkipReason(skipped=""))
     settings = Training(**training)
     for seed in (0, 1):
         teacher_stage.teacher(seed)

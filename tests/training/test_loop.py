@@ -179,11 +179,11 @@ def test_an_outcome_tells_what_a_step_costs(tmp_path):
     model = built(Vit(patch=6, width=16, depth=2, heads=2), None, data, 1)
     made = module.build_training_job(model, data, module.Objective(()), "cpu")
     points = [(row.step, row.values) for row in iterate_training(made, SETTINGS, 0, CPU)]
-    found = outcome.evaluate_trained(model.eval(), data, SETTINGS, outcome.TrainingLog(points, 3.0))
+    found = outcome.build_outcome(model.eval(), data, SETTINGS, outcome.LoggedPoints(points, 3.0))
     assert found.training_step_ms == pytest.approx(8000 / found.images_per_second)
     assert found.training_memory_mb == points[0][1][meter.MEMORY]
-    log = outcome.TrainingLog(points[1:], 3.0)  # it was told before a kill
-    assert outcome.evaluate_trained(model, data, SETTINGS, log).training_memory_mb is None
+    log = outcome.LoggedPoints(points[1:], 3.0)  # it was told before a kill
+    assert outcome.build_outcome(model, data, SETTINGS, log).training_memory_mb is None
 
 
 def test_batches_that_a_thread_makes_early_are_the_same():

@@ -218,7 +218,9 @@ def computed(job: TrainingJob, settings: Training, epochs: int) -> dict:
     hook = register_optimizer_step_pre_hook(keep)
     points = []
     weights = []
-    for metrics in iterate_training(job, settings, 0, CPU, monitor=monitor.Monitor(every=1)):
+    for metrics in iterate_training(
+        job, settings, 0, CPU, monitor=monitor.MonitorSettings(every=1)
+    ):
         layers = metrics.routing.items()
         counts = [(name, *pair) for name, layer in layers for pair in enumerate(layer.counts)]
         chosen = {f"{name}, expert {expert}": count for name, expert, count in counts}
@@ -392,7 +394,7 @@ def test_ranks_merge_no_experts_share_equal_rows_and_draw_as_the_whole_batch():
         (whole.rand(dtype=torch.float64), part.rand(dtype=torch.float64)),
     ):
         assert torch.equal(one[[4, 1]], other)
-    assert (whole.images, part.images) == (6, 2)
+    assert (whole.image_count, part.image_count) == (6, 2)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from moecore.study.yaml_document import parse_yaml_document
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.job import training_batch
 from moecore.training.loop import iterate_training
-from moecore.training.method import Method, build_guide
+from moecore.training.method import Method, initialise_guide
 from moecore.training.runtime import tune_runtime
 from moecore.training.settings import (
     Adversarial,
@@ -282,7 +282,7 @@ def test_a_model_that_asks_its_teacher_is_attacked_together_with_it():
     kl = [{"kind": "router_kl"}]
     method = Method(router={"kind": "teacher_routed"}, experts=FOUR, regularizers=kl)
     torch.manual_seed(0)
-    guide = build_guide(Vit(patch=4, width=16, depth=4, heads=2).build(IMAGE), method, (4,))
+    guide = initialise_guide(Vit(patch=4, width=16, depth=4, heads=2).build(IMAGE), method, (4,))
     made, settings = task(method, guide=guide), under(Adversarial(steps=2))
     found, clean = step_batch(made, settings, 0, 0), training_batch(made, settings, 0, 0)
     assert not torch.equal(found.images, clean.images) and not guide.teacher.training

@@ -11,7 +11,7 @@ import torch
 
 from moecore import UserError, predict_in_batches
 from moecore.nn.kernels import grouped
-from moecore.nn.kernels.grouped import FusedKernels
+from moecore.nn.kernels.grouped import ChosenKernels
 from moecore.nn.layers.block import Block
 from moecore.nn.layers.moe import MoEFeedForward, print_once
 from moecore.training import method, runtime, settings
@@ -147,7 +147,7 @@ def test_kernels_are_chosen_once_and_what_is_missing_is_one_line(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for policy in ("", "auto", "torch"):  # auto: until a card has shown what Triton gains
         monkeypatch.setenv(runtime.KERNELS_ENV, policy)
-        assert runtime.choose_and_set_kernels("cuda") == "torch" and FusedKernels.compute is None
+        assert runtime.choose_and_set_kernels("cuda") == "torch" and ChosenKernels.compute is None
     assert CPU.kernels == "torch"  # a field that each run records
     refusals = {"fast": "'fast'; allowed: auto, triton, torch", "triton": "'triton' on cpu; al"}
     for policy, refusal in refusals.items():
@@ -176,8 +176,8 @@ LACKING = {
 def test_layers_that_triton_lacks_are_named_once_and_run_as_without(name, monkeypatch, capsys):
     model, images = tiny(name), torch.rand(2, 1, 8, 8)
     expected = model(images).prediction
-    monkeypatch.setattr(FusedKernels, "compute", pytest.fail)
-    monkeypatch.setattr(FusedKernels, "device", "cpu")
+    monkeypatch.setattr(ChosenKernels, "compute", pytest.fail)
+    monkeypatch.setattr(ChosenKernels, "device", "cpu")
     print_once.cache_clear()
     assert torch.equal(model(images).prediction, expected)
     told = capsys.readouterr().err

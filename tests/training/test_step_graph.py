@@ -1,4 +1,4 @@
-"""Steps replayed as a graph. ``CudaCapture`` is replaced: a replay runs the captured step again."""
+"""Steps replayed as a graph. ``CudaStepCapturer`` is replaced: a replay runs the step again."""
 
 from itertools import islice
 
@@ -11,7 +11,7 @@ from moecore.core.torch_internals import TorchDispatchMode
 from moecore.training import loop, runtime, step_graph
 from moecore.training.artifacts import Checkpoint
 from moecore.training.method import Method
-from moecore.training.monitor import Monitor
+from moecore.training.monitor import MonitorSettings
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.settings import Training
 from moecore.training.step_graph import GraphedStepRunner
@@ -75,14 +75,16 @@ class Recorder(GraphedStepRunner):
 @pytest.fixture
 def fake(monkeypatch):
     FakeGraphs.calls, Recorder.places = [], set()
-    monkeypatch.setattr(step_graph, "CudaCapture", FakeGraphs)
+    monkeypatch.setattr(step_graph, "CudaStepCapturer", FakeGraphs)
     monkeypatch.setattr(loop, "GraphedStepRunner", Recorder)
     return FakeGraphs
 
 
 def trained(job, policy, settings=SETTINGS, checkpoint=None, points=None):
     asked = CPU._replace(graph=policy)
-    run = loop.iterate_training(job, settings, 0, asked, checkpoint, monitor=Monitor(every=2))
+    run = loop.iterate_training(
+        job, settings, 0, asked, checkpoint, monitor=MonitorSettings(every=2)
+    )
     return small.logged_points(islice(run, points))
 
 

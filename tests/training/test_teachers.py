@@ -20,7 +20,7 @@ from moecore.training.method import Method
 from moecore.training.teachers.dense import Dense
 from moecore.training.teachers.open_clip import MEAN, STD, OpenClip
 from moecore.training.teachers.timm import Timm, define_missing_operators
-from moecore.training.upcycle import upcycle_model
+from moecore.training.upcycle import copy_dense_into_moe
 from tests.project import PARAMS
 
 WIDTH, TEXT, JOINT, PATCH, WORDS, CONTEXT = 128, 64, 24, 8, 30, 9
@@ -151,7 +151,7 @@ def test_experts_of_its_mlps_say_what_it_says_though_pixels_are_normalised_other
     method = Method.model_validate(entry | {"text": entry, "upcycle": True})
     assert isinstance(teacher.config, TwoTowers)
     model = method.merge_model_settings(teacher.config).build(IMAGE, method.moe)
-    upcycle_model(model, teacher)
+    copy_dense_into_moe(model, teacher)
     images = torch.rand(4, 3, 16, 16)
     found = model.eval()(images).prediction
     torch.testing.assert_close(found, teacher(images).prediction, atol=1e-3, rtol=1e-4)
@@ -160,7 +160,7 @@ def test_experts_of_its_mlps_say_what_it_says_though_pixels_are_normalised_other
     other = entry | {"experts": entry["experts"] | {"activation": "gelu"}}
     wrong = Method.model_validate(other).merge_model_settings(teacher.config)
     with pytest.raises(UserError, match="has quick_gelu, experts.activation is gelu; set exp"):
-        upcycle_model(wrong.build(IMAGE, Method.model_validate(other).moe), teacher)
+        copy_dense_into_moe(wrong.build(IMAGE, Method.model_validate(other).moe), teacher)
 
 
 def test_larger_images_take_interpolated_positions(checkpoint):

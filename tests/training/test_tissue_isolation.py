@@ -11,13 +11,13 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import Batch, ObjectiveInputs, TokenLayout
 from moecore.core.safetensors_files import read_tensors
 from moecore.core.streams import BatchDraws
-from moecore.data.layouts.text import block_windows
+from moecore.data.layouts.text import cut_labelled_blocks
 from moecore.data.loader import TextStreams, load_split_where_it_fits
 from moecore.data.prepared import Split
 from moecore.experts import Eigen, Mlp
-from moecore.measure.routing_metrics.epoch_routing import tissue_routing_rows
+from moecore.measure.routing_metrics.epoch_routing import route_single_tissues
 from moecore.nn.backbones.base_model import ImageSpec
-from moecore.nn.predict import eval_mode, last_block_nats, text_perplexity
+from moecore.nn.predict import eval_mode, score_last_blocks, text_perplexity
 from moecore.nn.routers.expert_choice import ExpertChoice
 from moecore.nn.routers.teacher_routed import TeacherRouted
 from moecore.routers import Cosine, Depth, Dynamic, Eigenbasis, Folded, Hash, NoisyTopK, Relu, TopP
@@ -185,7 +185,7 @@ def test_scores_find_their_tissue_more_than_the_random_control(data):
     terms = [one.values["region_routing"] for one in iterate_training(made, settings, 0, CPU)]
     assert terms[-1] < terms[0] / 4 and not torch.equal(model.blocks[1].mlp.router.target, before)
     images, maps = data.validation.images, data.regions("validation")
-    found = tissue_routing_rows(model, images, maps, data.card["regions"], METHOD.expert_names)
+    found = route_single_tissues(model, images, maps, data.card["regions"], METHOD.expert_names)
     rows, lead = {row.region: row for row in found}, 0.0
     for tissue in ("wm", "gm", "csf"):
         assert rows[tissue].experts[0][0] == tissue
@@ -236,7 +236,7 @@ def text(method: Method = SMOE, settings: Training = TEXT_SETTINGS, **model) -> 
     given = {"width": 8, "depth": 2, "heads": 2, "span": 4, "dropout": 0.1} | model
     made = LanguageModel(**given).build(SPEC, method.moe)
     made.remember(settings.batch)
-    split = Split(*block_windows(counting(60, 1).numpy(), BLOCK, CONTEXT))
+    split = Split(*cut_labelled_blocks(counting(60, 1).numpy(), BLOCK, CONTEXT))
     validation = load_split_where_it_fits(split, "cpu")
     train = TextStreams(counting(300, 0)[None], BLOCK)
     return TrainingJob(made, train, validation, Objective(method.losses))
@@ -256,10 +256,12 @@ def test_what_is_saved_is_the_model_alone(tmp_path):
     save_model(tmp_path, job.model)
     assert not any("memory" in name for name in read_tensors(tmp_path / "model.safetensors")[0])
     loaded = load_model(tmp_path)
-    images, labels = (torch.tensor(part) for part in block_windows(counting(60, 1).numpy(), 4, 2))
+    images, labels = (
+        torch.tensor(part) for part in cut_labelled_blocks(counting(60, 1).numpy(), 4, 2)
+    )
     with eval_mode(job.model):
         torch.testing.assert_close(loaded(images).prediction, job.model(images).prediction)
-    assert last_block_nats(loaded, images, labels).shape == (14,)
+    assert score_last_blocks(loaded, images, labels).shape == (14,)
 
 
 @torch.no_grad()

@@ -13,13 +13,13 @@ from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
 from moecore.nn.backbones.two_towers import TextTowerSettings, TwoTowers
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoELayer, MoESettings, build_moe_feed_forward
-from moecore.nn.router_hooks import routing_collector
+from moecore.nn.routing_collection import routing_collector
 from moecore.regularizers import GroupSparsity, Importance, JensenShannon, Load, ZLoss
 from moecore.routers import Cosine, Depth, Hash, NoisyTopK, TopKSoftmax
 from moecore.tasks import Classification, ImageText, NextToken, Regression
 from moecore.testing.check_helpers import IMAGE
 from moecore.training.teachers.timm import define_missing_operators
-from moecore.training.upcycle import copy_mlp_into_experts, upcycle_in_place, upcycle_model
+from moecore.training.upcycle import copy_dense_into_moe, copy_mlp_into_experts, upcycle_in_place
 from moecore.training.upcycling_kinds import Drop, Granular, redraw_rows, repeat_router_rows
 from tests.attacks.models import vit
 
@@ -120,7 +120,7 @@ def predictions(model: BackboneModel) -> torch.Tensor:
 @torch.no_grad()
 def assert_begins_as(sparse: BackboneModel, dense: BackboneModel) -> None:
     close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-4)
-    close(predictions(upcycle_model(sparse, dense)), predictions(dense))
+    close(predictions(copy_dense_into_moe(sparse, dense)), predictions(dense))
 
 
 @pytest.mark.parametrize("kind", BACKBONES)
@@ -130,7 +130,7 @@ def test_a_model_begins_as_its_teacher_whose_pixels_were_normalised_otherwise(ki
     dense = draw(build(config, image.model_copy(update={"mean": (0.4,) * image.channels})))
     if kind in ("single_layer", "language_model"):
         with pytest.raises(UserError, match=r"^upcycle: the teacher's pixels have means of \(0.4"):
-            upcycle_model(build(config, image, is_sparse=True), dense)
+            copy_dense_into_moe(build(config, image, is_sparse=True), dense)
     else:
         assert_begins_as(build(config, image, is_sparse=True), dense)
 
@@ -182,7 +182,7 @@ def test_experts_of_bases_begin_as_the_dense_mlp_unless_their_output_is_factored
     dense = draw(build(SMALL_VIT, IMAGE))
     assert_begins_as(sparse(), dense)  # bases of the whole width see all of a token
     with pytest.raises(UserError, match="factored_output: false"):
-        upcycle_model(sparse(factored_output=True), dense)
+        copy_dense_into_moe(sparse(factored_output=True), dense)
 
 
 def test_other_classes_get_a_fresh_head_and_other_sizes_new_positions():
@@ -190,7 +190,7 @@ def test_other_classes_get_a_fresh_head_and_other_sizes_new_positions():
     other = IMAGE.model_copy(update={"task": classes, "size": 16})
     dense, sparse = build(SMALL_VIT, IMAGE), build(SMALL_VIT, other, is_sparse=True)
     head = sparse.head.weight.clone()
-    upcycle_model(sparse, dense)
+    copy_dense_into_moe(sparse, dense)
     assert torch.equal(sparse.head.weight, head) and torch.equal(sparse.cls_token, dense.cls_token)
 
 
@@ -206,17 +206,17 @@ def test_a_text_tower_of_other_words_is_refused():
     other = CAPTIONS.model_copy(update={"vocabulary": "1" * 64})
     dense = build(config, image.model_copy(update={"task": other}))
     with pytest.raises(UserError, match="^upcycle: found other words: captions of 20 words"):
-        upcycle_model(build(config, image, is_sparse=True), dense)
+        copy_dense_into_moe(build(config, image, is_sparse=True), dense)
 
 
 def test_a_dense_model_may_begin_as_its_teacher_alone():
     sizes = {"channels": (2, 3, 4), "bins": 3}
     dense = draw(Sfcn(**sizes).build(_ages(40.0, 10.0)))
     # whose bins have edges in years, whatever the labels' mean is
-    model = upcycle_model(Sfcn(**sizes, dropout=0.0).build(_ages(60.0, 8.0)), dense)
+    model = copy_dense_into_moe(Sfcn(**sizes, dropout=0.0).build(_ages(60.0, 8.0)), dense)
     assert torch.equal(model.head.weight, dense.head.weight)
     with pytest.raises(UserError, match=r"^upcycle: found first_bin 10.0 in the model, 42.0 in"):
-        upcycle_model(Sfcn(**sizes, first_bin=10.0).build(_ages(40.0, 10.0)), dense)
+        copy_dense_into_moe(Sfcn(**sizes, first_bin=10.0).build(_ages(40.0, 10.0)), dense)
 
 
 def _ages(mean: float, deviation: float) -> ImageSpec:
@@ -259,7 +259,7 @@ def test_a_model_of_pieces_begins_as_the_dense_one_and_learns(router):
     moe = MoESettings(router=router, experts=Mlp(number=6, hidden_ratio=0.5), blocks=(1,))
     dense = backbone.build(IMAGE).eval()
     draw_weights(dense)
-    model = upcycle_model(backbone.build(IMAGE, moe), dense, PIECES)
+    model = copy_dense_into_moe(backbone.build(IMAGE, moe), dense, PIECES)
     images = torch.rand(3, 1, 8, 8)
     torch.testing.assert_close(model(images).prediction, dense(images).prediction)
     model(images).prediction.square().sum().backward()
@@ -284,7 +284,7 @@ def test_what_would_part_the_pieces_is_refused(router, experts, key, allowed):
     moe = MoESettings(router=router, experts=experts, blocks=(1,))
     backbone = Vit(patch=4, width=16, depth=2, heads=2)
     with pytest.raises(UserError, match=f"^{key}: found .*{allowed}"):
-        upcycle_model(backbone.build(IMAGE, moe), backbone.build(IMAGE), PIECES)
+        copy_dense_into_moe(backbone.build(IMAGE, moe), backbone.build(IMAGE), PIECES)
 
 
 def test_units_are_redrawn_with_their_own_mean_and_deviation():

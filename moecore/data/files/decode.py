@@ -77,7 +77,7 @@ def decode_jpeg_to_pil(content: bytes, channels: int) -> Image.Image:
         image = Image.open(io.BytesIO(content), formats=["JPEG"])
         image.load()
     if image.mode != MODES[channels]:
-        raise UnreadableImage(describe_refused_mode(image.mode))
+        raise UnreadableImage(format_mode_refusal(image.mode))
     return image
 
 
@@ -116,7 +116,7 @@ def _errors_as_unreadable() -> Iterator[None]:
         raise UnreadableImage(f"its header or its EXIF is damaged ({why})") from error
 
 
-def describe_refused_mode(mode: str) -> str:
+def format_mode_refusal(mode: str) -> str:
     return f"has mode {mode}; allowed: 8 or 16 bits a channel"
 
 
@@ -127,7 +127,7 @@ def _to_opaque_8_bit(image: Image.Image) -> Image.Image:
         return Image.fromarray(np.rint(values * (255 / MAX_16_BIT_VALUE)).astype(np.uint8))
     if image.mode.startswith(REFUSED_MODE_PREFIXES):
         # PIL would clip them to 0 … 255 silently.
-        raise UnreadableImage(describe_refused_mode(image.mode))
+        raise UnreadableImage(format_mode_refusal(image.mode))
     if not image.has_transparency_data:
         return image
     transparent = image.convert("RGBA")

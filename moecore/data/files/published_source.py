@@ -20,9 +20,9 @@ from pydantic import Field, model_validator
 
 from moecore.core import files
 from moecore.core.files import UserError, find_raw_folder, join_below_root
-from moecore.data.card import SPLITS, Card, count_per_class
+from moecore.data.card import SPLITS, Card, count_by_split_and_class
 from moecore.data.files.decode import resize_images_in_chunks
-from moecore.data.files.image_files import DecodeCache, LabelledFiles, decode_splits
+from moecore.data.files.image_files_source import DecodeCache, LabelledFiles, decode_splits
 from moecore.data.layouts.images import SplitToWrite, write_images
 from moecore.data.sources.base import Source
 from moecore.data.stratified_splits import SplitSettings, split_train, stratified_limit
@@ -106,7 +106,7 @@ class PublishedSource(SplitSettings, Source):
             labels = self._renumber_kept_classes(np.concatenate([train, test]))
             parts = {split: labels[rows] for split, rows in self._split_rows(train, test).items()}
             note = None if place else f"prepare will download it into {root}"
-            return {"counts": count_per_class(name, task, parts), "note": note}
+            return {"counts": count_by_split_and_class(name, task, parts), "note": note}
 
         return card.fill_or_set_problem(count)
 

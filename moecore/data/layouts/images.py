@@ -19,7 +19,7 @@ from moecore.data.card import (
     PREPARE_AGAIN,
     SPLITS,
     Card,
-    count_per_class,
+    count_by_split_and_class,
     new_memmap,
     open_array,
     open_labels,
@@ -30,8 +30,8 @@ from moecore.data.thread_map import map_in_threads, thread_count
 from moecore.tasks.base import Task
 
 
-class PackedJpegFile(NamedTuple):
-    """A file of N concatenated JPEG files, which is moved to the prepared folder."""
+class PackedJpegFacts(NamedTuple):
+    """Facts of a file of N concatenated JPEG files, which is moved to the prepared folder."""
 
     path: Path
     lengths: np.ndarray  # int64 (N,), bytes
@@ -43,7 +43,7 @@ class SplitToWrite(NamedTuple):
     """Labels as the task stores them; images as chunks uint8 (n, C, H, W), .npy or JPEG file."""
 
     labels: np.ndarray
-    images: Iterable[np.ndarray] | Path | PackedJpegFile
+    images: Iterable[np.ndarray] | Path | PackedJpegFacts
 
 
 def write_images(
@@ -78,11 +78,11 @@ def write_images(
         raise UserError(f"{card.name}: two classes have the same name")
     for split in SPLITS:
         task.check(parts[split].labels, f"{card.name}: labels of {split}")
-    counted = count_per_class(card.name, task, {split: parts[split].labels for split in SPLITS})
+    counted = count_by_split_and_class(card.name, task, {key: parts[key].labels for key in SPLITS})
     names = list(files)
     for split in SPLITS:
         labels, images = parts[split]
-        if isinstance(images, PackedJpegFile):
+        if isinstance(images, PackedJpegFacts):
             names += _move_jpegs(folder, split, len(labels), images)
         else:
             names.append(f"{split}_images.npy")
@@ -105,7 +105,7 @@ def write_images(
 
 def _describe_training_images(folder: Path, card: Card, train: SplitToWrite) -> dict[str, Any]:
     """Return card entries: ``mean`` and ``std`` per channel, and ``jpeg`` for uncropped images."""
-    if isinstance(train.images, PackedJpegFile):
+    if isinstance(train.images, PackedJpegFacts):
         mean, std = _histogram_moments(train.images.histogram)
         return {"mean": mean, "std": std, "jpeg": {"side": train.images.short_side}}
     stored = np.load(folder / "train_images.npy", mmap_mode="r", allow_pickle=False)
@@ -143,7 +143,7 @@ def _jpeg_file_names(split: str) -> list[str]:
     return [f"{split}_images.bin", f"{split}_offsets.npy"]
 
 
-def _move_jpegs(folder: Path, split: str, labels: int, images: PackedJpegFile) -> list[str]:
+def _move_jpegs(folder: Path, split: str, labels: int, images: PackedJpegFacts) -> list[str]:
     """Move the JPEG file to the folder and write its offsets; return the two file names."""
     if len(images.lengths) != labels:
         raise UserError(f"{split}: {len(images.lengths)} images for {labels} labels")
@@ -174,7 +174,7 @@ def _write_array(path: Path, card: Card, labels: int, images: Iterable[np.ndarra
     array.flush()
 
 
-def open_images(
+def open_image_split(
     folder: Path, card: Mapping[str, Any], task: Task, split: str
 ) -> "tuple[np.ndarray | JpegImages, np.ndarray]":
     """Open a split's images (N, C, H, W) and labels; UserError if they do not fit card.json."""

@@ -1,7 +1,7 @@
 """Text: ``{train,validation,test}_tokens.npy``, int32 (n,), and ``vocabulary.txt``.
 
 The vocabulary has one word per line, in the order of token numbers. A split's items are blocks of M
-tokens, each read with the C − 1 blocks before it (see ``block_windows``). A token's
+tokens, each read with the C − 1 blocks before it (see ``cut_labelled_blocks``). A token's
 kind is a known group, such as its dialect; where stored, ``…_truth.npy`` is uint8 (n,).
 """
 
@@ -71,10 +71,10 @@ def open_text(
     rows = open_tokens_with_kinds(folder, card, split)
     block = card["size"][0]
     context = card["channels"] - 1
-    images, labels = block_windows(rows[0], block, context)
+    images, labels = cut_labelled_blocks(rows[0], block, context)
     task.check(labels, f"{folder / f'{split}_tokens.npy'}: tokens")
     if len(rows) > 1:
-        images = np.concatenate([images, block_windows(rows[1], block, context)[0]], axis=1)
+        images = np.concatenate([images, cut_labelled_blocks(rows[1], block, context)[0]], axis=1)
     return images, labels
 
 
@@ -88,7 +88,9 @@ def open_tokens_with_kinds(folder: Path, card: Mapping[str, Any], split: str) ->
     return np.stack([tokens, kinds.astype(np.int32)])
 
 
-def block_windows(tokens: np.ndarray, block: int, context: int) -> tuple[np.ndarray, np.ndarray]:
+def cut_labelled_blocks(
+    tokens: np.ndarray, block: int, context: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Cut tokens into N blocks with earlier context, (N, C, M); also return next words (N, M)."""
     # C = context + 1, the block is last, −1 before the text's start; N = (n − 1) // M drops an
     # incomplete last block. The windows are views of one array.

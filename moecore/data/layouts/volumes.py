@@ -96,7 +96,7 @@ def _write_split(folder: Path, split: str, card: Card, part: VolumeSplitToWrite)
             regions[row] = parts
         inside = volume[volume > 0].astype(np.float64)
         sums += [inside.size, inside.sum(), (inside**2).sum()]
-        subjects.append(subject._replace(qc_flags="; ".join(unusual_volume_flags(volume, parts))))
+        subjects.append(subject._replace(qc_flags="; ".join(flag_unusual_volume(volume, parts))))
     save_array(folder / f"{split}_labels.npy", _ages(subjects))
     # Ages in the shortest exact form.
     write_csv(folder / f"{split}_subjects.csv", [VolumeSubject._fields, *subjects])
@@ -119,7 +119,7 @@ def open_volumes(
     return images, open_labels(folder, task, split, number), people
 
 
-def unusual_volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[str]:
+def flag_unusual_volume(image: np.ndarray, regions: np.ndarray | None) -> list[str]:
     """Describe unusual brightness or tissue shares of a volume (1, D, H, W), one text each."""
     texts = []
     mean = image[image > 0].astype(np.float32).mean()
@@ -127,7 +127,7 @@ def unusual_volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[
         texts.append(f"mean intensity unusual ({mean:.2f})")
     if regions is None:
         return texts
-    if unusual := describe_unusual_tissues(regions, USUAL_TISSUE_SHARES):
+    if unusual := list_tissues_past_limits(regions, USUAL_TISSUE_SHARES):
         texts.append(f"tissue fractions unusual ({unusual})")
     masks = [part > 255 * BRAIN_SHARE for part in regions[:2]]
     white, grey = (image[0][mask].sum(dtype=np.float64) / max(mask.sum(), 1) for mask in masks)
@@ -136,7 +136,7 @@ def unusual_volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[
     return texts
 
 
-def describe_unusual_tissues(regions: np.ndarray, limits: Mapping[str, tuple[float, float]]) -> str:
+def list_tissues_past_limits(regions: np.ndarray, limits: Mapping[str, tuple[float, float]]) -> str:
     """List tissues whose share of all tissue is outside ``limits``, name → (low, high); or ""."""
     sums = regions.sum(axis=(1, 2, 3), dtype=np.float64)
     shares = zip(limits.items(), sums / max(sums.sum(), 1e-12), strict=True)

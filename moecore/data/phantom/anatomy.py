@@ -93,7 +93,6 @@ def tissue_relative_to_25(medians: np.ndarray, age: float) -> float:
 
 
 def ventricles_relative_to_25(age: float) -> float:
-    """Return the lateral ventricles' median volume at ``age`` relative to 25 years."""
     return float(np.exp(np.interp(age, AGES, np.log(VENTRICLES_ML / VENTRICLES_ML[INDEX_OF_25]))))
 
 
@@ -239,7 +238,7 @@ def template_from_maps(
     steepness = np.maximum(np.linalg.norm(slope, axis=0), MIN_DISTANCE_SLOPE)
     away = (mobility * slope / steepness).astype(np.float32).reshape(3, -1)
     region = np.flatnonzero(scipy.ndimage.binary_dilation(head > 0.02, iterations=3))
-    ventricles = ventricle_voxel_shares(0.0, distance)
+    ventricles = compute_inside_shares(0.0, distance)
     parts = (grey * (1 - ventricles), white * (1 - ventricles), ventricles)
     return Template(
         *(brightness, grey, white, fluid, distance, away, region),
@@ -249,8 +248,8 @@ def template_from_maps(
     )
 
 
-def ventricle_voxel_shares(offset: float, distance: np.ndarray) -> np.ndarray:
-    """Return ventricle shares at ``distance`` mm from a wall that moves ``offset`` mm outwards."""
+def compute_inside_shares(offset: float, distance: np.ndarray) -> np.ndarray:
+    """Return voxels' shares inside a wall at ``distance`` mm that moves ``offset`` mm outwards."""
     return np.clip(0.5 + (offset - distance) / VOXEL_MM, 0, 1)
 
 
@@ -288,7 +287,7 @@ def place_template(
     points += pose.warp[:, region] - pose.shift.astype(np.float32)[:, None]
     distance = interpolate_volume(base.distance, points)
     wall = ventricle_wall_offset(distance[distance < MAX_VENTRICLE_DISTANCE_MM], ventricle_voxels)
-    inside = ventricle_voxel_shares(wall, distance)
+    inside = compute_inside_shares(wall, distance)
     # A voxel shows the tissue that was nearer to the ventricles before they grew.
     voxels = np.clip(np.rint(points), 0, SIDE - 1).astype(np.int64)
     away = base.away[:, (voxels[0] * SIDE + voxels[1]) * SIDE + voxels[2]]
@@ -310,7 +309,7 @@ def ventricle_wall_offset(distance: np.ndarray, voxels: float) -> float:
     low, high = WALL_OFFSET_RANGE_MM
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        if ventricle_voxel_shares(middle, distance).sum(dtype=np.float64) < voxels:
+        if compute_inside_shares(middle, distance).sum(dtype=np.float64) < voxels:
             low = middle
         else:
             high = middle

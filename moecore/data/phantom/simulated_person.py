@@ -84,7 +84,6 @@ class LifelongTraits(NamedTuple):
         return shift_tissue_boundaries(placement, targets, thinning, self.spots)
 
     def target_shares(self, base: anatomy.Template, age: float, sex: str) -> TargetTissueShares:
-        """Return this person's tissue volumes at an age, as shares of the head."""
         brain_age = float(np.clip(age + self.gap, anatomy.MIN_BRAIN_AGE, anatomy.MAX_BRAIN_AGE))
         spread = anatomy.PRESETS[self.preset]
         grey, white, ventricles = base.shares
@@ -201,12 +200,12 @@ def folded_brain_template() -> anatomy.Template:
     points = points.reshape(3, *(anatomy.SIDE,) * 3)
     depth = -ellipsoid_distance(points, HEAD_RADII)
     folds = np.sin(points * np.float32(2 * np.pi / FOLD_WAVELENGTH_MM)).sum(axis=0) / 3
-    head = anatomy.ventricle_voxel_shares(0.0, -depth)
-    brain = anatomy.ventricle_voxel_shares(0.0, GREY_DEPTH + GREY_FOLD_AMPLITUDE * folds - depth)
-    core = anatomy.ventricle_voxel_shares(0.0, WHITE_DEPTH + WHITE_FOLD_AMPLITUDE * folds - depth)
+    head = anatomy.compute_inside_shares(0.0, -depth)
+    brain = anatomy.compute_inside_shares(0.0, GREY_DEPTH + GREY_FOLD_AMPLITUDE * folds - depth)
+    core = anatomy.compute_inside_shares(0.0, WHITE_DEPTH + WHITE_FOLD_AMPLITUDE * folds - depth)
     half = np.concatenate([np.abs(points[:1]), points[1:]])  # mirror symmetry
     distance = ellipsoid_distance(half, NUCLEUS_RADII, NUCLEUS_AT)
-    nucleus = anatomy.ventricle_voxel_shares(0.0, distance)
+    nucleus = anatomy.compute_inside_shares(0.0, distance)
     white = core * (1 - nucleus)
     grey = brain - white
     fluid = head - brain

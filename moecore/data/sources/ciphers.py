@@ -8,11 +8,11 @@ from pydantic import Field
 from moecore.data.card import SPLITS, Card
 from moecore.data.layouts.text import END, UNKNOWN, TokenizedText
 from moecore.data.sources.dialects import NAMES_STREAM, STREAM, check_rarest_dialect, zipf_shares
-from moecore.data.sources.docstrings import DocstringSource
+from moecore.data.sources.docstrings import DocstringSourceBase
 from moecore.data.text.words import lower_words
 
 
-class Ciphers(DocstringSource):
+class Ciphers(DocstringSourceBase):
     """Text of docstrings, each paragraph encrypted by one of D ciphers.
 
     A cipher permutes all words of the vocabulary except ``<eos>`` and ``<unk>``. A word's kind is
@@ -37,7 +37,6 @@ class Ciphers(DocstringSource):
         return " ".join(lower_words(paragraph))
 
     def encrypt(self, plain: TokenizedText) -> TokenizedText:
-        """Return the text with each paragraph encrypted by a drawn cipher."""
         # ``truth``: each word's cipher, from 1; 0 at ``<eos>``.
         vocabulary = plain.vocabulary[: self.words]
         end, unknown = special = [vocabulary.index(word) for word in (END, UNKNOWN)]

@@ -81,11 +81,11 @@ class Colour(NamedTuple):
         return np.rint(images * self.hues[dialects][:, :, None, None]).astype(np.uint8)
 
 
-class ShiftedColour(Colour):
+class ShiftedHueColour(Colour):
     """A change: each dialect tints grey images with hues halfway between those of ``Colour``."""
 
     @classmethod
-    def draw(cls, number: int, size: int, seed: int) -> "ShiftedColour":
+    def draw(cls, number: int, size: int, seed: int) -> "ShiftedHueColour":
         return cls(colours_of_hues((np.arange(number) + 0.5) / number))
 
 
@@ -132,7 +132,7 @@ class WalshProduct(NamedTuple):
         return np.where(self.negative[dialects][:, None], 255 - images, images)
 
 
-class FamilyChange(NamedTuple):
+class SharedAndOwnChange(NamedTuple):
     """A change shared by a family of dialects; each dialect then permutes every other pixel."""
 
     shared: "DialectChange"  # of F families
@@ -142,7 +142,7 @@ class FamilyChange(NamedTuple):
     @classmethod
     def draw(
         cls, shared: "DialectChange", families: int, number: int, size: int, seed: int
-    ) -> "FamilyChange":
+    ) -> "SharedAndOwnChange":
         """Return ``shared`` with a drawn permutation for each of ``number`` dialects."""
         random = np.random.default_rng([seed, size, 1])
         orders = np.tile(np.arange(size * size), (number, 1))
@@ -154,12 +154,12 @@ class FamilyChange(NamedTuple):
         return self.permutation.apply(self.shared.apply(images, dialects // self.members), dialects)
 
 
-DialectChange = PixelPermutation | Texture | Colour | Rotation | WalshProduct | FamilyChange
+DialectChange = PixelPermutation | Texture | Colour | Rotation | WalshProduct | SharedAndOwnChange
 CHANGES: dict[str, Any] = {
     "permutation": PixelPermutation,
     "texture": Texture,
     "colour": Colour,
-    "shifted_colour": ShiftedColour,
+    "shifted_colour": ShiftedHueColour,
     "rotation": Rotation,
     "frequency": WalshProduct,
 }
@@ -188,7 +188,7 @@ def draw_change(
     shared = CHANGES[change].draw(kinds, size, seed)
     if families is None:
         return shared
-    return FamilyChange.draw(shared, families, number, size, seed)
+    return SharedAndOwnChange.draw(shared, families, number, size, seed)
 
 
 def is_colour_change(change: Change) -> bool:

@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import Field
 
 from moecore.data import stratified_splits
-from moecore.data.card import Card, count_per_class
+from moecore.data.card import Card, count_by_split_and_class
 from moecore.data.files.decode import resize_images_in_chunks
 from moecore.data.layouts.images import SplitToWrite, write_images
 from moecore.data.sources.base import Source
@@ -31,7 +31,7 @@ class Digits(stratified_splits.SplitSettings, Source):
 
         def count() -> dict[str, Any]:
             parts = {name: labels[rows] for name, rows in self._splits(labels).items()}
-            return {"counts": count_per_class(card.name, TASK, parts)}
+            return {"counts": count_by_split_and_class(card.name, TASK, parts)}
 
         return card.fill_or_set_problem(count)
 

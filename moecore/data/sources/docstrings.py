@@ -21,7 +21,7 @@ MIN_WORDS = 8  # of a paragraph
 MIN_LETTER_SHARE = 0.7  # share of letters among a paragraph's characters
 
 
-class DocstringSource(words.TextSource):
+class DocstringSourceBase(words.TextSource):
     """Base class of the sources that read docstrings of installed packages."""
 
     reading: ClassVar[words.WordSplitting] = "prose"
@@ -69,7 +69,7 @@ class DocstringSource(words.TextSource):
         return "train"
 
 
-class Docstrings(DocstringSource):
+class Docstrings(DocstringSourceBase):
     """Paragraphs of prose without duplicates, one per line, in the order of packages and files.
 
     A file's split depends on the sha256 of its path in the package, so a new release of one package

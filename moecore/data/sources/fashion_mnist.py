@@ -72,7 +72,7 @@ class FashionMnist(PublishedSource):
 
 def _read_images_and_labels(root: Path, part: str) -> LabelledImages:
     names = (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte")
-    images, labels = (_read_file(name, _existing_files(root, name)[0]) for name in names)
+    images, labels = (_read_file(name, _find_plain_or_gzip(root, name)[0]) for name in names)
     return images[:, None], labels.astype(np.int64)
 
 
@@ -80,12 +80,12 @@ def _read_file(name: str, path: Path) -> np.ndarray:
     return read_idx(path, 3 if "images" in name else 1, SHA256[name])
 
 
-def _existing_files(root: Path, name: str) -> list[Path]:
+def _find_plain_or_gzip(root: Path, name: str) -> list[Path]:
     return [path for path in (root / name, root / f"{name}.gz") if path.is_file()]
 
 
 def _missing_files(root: Path) -> list[str]:
-    return [name for name in SHA256 if not _existing_files(root, name)]
+    return [name for name in SHA256 if not _find_plain_or_gzip(root, name)]
 
 
 def read_idx(path: Path, dimensions: int, sha256: str) -> np.ndarray:

@@ -144,7 +144,7 @@ class FileCohort(participants.CohortSettings, volume_preparation.VoxelGrid, Sour
         subjects = [entry.subject for entry in cached]
         rows_of_split = participants.split_cohort(subjects, self, table.splits, table.places)
         parts = {split: [cached[row] for row in rows] for split, rows in rows_of_split.items()}
-        return write_cohort(folder, self, self.uncounted_card, table.problems, parts)
+        return write_cached_cohort(folder, self, self.uncounted_card, table.problems, parts)
 
     def read_volumes_into_cache(self) -> tuple[list[CachedSubject], CohortTable]:
         """Read all volumes into the cache; return usable subjects, and the table with problems."""
@@ -161,7 +161,7 @@ class FileCohort(participants.CohortSettings, volume_preparation.VoxelGrid, Sour
         outcomes = map_in_threads(read_subject, table.subjects)
         for subject, outcome in zip(table.subjects, outcomes, strict=True):
             if isinstance(outcome, UnusableVolume):
-                problems += _subject_problems(subject, outcome)
+                problems += _convert_to_problems(subject, outcome)
             elif (other := first.setdefault(outcome.digest, subject)) is not subject:
                 # A copy in another split would leak.
                 copy, original = (" ".join(who[:2]).strip() for who in (subject, other))
@@ -181,7 +181,7 @@ class FileCohort(participants.CohortSettings, volume_preparation.VoxelGrid, Sour
             try:
                 usable.append(self.complete_subject(subject, self.find_files(root, subject)["t1"]))
             except UnusableVolume as error:
-                table.problems.extend(_subject_problems(subject, error))
+                table.problems.extend(_convert_to_problems(subject, error))
         self._refuse_problems(root, table.problems)
         return usable, table
 
@@ -238,7 +238,7 @@ class FileCohort(participants.CohortSettings, volume_preparation.VoxelGrid, Sour
         return find_raw_folder(self.root, "the cohort's folder")
 
 
-def write_cohort(
+def write_cached_cohort(
     folder: Path,
     settings: Config,
     card: Card,
@@ -263,5 +263,5 @@ def count_subjects(
     return {"counts": {split: (len(part),) for split, part in rows.items()}, "note": note}
 
 
-def _subject_problems(subject: VolumeSubject, error: UnusableVolume) -> list[SubjectProblem]:
+def _convert_to_problems(subject: VolumeSubject, error: UnusableVolume) -> list[SubjectProblem]:
     return [SubjectProblem(*subject[:2], why) for why in error.problems]

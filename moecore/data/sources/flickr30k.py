@@ -28,12 +28,12 @@ class Flickr30k(published_source.CaptionedSource):
         if self.karpathy is not None:
             return published_source.read_karpathy_split(find_raw_file(self.karpathy))
         path = find_raw_file(str(self.captions_file))
-        lines = list(read_flickr_captions(path))
+        lines = list(read_flickr_caption_pairs(path))
         images = published_source.group_captions(path, {name: name for name, _ in lines}, lines)
         return published_source.split_by_seed(images, self)
 
 
-def read_flickr_captions(path: Path) -> Iterator[tuple[str, str]]:
+def read_flickr_caption_pairs(path: Path) -> Iterator[tuple[str, str]]:
     """Yield (image, caption) from lines ``name.jpg#0<TAB>caption``; UserError for other lines."""
     text = published_source.read_text_file(path, "captions")
     keys: set[str] = set()

@@ -6,11 +6,11 @@ from typing import Literal
 from pydantic import Field
 
 from moecore.core.files import candidate_raw_folders
-from moecore.data.files import image_files
+from moecore.data.files import image_files_source
 from moecore.data.stratified_splits import split_train, stratified_limit, stratified_split
 
 
-class ImageFolder(image_files.ImageFilesSource):
+class ImageFolder(image_files_source.ImageFilesSource):
     """Images in ``root/{train,validation|val,test}/<class>/``, or, to split, ``root/<class>/``.
 
     A split without its own folder is split off ``train``. Every image is resized so that its short
@@ -28,7 +28,7 @@ class ImageFolder(image_files.ImageFilesSource):
         name = self.name or os.path.basename(os.path.realpath(candidate_raw_folders(self.root)[0]))
         return name, self.licence, self.root
 
-    def list_splits(self) -> tuple[tuple[str, ...], dict[str, image_files.LabelledFiles]]:
+    def list_splits(self) -> tuple[tuple[str, ...], dict[str, image_files_source.LabelledFiles]]:
         root = self.root_folder()
         train = root / "train"
         fixed = {}
@@ -38,10 +38,10 @@ class ImageFolder(image_files.ImageFilesSource):
             fixed = {"validation": root / validation, "test": root / "test"}
         else:
             train = root
-        classes = image_files.list_class_folders(train)
-        rest = image_files.list_labelled_images(root, train, classes)
+        classes = image_files_source.list_class_folders(train)
+        rest = image_files_source.list_labelled_images(root, train, classes)
         splits = {
-            split: image_files.list_labelled_images(root, folder, classes)
+            split: image_files_source.list_labelled_images(root, folder, classes)
             for split, folder in fixed.items()
             if folder.is_dir()
         }

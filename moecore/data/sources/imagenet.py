@@ -7,13 +7,13 @@ from typing import Literal
 from pydantic import Field
 
 from moecore.core.files import UserError, candidate_raw_folders
-from moecore.data.files import image_files
+from moecore.data.files import image_files_source
 from moecore.data.stratified_splits import split_train, stratified_limit
 
 WNID_PATTERN = re.compile(r"n\d{8}")
 
 
-class Imagenet(image_files.ImageFilesSource):
+class Imagenet(image_files_source.ImageFilesSource):
     """Images in ``root/train/<wnid>/``, and in ``root/val/<wnid>/``, which are the test set here.
 
     Images are decoded in parallel to ``size`` once. Unfinished work stays in ``cache``, so a killed
@@ -35,11 +35,11 @@ class Imagenet(image_files.ImageFilesSource):
         caches = candidate_raw_folders(self.cache)
         return next((path for path in caches if path.is_dir()), Path(self.cache))
 
-    def list_splits(self) -> tuple[tuple[str, ...], dict[str, image_files.LabelledFiles]]:
+    def list_splits(self) -> tuple[tuple[str, ...], dict[str, image_files_source.LabelledFiles]]:
         root = self.root_folder()
-        classes = image_files.list_class_folders(root / "train")
-        train = image_files.list_labelled_images(root, root / "train", classes)
-        test = image_files.list_labelled_images(root, root / "val", classes)
+        classes = image_files_source.list_class_folders(root / "train")
+        train = image_files_source.list_labelled_images(root, root / "train", classes)
+        test = image_files_source.list_labelled_images(root, root / "val", classes)
         train_rows, validation_rows = split_train(train.labels, self)
         return classes, {
             "train": train.take(train_rows),

@@ -140,7 +140,7 @@ class Scripts(Source):
         """
         what = "a folder of fonts, such as that of Debian's package fonts-noto-core"
         root = find_raw_folder(self.root, what)
-        sha256, _ = read_font_folder(root)
+        sha256, _ = read_fonts_and_hash(root)
         if self.sha256 not in (None, sha256):
             allowed = f"{self.sha256}, see `sha256`"
             raise UserError.at(root, found=f"fonts with sha256 {sha256}", allowed=allowed)
@@ -158,7 +158,7 @@ class Scripts(Source):
     def _draw_images(self, renderings: list[Rendering], scripts: list[str]) -> Iterator[np.ndarray]:
         """Yield images uint8 (1, 2, S, S): pixels, and the script's number from 1."""
         for character, font, random in renderings:
-            glyph = draw_glyph(font, character.code, self.size)
+            glyph = draw_cropped_glyph(font, character.code, self.size)
             grey = warp_glyph(glyph, self.size, self.distortion, random)
             yield np.stack([grey, np.full_like(grey, scripts.index(character.script) + 1)])[None]
 
@@ -168,7 +168,7 @@ def _pick_characters(settings: Scripts, root: Path, sha256: str) -> tuple[Charac
     """Draw the characters (classes) from fonts below ``root``; UserError if there are too few."""
     fonts_of: dict[int, list[Font]] = {}
     scripts: dict[int, str] = {}
-    for font in read_font_folder(root)[1]:
+    for font in read_fonts_and_hash(root)[1]:
         scripts |= font.letters
         for code in font.letters:
             fonts_of.setdefault(code, []).append(font)
@@ -231,7 +231,7 @@ def _hold_out_families(settings: Scripts, letters: list[tuple[str, list[Font]]])
     return held_out
 
 
-def read_font_folder(folder: Path) -> tuple[str, list[Font]]:
+def read_fonts_and_hash(folder: Path) -> tuple[str, list[Font]]:
     """Return a checksum of all fonts below ``folder``, and the fonts; UserError for other files."""
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
     if not paths:
@@ -275,7 +275,7 @@ def _open_font(path: Path, pixels: int) -> Any:  # PIL's FreeTypeFont
     return ImageFont.truetype(path, pixels, layout_engine=ImageFont.Layout.BASIC)
 
 
-def draw_glyph(font: Font, code: int, size: int) -> Any:  # PIL's Image
+def draw_cropped_glyph(font: Font, code: int, size: int) -> Any:  # PIL's Image
     """Draw a character upright for an image of ``size`` pixels, and crop it to its ink."""
     from PIL import Image
 
@@ -286,7 +286,7 @@ def draw_glyph(font: Font, code: int, size: int) -> Any:  # PIL's Image
 
 def glyph_checksum_per_font(fonts: list[Font], code: int, size: int) -> set[Drawing] | None:
     """Return a checksum per font of the drawn character; None if a font leaves it blank."""
-    glyphs = [(font.path, draw_glyph(font, code, size)) for font in fonts]
+    glyphs = [(font.path, draw_cropped_glyph(font, code, size)) for font in fonts]
     if not all(glyph.width for _, glyph in glyphs):
         return None
     return {(path, glyph.size, hashlib.sha256(glyph.tobytes()).digest()) for path, glyph in glyphs}

@@ -90,7 +90,7 @@ class Spreadsheet(FileCohort):
             problems += [participants.SubjectProblem(*subject[:2], line) for line in lines]
             subjects.append(subject)
         if not subjects:
-            why = participants.describe_absent_diagnoses(self.diagnoses, diagnosis_counts)
+            why = participants.format_absent_diagnoses(self.diagnoses, diagnosis_counts)
             raise UserError(f"{path}: {why}")
         return participants.table_of_usable_rows(path, people, subjects, problems, places)
 

@@ -83,7 +83,7 @@ class TwoCohorts(CohortSettings, base.Source):
         volumes = [*train_volumes, *test_volumes]
         parts = {split: [volumes[row] for row in rows] for split, rows in rows_of_split.items()}
         problems = [*train_table.problems, *test_table.problems]
-        return file_cohort.write_cohort(folder, self, self._card, problems, parts)
+        return file_cohort.write_cached_cohort(folder, self, self._card, problems, parts)
 
     def _split(
         self,

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from moecore.core import config, source_layout
 from moecore.core.files import UserError, file_checksum, find_raw_file, write_atomic
-from moecore.data.text.words import list_words_by_min_count, lower_words, read_words
+from moecore.data.text.words import list_words_by_min_count, lower_words, read_vocabulary_lines
 from moecore.tasks.image_text import ImageText
 
 PAD, START, END, UNKNOWN = "<pad>", "<start>", "<end>", "<unk>"
@@ -43,7 +43,7 @@ class WordTokenizer:
     def encode(self, text: str, context: int) -> EncodedCaption:
         """Return ``context`` tokens: START, words, END, PAD; extra words are cut."""
         numbers = [self.numbers.get(word, SPECIAL.index(UNKNOWN)) for word in lower_words(text)]
-        tokens, cut = pad_or_cut(numbers, context, SPECIAL.index(START), self.end)
+        tokens, cut = frame_and_fit(numbers, context, SPECIAL.index(START), self.end)
         return EncodedCaption(tokens, cut, numbers.count(SPECIAL.index(UNKNOWN)))
 
     def word(self, token: int) -> str:
@@ -87,7 +87,7 @@ class BpeTokenizer:
 
     def encode(self, text: str, context: int) -> EncodedCaption:
         numbers = self.loaded.encode(text, add_special_tokens=False).ids
-        tokens, cut = pad_or_cut(numbers, context, self.start, self.end)
+        tokens, cut = frame_and_fit(numbers, context, self.start, self.end)
         return EncodedCaption(tokens, cut, 0)
 
     def word(self, token: int) -> str:
@@ -101,7 +101,7 @@ class BpeTokenizer:
 Tokenizer = WordTokenizer | BpeTokenizer
 
 
-def pad_or_cut(numbers: list[int], context: int, start: int, end: int) -> tuple[list[int], bool]:
+def frame_and_fit(numbers: list[int], context: int, start: int, end: int) -> tuple[list[int], bool]:
     """Return ``context`` tokens: start, numbers, end, zeros; and whether numbers were cut."""
     fitting = numbers[: context - 2]
     tokens = [start, *fitting, end]
@@ -141,7 +141,7 @@ def load_tokenizer(folder: Path, task: ImageText) -> Tokenizer:
         tokenizer: Tokenizer = BpeTokenizer(path, task.words)
     else:
         path = folder / OURS
-        tokenizer = WordTokenizer(read_words(path)[len(SPECIAL) :])
+        tokenizer = WordTokenizer(read_vocabulary_lines(path)[len(SPECIAL) :])
     if tokenizer.digest != task.vocabulary:
         raise UserError(f"{path}: found another vocabulary than the model's; run `prepare` again")
     return tokenizer

@@ -88,7 +88,7 @@ def tokenize_lines(lines: Iterable[Sequence[str]], numbers: Mapping[str, int]) -
     return np.fromiter(tokens, np.int32)
 
 
-def read_words(path: Path) -> list[str]:
+def read_vocabulary_lines(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").split("\n")[:-1]
     except (OSError, UnicodeDecodeError) as error:
@@ -98,7 +98,7 @@ def read_words(path: Path) -> list[str]:
 def read_vocabulary(folder: Path, size: int) -> list[str]:
     """Read vocabulary.txt, words in the order of tokens; UserError unless it has ``size`` words."""
     path = folder / "vocabulary.txt"
-    vocabulary = read_words(path)
+    vocabulary = read_vocabulary_lines(path)
     remedy = "run the stage that writes it again"
     if len(vocabulary) != size:
         raise UserError(f"{path}: found {len(vocabulary):,} words; allowed: {size:,}; {remedy}")

@@ -117,19 +117,19 @@ def draw_jitter(settings: ColourJitter, draws: streams.BatchDraws) -> DrawnJitte
     return DrawnJitter(order, torch.stack(factors, dim=1))
 
 
-def jitter_colours(pixels: Tensor, jitter: DrawnJitter) -> Tensor:
-    """Change colours of pixels fp32 (B, C, H, W) in 0..255 in place; return the same tensor."""
+def jitter_colours_in_place(pixels: Tensor, jitter: DrawnJitter) -> Tensor:
+    """Change colours of pixels fp32 (B, C, H, W) in 0..255; return the same tensor."""
     for place in range(len(JITTER_OPERATIONS)):
         for index, operation in enumerate(JITTER_OPERATIONS):
             chosen = (jitter.order[:, place] == index) & (jitter.factors[:, index] != 1)
-            _change_chosen(pixels, chosen, operation, jitter.factors[:, index])
+            _change_in_place(pixels, chosen, operation, jitter.factors[:, index])
     return pixels
 
 
-def _change_chosen(pixels: Tensor, chosen: Tensor, operation: Operation, strengths: Tensor) -> None:
-    """Apply an operation in place to images where ``chosen`` (B,) is True; strengths: (B,)."""
+def _change_in_place(pixels: Tensor, mask: Tensor, operation: Operation, strengths: Tensor) -> None:
+    """Apply an operation to the images where ``mask`` (B,) is True; strengths: (B,)."""
     # Rows are selected on the CPU, so that nothing waits for the device.
-    rows = chosen.nonzero()[:, 0]
+    rows = mask.nonzero()[:, 0]
     if len(rows):
         values = warping.to_device_async(strengths[rows].to(torch.float32), pixels.device)
         rows = warping.to_device_async(rows, pixels.device)
@@ -137,12 +137,12 @@ def _change_chosen(pixels: Tensor, chosen: Tensor, operation: Operation, strengt
         pixels.index_copy_(0, rows, changed)
 
 
-def erase_rectangles(pixels: Tensor, probability: float, draws: streams.BatchDraws) -> Tensor:
-    """Set a random rectangle of each image to 0, with ``probability`` (Zhong et al. 2020)."""
+def erase_rectangles_in_place(pixels: Tensor, chance: float, draws: streams.BatchDraws) -> Tensor:
+    """Set a random rectangle of an image to 0, with this chance each (Zhong et al. 2020)."""
     height, width = pixels.shape[-2:]
     windows = warping.draw_crop_windows(draws, (height, width), (0.02, 1 / 3), (0.3, 3.3))
     first_row, first_column, box_height, box_width = (part[:, None] for part in windows)
-    chosen = draws.rand()[:, None] < probability
+    chosen = draws.rand()[:, None] < chance
     rows = torch.arange(height) + 0.5
     columns = torch.arange(width) + 0.5
     in_rows = (rows >= first_row) & (rows < first_row + box_height) & chosen
@@ -185,7 +185,6 @@ class RandAugment(config.Config):
 
     @property
     def is_identity(self) -> bool:
-        """True if no operation of the settings changes an image."""
         names = set(self.names) - {"identity"}
         return not self.operations or not (names if self.magnitude else names & STRENGTHLESS)
 
@@ -226,13 +225,13 @@ def operation_affines(operations: DrawnOperations, height: float, width: float) 
     return total
 
 
-def apply_colour_operations(pixels: Tensor, operations: DrawnOperations) -> Tensor:
-    """Apply colour operations in place to fp32 (B, C, H, W) in 0..255; return the same tensor."""
+def apply_colour_operations_in_place(pixels: Tensor, operations: DrawnOperations) -> Tensor:
+    """Change pixels fp32 (B, C, H, W) in 0..255 by the drawn operations; return the same tensor."""
     for place in range(operations.choices.shape[1]):
         for name in (name for name in dict.fromkeys(operations.names) if name in COLOUR_OPERATIONS):
             operation, strength = COLOUR_OPERATIONS[name]
             chosen = _drawn_operation_mask(operations, place, name)
-            _change_chosen(pixels, chosen, operation, strength(operations.levels[:, place]))
+            _change_in_place(pixels, chosen, operation, strength(operations.levels[:, place]))
     return pixels
 
 

@@ -117,7 +117,7 @@ def read_participants_table(root: Path, diagnoses: tuple[str, ...] | None = None
                 problems += [SubjectProblem(*who, f"{file}: {who[0]}: {why}") for why in reasons]
                 subjects.append(subject)
     if not subjects and not problems:
-        raise UserError(f"{path}: {describe_absent_diagnoses(diagnoses, diagnosis_counts)}")
+        raise UserError(f"{path}: {format_absent_diagnoses(diagnoses, diagnosis_counts)}")
     table = table_of_usable_rows(path, people, subjects, problems, places)
     for folder in sorted(root.glob("sub-*")):
         if folder.is_dir() and folder.name not in people:
@@ -155,7 +155,7 @@ def table_of_usable_rows(
     return CohortTable(usable, splits, problems, places)
 
 
-def describe_absent_diagnoses(diagnoses: tuple[str, ...] | None, counts: Counter[str]) -> str:
+def format_absent_diagnoses(diagnoses: tuple[str, ...] | None, counts: Counter[str]) -> str:
     """Return the error text if no row has one of ``diagnoses``; counts: rows per diagnosis."""
     counted = ", ".join(f"{name} ({number})" for name, number in sorted(counts.items()))
     listed = ", ".join(diagnoses or ())

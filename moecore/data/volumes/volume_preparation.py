@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.source_layout import import_optional_library
-from moecore.data.layouts.volumes import BRAIN_SHARE, describe_unusual_tissues
+from moecore.data.layouts.volumes import BRAIN_SHARE, list_tissues_past_limits
 
 AFFINE_TOLERANCE_MM = 0.1  # affines are equal if no corner of the volume lies farther apart
 MAX_VOXELS = 512**3  # a head at 0.5 mm, half a gigabyte of values
@@ -103,12 +103,12 @@ def _read_header(path: Path) -> tuple[Any, Any]:
     with surfer.get_prepare_fileobj() as file:
         shape = struct.unpack(">4i", file.read(20)[4:])
         if math.prod(shape) > MAX_VOXELS:
-            raise UnusableVolume(f"{path}: {_voxel_count_problem(shape)}")
+            raise UnusableVolume(f"{path}: {_format_voxel_refusal(shape)}")
         file.seek(0)
         return MGHImage.header_class.from_fileobj(file), path
 
 
-def _voxel_count_problem(shape: Sequence[int]) -> str:
+def _format_voxel_refusal(shape: Sequence[int]) -> str:
     return f"has the shape {tuple(shape)}; allowed: up to {MAX_VOXELS:,} voxels"
 
 
@@ -118,7 +118,7 @@ def _header_problem(header: Any) -> str | None:
     if len(shape) < 3 or min(shape) < 1 or any(length != 1 for length in shape[3:]):
         return f"has the shape {shape}; allowed: one 3-D volume"
     if math.prod(shape) > MAX_VOXELS:
-        return _voxel_count_problem(shape)
+        return _format_voxel_refusal(shape)
     if header.get_data_dtype().kind not in REAL_NUMBER_KINDS:
         return f"its values are {header.get_data_dtype()}; allowed: whole and real numbers"
     if header.get("sform_code", 1) == 0 and header.get("qform_code", 1) == 0:
@@ -212,7 +212,7 @@ def describe_impossible_tissue(regions: np.ndarray, voxel_ml: float) -> str | No
     head = float(total.sum(dtype=np.float64)) * voxel_ml
     if not HEAD_ML[0] <= head <= HEAD_ML[1]:
         return f"the tissue maps hold {head:.0f} mL; possible: {HEAD_ML[0]} to {HEAD_ML[1]} mL"
-    if wrong := describe_unusual_tissues(regions, POSSIBLE_SHARES):
+    if wrong := list_tissues_past_limits(regions, POSSIBLE_SHARES):
         shares = POSSIBLE_SHARES.items()
         limits = ", ".join(f"{name} {low:g} to {high:g}" for name, (low, high) in shares)
         return f"tissue fractions are impossible: {wrong}; possible: {limits}"

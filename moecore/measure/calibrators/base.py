@@ -101,7 +101,7 @@ def read_calibrator(path: Path, predicts: Literal["classes", "numbers"]) -> Fitt
 Fit = TypeVar("Fit")
 
 
-class FittedByGroup(FittedCalibrator, ABC):
+class FittedByGroupBase(FittedCalibrator, ABC):
     """Base of fitted number calibrators: a pooled fit, and a fit of each group that allows one."""
 
     fit_on: FitOn = Field(description="Split whose predictions it was fitted to.")
@@ -149,10 +149,10 @@ def fit_by_group(
     fit: Callable[[np.ndarray, np.ndarray], Fit],  # of (N,), (N,); may raise NoFitError
     name: str,  # for messages, as "linear, fitted on train"
 ) -> dict[str, Any]:
-    """Return the fields of ``FittedByGroup``: ``pooled``, ``groups`` and ``fallbacks``."""
+    """Return the fields of ``FittedByGroupBase``: ``pooled``, ``groups`` and ``fallbacks``."""
     # A group without a fit uses the fit of all, with a warning.
-    predictions = check_finite("predictions", predictions)
-    targets = check_finite("ages", labels)
+    predictions = convert_to_finite_vector("predictions", predictions)
+    targets = convert_to_finite_vector("ages", labels)
     groups = [""] * len(targets) if groups is None else groups
     if not len(predictions) == len(targets) == len(groups):
         counts = f"{len(predictions)} predictions, {len(targets)} ages, {len(groups)} groups"
@@ -193,7 +193,7 @@ def check_ages_allow_fit(ages: np.ndarray, min_pairs: int) -> None:
         raise NoFitError(f"all {len(ages)} ages are {ages[0]:g}; allowed: two ages or more")
 
 
-def check_finite(name: str, values: Any) -> np.ndarray:
+def convert_to_finite_vector(name: str, values: Any) -> np.ndarray:
     """Return the values (N,) as fp64; UserError for another shape, and for non-finite values."""
     values = np.asarray(values, np.float64)
     if values.ndim != 1:

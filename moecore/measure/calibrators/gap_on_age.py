@@ -30,7 +30,7 @@ class FittedGap(config.Config):
         return Polynomial(self.coefficients)(ages)
 
 
-class FittedGapOnAge(base.FittedByGroup):
+class FittedGapOnAge(base.FittedByGroupBase):
     """The fitted curves: one for all pairs, and one for each group that allows a fit."""
 
     uses_age: ClassVar[bool] = True
@@ -52,8 +52,8 @@ class FittedGapOnAge(base.FittedByGroup):
                 "calibrate.calibrator: gap_on_age corrects by the known age, which is missing; "
                 "allowed: ages of all volumes, or kind: linear, which needs none"
             )
-        predictions = base.check_finite("predictions", predictions)
-        ages = base.check_finite("ages", ages)
+        predictions = base.convert_to_finite_vector("predictions", predictions)
+        ages = base.convert_to_finite_vector("ages", ages)
         if groups is None:
             return predictions - self.pooled.expected_gap(ages)
         curves = base.select_fits(self.groups, self.pooled, groups, len(predictions))

@@ -35,7 +35,7 @@ class FittedLine(Config):
         return (predictions - self.intercept) / self.slope
 
 
-class FittedLinesByGroup(base.FittedByGroup):
+class FittedLinesByGroup(base.FittedByGroupBase):
     """The fitted lines: one for all pairs, and one for each group that allows a fit."""
 
     kind: Literal["linear"] = "linear"
@@ -45,7 +45,7 @@ class FittedLinesByGroup(base.FittedByGroup):
 
     def apply(self, predictions: np.ndarray, groups: Sequence[str] | None = None) -> np.ndarray:
         """Return (ŷ − a)/b by the group's line, or the pooled one, with a warning."""
-        predictions = base.check_finite("predictions", predictions)
+        predictions = base.convert_to_finite_vector("predictions", predictions)
         if groups is None:
             return self.pooled.invert(predictions)
         lines = base.select_fits(self.groups, self.pooled, groups, len(predictions))

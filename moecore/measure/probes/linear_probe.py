@@ -26,7 +26,7 @@ PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # per image; features have standard d
 TISSUE_ORDER = ("csf", "gm", "wm")  # by how much the tissue's shape tells about age, most first
 
 
-def predict_with_features(
+def predict_and_capture_features(
     model: Model, images: np.ndarray | Tensor, batch: int = BATCH
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a regression model's predictions (N,), and its head's inputs (N, F); both fp64."""
@@ -90,7 +90,7 @@ def predict_volumes(
         if region is not None:
             share = torch.from_numpy(data.regions(split)[indices, region])
             images = keep_only_tissue(images, share)
-        chunks.append(predict_with_features(model, images, batch))
+        chunks.append(predict_and_capture_features(model, images, batch))
     predicted, features = (np.concatenate(column) for column in zip(*chunks, strict=True))
     return VolumePredictions(predicted, features, ages[chosen])
 
@@ -111,7 +111,7 @@ def model_and_probe_errors(
     )
 
 
-def probe_error_gaps_between_tissues(
+def compare_probe_errors_of_tissues(
     tissues: Mapping[str, ModelAndProbeErrors], people: People = None
 ) -> dict[tuple[str, str], Interval]:
     """Return (tissue, previous one) → probe's additional error; {} if a tissue is missing."""

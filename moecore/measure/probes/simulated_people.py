@@ -57,7 +57,7 @@ class UnseenPeopleSimulator(NamedTuple):
         return np.stack(list(map_in_threads(lambda scan: self.source.draw(*scan)[0], scans)))
 
 
-def alternating_sex(number: int) -> str:
+def choose_sex(number: int) -> str:
     return "FM"[number % 2]
 
 
@@ -75,12 +75,12 @@ def predict_ageing(
     rows = []
     for number in range(subjects):
         person = people.person_seed(number)
-        scans = [ScanRequest(age, alternating_sex(number), person) for age in ages]
+        scans = [ScanRequest(age, choose_sex(number), person) for age in ages]
         rows.append(predict_years(model, people.draw_volumes(scans), batch))
     return np.stack(rows)
 
 
-def rising_step_share(predictions: np.ndarray) -> float:
+def compute_mean_rising_step_share(predictions: np.ndarray) -> float:
     """Return the share of steps between ages at which predictions (S, A) rise; A ≥ 2."""
     return float((np.diff(predictions, axis=1) > 0).mean())
 
@@ -99,7 +99,7 @@ def measure_simulated_rescans(
 ) -> tuple[Interval, Interval]:
     """Return the mean |difference| in years of two scans per person, at one site and at two."""
     scans = [
-        ScanRequest(float(age), alternating_sex(number), people.person_seed(PEOPLE // 2 + number))
+        ScanRequest(float(age), choose_sex(number), people.person_seed(PEOPLE // 2 + number))
         for number, age in enumerate(ages)
     ]
 
@@ -173,7 +173,7 @@ def tissue_sums_by_cube(shares: np.ndarray, grid: tuple[int, ...]) -> np.ndarray
     return sums.reshape(*shares.shape[:2], -1).swapaxes(1, 2)
 
 
-def cube_tissue_agreement(sorts: Sequence[RoutedCubes]) -> TissueAgreement:
+def measure_tissue_agreement(sorts: Sequence[RoutedCubes]) -> TissueAgreement:
     """Return how often a cube's best expert is its tissue's; sorts: versions of N volumes."""
     cube_tissues = np.concatenate([cubes.largest_tissue for cubes in sorts], axis=1)
     first = np.concatenate([cubes.best_expert for cubes in sorts], axis=1)
@@ -199,15 +199,15 @@ def cube_tissue_agreement(sorts: Sequence[RoutedCubes]) -> TissueAgreement:
     return TissueAgreement(
         people=len(cube_tissues),
         cubes=int(number.sum()),
-        agreement=mean_over_people(right, 0.0),
+        agreement=bootstrap_mean_over_people(right, 0.0),
         permuted=float(permuted.mean()),
         fixed=float(rates.mean(axis=0).max()),
         same_place=same_place,
-        over_chance=mean_over_people(right - permuted, -1.0),
+        over_chance=bootstrap_mean_over_people(right - permuted, -1.0),
     )
 
 
-def cube_tissue_score_correlation(routed_cubes: RoutedCubes, tissue: int) -> Interval:
+def average_tissue_score_correlation(routed_cubes: RoutedCubes, tissue: int) -> Interval:
     """Return Spearman's correlation of a tissue's share of a cube and its expert's score."""
     # Over a person's cubes, 0 if either is constant; mean over people.
     values = []
@@ -216,10 +216,10 @@ def cube_tissue_score_correlation(routed_cubes: RoutedCubes, tissue: int) -> Int
         has_tissue = total > 0
         share = amounts[has_tissue, tissue] / total[has_tissue]
         values += rank_correlations(share, scores[has_tissue, tissue][None])
-    return mean_over_people(np.array(values), -1.0)
+    return bootstrap_mean_over_people(np.array(values), -1.0)
 
 
-def mean_over_people(values: np.ndarray, lowest: float) -> Interval:
+def bootstrap_mean_over_people(values: np.ndarray, lowest: float) -> Interval:
     """Return the mean of values (N,), one per person, with 95 % limits in [``lowest``, 1]."""
     if len(values) < 2:
         return Interval(float(values.mean()))
@@ -246,7 +246,7 @@ class RegionExpertAgreement(NamedTuple):
     correlation: dict[str, Interval]  # complete volumes: a tissue's share of a cube and the score
 
 
-class RegionGeneralisation(NamedTuple):
+class RegionExpertGeneralisation(NamedTuple):
     test: RegionExpertAgreement
     mixed: TissueAgreement | None  # over all mixtures; None with a single region expert
     # (complete tissue, thinned tissue, remaining share of its voxels) → agreement
@@ -259,16 +259,16 @@ class VolumesAndTissues(NamedTuple):
     shares: np.ndarray  # (N, R, D, H, W)
 
 
-def measure_region_generalisation(
+def measure_region_experts(
     subject: MeasuredModel,
     settings: RegionGeneralisationSettings,
     ages: tuple[float, float],  # youngest and oldest of the other generator's people, in years
     seed: int,  # of these people and of the mixtures
     batch: int,  # volumes per forward pass
-) -> RegionGeneralisation:
+) -> RegionExpertGeneralisation:
     """Return region experts' agreement with tissues on test, mixed and newly simulated volumes."""
     model, data, tissues = subject.model, subject.data, subject.regions
-    test = select_volume_per_participant(data, tissues, settings.volumes)
+    test = read_first_volume_per_participant(data, tissues, settings.volumes)
     mixed = {}
     for complete, thinned in permutations(range(len(tissues)), 2):
         for share in THINNED_VOXEL_SHARES:
@@ -277,12 +277,12 @@ def measure_region_generalisation(
     other = None
     if has_generator_voxel_grid(data):
         cohort = simulate_ellipsoid_cohort(tissues, settings.subjects, ages, seed)
-        other = measure_tissue_routing(model, cohort, tissues, batch)
-    return RegionGeneralisation(
-        test=measure_tissue_routing(model, test, tissues, batch),
-        mixed=cube_tissue_agreement(list(mixed.values())) if mixed else None,
+        other = measure_region_expert_agreement(model, cohort, tissues, batch)
+    return RegionExpertGeneralisation(
+        test=measure_region_expert_agreement(model, test, tissues, batch),
+        mixed=measure_tissue_agreement(list(mixed.values())) if mixed else None,
         mixtures={
-            (tissues[complete], tissues[thinned], share): cube_tissue_agreement([cubes])
+            (tissues[complete], tissues[thinned], share): measure_tissue_agreement([cubes])
             for (complete, thinned, share), cubes in mixed.items()
         },
         other=other,
@@ -293,7 +293,7 @@ def has_generator_voxel_grid(data: Prepared) -> bool:
     return data.card["size"] == [SIDE] * 3 and data.card["voxel_mm"] == [VOXEL_MM] * 3
 
 
-def select_volume_per_participant(
+def read_first_volume_per_participant(
     data: Prepared, tissues: tuple[str, ...], count: int
 ) -> VolumesAndTissues:
     """Return the first volume of each of ``count`` test participants, evenly spread."""
@@ -311,7 +311,7 @@ def simulate_ellipsoid_cohort(
     """Simulate ``count`` people by ``simulate_ellipsoid_scan``: evenly spread ages, both sexes."""
     channels = [TISSUES.index(tissue) for tissue in tissues]
     people = [
-        (float(age), alternating_sex(number), FIRST_SEED + seed * PEOPLE + number)
+        (float(age), choose_sex(number), FIRST_SEED + seed * PEOPLE + number)
         for number, age in enumerate(np.linspace(*ages, count))
     ]
     scans = list(map_in_threads(lambda person: simulate_ellipsoid_scan(*person), people))
@@ -319,7 +319,7 @@ def simulate_ellipsoid_cohort(
     return VolumesAndTissues(images, regions[:, channels])
 
 
-def measure_tissue_routing(
+def measure_region_expert_agreement(
     model: Model, scans: VolumesAndTissues, tissues: tuple[str, ...], batch: int
 ) -> RegionExpertAgreement:
     """Measure how often a cube's best expert is its tissue's, on whole and one-tissue volumes."""
@@ -329,10 +329,10 @@ def measure_tissue_routing(
         for tissue in range(len(tissues))
     ]
     return RegionExpertAgreement(
-        complete=cube_tissue_agreement([complete]),
-        isolated=cube_tissue_agreement(single),
+        complete=measure_tissue_agreement([complete]),
+        isolated=measure_tissue_agreement(single),
         correlation={
-            name: cube_tissue_score_correlation(complete, tissue)
+            name: average_tissue_score_correlation(complete, tissue)
             for tissue, name in enumerate(tissues)
         },
     )

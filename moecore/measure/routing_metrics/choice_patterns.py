@@ -16,7 +16,7 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord, choice_margin
 from moecore.measure.base import SEED
-from moecore.measure.routing_metrics import changed_choices, layer_metrics
+from moecore.measure.routing_metrics import interventions, layer_metrics
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.statistics.comparisons import linearize_ratio
@@ -71,7 +71,7 @@ def _expert_counts_at_least_one(counts: Tensor) -> Tensor:
     return counts.diagonal().where(counts.diagonal() > 0, 1)
 
 
-def window_use_histogram(chosen: Tensor, length: int) -> Tensor:
+def count_windows_by_expert_uses(chosen: Tensor, length: int) -> Tensor:
     """Count, per image, the (window, expert) pairs with 0 … m uses, (B, m + 1) int64."""
     # chosen: (B, T, E) bool. Windows of ``length`` m tokens start at every token.
     if length > chosen.shape[1]:
@@ -84,23 +84,23 @@ def window_use_histogram(chosen: Tensor, length: int) -> Tensor:
     return torch.stack([(uses == number).sum(dim=1) for number in range(length + 1)], dim=1)
 
 
-def consistency_f1_scores(uses: np.ndarray) -> np.ndarray:
+def compute_consistency_f1_by_threshold(uses: np.ndarray) -> np.ndarray:
     """Return F1 for each threshold θ = 0 … m, (m + 1,), from a histogram ``uses`` (m + 1,)."""
     # A window loads experts with at least θ uses: F1 = 2·served / (m·loaded + needed), with served
     # the uses of loaded experts and needed all uses.
-    served, needed_and_loaded = _served_and_f1_denominator(uses[None])
+    served, needed_and_loaded = _sum_f1_terms_by_threshold(uses[None])
     return 2 * served[0] / needed_and_loaded[0]
 
 
 def consistency_by_image(uses: np.ndarray) -> np.ndarray:
     """Return the largest F1 over θ as values per image, (B,), with that mean; uses (B, m + 1)."""
-    best = int(consistency_f1_scores(uses.sum(axis=0)).argmax())
-    served, needed_and_loaded = _served_and_f1_denominator(uses)
+    best = int(compute_consistency_f1_by_threshold(uses.sum(axis=0)).argmax())
+    served, needed_and_loaded = _sum_f1_terms_by_threshold(uses)
     return linearize_ratio(2 * served[:, best], needed_and_loaded[:, best])
 
 
-def _served_and_f1_denominator(uses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return served, and m·loaded + needed, of ``consistency_f1_scores``, (B, m + 1) over θ."""
+def _sum_f1_terms_by_threshold(uses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return served, and m·loaded + needed, of F1 at each threshold θ, (B, m + 1)."""
     length = uses.shape[1] - 1
     weighted = uses * np.arange(length + 1)
     served = np.flip(np.flip(weighted, 1).cumsum(axis=1), 1)
@@ -108,7 +108,7 @@ def _served_and_f1_denominator(uses: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return served, loaded + weighted.sum(axis=1, keepdims=True)
 
 
-def window_consistency(
+def measure_consistency_by_window(
     patches: Tensor, windows: Sequence[int]
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Return "consistency_{m}" → F1 by image, (B,), and → by chance, for m < T of (B, T, E)."""
@@ -118,9 +118,9 @@ def window_consistency(
     shuffled = patches[torch.arange(number).unsqueeze(-1), torch.from_numpy(order)]
     for window in sorted(window for window in windows if window < length):
         name = f"consistency_{window}"
-        values[name] = consistency_by_image(window_use_histogram(patches, window).numpy())
-        uses = window_use_histogram(shuffled, window).sum(dim=0).numpy()
-        chances[name] = float(consistency_f1_scores(uses).max())
+        values[name] = consistency_by_image(count_windows_by_expert_uses(patches, window).numpy())
+        uses = count_windows_by_expert_uses(shuffled, window).sum(dim=0).numpy()
+        chances[name] = float(compute_consistency_f1_by_threshold(uses).max())
     return values, chances
 
 
@@ -187,7 +187,7 @@ def record_choices_from_earlier_layer(model: Model) -> Iterator[dict[str, list[T
             _, early_record = layer.router.forward(earlier, RoutingContext(basis=basis))
             choices.append(early_record.chosen.cpu())
 
-    with calling_after_each_routing(changed_choices.unguided_model(model), choose_early):
+    with calling_after_each_routing(interventions.unguided_model(model), choose_early):
         yield early
 
 
@@ -215,7 +215,7 @@ def choice_predictability(
     of_layer = {"early_hottest": len(early_set & own_set) / hottest}
     if np.ptp(early_counts) > 0 and np.ptp(counts) > 0:
         of_layer["early_load_rank"] = float(scipy.stats.spearmanr(early_counts, counts).statistic)
-    by_image = {"early_choice": overlap, "early_load": linearize_cosine(early_rows, rows)}
+    by_image = {"early_choice": overlap, "early_load": linearize_load_cosine(early_rows, rows)}
     chances = {
         "early_choice": float(number.sum() / (number > 0).sum() / chosen.shape[-1]),
         "early_load": float(counts.mean() / np.sqrt(np.square(counts).mean())),
@@ -223,7 +223,7 @@ def choice_predictability(
     return by_image, chances, of_layer
 
 
-def linearize_cosine(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+def linearize_load_cosine(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     """Return (B,) whose mean is the cosine of the column sums of two (B, E); 0 for zero sums."""
     first, second = ours.mean(axis=0), theirs.mean(axis=0)
     tiny = np.finfo(float).tiny

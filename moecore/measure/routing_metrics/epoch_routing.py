@@ -29,7 +29,7 @@ from moecore.training import outcome
 from moecore.training.single_tissue_volumes import keep_only_tissue
 
 
-def count_matching_pairs(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Tensor:
+def count_token_pair_matches_by_image(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Tensor:
     """Count each image's pairs that agree, (B, 3) int64; the lowest index is best in a tie."""
     # Columns: best expert, best and second in this order, two best as a set. probs_1, probs_2:
     # (B, P, E), both sides of each pair; is_pair: (B, P) bool, which pairs exist.
@@ -49,7 +49,7 @@ def count_matching_pairs(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> T
     return torch.stack([(same & is_pair).sum(dim=1) for same in matches], dim=1)
 
 
-def agreement_over_epochs(first_experts: Sequence[np.ndarray]) -> dict[str, list[float]]:
+def compare_with_final_and_next(first_experts: Sequence[np.ndarray]) -> dict[str, list[float]]:
     """Return "with_final" and "consecutive" → shares of tokens with equal best experts."""
     # first_experts: per epoch, (N, T) integers, the best expert of each token of the same N images.
     # ``with_final``: one value per epoch, the last is 1; ``consecutive``: one per pair of epochs.
@@ -94,7 +94,7 @@ def expert_purity(table: np.ndarray) -> float:
     return math.nan
 
 
-def purity_over_layers(tables: Sequence[np.ndarray]) -> float:
+def average_purity_over_layers(tables: Sequence[np.ndarray]) -> float:
     return float(np.mean([expert_purity(table) for table in tables]))
 
 
@@ -114,7 +114,7 @@ def purity_by_epoch(
     for epoch in first:
         layers = epoch.astype(np.int64).swapaxes(0, 1)
         counts = [expert_kind_counts(layer, kinds, expert_count, kind_count) for layer in layers]
-        purities.append(purity_over_layers([tables.sum(axis=0) for tables in counts]))
+        purities.append(average_purity_over_layers([tables.sum(axis=0) for tables in counts]))
     return purities
 
 
@@ -155,9 +155,9 @@ class EpochRecorder(NamedTuple):
             maps = layer_metrics.class_expert_probs(routed, classes, self.data.task.outputs)
             tensors["maps"] = maps.float()  # (K, layers, E)
         write_tensors(self.folder / f"epochs/{epoch:04d}.safetensors", tensors)
-        if epoch in tissue_routing_epochs(self.epochs):
+        if epoch in choose_tissue_routing_epochs(self.epochs):
             self.write_tissue_routing(epoch)
-        if epoch in explorer_epochs(self.epochs) and not self.data.task.long:
+        if epoch in choose_explorer_epochs(self.epochs) and not self.data.task.long:
             self.write_trace(epoch)
         if epoch == 1:
             return None
@@ -172,7 +172,7 @@ class EpochRecorder(NamedTuple):
         names = [f"epochs/{epoch:04d}.safetensors" for epoch in range(1, epochs + 1)]
         stored = [read_tensors(self.folder / name)[0] for name in names]
         first = [tensors["first"].numpy() for tensors in stored]
-        agreement = agreement_over_epochs([experts.reshape(len(experts), -1) for experts in first])
+        agreement = compare_with_final_and_next([epoch.reshape(len(epoch), -1) for epoch in first])
         people = self.data.validation.people
         if people is not None:
             people = people[:VALIDATION_IMAGES]
@@ -209,14 +209,14 @@ class EpochRecorder(NamedTuple):
         chosen = evenly_spaced_indices(len(self.data.validation.labels), TISSUE_VOLUMES)
         volumes = np.array(self.data.validation.images[chosen])
         maps = np.array(self.data.regions("validation")[chosen])
-        rows = tissue_routing_rows(self.model, volumes, maps, tissues, self.experts, self.seed)
+        rows = route_single_tissues(self.model, volumes, maps, tissues, self.experts, self.seed)
         routing = outcome.EpochTissueRouting(epoch=epoch, rows=rows)
         write_json(self.folder / f"regions/{epoch:04d}.json", routing.model_dump(mode="json"))
 
     def read_tissue_routing(self) -> tuple[outcome.EpochTissueRouting, ...]:
         if not self.data.card.get("regions"):
             return ()
-        epochs = tissue_routing_epochs(self.epochs)
+        epochs = choose_tissue_routing_epochs(self.epochs)
         contents = [read_json(self.folder / f"regions/{epoch:04d}.json") for epoch in epochs]
         return tuple(outcome.EpochTissueRouting.model_validate(content) for content in contents)
 
@@ -225,14 +225,14 @@ class EpochRecorder(NamedTuple):
         images = np.array(self.data.test.images[explorer_image_indices(self.data, MAX_IMAGES)])
         prediction, records = predict.predict_in_batches(self.model, images, batch=MAX_IMAGES)
         task, layouts = self.data.task, self.model.layouts
-        traces = encoded_routing.encode_predictions_and_routing(prediction, records, task, layouts)
+        traces = encoded_routing.encode_predictions_and_records(prediction, records, task, layouts)
         write_json(self.folder / f"traces/{epoch:04d}.json", traces.model_dump(mode="json"))
 
     def read_traces(self) -> tuple[outcome.WatchedImagesRouting, ...]:
         """Return predictions and routing of each watched epoch; UserError if one is missing."""
         places = explorer_image_indices(self.data, MAX_IMAGES)
         watched = []
-        for epoch in explorer_epochs(self.epochs):
+        for epoch in choose_explorer_epochs(self.epochs):
             content = read_json(self.folder / f"traces/{epoch:04d}.json")
             trace = encoded_routing.EncodedPredictionsAndRouting.model_validate(content)
             watched.append(outcome.WatchedImagesRouting(epoch=epoch, images=places, trace=trace))
@@ -248,7 +248,7 @@ def saturation_by_image(chosen: Sequence[np.ndarray]) -> list[np.ndarray]:
 
     final = unpack(chosen[-1])
     return [
-        layer_metrics.kept_share(unpack(packed), final).mean(dim=(1, 2)).numpy()
+        layer_metrics.inherited_share(unpack(packed), final).mean(dim=(1, 2)).numpy()
         for packed in chosen
     ]
 
@@ -296,7 +296,7 @@ def finetuning_agreement(
 TISSUE_VOLUMES = 24  # of the validation split, evenly spread over it
 
 
-def tissue_routing_epochs(epochs: int) -> tuple[int, ...]:
+def choose_tissue_routing_epochs(epochs: int) -> tuple[int, ...]:
     return tuple(sorted({1, (epochs + 1) // 2, epochs}))
 
 
@@ -324,7 +324,7 @@ def explorer_image_indices(data: Prepared, number: int) -> list[int]:
     return nested_spread_indices(len(images), min(number, limit))
 
 
-def explorer_epochs(epochs: int) -> tuple[int, ...]:
+def choose_explorer_epochs(epochs: int) -> tuple[int, ...]:
     spread = np.linspace(epochs, 1, min(epochs, MAX_EXPLORER_EPOCHS)).round().astype(int)
     return tuple(np.unique(spread).tolist())
 
@@ -332,7 +332,7 @@ def explorer_epochs(epochs: int) -> tuple[int, ...]:
 BEST_EXPERTS_PER_TISSUE = 2  # experts named per tissue, as in figure S1
 
 
-def tissue_routing_rows(
+def route_single_tissues(
     model: Model,
     volumes: np.ndarray,  # (N, 1, D, H, W) floating point in [0, 1]
     regions: np.ndarray,  # uint8 (N, R, D, H, W), tissue share × 255
@@ -357,9 +357,9 @@ def tissue_routing_rows(
     for channel, tissue in enumerate(tissues):
         share = torch.from_numpy(np.array(regions[:, channel]))
         random = shuffle_tissue_in_brain(share, images[:, 0] > 0, seed + channel)
-        rows.append(_tissue_row(tissue, model, keep_only_tissue(images, share), experts))
+        rows.append(_route_to_tissue_row(tissue, model, keep_only_tissue(images, share), experts))
         masked = keep_only_tissue(images, random)
-        controls.append(_tissue_row(f"random_{tissue}", model, masked, experts))
+        controls.append(_route_to_tissue_row(f"random_{tissue}", model, masked, experts))
     return [*rows, *controls]
 
 
@@ -374,7 +374,7 @@ def shuffle_tissue_in_brain(share: Tensor, brain: Tensor, seed: int) -> Tensor:
     return shuffled
 
 
-def _tissue_row(
+def _route_to_tissue_row(
     name: str, model: Model, volumes: Tensor, experts: Sequence[str]
 ) -> outcome.TissueRoutingRow:
     _, records = predict.predict_in_batches(model, volumes, batch=32)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from moecore.core.arrays_as_text import decode_compressed_text, encode_concatenated_arrays
+from moecore.core.arrays_as_text import decode_base64_zlib, encode_concatenated_arrays
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import Split, evenly_spaced_indices
 from moecore.data.text.tokenizers import Tokenizer
-from moecore.data.views.views import CropRanges, ViewSettings
-from moecore.measure.routing_metrics import changed_choices, layer_metrics
+from moecore.data.views.random_views import CropRanges, ViewSettings
+from moecore.measure.routing_metrics import interventions, layer_metrics
 from moecore.measure.routing_metrics.epoch_routing import true_kinds
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views
 from moecore.nn import correspondence, encoded_routing, predict
@@ -43,7 +43,7 @@ class EncodedImages(Config):
     pixels: str  # encoded by ``core.arrays_as_text.encode_concatenated_arrays``
 
     def array(self) -> np.ndarray:
-        return np.frombuffer(decode_compressed_text(self.pixels), np.uint8).reshape(self.shape)
+        return np.frombuffer(decode_base64_zlib(self.pixels), np.uint8).reshape(self.shape)
 
 
 def encode_thumbnails(pixels: Tensor, side: int = THUMBNAIL_SIDE) -> EncodedImages:
@@ -92,7 +92,7 @@ class Overlays(Config):
         return np.frombuffer(base64.b64decode(self.pixels), np.uint8).reshape(self.shape)
 
 
-class MatchedCrops(Config):
+class OverlappingCrops(Config):
     """Two random crops of one image; corresponding patches have the same number (PRC, figure 4)."""
 
     views: EncodedImages  # (2, C, h, w), the crop of higher resolution first
@@ -100,7 +100,7 @@ class MatchedCrops(Config):
     """Rows of text as in Overlays: the index of the patch in the second view, "-": no partner."""
 
 
-def draw_matched_crops(images: np.ndarray, layout: TokenLayout, seed: int) -> MatchedCrops | None:
+def draw_crop_pair(images: np.ndarray, layout: TokenLayout, seed: int) -> OverlappingCrops | None:
     """Return two random crops of the first image whose crops share half of its patches."""
     # Without such an image: of the one whose crops share most. images: uint8 (N, C, H, W), N ≥ 1.
     # None for volumes and for images of a single patch.
@@ -117,7 +117,7 @@ def draw_matched_crops(images: np.ndarray, layout: TokenLayout, seed: int) -> Ma
     if pairs.swapped[chosen]:
         both = both.flip(0)
     grids = (numbers.reshape(layout.grid).numpy() for numbers in (index, second))
-    return MatchedCrops(
+    return OverlappingCrops(
         views=encode_thumbnails(both),
         numbers=tuple(tuple(_expert_grid_to_text(grid)) for grid in grids),
     )
@@ -341,7 +341,7 @@ def largest_shares(shares: Tensor, number: int = MAX_CLASSES) -> tuple[tuple[int
     return tuple((index, round(float(shares[index]), 4)) for index in order if shares[index] > 0)
 
 
-def last_block_words(blocks: np.ndarray, has_truth: bool) -> np.ndarray:
+def select_last_context_word_ids(blocks: np.ndarray, has_truth: bool) -> np.ndarray:
     """Return the vocabulary indices (N, T) of the words of the last block of the context."""
     # blocks: (N, C, T), C blocks of context; if ``has_truth``, C / 2, then C / 2 of true kinds.
     return blocks[:, blocks.shape[1] // (1 + has_truth) - 1].astype(np.int64)
@@ -352,7 +352,7 @@ def word_galleries_by_layer(
 ) -> list[LayerGallery]:
     """Return the profiles of every MoE layer's experts on blocks (N, C, T) of text."""
     _, records = predict.predict_in_batches(model, blocks, CHUNK, prediction=False)
-    word_ids = last_block_words(blocks, bool(model.image.truth))
+    word_ids = select_last_context_word_ids(blocks, bool(model.image.truth))
     galleries = []
     for record, layout in zip(records, model.layouts, strict=True):
         chosen = record.chosen
@@ -396,8 +396,8 @@ def favourite_words(
 Read = list[tuple[str, list[int]]]  # words with their experts, largest weight first
 
 
-def find_two_towers(model: Model) -> TwoTowerModel | None:
-    student = changed_choices.unguided_model(model)
+def find_two_tower_model(model: Model) -> TwoTowerModel | None:
+    student = interventions.unguided_model(model)
     return student if isinstance(student, TwoTowerModel) else None
 
 

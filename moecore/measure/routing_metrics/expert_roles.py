@@ -12,7 +12,7 @@ from moecore.core import arrays_as_text, config, routing_records
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, MeasuredPart, Number
 from moecore.measure.routing_metrics import choice_patterns, expert_similarity, label_information
-from moecore.measure.routing_metrics.changed_choices import unguided_model
+from moecore.measure.routing_metrics.interventions import unguided_model
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.measure.values import Found, Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model
@@ -215,7 +215,7 @@ def put_roles(
     by_image: list[ByImage] = []
     for index, (record, layout) in enumerate(zip(records, subject.model.layouts, strict=True)):
         layer_labels = dict(labels_on_grid[layout])
-        inputs = RoleAnalysisInputs(
+        inputs = OptionalLayerRoleInputs(
             people, similarity[index], predicted[index], scores=scores[index]
         )
         if index > 0:
@@ -296,7 +296,7 @@ def compare_seeds(ours: Found, theirs: Found) -> expert_similarity.PairAgreement
 ByImage = dict[str, np.ndarray]  # name → one value per image, (N,)
 
 
-class RoleAnalysisInputs(NamedTuple):
+class OptionalLayerRoleInputs(NamedTuple):
     """Inputs of a layer's analysis in addition to its record; None if not available."""
 
     people: People = None  # (N,), the person of each image
@@ -311,7 +311,7 @@ def measure_layer_roles(
     layout: routing_records.TokenLayout,
     labels: dict[str, Tensor],
     settings: ExpertRoles,
-    inputs: RoleAnalysisInputs,
+    inputs: OptionalLayerRoleInputs,
 ) -> tuple[LayerRoles, ByImage]:
     """Return one layer's roles, and metric → values per image, (N,)."""
     # labels: name → (N or 1, T or 1), -1 if unknown; special tokens have none.
@@ -322,7 +322,7 @@ def measure_layer_roles(
     known = (chosen, layout, labels, inputs.people)
     information, by_image = label_information.information_by_label(*known)
     patches = chosen[:, layout.special :]
-    consistency, chances = choice_patterns.window_consistency(patches, settings.windows)
+    consistency, chances = choice_patterns.measure_consistency_by_window(patches, settings.windows)
     by_image |= consistency
     extra = {"batch_violation": choice_patterns.mean_batch_maxvio(chosen, settings.batch)}
     in_batch = round(int(counts.sum()) * min(1, settings.batch / len(chosen)))

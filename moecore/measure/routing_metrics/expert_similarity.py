@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from moecore.core import arrays_as_text, config, files, routing_records
-from moecore.measure.routing_metrics.changed_choices import unguided_model
+from moecore.measure.routing_metrics.interventions import unguided_model
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import BATCH, ImageSequence
@@ -174,7 +174,7 @@ class EncodedChoices(config.Config):
 
 def decode_choices(encoded: EncodedChoices) -> np.ndarray:
     """Return which experts tokens chose, (images, tokens, experts) bool."""
-    bits = np.frombuffer(arrays_as_text.decode_compressed_text(encoded.bits), np.uint8)
+    bits = np.frombuffer(arrays_as_text.decode_base64_zlib(encoded.bits), np.uint8)
     count = int(np.prod(encoded.shape))
     return np.unpackbits(bits, count=count).astype(bool).reshape(encoded.shape)
 

@@ -129,7 +129,7 @@ def measure_information(
     return LabelInformation(**values, specialisation=specialisation), by_image
 
 
-def permute_labels(
+def iterate_label_permutations(
     labels: np.ndarray, number: int, seed: int, people: intervals.People = None
 ) -> Iterator[np.ndarray]:
     """Yield ``number`` permutations of labels (B, T) among images, or among people if given."""
@@ -202,7 +202,7 @@ def information_by_label(
         token_labels = kind_labels.expand(chosen.shape[:2])[:, layout.special :].numpy()
         if len(np.unique(token_labels[(token_labels >= 0) & patches.any(axis=-1)])) < 2:
             continue
-        permuted = permute_labels(token_labels, PERMUTATIONS, SEED, people)
+        permuted = iterate_label_permutations(token_labels, PERMUTATIONS, SEED, people)
         if name == "position":  # the same in all images, so permuted within each image
             random = np.random.default_rng(SEED)
             permuted = (random.permuted(token_labels, axis=1) for _ in range(PERMUTATIONS))

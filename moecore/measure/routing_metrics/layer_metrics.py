@@ -40,14 +40,14 @@ def load_cv2(counts: Tensor) -> float:
     Raises:
         UserError: no token chose an expert.
     """
-    _check_counts(counts)
+    _check_any_choice(counts)
     counts = counts.double()
     return float(counts.var(unbiased=False) / counts.mean().square())
 
 
 def normalised_load_entropy(counts: Tensor) -> float:
     """Return the entropy of the load / ln E, of counts (E,) (TGR): 1 if even, 0 at collapse."""
-    _check_counts(counts)
+    _check_any_choice(counts)
     if len(counts) == 1:
         return 1.0
     return float(torch.special.entr(counts.double() / counts.sum()).sum() / math.log(len(counts)))
@@ -55,19 +55,19 @@ def normalised_load_entropy(counts: Tensor) -> float:
 
 def max_load_violation(counts: Tensor) -> float:
     """Return MaxVio of counts (E,): largest / mean load − 1, 0 to E − 1 (Wang et al., 2024)."""
-    _check_counts(counts)
+    _check_any_choice(counts)
     counts = counts.double()
     return float(counts.max() / counts.mean() - 1)
 
 
 def dead_expert_share(counts: Tensor, below: float = 0.01) -> float:
     """Return the share of experts whose count, of (E,), is less than ``below`` times the mean."""
-    _check_counts(counts)
+    _check_any_choice(counts)
     counts = counts.double()
     return float((counts < below * counts.mean()).double().mean())
 
 
-def routing_confidence(probs: Tensor) -> dict[str, float]:
+def compute_confidence_by_rank(probs: Tensor) -> dict[str, float]:
     """Return "confidence_highest", "…_second", "…_others" → mean probability; probs: (B, T, E)."""
     ordered = probs.double().flatten(0, -2).sort(dim=-1, descending=True).values.mean(dim=0)
     return {
@@ -96,7 +96,7 @@ def choice_iou(before: Tensor, after: Tensor) -> Tensor:
     return torch.where(either > 0, common / either.clamp(min=1), 1.0)
 
 
-def kept_share(before: Tensor, after: Tensor) -> Tensor:
+def inherited_share(before: Tensor, after: Tensor) -> Tensor:
     """Return the share of each token's experts in ``after`` that ``before`` has, (…) fp64."""
     # Without experts after: 1 if none before, else 0. One minus this is the switch fraction; by
     # chance, at an even load, it is k/E.
@@ -119,7 +119,9 @@ def linearize_at_mean(function: Callable[[Tensor], Tensor], rows: Tensor) -> Ten
     return value.detach() + (rows - mean) @ gradient
 
 
-def choice_changes(before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]) -> list[Tensor]:
+def compute_choice_iou_drop(
+    before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
+) -> list[Tensor]:
     """Return 1 − IoU of each token's experts, its mean over an image, per layer (N,) fp64."""
     return [1 - choice_iou(a.chosen, b.chosen).mean(-1) for a, b in zip(before, after, strict=True)]
 
@@ -148,7 +150,7 @@ def average_layers(layers: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(layer[name] for layer in layers) / len(layers) for name in shared}
 
 
-def _check_counts(counts: Tensor) -> None:
+def _check_any_choice(counts: Tensor) -> None:
     if int(counts.sum()) == 0:
         found = f"no token chose any of {len(counts)} experts"
         raise UserError(f"routing: {found}; the router's records are empty")
@@ -168,7 +170,7 @@ _MIN_WEIGHT = 1e-6
 def below_k_eligible_flags(scores: Tensor, threshold: float, k: int) -> Tensor:
     """Return (B, T) fp64: 1 for tokens with fewer than ``k`` scores above the threshold, else 0."""
     # Algorithm 1, line 13. With a ``k`` of 1: tokens that fall back on top-k (figure S3).
-    return (_experts_above_threshold(scores, threshold).sum(dim=-1) < k).double()
+    return (_mask_experts_above_threshold(scores, threshold).sum(dim=-1) < k).double()
 
 
 def eligible_tail_mass(scores: Tensor, threshold: float, k: int) -> float | None:
@@ -182,12 +184,12 @@ def eligible_tail_mass(scores: Tensor, threshold: float, k: int) -> float | None
 
 def _eligible_tail_mass_by_token(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, Tensor]:
     """Return each token's ``eligible_tail_mass`` or NaN, and whether it is defined; both (B, T)."""
-    eligible = _experts_above_threshold(scores, threshold)
+    eligible = _mask_experts_above_threshold(scores, threshold)
     weights = scores.double().clamp_min(_MIN_WEIGHT).where(eligible, 0)
     return _share_beyond(weights, k), eligible.any(dim=-1)
 
 
-def tail_masses(probs: Tensor, k: int) -> Tensor:
+def compute_tails_beyond_k(probs: Tensor, k: int) -> Tensor:
     """Return the share of the probability outside each token's best ``k`` experts, (B, T) fp64."""
     # Eq. 12 with all experts eligible: Σ_{e > k} p_(e) / Σ_e p_(e), p_(1) ≥ p_(2) ≥ …; from 0
     # (k ≥ E) to 1 − k/E (no expert is preferred).
@@ -201,7 +203,7 @@ def _share_beyond(weights: Tensor, k: int) -> Tensor:
     return ordered[..., k:].sum(dim=-1) / ordered.sum(dim=-1)
 
 
-def _experts_above_threshold(scores: Tensor, threshold: float) -> Tensor:
+def _mask_experts_above_threshold(scores: Tensor, threshold: float) -> Tensor:
     _check_nonempty(scores, "scores")
     return scores > threshold
 
@@ -253,7 +255,7 @@ def _token_metrics(
     """Return each metric's value per token, (B, T) fp64."""
     metrics = {"token_entropy": torch.special.entr(layer.probs.double()).sum(dim=-1)}
     if k is not None:
-        metrics["tail_of_probs"] = tail_masses(layer.probs, k)
+        metrics["tail_of_probs"] = compute_tails_beyond_k(layer.probs, k)
     if threshold is not None:
         metrics["fallback"] = below_k_eligible_flags(layer.logits, threshold, 1)
     if threshold is not None and k is not None:
@@ -276,7 +278,7 @@ def measure_layer_use(
         values["entropy"] = normalised_load_entropy(counts)
     by_image = experts_per_token_by_image(layer.chosen)
     values |= {name: float(numbers.mean()) for name, numbers in by_image.items()}
-    values |= routing_confidence(layer.probs)
+    values |= compute_confidence_by_rank(layer.probs)
     by_token = _token_metrics(layer, threshold, k)
     values |= {name: float(numbers.mean()) for name, numbers in by_token.items()}
     if threshold is not None and k is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from moecore.core import routing_records, streams
 from moecore.core.config import Config, Misfits, Surroundings
 from moecore.core.files import UserError
-from moecore.data.views.views import ViewSettings, ViewsWithAffines, make_random_views
+from moecore.data.views.random_views import ViewSettings, ViewsWithAffines, make_random_views
 from moecore.measure.base import SEED
 from moecore.measure.routing_metrics import epoch_routing, layer_metrics
 from moecore.nn.backbones.base_model import Model
@@ -161,7 +161,7 @@ def view_match_shares(
     return [(layer.shares(), layer.by_image()) for layer in layers]
 
 
-def match_two_views(
+def average_view_match_shares(
     model: Model, views: ViewsWithAffines, batch: int, people: People = None
 ) -> dict[str, tuple[np.ndarray, Interval]]:
     """Return share name → values by image, (N,), and mean with interval, over all layers."""
@@ -181,10 +181,10 @@ def count_matches_by_layer(model: Model, views: ViewsWithAffines, batch: int) ->
         # Logits, as an eigenbasis router clamps probs, which gives ties.
         scores = routing_records.raise_scores_of_chosen(record.logits, record.chosen)
         both_scores = values_of_pairs(scores, pairs, layout)
-        switched = 1 - layer_metrics.kept_share(*values_of_pairs(record.chosen, pairs, layout))
+        switched = 1 - layer_metrics.inherited_share(*values_of_pairs(record.chosen, pairs, layout))
         layers.append(
             LayerMatches(
-                epoch_routing.count_matching_pairs(*both_scores, pairs.mask),
+                epoch_routing.count_token_pair_matches_by_image(*both_scores, pairs.mask),
                 switched * pairs.mask,
                 pairs.mask.sum(dim=1),
             )

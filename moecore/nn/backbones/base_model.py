@@ -20,9 +20,9 @@ from moecore.core.routing_records import (
     RoutingRecord,
     TokenLayout,
 )
-from moecore.nn.correspondence import teacher_probs_for_student_tokens
+from moecore.nn.correspondence import add_distillation_token_probs
 from moecore.nn.layers.moe import MoESettings, update_routers
-from moecore.nn.layers.patch_embed import Interpolation, cut_patches, renormalise_patch_embedding
+from moecore.nn.layers.patch_embed import Interpolation, compute_renormalised_embedding, cut_patches
 from moecore.tasks.base import Reduction, Task
 
 Weights = dict[str, Tensor]  # of a model, by parameter
@@ -327,7 +327,7 @@ class BackboneModel(Model):
                 probs = options.guidance.probs[layer]
                 tokens = layout.special + prod(layout.grid)
                 student = torch.Size((len(images), tokens, probs.shape[-1]))
-                context = context._replace(teacher=teacher_probs_for_student_tokens(probs, student))
+                context = context._replace(teacher=add_distillation_token_probs(probs, student))
             contexts[index] = context
         return contexts
 
@@ -351,7 +351,7 @@ class BackboneModel(Model):
         if weight not in weights:
             return {}
         old, new = (image.mean, image.std), (self.image.mean, self.image.std)
-        patch_weights = renormalise_patch_embedding(weights[weight], weights[bias], old, new)
+        patch_weights = compute_renormalised_embedding(weights[weight], weights[bias], old, new)
         return dict(zip((weight, bias), patch_weights, strict=True))
 
     def remember(self, streams: int, length: int | None = None) -> None:

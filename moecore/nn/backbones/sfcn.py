@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax, softmax
 
-from moecore.core.config import Misfits, Surroundings, list_idle_settings
+from moecore.core.config import Misfits, Surroundings, list_idle_misfits
 from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput, RoutingContext
 from moecore.nn.backbones import base_model
@@ -55,7 +55,7 @@ class Sfcn(base_model.Backbone):
         yield from super().misfits(around)
         if self.head != "bins":
             names = ("first_bin", "bin_width", "bins", "bin_deviation")
-            yield from list_idle_settings(self, names, f"the head is a {self.head}", "head: bins")
+            yield from list_idle_misfits(self, names, f"the head is a {self.head}", "head: bins")
 
     def grid(self, image: base_model.ImageSpec) -> tuple[int, ...]:
         return tuple(size // self.cube_side for size in image.shape)

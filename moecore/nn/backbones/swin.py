@@ -87,7 +87,6 @@ class SwinSettings(base_model.Backbone):
         return tuple(cut(grid, self.window, False)[0] for grid in self.grids(image))
 
     def grids(self, image: ImageSpec) -> tuple[window_attention.Grid, ...]:
-        """Return the grid of tokens of each stage."""
         stage_grids = [self.grid(image)]
         for _ in self.depths[1:]:
             stage_grids.append(window_attention.merged_grid(stage_grids[-1]))

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 from torch import nn
 
-from moecore.core.config import Misfits, list_idle_settings
+from moecore.core.config import Misfits, list_idle_misfits
 from moecore.nn.backbones.base_model import ImageSpec, check_axis_count, check_patches_and_heads
 from moecore.nn.backbones.patch_transformer_base import PatchTransformer, TransformerSettings
 from moecore.nn.layers.moe import MoESettings
@@ -23,7 +23,7 @@ class Vit(TransformerSettings):
 
     def remarks(self) -> Misfits:
         if self.stem != "conv":
-            yield from list_idle_settings(self, ["stem_width"], "the stem is linear", "stem: conv")
+            yield from list_idle_misfits(self, ["stem_width"], "the stem is linear", "stem: conv")
 
     def build(self, image: ImageSpec, moe: MoESettings | None = None) -> PatchTransformer:
         check_axis_count(self.kind, image, 2)

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from moecore.core.config import Misfits, list_idle_settings
+from moecore.core.config import Misfits, list_idle_misfits
 from moecore.core.files import UserError
 from moecore.nn.backbones.base_model import ImageSpec, check_axis_count, check_patches_and_heads
 from moecore.nn.backbones.patch_transformer_base import PatchTransformer, TransformerSettings
@@ -34,7 +34,7 @@ class Vit3d(TransformerSettings):
         for name, stem in (("pool", "pooled"), ("stem_width", "conv")):
             if self.stem != stem:
                 why = f"the stem is {self.stem}"
-                yield from list_idle_settings(self, [name], why, f"stem: {stem}")
+                yield from list_idle_misfits(self, [name], why, f"stem: {stem}")
 
     def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "VolumeTransformer":
         check_axis_count(self.kind, image, 3)

@@ -10,9 +10,9 @@ from torch.nn.functional import relu, silu
 from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError
 from moecore.core.streams import draw_bernoulli_mask
-from moecore.nn.dispatch import RoutedTokens, Rows
+from moecore.nn.dispatch import Rows, TokensAndPlan
 from moecore.nn.experts.base import Experts, ExpertsModule, ZeroComputation, ZeroComputationExperts
-from moecore.nn.kernels.grouped import FusedKernels, grouped_linear, grouped_mlp
+from moecore.nn.kernels.grouped import ChosenKernels, grouped_linear, grouped_mlp
 from moecore.nn.layers.block import ACTIVATIONS
 
 
@@ -105,7 +105,7 @@ class Mlp(Experts):
 class MlpExperts(ExpertsModule):
     """``experts(rows)`` with Rows of values (R, d) returns values (R, d).
 
-    With RoutedTokens it returns weighted outputs (B, T, d), computed by ``FusedKernels``.
+    With TokensAndPlan it returns weighted outputs (B, T, d), computed by ``ChosenKernels``.
     """
 
     batch_views = 1  # see ``Dropout``
@@ -128,10 +128,10 @@ class MlpExperts(ExpertsModule):
         is_covered = self.activation in ("gelu", "swiglu") and not (self.dropout and self.training)
         return is_covered and type(self) is MlpExperts  # a subclass may compute something else
 
-    def forward(self, rows: Rows | RoutedTokens) -> Tensor:
-        if isinstance(rows, RoutedTokens):
-            assert FusedKernels.compute is not None  # checked by the layer
-            return FusedKernels.compute(self, *rows)
+    def forward(self, rows: Rows | TokensAndPlan) -> Tensor:
+        if isinstance(rows, TokensAndPlan):
+            assert ChosenKernels.compute is not None  # checked by the layer
+            return ChosenKernels.compute(self, *rows)
         if self.activation == "gelu" and not self.dropout:
             assert self.up_bias is not None and self.down_bias is not None  # only SwiGLU has none
             maps = (self.up, self.up_bias, self.down, self.down_bias)

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.func import vjp
 from torch.nn.functional import gelu
 
-from moecore.core.torch_internals import active_transform_names, multiply_gelu_slope
+from moecore.core.torch_internals import active_transform_names, multiply_gelu_slope_in_place
 
 MIN_EXPERTS_TO_GROUP = 64  # with fewer experts, a loop over single experts costs little
 MAX_GROUPED_SLOTS = 128  # per expert; above, a group is slower than single experts
@@ -163,7 +163,7 @@ class ExpertLoop(Function):
                     inner, hidden = saved[2 * place : 2 * place + 2]
                     gradients[1].add(hidden, part, group)
                     part = maps[1].backward(part, group, None)
-                    multiply_gelu_slope(part, inner)
+                    multiply_gelu_slope_in_place(part, inner)
                 gradients[0].add(plan.pad_rows(rows, group, dtype), part, group)
                 if wants_rows:
                     plan.fill_rows(maps[0].backward, part, group, to_rows)
@@ -173,11 +173,11 @@ class ExpertLoop(Function):
 
 def _build_groups_and_maps(
     rows: Tensor, offsets: Tensor, parameters: Sequence[Tensor | None]
-) -> tuple[ExpertGroups, list["_LinearMaps"], torch.dtype]:
+) -> tuple[ExpertGroups, list["_LinearByExpert"], torch.dtype]:
     """Return the groups of experts, their one or two linear maps, and the weights' dtype."""
     weights: Any = parameters[::2]
     buffer = _CastBuffer(rows.dtype)
-    maps = [_LinearMaps(*pair, buffer) for pair in zip(weights, parameters[1::2], strict=True)]
+    maps = [_LinearByExpert(*pair, buffer) for pair in zip(weights, parameters[1::2], strict=True)]
     return ExpertGroups(offsets, weights[0]), maps, weights[0].dtype
 
 
@@ -194,7 +194,7 @@ class _CastBuffer:
         return self._memory[: like.numel()].view(like.shape)
 
 
-class _LinearMaps:
+class _LinearByExpert:
     """The linear maps of all experts, in the dtype of ``buffer``."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, buffer: _CastBuffer) -> None:
@@ -228,7 +228,7 @@ class _LinearMaps:
 class _Gradients:
     """The gradients of all experts' weights and biases; None where not required."""
 
-    def __init__(self, maps: _LinearMaps, plan: ExpertGroups, weight: bool, bias: bool) -> None:
+    def __init__(self, maps: _LinearByExpert, plan: ExpertGroups, weight: bool, bias: bool) -> None:
         self.maps = maps
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None

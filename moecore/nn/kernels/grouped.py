@@ -35,13 +35,13 @@ _MAX_FUSED_ROWS = 2048  # per expert, up to which one pass over an MLP is faster
 _MIN_HEIGHT, _MAX_HEIGHT = 8, 1024  # rows of a tile
 
 
-class PlainOperationsFlag:
+class ExportTracingFlag:
     """True while tracing for export: experts get equally many rows, and autocast is not changed."""
 
     is_on = False
 
 
-class FusedKernels:
+class ChosenKernels:
     """Triton's kernels for MLP experts, if $MOECORE_KERNELS chooses them in this process."""
 
     compute: Callable[..., Tensor] | None = None  # experts, tokens (B, T, d), plan → (B, T, d)
@@ -49,13 +49,13 @@ class FusedKernels:
 
 
 @contextmanager
-def plain_operations_context() -> Iterator[None]:
+def tracing_for_export() -> Iterator[None]:
     """Compute MoE layers by batched products inside, so that traced graphs take any batch size."""
-    PlainOperationsFlag.is_on = True
+    ExportTracingFlag.is_on = True
     try:
         yield
     finally:
-        PlainOperationsFlag.is_on = False
+        ExportTracingFlag.is_on = False
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: T
     rows = to_autocast(rows)
     if rows.is_meta:
         return torch.mm(rows, weight[0].to(rows.dtype))  # only the shape matters
-    if PlainOperationsFlag.is_on:
+    if ExportTracingFlag.is_on:
         products = rows.unflatten(0, (len(weight), -1)) @ to_autocast(weight)
         if bias is not None:
             products = products + to_autocast(bias).unsqueeze(1)
@@ -91,7 +91,7 @@ def grouped_mlp(
     """Apply grouped_linear, GELU, grouped_linear to rows (R, d); on CPU in one pass over them."""
     # up: (E, d, h). up_bias: (E, h). down: (E, h, o). down_bias: (E, o). Returns (R, o).
     rows = to_autocast(rows)
-    if can_loop(rows) and not PlainOperationsFlag.is_on:
+    if can_loop(rows) and not ExportTracingFlag.is_on:
         if rows.dtype != torch.float32 or len(rows) <= _MAX_FUSED_ROWS * len(up):
             return ExpertLoop.apply(rows, offsets, up, up_bias, down, down_bias)[0]
     hidden = gelu(grouped_linear(rows, up, up_bias, offsets))
@@ -152,7 +152,7 @@ def to_autocast(tensor: Tensor) -> Tensor:
 
 def full_precision(tensor: Tensor) -> AbstractContextManager:
     """Return a context without autocast on the tensor's device, except on meta and in export."""
-    if tensor.is_meta or PlainOperationsFlag.is_on:
+    if tensor.is_meta or ExportTracingFlag.is_on:
         return nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
 
@@ -209,7 +209,7 @@ class Tiles(NamedTuple):
     def of(cls, offsets: Tensor, rows: int, height: int | None = None) -> "Tiles":
         """Cut ``rows`` rows into tiles; ``offsets`` (E,) are the ends of each expert's rows."""
         height = height or tile_height(rows, len(offsets))
-        experts, first, ends = cut_into_tiles(offsets, rows, height).unbind(1)
+        experts, first, ends = compute_tile_bounds(offsets, rows, height).unbind(1)
         row = first.unsqueeze(1) + torch.arange(height, device=offsets.device)
         is_filled = (row < ends.unsqueeze(1)).flatten()
         row = row.flatten().where(is_filled, rows)
@@ -232,7 +232,7 @@ class Tiles(NamedTuple):
         return (is_expert.to(values.dtype) @ values.flatten(1)).unflatten(1, values.shape[1:])
 
 
-def cut_into_tiles(offsets: Tensor, rows: int, height: int) -> Tensor:
+def compute_tile_bounds(offsets: Tensor, rows: int, height: int) -> Tensor:
     """Return each tile's expert, first row, and end of the expert's rows, (n, 3) int64."""
     ends = offsets.long()
     sizes = ends.diff(prepend=ends.new_zeros(1))

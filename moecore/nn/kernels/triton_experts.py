@@ -7,7 +7,7 @@ has a fixed order, without atomics, and is in fp32; fp32 operands are split into
 
 N tokens, k choices, E experts, R rows sorted by expert, n tiles, d width, h hidden width.
 ``sources``: token of each row; ``rows``: row of each pair of token and choice, (N·k,); ``order``:
-pair of each row; ``offsets``: where experts' rows end; ``tiles``: see ``cut_into_tiles``.
+pair of each row; ``offsets``: where experts' rows end; ``tiles``: see ``compute_tile_bounds``.
 """
 
 import os
@@ -24,7 +24,7 @@ from torch.library import custom_op
 from moecore.core.files import UserError, read_json
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels import triton_products as kernels
-from moecore.nn.kernels.grouped import cut_into_tiles, to_autocast
+from moecore.nn.kernels.grouped import compute_tile_bounds, to_autocast
 
 TILINGS_FILE_VARIABLE = "MOECORE_TRITON_TILINGS"
 _HEIGHTS = (16, 32, 64, 128)  # rows of a tile
@@ -235,7 +235,7 @@ def compute_experts(experts: Any, tokens: Tensor, plan: SparsePlan) -> Tensor:
     gates = plan.weights.flatten(0, 1).contiguous()
     low = [weight.detach().to(flat.dtype).contiguous() for weight in (experts.up, experts.down)]
     height = choose_height(len(plan.tokens), len(plan.offsets))
-    tiles = cut_into_tiles(plan.offsets, len(plan.tokens), height)[: len(plan.tokens)].int()
+    tiles = compute_tile_bounds(plan.offsets, len(plan.tokens), height)[: len(plan.tokens)].int()
     routes = (plan.tokens, plan.order, plan.rows, plan.offsets, tiles)
     parameters = (experts.up, experts.down, experts.up_bias, experts.down_bias)
     save = torch.is_grad_enabled()

@@ -21,7 +21,7 @@ def trunc_normal_linear(inputs: int, outputs: int, bias: bool = True) -> nn.Line
     return layer
 
 
-def check_hidden_width(ratio: float, settings: ValidationInfo) -> float:
+def check_hidden_ratio(ratio: float, settings: ValidationInfo) -> float:
     width = settings.data.get("width")
     if width is not None and width * ratio < 1:
         raise ValueError(f"allowed: {1 / width:.3g} or more, one hidden unit at a width of {width}")
@@ -30,7 +30,7 @@ def check_hidden_width(ratio: float, settings: ValidationInfo) -> float:
 
 # HiddenRatio is for a setting declared after ``width``, which its check reads.
 BlockOutput = tuple[Tensor, Tensor, tuple]  # tokens, input of the feed-forward, records
-HiddenRatio = Annotated[float, Field(gt=0, le=1000), AfterValidator(check_hidden_width)]
+HiddenRatio = Annotated[float, Field(gt=0, le=1000), AfterValidator(check_hidden_ratio)]
 
 
 class FeedForward(nn.Module):

@@ -11,13 +11,13 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moecore.core.config import Config, check_is_in_family
+from moecore.core.config import Config, check_instance_of_family
 from moecore.core.files import UserError
 from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingRecord
 from moecore.core.torch_internals import active_transform_names, is_in_backward_pass
-from moecore.nn.dispatch import RoutedTokens, Rows, SparsePlan, single_expert_rows
+from moecore.nn.dispatch import Rows, SparsePlan, TokensAndPlan, single_expert_rows
 from moecore.nn.experts.base import Experts, ExpertsModule, ZeroComputationExperts
-from moecore.nn.kernels.grouped import FusedKernels, PlainOperationsFlag
+from moecore.nn.kernels.grouped import ChosenKernels, ExportTracingFlag
 from moecore.nn.layers.block import FeedForward
 from moecore.nn.routers.base import CAUSAL_ROUTERS, Router
 
@@ -46,7 +46,7 @@ class MoESettings(Config):
 
     @property
     def scaled_router(self) -> Router:
-        return scale_router_k(self.router, self.experts)
+        return scale_k_to_pieces(self.router, self.experts)
 
     def build(self, width: int) -> "MoEFeedForward":
         return build_moe_feed_forward(self.router, self.experts, width)
@@ -143,7 +143,7 @@ class MoEFeedForward(FeedForward):
         self, experts: Callable[[Any], Tensor], tokens: Tensor, plan: Any, record: RoutingRecord
     ) -> Tensor:
         """Return the experts' weighted outputs (B, T, d) for tokens (B, T, d), by the plan."""
-        if PlainOperationsFlag.is_on and getattr(plan, "is_per_token", False):
+        if ExportTracingFlag.is_on and getattr(plan, "is_per_token", False):
             # exported: every expert computes every token, weighted as the record says
             number = self.number
             values = tokens.flatten(0, 1)
@@ -153,7 +153,7 @@ class MoEFeedForward(FeedForward):
             return (outputs.view(number, *tokens.shape) * weights).sum(dim=0)
         plan = self.plan_without_zero_computation(plan)
         if can_fuse_else_print_why(experts, tokens, plan):
-            return experts(RoutedTokens(tokens, plan))
+            return experts(TokensAndPlan(tokens, plan))
         rows = plan.dispatch(tokens)
         if rows.shares is None:
             return plan.combine(experts(rows))
@@ -177,8 +177,8 @@ class MoEFeedForward(FeedForward):
 
 
 def can_fuse_else_print_why(experts: Any, tokens: Tensor, plan: Any) -> bool:
-    """Return whether ``FusedKernels`` compute these experts; print once why they do not."""
-    if FusedKernels.compute is None or tokens.device.type != FusedKernels.device:
+    """Return whether ``ChosenKernels`` compute these experts; print once why they do not."""
+    if ChosenKernels.compute is None or tokens.device.type != ChosenKernels.device:
         return False
     is_covered = (
         getattr(experts, "can_fuse", False)
@@ -240,7 +240,7 @@ def _join_records(records: Sequence[RoutingRecord]) -> RoutingRecord:
     return RoutingRecord(*(torch.cat([row.flatten(0, 1) for row in each])[None] for each in fields))
 
 
-def scale_router_k(router: Router, experts: Experts) -> Router:
+def scale_k_to_pieces(router: Router, experts: Experts) -> Router:
     """Convert k to pieces if ``fine`` splits experts; UserError without a k, or for a k below 1."""
     fine = getattr(experts, "fine", None)
     if fine is None:
@@ -276,7 +276,7 @@ def build_moe_feed_forward(router: Router, experts: Experts, width: int) -> MoEF
             allowed="null",
         )
     module = experts.build(width)
-    routing = scale_router_k(router, experts).build(width, experts.choices, module.lent_basis())
+    routing = scale_k_to_pieces(router, experts).build(width, experts.choices, module.lent_basis())
     additional = experts.build_shared(width), experts.build_zero_computation(width)
     return MoEFeedForward(routing, module, router.wants, experts.provides, *additional)
 
@@ -313,8 +313,8 @@ class MoELayer(nn.Module):
         super().__init__()
         if not isinstance(width, Integral) or width < 1:
             raise UserError.at("width", found=repr(width), allowed="a whole number of 1 or more")
-        check_is_in_family("router", router, Router, "moecore.routers.NoisyTopK(k=2)")
-        check_is_in_family("experts", experts, Experts, "moecore.experts.Mlp(number=8)")
+        check_instance_of_family("router", router, Router, "moecore.routers.NoisyTopK(k=2)")
+        check_instance_of_family("experts", experts, Experts, "moecore.experts.Mlp(number=8)")
         lacking = sorted(router.wants - experts.provides)
         if router.phase(0.0) != router.phase(1.0):
             lacking.append("the training's progress")
@@ -327,7 +327,7 @@ class MoELayer(nn.Module):
             raise UserError.at("router", found=f"{router.kind}, {reads}", allowed=TOKEN_ROUTERS)
         self.width = width
         self.feed_forward = build_moe_feed_forward(router, experts, width)
-        k = getattr(scale_router_k(router, experts), "k", None)
+        k = getattr(scale_k_to_pieces(router, experts), "k", None)
         choice = "" if k is None else f", k={k}"
         self.description = f"width={width}, router={router.kind}{choice}, experts={experts.choices}"
         self.records: list[RoutingRecord] | None = None  # a list inside ``trace`` only

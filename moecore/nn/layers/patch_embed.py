@@ -163,7 +163,7 @@ def sinusoidal_positions(grid: Grid, width: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=-1).flatten(1).unsqueeze(0)
 
 
-def renormalise_patch_embedding(
+def compute_renormalised_embedding(
     kernel: Tensor, bias: Tensor, old: Normalisation, new: Normalisation
 ) -> tuple[Tensor, Tensor]:
     """Convert a patch embedding from inputs normalised by ``old`` (means, stds) to ``new``."""

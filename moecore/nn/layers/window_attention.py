@@ -165,7 +165,6 @@ class PatchMerging(nn.Module):
 
 
 def merged_grid(grid: Grid) -> Grid:
-    """Return the grid after a ``PatchMerging``."""
     return tuple(math.ceil(length / 2) for length in grid)
 
 

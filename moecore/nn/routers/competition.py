@@ -109,7 +109,7 @@ class CompetitionRouter(NoisyTopKRouter):
                 alike = mean_cosine_among_chosen(outputs, chosen)
                 penalty = penalty + settings.diversity_weight / 2 * alike
             if settings.bal_comp:
-                uneven = compute_strength_imbalance(shares, chosen[..., 0], context.padding)
+                uneven = compute_switch_balance_loss(shares, chosen[..., 0], context.padding)
                 penalty = penalty + settings.bal_comp * uneven
             return plan, record.with_penalty(penalty)
 
@@ -122,12 +122,12 @@ def mean_cosine_among_chosen(outputs: Tensor, chosen: Tensor) -> Tensor:
     return (cosines - torch.diag_embed(cosines.diagonal(dim1=-2, dim2=-1))).mean(dim=(-2, -1))
 
 
-def compute_strength_imbalance(shares: Tensor, strongest: Tensor, padding: Tensor | None) -> Tensor:
+def compute_switch_balance_loss(shares: Tensor, winners: Tensor, padding: Tensor | None) -> Tensor:
     """Return each token's term (B, T) of Switch's balance loss on strengths: E Σ_e f_e P_te."""
-    # shares: P (B, T, E), softmax of strengths, which alone has a gradient. strongest: (B, T)
+    # shares: P (B, T, E), softmax of strengths, which alone has a gradient. winners: (B, T)
     # int64; f is each expert's share of these. padding: (B, T) bool, tokens that do not count.
     experts = shares.shape[-1]
-    wins = one_hot(strongest, experts).to(shares.dtype)
+    wins = one_hot(winners, experts).to(shares.dtype)
     if padding is not None:
         wins = wins * ~padding.unsqueeze(-1)
     counts = wins.sum(dim=1, keepdim=True)

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, gelu
 
-from moecore.core.config import Misfits, Surroundings, list_idle_settings
+from moecore.core.config import Misfits, Surroundings, list_idle_misfits
 from moecore.core.files import UserError
 from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows, SparsePlan
@@ -55,7 +55,7 @@ class Depth(Router):
         yield from super().misfits(around)
         if self.sampling is None:
             why, allowed = "without sampling there is no penalty", "sampling: bce or predictor"
-            yield from list_idle_settings(self, ["sampling_weight"], why, allowed)
+            yield from list_idle_misfits(self, ["sampling_weight"], why, allowed)
 
     @property
     def k(self) -> int:

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moecore.core.config import Misfits, Surroundings, list_idle_settings
+from moecore.core.config import Misfits, Surroundings, list_idle_misfits
 from moecore.core.files import UserError
 from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingRecord
 from moecore.nn.dispatch import BasisProjectionPlan, SparsePlan
@@ -45,7 +45,7 @@ class Eigenbasis(base.Router):
         yield from super().misfits(around)
         if around.experts is not None and "basis" in around.experts.provides:
             why = f"the experts {around.experts.kind} have bases, which the router uses"
-            yield from list_idle_settings(self, ["rank"], why, "other experts")
+            yield from list_idle_misfits(self, ["rank"], why, "other experts")
 
     @property
     def provides(self) -> frozenset[str]:

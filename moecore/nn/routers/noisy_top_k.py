@@ -7,7 +7,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from moecore.core.config import Config, Misfits, Surroundings, list_idle_settings
+from moecore.core.config import Config, Misfits, Surroundings, list_idle_misfits
 from moecore.core.files import UserError, format_found_and_allowed
 from moecore.core.routing_records import NO_CONTEXT, RoutingContext, RoutingRecord
 from moecore.core.streams import normal_like, uniform_like
@@ -137,7 +137,7 @@ class NoisyTopK(Router):
         yield from super().misfits(around)
         if not self.has_capacity:
             why = "without a capacity no images share one"
-            yield from list_idle_settings(self, ["group_size"], why, "a capacity_factor")
+            yield from list_idle_misfits(self, ["group_size"], why, "a capacity_factor")
         if self.residual and around.layers == 1:
             text = "found true, but the model has only one MoE layer"
             yield ("residual",), f"{text}; allowed: false, or more blocks"

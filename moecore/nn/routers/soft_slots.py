@@ -66,7 +66,7 @@ class SoftSlotsRouter(nn.Module):
         slots = torch.empty(width, experts, config.slots)
         self.slots = nn.Parameter(nn.init.normal_(slots, std=width**-0.5))
         self.scale = nn.Parameter(torch.ones(1))  # not a scalar: sharded models have none
-        self.register_load_state_dict_pre_hook(_add_scale_axis)
+        self.register_load_state_dict_pre_hook(_reshape_loaded_scale)
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = NO_CONTEXT
@@ -87,7 +87,7 @@ class SoftSlotsRouter(nn.Module):
         return plan, RoutingRecord(logits, probs, load=ones, chosen=ones.bool(), combine=probs)
 
 
-def _add_scale_axis(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+def _reshape_loaded_scale(layer: object, state: dict[str, Tensor], prefix: str, *_: object) -> None:
     """Reshape ``scale`` in ``state`` to (1,), before loading: older files store a scalar."""
     name = f"{prefix}scale"
     if name in state:

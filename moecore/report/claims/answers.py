@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moecore.core.config import Config
-from moecore.report.claims import claims_table, evaluation, result_evidence
+from moecore.report.claims import claims_table, evaluation, items_and_dates
 from moecore.report.tables.cells import NumberFormat
-from moecore.report.tables.metrics_by_method import expected_metrics, validate_comparison_tables
-from moecore.statistics.comparisons import OVER_SEEDS, Difference, VarianceSource
+from moecore.report.tables.metrics_by_method import check_compare_json_form, expected_metrics
+from moecore.statistics.comparisons import OVER_SEEDS, Difference, SourceVariance
 from moecore.study import params_reader, run_and_claims, stages
 from moecore.study.questions import QuestionRound
 from moecore.study.study import read_study
@@ -81,7 +81,7 @@ def collect_answers(rounds: Iterable[QuestionRound]) -> tuple[Studies, list[Answ
     studies: dict[str, Mapping[str, Any]] = {}
     answers: list[Answer] = []
     for study in rounds:
-        compared = validate_comparison_tables(study.question.results_path, study.read_numbers())
+        compared = check_compare_json_form(study.question.results_path, study.read_numbers())
         studies[study.name] = compared
         answers += _answers_of_round(study, compared)
     return studies, answers
@@ -110,11 +110,11 @@ def _answers_of_round(study: QuestionRound, compared: Mapping[str, Any]) -> Iter
     measured = {
         run_and_claims.compared_quantity_key(entry["asked"]): entry for entry in entries.values()
     }
-    asked_before = result_evidence.keys_asked_before(entries, compared.get("asked") or {})
+    asked_before = items_and_dates.keys_asked_before(entries, compared.get("asked") or {})
     state = "not run yet with this claim" if compared else "not run yet"
     for claim in (*declared.claims, *declared.questions):
         entry = measured.get(run_and_claims.compared_quantity_key(claim.model_dump()))
-        entry = entry or result_evidence.compute_claim_from_items(study, compared, claim)
+        entry = entry or items_and_dates.compute_claim_from_items(study, compared, claim)
         data = composed.document.data
         changed = run_and_claims.have_settings_changed(entry.get("settings"), data, claim)
         good = ""
@@ -123,7 +123,7 @@ def _answers_of_round(study: QuestionRound, compared: Mapping[str, Any]) -> Iter
             good = expected_metrics(settings, composed.all_stages, claim.phase)[claim.metric].better
         if entry:
             entry = reevaluate_claim(entry, claim, good)
-            entry["late"] = result_evidence.verdict_key(claim.model_dump()) not in asked_before
+            entry["late"] = items_and_dates.verdict_key(claim.model_dump()) not in asked_before
         yield Answer(study.name, study.command, claim, entry, state, changed, good)
 
 
@@ -190,7 +190,7 @@ def describe_required_samples(answers: Sequence[Answer], studies: Studies) -> li
                 others.append(line + "the paper prints no effect")
             else:
                 tables[answer.claim.paper, answer.source].append((answer, abs(effect)))
-    lines = [_table_samples(", ".join(place), claims, studies) for place, claims in tables.items()]
+    lines = [_describe_samples_of_table(key, rows, studies) for key, rows in tables.items()]
     return [line for _, line in sorted(lines)] + others
 
 
@@ -200,11 +200,11 @@ def _describe_comparison(answer: Answer) -> str:
     return f"{answer.study}: {place}: {claim.words}"
 
 
-def _table_samples(
-    place: str, claims: Sequence[tuple[Answer, float]], studies: Studies
+def _describe_samples_of_table(
+    key: tuple[str, str], claims: Sequence[tuple[Answer, float]], studies: Studies
 ) -> tuple[float, str]:
     """Return the minutes of training (inf: unknown) until a table is precise enough; its line."""
-    # claims: (answer, effect printed in the paper) of the table.
+    # key: (paper, source); claims: (answer, effect printed in the paper) of the table.
     samples = []
     widths = []  # (half-width / half of the effect, its text)
     for answer, effect in claims:
@@ -216,7 +216,7 @@ def _table_samples(
         text = f"±{text} where half of the paper's effect is {goal} ({answer.claim.words})"
         widths.append((2 * half / effect, text))
     widest, text = max(widths)
-    line = f"{place}: {text}"
+    line = f"{', '.join(key)}: {text}"
     if widest <= 1:
         return 0.0, f"{line}: precise enough"
     ways = []
@@ -252,7 +252,7 @@ def _difference_at_sample_size(difference: Difference, seeds: int, items: int) -
     if len(difference.sources) == 1:
         numbers = numbers[:1] if difference.kind == OVER_SEEDS else numbers[1:]
     sources = tuple(
-        VarianceSource(source.variance * now / then, source.freedom + then - now)
+        SourceVariance(source.variance * now / then, source.freedom + then - now)
         for source, (now, then) in zip(difference.sources, numbers, strict=True)
     )
     return difference._replace(sources=sources, seeds=seeds, items=items)

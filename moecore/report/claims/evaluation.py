@@ -16,13 +16,13 @@ import numpy as np
 from moecore.core.files import UserError
 from moecore.report.claims import significance
 from moecore.report.column import Column, score_slug
-from moecore.report.results_and_displays import phases_and_calculations
-from moecore.report.study_results import Models, PhaseResults, StudyResults, parse_params_as_mapping
+from moecore.report.result_types import Models, PhaseResults, StudyResults, parse_params_as_mapping
+from moecore.report.results_and_displays import results_by_phase_or_calculation
 from moecore.report.tables import cells
 from moecore.report.tables.cells import Cell, NumberFormat, cell_to_json, method_cells_over_seeds
 from moecore.report.tables.metrics_by_method import build_table, phase_result_columns
 from moecore.statistics.comparisons import CONFIDENCE_LEVEL as LEVEL_OF_INTERVALS
-from moecore.statistics.comparisons import Difference, VarianceSource, holm
+from moecore.statistics.comparisons import Difference, SourceVariance, holm
 from moecore.statistics.intervals import Interval
 from moecore.study.run_and_claims import (
     Claim,
@@ -59,13 +59,13 @@ def evaluate_claims(
     """Evaluate each claim and question on ``results``; claims get Holm's correction per paper."""
     if not claims:
         return []
-    subjects = phases_and_calculations(results)
+    subjects = results_by_phase_or_calculation(results)
     tables = {name: build_table(results, phase).metrics for name, phase in subjects.items()}
     counts = {Claim: count(), Question: count()}
     evaluated = []
     for claim in claims:
         place = f"{SECTIONS[type(claim)]}[{next(counts[type(claim)])}]"
-        columns = _look_up(tables, claim.subject, f"{place}.phase")
+        columns = _require_entry(tables, claim.subject, f"{place}.phase")
         metrics = {column.name: column for column in columns}
         evaluated.append(_evaluate_claim(claim, place, metrics, subjects[claim.subject].models))
     corrected = holm_by_paper(claims, [answer.p for answer in evaluated])
@@ -74,7 +74,7 @@ def evaluate_claims(
 
 def describe_missing_metric(claim: Comparison, results: StudyResults) -> str:
     """Return "METHOD has no METRIC" for the first side of a claim without a value; "" if none."""
-    phase = phases_and_calculations(results)[claim.subject]
+    phase = results_by_phase_or_calculation(results)[claim.subject]
     metrics = {metric.name: metric for metric in phase_result_columns(phase)}
     sides = ((claim.method, claim.metric), (claim.against, claim.against_metric or claim.metric))
     for method, name in sides:
@@ -205,7 +205,7 @@ def verdict_to_json(
 def difference_from_json(entry: Mapping[str, Any]) -> Difference:
     stored = entry["difference"]
     pairs = zip(stored.get("variances", ()), stored.get("freedoms", ()), strict=True)
-    sources = tuple(VarianceSource(*pair) for pair in pairs)
+    sources = tuple(SourceVariance(*pair) for pair in pairs)
     kind = stored["interval"] if sources else ""
     return Difference(stored["mean"], sources, kind, stored["seeds"], stored.get("items", 0))
 
@@ -226,17 +226,17 @@ def drop_zero_width_interval(difference: Difference) -> Difference:
 def _evaluate_claim(
     claim: Claim | Question, place: str, metrics: Mapping[str, Column], models: Models
 ) -> EvaluatedClaim:
-    metric = other = _look_up(metrics, claim.metric, f"{place}.metric")
+    metric = other = _require_entry(metrics, claim.metric, f"{place}.metric")
     rivals = {name: seeds for name, seeds in models.items() if name != claim.method}
     if claim.against_metric:
         rivals = models
         key = f"{place}.against_metric"
-        other = _look_up(metrics, claim.against_metric, key)
+        other = _require_entry(metrics, claim.against_metric, key)
         if other.form != metric.form:
             units = f"{other.name} is a {other.form}, and {metric.name} a {metric.form}"
             raise UserError.at(key, found=units, allowed="a metric of the same unit")
-    ours = _look_up(models, claim.method, f"{place}.method")
-    theirs = _look_up(rivals, claim.against, f"{place}.against")
+    ours = _require_entry(models, claim.method, f"{place}.method")
+    theirs = _require_entry(rivals, claim.against, f"{place}.against")
     # Checked first, because the difference's message for a missing metric is less clear.
     first = _require_cell(metric, models, claim.method, f"{place}.method")
     second = _require_cell(other, models, claim.against, f"{place}.against")
@@ -258,7 +258,7 @@ def _require_cell(metric: Column, models: Models, method: str, place: str) -> Ce
     return cell
 
 
-def _look_up(allowed: Mapping[str, T], name: str, place: str) -> T:
+def _require_entry(allowed: Mapping[str, T], name: str, place: str) -> T:
     if name not in allowed:
         raise UserError.at(place, found=repr(name), allowed=", ".join(allowed) or "none")
     return allowed[name]
@@ -316,14 +316,14 @@ PREFERRED_LEARNED = "vmoe"  # if several methods with a learned router match the
 SHARED_SETTINGS = ("experts", "blocks", "model")  # equal in both methods of the control
 
 
-class RouterControl(NamedTuple):
+class ControlPair(NamedTuple):
     """Two methods that differ only in their router: a learned router, and a fixed hash."""
 
     learned: str
     fixed: str
 
 
-def find_router_control(methods: Mapping[str, Mapping[str, Any] | None]) -> RouterControl | None:
+def find_control_pair(methods: Mapping[str, Mapping[str, Any] | None]) -> ControlPair | None:
     """Return a learned and a hash-routed method, equal in k and ``SHARED_SETTINGS``, or None."""
     settings = {name: method or {} for name, method in methods.items()}
     routers = {name: method.get("router") or {} for name, method in settings.items()}
@@ -337,16 +337,16 @@ def find_router_control(methods: Mapping[str, Mapping[str, Any] | None]) -> Rout
         ]
         if partners:
             learned = PREFERRED_LEARNED if PREFERRED_LEARNED in partners else partners[0]
-            return RouterControl(learned, fixed)
+            return ControlPair(learned, fixed)
     return None
 
 
-def find_trained_control_pair(results: StudyResults) -> RouterControl | None:
+def find_trained_control_pair(results: StudyResults) -> ControlPair | None:
     methods = parse_params_as_mapping(results.settings).get("methods") or {}
-    return find_router_control({name: methods.get(name) for name in results.methods})
+    return find_control_pair({name: methods.get(name) for name in results.methods})
 
 
-def list_control_questions(results: StudyResults, asked: Sequence[Comparison]) -> list[Question]:
+def build_control_questions(results: StudyResults, asked: Sequence[Comparison]) -> list[Question]:
     """Return the questions "learned router against hash", one per phase, that ``asked`` lacks."""
     pair = find_trained_control_pair(results)
     if pair is None:

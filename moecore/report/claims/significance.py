@@ -7,7 +7,7 @@ import numpy as np
 
 from moecore.core.files import UserError
 from moecore.report.column import Column
-from moecore.report.study_results import ModelResults, Models
+from moecore.report.result_types import ModelResults, Models
 from moecore.statistics import comparisons, intervals
 from moecore.statistics.comparisons import OVER_ITEMS_AND_SEEDS, OVER_SEEDS
 
@@ -130,7 +130,7 @@ def _mcnemar_on_images(metric: Column, method: str, ours: Seeds, theirs: Seeds) 
     counts = comparisons.count_paired_hits(first, second)
     only = (counts.first_only, counts.second_only)
     p = comparisons.mcnemar(*only)
-    return TestedDifference(comparisons.paired_share_difference(counts), p, p, "mcnemar", only)
+    return TestedDifference(comparisons.compute_newcombe_interval(counts), p, p, "mcnemar", only)
 
 
 def _test_seeds(metric: Column, method: str, ours: Seeds, theirs: Seeds) -> TestedDifference:

@@ -11,7 +11,7 @@ from moecore.measure.values import Value
 from moecore.report.column import score_title, unit_suffix
 from moecore.report.figures import drawing
 from moecore.report.figures.drawing import Axes, Bbox, Figure, Line2D
-from moecore.report.study_results import list_without_none
+from moecore.report.result_types import list_without_none
 from moecore.report.tables.cells import PIXEL
 from moecore.statistics.intervals import Interval, mean_over_seeds
 from moecore.tasks.base import Score
@@ -107,7 +107,7 @@ def label_curves(figure: Figure, axes: Axes, ends: Sequence[CurveEnd], height: f
 @drawing.styled_drawing
 def curves_chart(curves: Curves, spec: ChartSpec) -> Figure:
     """Return a figure of one panel with all curves and bands; its vertical axis includes 0."""
-    figure = drawing.empty_figure(4.8, spec.height)
+    figure = drawing.create_figure(4.8, spec.height)
     axes = figure.subplots()
     ends = draw_curves(axes, curves)
     all_points = [point for points in curves.values() for point in points]
@@ -128,7 +128,7 @@ def curves_chart(curves: Curves, spec: ChartSpec) -> Figure:
 def panels_chart(panels: Mapping[str, Curves], spec: ChartSpec) -> Figure:
     across = min(3, len(panels))
     down = -(-len(panels) // across)
-    figure = drawing.empty_figure(4.8 if across == 1 else 9.8, 0.9 + 2.7 * down)
+    figure = drawing.create_figure(4.8 if across == 1 else 9.8, 0.9 + 2.7 * down)
     figure.suptitle(spec.title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
     all_axes = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     used = all_axes.flatten()[: len(panels)]
@@ -166,7 +166,7 @@ def draw_heatmap(
     size: tuple[float, float],  # width and height in inches
     caption: str = "",
 ) -> Figure:
-    figure = drawing.empty_figure(*size, caption)
+    figure = drawing.create_figure(*size, caption)
     axes = figure.subplots()
     axes.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     axes.grid(visible=False)

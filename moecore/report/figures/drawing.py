@@ -74,7 +74,7 @@ def draw_in_style(draw: Callable[P, Figure], *args: P.args, **kwargs: P.kwargs) 
         return draw(*args, **kwargs)
 
 
-def empty_figure(width: float, height: float, caption: str = "", raster: bool = False) -> Figure:
+def create_figure(width: float, height: float, caption: str = "", raster: bool = False) -> Figure:
     """Return an empty figure of this size in inches, in the report's style."""
     from moecore.report.figures.styled_figure import StyledFigure
 
@@ -161,7 +161,7 @@ def draw_picture_sheet(
     top = (0.3 if frame.title else 0.05) + (0.2 if frame.columns else 0)
     right = 0.55 if frame.right else 0.05
     size = (NAMES_WIDTH + across * width + right, top + len(tiles) * height + 0.05)
-    figure = empty_figure(*size, frame.caption, raster=True)
+    figure = create_figure(*size, frame.caption, raster=True)
     figure.set_layout_engine("none")
     high = len(tiles) * height / size[1]
     axes = figure.add_axes((NAMES_WIDTH / size[0], 0.05 / size[1], across * width / size[0], high))

@@ -6,7 +6,7 @@ import numpy as np
 
 from moecore.measure.retrieval import Read
 from moecore.measure.routing_metrics.expert_profiles import (
-    MatchedCrops,
+    OverlappingCrops,
     Overlays,
     parse_expert_grid,
 )
@@ -32,7 +32,7 @@ LOAD_COLOUR_SCALE_END = 3.0  # × an even share: end of the colour scale
 def draw_training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure = drawing.empty_figure(4.8, 4.8)
+    figure = drawing.create_figure(4.8, 4.8)
     loss, below = figure.subplots(2, 1, sharex=True)
     task = next(iter(trained.values()))[0].task
     score = task.score
@@ -84,7 +84,7 @@ def draw_filter_sigma_schedule(settings: GroupSparsity, method: str) -> Figure:
         f"σ from {settings.sigma_start:g} to {settings.sigma_end:g} as in {method}, whose γ is "
         f"{settings.exponent:g}; T = {SCHEDULE_ITERATIONS:,} iterations (MoGE, figure 3)."
     )
-    figure = drawing.empty_figure(4.8, 3.5, caption)
+    figure = drawing.create_figure(4.8, 3.5, caption)
     axes = figure.subplots()
     progress = np.linspace(0, 1, 201)
     for index, exponent in enumerate(sorted({*SCHEDULE_EXPONENTS, settings.exponent})):
@@ -118,7 +118,7 @@ def draw_routing_agreement(
     curves: Mapping[str, Mapping[str, Sequence[charts.CurvePoint]]],
 ) -> Figure:
     """Draw a panel per kind of routing agreement, over epochs (TGR, figure 3)."""
-    figure = drawing.empty_figure(9.8, 3.9)
+    figure = drawing.create_figure(9.8, 3.9)
     panels = figure.subplots(1, len(AGREEMENTS), sharex=True, sharey=True)
     named = []
     for axes, (name, title) in zip(panels, AGREEMENTS.items(), strict=True):
@@ -196,7 +196,7 @@ def draw_expert_grids_by_class(
 @drawing.styled_drawing
 def draw_expert_load(layers: list[tuple[float, ...]]) -> Figure:
     caption = "Share of the choices. Dotted: balance."
-    figure = drawing.empty_figure(4.8, 0.5 + 1.2 * len(layers), caption)
+    figure = drawing.create_figure(4.8, 0.5 + 1.2 * len(layers), caption)
     panels = figure.subplots(len(layers), 1, sharex=True, squeeze=False)[:, 0]
     for number, (axes, load) in enumerate(zip(panels, layers, strict=True), start=1):
         axes.bar(range(len(load)), load, color=drawing.PALETTE[0], width=0.78)
@@ -225,7 +225,7 @@ def draw_experts_of_patches(
     return drawing.draw_picture_sheet(tiles, labels, 1.35, 1.35)
 
 
-def draw_patch_correspondence(pair: MatchedCrops) -> Figure:
+def draw_patch_correspondence(pair: OverlappingCrops) -> Figure:
     """Draw two crops of one image, with equal numbers on patches that show the same part."""
     grids = [parse_expert_grid(rows) for rows in pair.numbers]
     colours = drawing.expert_colours(grids[0].size)
@@ -256,7 +256,7 @@ def draw_caption_experts(stored: Overlays, captions: list[list[Read]], experts: 
     images = stored.images()
     size = (PICTURE_SIDE + TEXT_WIDTH, PICTURE_SIDE * len(images) + 0.05)
     caption = "Left: the expert with most weight in each patch, right: of each word. Last layers."
-    figure = drawing.empty_figure(*size, caption, raster=True)
+    figure = drawing.create_figure(*size, caption, raster=True)
     figure.set_layout_engine("none")
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, size[0] / PICTURE_SIDE), ylim=(size[1] / PICTURE_SIDE, 0), aspect="auto")
@@ -267,12 +267,12 @@ def draw_caption_experts(stored: Overlays, captions: list[list[Read]], experts: 
             tile = patch_experts_tile(image, parse_expert_grid(stored.grids[-1][row]), colours)
         drawing.draw_tile(axes, tile, 0, row)
         if captions[row]:
-            draw_word_experts(axes, captions[row][-1], row, drawing.expert_colours(experts))
+            draw_caption_words(axes, captions[row][-1], row, drawing.expert_colours(experts))
     drawing.strip_axes(axes)
     return figure
 
 
-def draw_word_experts(axes: Axes, read_words: Read, row: int, colours: Sequence[str]) -> None:
+def draw_caption_words(axes: Axes, read_words: Read, row: int, colours: Sequence[str]) -> None:
     """Write the words of a caption beside the image in ``row``, coloured by their experts."""
     start, line = 0.0, 0
     for word, expert in read_words:
@@ -295,7 +295,7 @@ def draw_word_experts(axes: Axes, read_words: Read, row: int, colours: Sequence[
 def draw_load_over_steps(points: Sequence[RoutingPoint]) -> Figure:
     names = list(points[0].layers)
     caption = "Load of each expert, 1: an even share. As the training counted it."
-    figure = drawing.empty_figure(6.4, 0.6 + 1.3 * len(names), caption, raster=True)
+    figure = drawing.create_figure(6.4, 0.6 + 1.3 * len(names), caption, raster=True)
     panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
     edges = [0, *(point.step for point in points)]
     for axes, name in zip(panels, names, strict=True):

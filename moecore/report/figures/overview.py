@@ -16,7 +16,7 @@ from moecore.report.figures import drawing
 from moecore.report.figures.charts import Limits, label_points
 from moecore.report.headline_quantities import PANEL_TITLES, PhaseQuantities, QuantityByMethod
 from moecore.report.page.page_objects import Picture
-from moecore.report.study_results import PhaseResults
+from moecore.report.result_types import PhaseResults
 from moecore.report.tables.cells import NumberFormat
 from moecore.statistics.intervals import Interval
 
@@ -62,7 +62,7 @@ def draw_overview(phase: PhaseResults, quantities: PhaseQuantities) -> Iterator[
         overlap = "Overlap: IoU of the experts that a token is sent to, with and without."
         caption = f"{overlap} {caption}"
     label = f"{phase.name}: overview of routing and cost"
-    yield Picture(draw_method_rows(shown, looks), label, bounds + caption)
+    yield Picture(draw_quantity_panels(shown, looks), label, bounds + caption)
 
 
 @drawing.styled_drawing
@@ -70,7 +70,7 @@ def draw_clean_against_attacked(
     score: QuantityByMethod, attacked: QuantityByMethod, looks: Looks
 ) -> Figure:
     form = score.column.form
-    figure = drawing.empty_figure(5.0, 4.3)
+    figure = drawing.create_figure(5.0, 4.3)
     axes = figure.subplots()
     points, lines = {}, []
     named = methods_to_label(score, attacked)
@@ -101,11 +101,11 @@ def draw_clean_against_attacked(
 
 
 @drawing.styled_drawing
-def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Figure:
+def draw_quantity_panels(quantities: Sequence[QuantityByMethod], looks: Looks) -> Figure:
     """Draw one panel per quantity, with one row per method: its value and interval."""
     methods = [name for name in looks if any(name in quantity.cells for quantity in quantities)]
     width = max(5.0, 1.4 + 1.55 * len(quantities))  # titles do not touch
-    figure = drawing.empty_figure(width, max(4.3, 1.3 + 0.37 * len(methods)))
+    figure = drawing.create_figure(width, max(4.3, 1.3 + 0.37 * len(methods)))
     panels = figure.subplots(1, len(quantities), sharey=True, squeeze=False)[0]
     for axes, quantity in zip(panels, quantities, strict=True):
         ends = [0.0]

@@ -13,8 +13,8 @@ from moecore.measure.routing_metrics.expert_roles import LABELS, ExpertRoles, La
 from moecore.measure.routing_metrics.expert_similarity import decode_choices
 from moecore.measure.values import Found
 from moecore.report.page import report_page, sections
+from moecore.report.result_types import ModelResults, PhaseResults, StudyResults
 from moecore.report.results_and_displays import MeasurementDisplay, list_displays
-from moecore.report.study_results import ModelResults, PhaseResults, StudyResults
 from moecore.report.tables.cells import NumberFormat
 from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score
@@ -36,7 +36,7 @@ def find_display(kind: type[base.MeasuredPart]) -> MeasurementDisplay:
     return next(display for display in list_displays() if display.kind is kind)
 
 
-def skip_reason(measured: ModelResults, kind: type[base.MeasuredPart]) -> str:
+def explain_skipped_measurement(measured: ModelResults, kind: type[base.MeasuredPart]) -> str:
     """Return why a measurement was skipped for a model; "" if it was not."""
     start = f"{find_display(kind).title}: "
     return next((text[len(start) :] for text in measured.skipped if text.startswith(start)), "")
@@ -92,7 +92,7 @@ def describe_unmeasured(measured: ModelResults) -> list[str]:
     sentences, unset, unnamed = [], [], []
     for kind, question in QUESTION_BY_MEASUREMENT.items():
         display = find_display(kind)
-        reason = skip_reason(measured, kind)
+        reason = explain_skipped_measurement(measured, kind)
         name = f"{display.stage}.{display.within}" if display.within else display.stage
         if reason:
             sentences.append(f"{name} (for {question}) does not apply: {reason}.")
@@ -161,7 +161,8 @@ def render_study_explorer(results: StudyResults) -> str:
     phases = [
         phase
         for phase in results.phases.values()
-        if phase.first(Explorer) or any(skip_reason(model, Explorer) for model in phase.all_models)
+        if phase.first(Explorer)
+        or any(explain_skipped_measurement(model, Explorer) for model in phase.all_models)
     ]
     pool: dict[str, int] = {}
     data = [explorer_phase_data(phase, pool) for phase in phases]
@@ -180,7 +181,7 @@ def render_explorer(
     return template.render(data=data, head=head, has_models=has_models)
 
 
-def has_explorer_images(results: StudyResults) -> bool:
+def has_explorer_results(results: StudyResults) -> bool:
     return any(phase.first(Explorer) for phase in results.phases.values())
 
 
@@ -223,9 +224,9 @@ def explored_model_data(
 ) -> dict[str, Any]:
     """Return one model's data for the page, or the reason why it has none."""
     name, is_first, measured = item
-    measurement = measured.of(Explorer)
-    if measurement is None:
-        return {"name": name, "reason": skip_reason(measured, Explorer) or "it was not measured"}
+    if (measurement := measured.of(Explorer)) is None:
+        reason = explain_skipped_measurement(measured, Explorer) or "it was not measured"
+        return {"name": name, "reason": reason}
     result = ExplorerData.model_validate(measurement.facts)
     if not is_first:  # changed images and favourite patches are most of its size
         layers = []

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from moecore.report.column import Column
 from moecore.report.figures.drawing import Figure
-from moecore.report.study_results import Models
+from moecore.report.result_types import Models
 from moecore.report.tables.cells import TITLES, Cell, Cells, NumberFormat, method_cells_over_seeds
 
 # Beginnings and ends of column names → the term that explains them.
@@ -146,7 +146,7 @@ def method_rows_table(
 ) -> PageTable:
     """Return a table with one row per method and one column per metric."""
     rows = cells.values()
-    items = [format_column(column, [row[column.name] for row in rows]) for column in columns]
+    items = [format_column_cells(column, [row[column.name] for row in rows]) for column in columns]
     lines = []
     for row, method in enumerate(cells):
         head = PageCell(method, note="control" if method in controls else "")
@@ -166,12 +166,12 @@ def metric_rows_table(columns: Sequence[Column], cells: Cells) -> PageTable:
         if column.paper != paper:
             paper = column.paper
             lines.append(TableRow(PageCell(TITLES[paper]), look="group"))
-        items = format_column(column, [row[column.name] for row in cells.values()])
+        items = format_column_cells(column, [row[column.name] for row in cells.values()])
         lines.append(TableRow(PageCell(column.label, note=column.note), items))
     return PageTable(["Metric", *cells], lines)
 
 
-def format_column(column: Column, cells: Sequence[Cell | None]) -> list[PageCell]:
+def format_column_cells(column: Column, cells: Sequence[Cell | None]) -> list[PageCell]:
     """Return one table cell per value, all with equal decimals; a dash for a missing value."""
     number_format = NumberFormat.of(column.form, (cell.interval for cell in cells if cell))
     items = []
@@ -186,8 +186,8 @@ def format_column(column: Column, cells: Sequence[Cell | None]) -> list[PageCell
     return items
 
 
-def format_model_cells(column: Column, models: Models) -> list[PageCell]:
-    return format_column(column, list(method_cells_over_seeds(column, models).values()))
+def format_method_cells(column: Column, models: Models) -> list[PageCell]:
+    return format_column_cells(column, list(method_cells_over_seeds(column, models).values()))
 
 
 def percent_table(

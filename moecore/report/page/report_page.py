@@ -23,7 +23,7 @@ from moecore.report.headline_quantities import PhaseQuantities, choose_main_quan
 from moecore.report.page import page_objects, sections
 from moecore.report.page.page_objects import PageCell, TableRow
 from moecore.report.pictures import experts, robustness
-from moecore.report.study_results import PhaseResults, StudyResults
+from moecore.report.result_types import PhaseResults, StudyResults
 from moecore.report.tables import cells, metrics_by_method, terminal_summary
 from moecore.study.run_and_claims import Claim
 
@@ -147,7 +147,7 @@ def template_environment(is_html: bool = True) -> Environment:
 
 def render_picture(picture: page_objects.Picture) -> Markup | str:
     if picture.raster:
-        return render_png(picture.figure)
+        return render_png_data_uri(picture.figure)
     return Markup(render_svg(picture.figure, picture.label))
 
 
@@ -167,7 +167,7 @@ def render_svg(figure: Figure, label: str) -> str:
     return text.replace("<svg", start, 1).replace(drawing.INK, "currentColor")
 
 
-def render_png(figure: Figure) -> str:
+def render_png_data_uri(figure: Figure) -> str:
     buffer = io.BytesIO()
     with matplotlib.rc_context(drawing.STYLE):
         drawing.freeze_layout(figure).set_dpi(110)

@@ -24,7 +24,7 @@ from moecore.report.page.page_objects import (
     metric_rows_table,
 )
 from moecore.report.pictures.robustness import transfer_blocks
-from moecore.report.study_results import PhaseResults, StudyResults
+from moecore.report.result_types import PhaseResults, StudyResults
 from moecore.report.tables.cells import (
     NOTES,
     REPORTED_MODELS,
@@ -154,7 +154,7 @@ def phase_section(
     first = [columns[name] for name in headline_quantities.first_table_mlflow_names(phase, columns)]
     how = PageBlock("How to read this table", below=[describe_intervals(compared)], folded=True)
     blocks = [
-        PageBlock("", grids=[build_table_with_references(phase, first, compared.cells, controls)]),
+        PageBlock("", grids=[build_table_with_baselines(phase, first, compared.cells, controls)]),
         how._replace(marks=describe_best_marks(results, phase, compared, controls)),
         paper_tables_block(list(columns.values()), compared.cells, controls, papers),
     ]
@@ -195,7 +195,7 @@ def calculation_section(
     return PageSection(place_slug(display.stage), title, title, blocks)
 
 
-def build_table_with_references(
+def build_table_with_baselines(
     phase: PhaseResults, columns: Sequence[Column], cells: Cells, controls: Collection[str]
 ) -> PageTable:
     """Return the table of methods with rows below it for a guess and for classifiers on pixels."""

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from moecore.brain.age_calibration import AgeCalibration
+from moecore.brain.age_calibration import AgeCalibrationMeasurement
 from moecore.brain.age_correction import PREDICTIONS
 from moecore.measure import calibration, training
 from moecore.measure.cohort_checks import CohortChecks
-from moecore.measure.probes.simulated_people import rising_step_share
+from moecore.measure.probes.simulated_people import compute_mean_rising_step_share
 from moecore.measure.values import Found
 from moecore.report.column import Column
 from moecore.report.figures import drawing
@@ -22,16 +22,16 @@ from moecore.report.page.page_objects import (
     PageTable,
     Picture,
     TableRow,
-    format_column,
-    format_model_cells,
+    format_column_cells,
+    format_method_cells,
 )
+from moecore.report.result_types import Models, PhaseResults, list_without_none
 from moecore.report.results_and_displays import (
     Figures,
     Pictures,
+    draw_pictures_by_name,
     first_seed_pictures,
-    pictures_by_name,
 )
-from moecore.report.study_results import Models, PhaseResults, list_without_none
 from moecore.report.tables.cells import NumberFormat, cell_over_seeds
 
 Facts = Mapping[str, Any]  # of ``AgeResult``, or of a part of it, as JSON has them
@@ -59,7 +59,7 @@ def draw_age_predictions(result: Found) -> Figures:
 
 
 def age_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
-    first = phase.results(AgeCalibration)[0]
+    first = phase.results(AgeCalibrationMeasurement)[0]
     facts = first.facts
     low, high = facts["age_range"]
     median = first.interval("median_mae")
@@ -73,12 +73,12 @@ def age_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     )
     if facts["diagnosis_gaps"]:
         text += f" Gaps of a diagnosis are relative to {facts['diagnosis_gaps'][0]['reference']}."
-    pictures = pictures_by_name(phase, AgeCalibration, draw_age_predictions)
+    pictures = draw_pictures_by_name(phase, AgeCalibrationMeasurement, draw_age_predictions)
     refusals = [
         f"Not corrected: {method}, seed {seed}. {result.facts['refused']}"
         for method, seeds in phase.models.items()
         for seed, model in seeds.items()
-        if (result := model.of(AgeCalibration)) and result.facts["refused"]
+        if (result := model.of(AgeCalibrationMeasurement)) and result.facts["refused"]
     ]
     block = PageBlock("Predicted age", [text], [age_errors_table(phase)], pictures["age_scatter"])
     yield block._replace(below=refusals, about="mae_pooled")
@@ -92,13 +92,13 @@ def age_errors_table(phase: PhaseResults) -> PageTable:
     pairs = [(method, prediction) for method in phase.models for prediction in PREDICTIONS]
     columns = []
     for name in AGE_ERROR_LABELS:
-        column = Column(name, name, lambda result: None, kind=AgeCalibration)
+        column = Column(name, name, lambda result: None, kind=AgeCalibrationMeasurement)
         cells = []
         for method, prediction in pairs:
             read = methodcaller("interval", f"{name}_{prediction}")
             models = list(phase.models[method].values())
             cells.append(cell_over_seeds(column._replace(read_result=read), models))
-        columns.append(format_column(column, cells))
+        columns.append(format_column_cells(column, cells))
     lines = [
         TableRow(PageCell(method, note=PREDICTIONS[prediction]), items)
         for (method, prediction), *items in zip(pairs, *columns, strict=True)
@@ -109,7 +109,7 @@ def age_errors_table(phase: PhaseResults) -> PageTable:
 @drawing.styled_drawing
 def draw_age_scatter(facts: Facts) -> Figure:
     points = facts["points"]
-    figure, panels, predictions = empty_age_panels(points, 4.3, "Test split.")
+    figure, panels, predictions = create_prediction_panels(points, 4.3, "Test split.")
     ages = np.concatenate([points["age"], *predictions.values()])
     limits = (float(ages.min()) - 2, float(ages.max()) + 2)
     style = {"color": drawing.GUIDE, "linewidth": 1, "linestyle": ":", "label": "predicted = known"}
@@ -126,7 +126,7 @@ def draw_pad_against_age(facts: Facts) -> Figure:
     """Draw the brain-PAD (predicted − known age) over known age, with mean ± 1.96 SD."""
     points = facts["points"]
     caption = "Grey lines: mean and mean ± 1.96 SD."
-    figure, panels, predictions = empty_age_panels(points, 3.6, caption)
+    figure, panels, predictions = create_prediction_panels(points, 3.6, caption)
     for axes, (name, values) in zip(panels, predictions.items(), strict=True):
         gaps = values - np.asarray(points["age"], float)
         mean = gaps.mean()
@@ -143,7 +143,7 @@ def draw_pad_against_age(facts: Facts) -> Figure:
 def draw_errors_by_group(groups: Mapping[str, Sequence[Facts]], facts: Facts) -> Figure:
     widths = [len(rows) + 1 for rows in groups.values()]
     caption = "95 % intervals over participants."
-    figure = drawing.empty_figure(1.2 + 0.62 * sum(widths), 3.5, caption)
+    figure = drawing.create_figure(1.2 + 0.62 * sum(widths), 3.5, caption)
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False, width_ratios=widths)[0]
     for axes, (name, rows) in zip(panels, groups.items(), strict=True):
         _draw_group_errors(axes, rows)
@@ -179,13 +179,13 @@ def _draw_group_errors(axes: Axes, rows: Sequence[Facts]) -> None:
     axes.set_xticks(range(len(rows)), names, fontsize=8)
 
 
-def empty_age_panels(
+def create_prediction_panels(
     points: Facts, height: float, caption: str
 ) -> tuple[Figure, np.ndarray, dict[str, np.ndarray]]:
     """Return a figure with one panel per kind of prediction, and name → predicted ages (N,)."""
     names = [name for name in AGE_TITLES if points[name] is not None]
     predictions = {name: np.asarray(points[name], float) for name in names}
-    figure = drawing.empty_figure(0.6 + 4.3 * len(predictions), height, caption)
+    figure = drawing.create_figure(0.6 + 4.3 * len(predictions), height, caption)
     panels = figure.subplots(1, len(predictions), sharex=True, sharey=True, squeeze=False)[0]
     return figure, panels, predictions
 
@@ -254,7 +254,7 @@ def cohort_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     for method, result in phase.first(CohortChecks).items():
         reasons |= result.facts["not_checked"]
         if result.find("whole_agreement"):
-            mixtures.append(tissue_mixture_table(result, method))
+            mixtures.append(mixture_agreement_table(result, method))
     if tried := region_expert_agreement_table(phase):
         reasons.pop("generalisation", None)  # the reason of methods without region experts
         title = "Region experts where they were not taught"
@@ -269,14 +269,14 @@ def cohort_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     yield block._replace(below=below, about="isolated_gm")
 
 
-def cohort_check_cells(models: Models, metric: str, form: str = "number") -> list[PageCell]:
+def cohort_metric_cells(models: Models, metric: str, form: str = "number") -> list[PageCell]:
     read = methodcaller("interval", metric)
-    return format_model_cells(Column(metric, metric, read, form=form, kind=CohortChecks), models)
+    return format_method_cells(Column(metric, metric, read, form=form, kind=CohortChecks), models)
 
 
 def tissue_error_table(phase: PhaseResults) -> PageTable | None:
     """Return a table of errors in years, methods × ``ERRORS``; None if none was measured."""
-    cells = {label: cohort_check_cells(phase.models, metric) for label, metric in ERRORS.items()}
+    cells = {label: cohort_metric_cells(phase.models, metric) for label, metric in ERRORS.items()}
     having = {label: items for label, items in cells.items() if set(items) != {DASH}}
     if not having:
         return None
@@ -296,14 +296,14 @@ def region_expert_agreement_table(phase: PhaseResults) -> PageTable | None:
             items = []
             for number in AGREEMENT_HEADS:
                 form = "number" if number == "over_chance" else "share"
-                items += cohort_check_cells({method: seeds}, f"{volumes}_{number}", form)
+                items += cohort_metric_cells({method: seeds}, f"{volumes}_{number}", form)
             lines.append(TableRow(PageCell(label), items))
     if not lines:
         return None
     return PageTable(["First region expert", *AGREEMENT_HEADS.values()], lines, below=REGION_NOTE)
 
 
-def tissue_mixture_table(result: Found, method: str) -> PageTable:
+def mixture_agreement_table(result: Found, method: str) -> PageTable:
     """Return a table of expert agreement: tissue pairs × remaining share of the second tissue."""
     shares = result.all("mixture_agreement")
     chances = result.all("mixture_permuted")
@@ -330,8 +330,8 @@ def tissue_mixture_table(result: Found, method: str) -> PageTable:
 @drawing.styled_drawing
 def draw_ageing(ageing: Mapping[str, Any]) -> Figure:
     ages, predictions = ageing["ages"], ageing["predictions"]
-    rising = rising_step_share(np.array(predictions))
-    figure = drawing.empty_figure(4.4, 4.0, f"Rising steps: {rising:.0%}.")
+    rising = compute_mean_rising_step_share(np.array(predictions))
+    figure = drawing.create_figure(4.4, 4.0, f"Rising steps: {rising:.0%}.")
     axes = figure.subplots()
     ends = [ages[0], ages[-1]]
     axes.plot(ends, ends, color=drawing.GUIDE, linewidth=1, linestyle=":", label="identity")
@@ -373,7 +373,7 @@ def draw_reliability_diagram(curves: Mapping[str, Mapping[str, Any]], title: str
     """Draw accuracy over confidence, in bins; curves: label → ``ReliabilityBins`` as JSON."""
     from matplotlib.collections import PathCollection
 
-    figure = drawing.empty_figure(4.8, 4.2)
+    figure = drawing.create_figure(4.8, 4.2)
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], color=drawing.GUIDE, linewidth=1, linestyle=":", label="calibrated")
     for index, (label, bins) in enumerate(curves.items()):
@@ -399,6 +399,6 @@ CLASS_PICTURES = Pictures("calibrate", draw_reliability, is_on_page=False, more=
 AGE_PICTURES = Pictures("calibrate", draw_age_predictions, is_on_page=False, more=age_blocks)
 PICTURES = [
     CLASS_PICTURES._replace(kind=calibration.ClassCalibration, applies=HAS_CLASSES),
-    AGE_PICTURES._replace(kind=AgeCalibration, applies=HAS_NO_CLASSES),
+    AGE_PICTURES._replace(kind=AgeCalibrationMeasurement, applies=HAS_NO_CLASSES),
     Pictures("cohort_checks", draw_cohort_checks, is_on_page=False, more=cohort_blocks),
 ]

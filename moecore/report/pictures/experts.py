@@ -8,7 +8,7 @@ import numpy as np
 from moecore.measure import cost, expert_worth, routing, stability, training, truth
 from moecore.measure.routing_metrics import expert_roles
 from moecore.measure.routing_metrics.expert_profiles import (
-    MatchedCrops,
+    OverlappingCrops,
     Overlays,
     parse_expert_grid,
 )
@@ -16,15 +16,15 @@ from moecore.measure.values import Chart, Found
 from moecore.report.column import CEILING, DENSE, MetricColumns, build_column_context
 from moecore.report.figures import charts, drawing, model_figures
 from moecore.report.page.page_objects import PageBlock, Picture, method_rows_table
+from moecore.report.result_types import PhaseResults, list_without_none
 from moecore.report.results_and_displays import (
     Figures,
     Pictures,
     draw_method_curves,
     draw_metric_chart,
+    draw_pictures_by_name,
     first_seed_pictures,
-    pictures_by_name,
 )
-from moecore.report.study_results import PhaseResults, list_without_none
 from moecore.report.tables.cells import cell_over_seeds
 from moecore.statistics.comparisons import Difference, headroom_recovered
 
@@ -48,7 +48,7 @@ def draw_load_and_patch_experts(result: Found) -> Figures:
 
 def routing_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     """Yield four blocks: load, experts of patches, matched crops, agreement with the teacher."""
-    by_name = pictures_by_name(phase, routing.Routing, draw_load_and_patch_experts)
+    by_name = draw_pictures_by_name(phase, routing.Routing, draw_load_and_patch_experts)
     yield PageBlock("Load of the experts", pictures=by_name["expert_load"], about="load_cv2")
     measured = phase.first(routing.Routing)
     finding = describe_adjacent_patches(measured)
@@ -57,7 +57,7 @@ def routing_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     crops = []
     first = next(iter(measured.values()), None)  # the crops are the same for every method
     if first is not None and first.facts["corresponding"]:
-        pair = MatchedCrops.model_validate(first.facts["corresponding"])
+        pair = OverlappingCrops.model_validate(first.facts["corresponding"])
         figure = model_figures.draw_patch_correspondence(pair)
         label = f"{phase.name}: corresponding patches"
         crops.append(Picture(figure, label, getattr(figure, "caption", "")))
@@ -231,7 +231,7 @@ def noise_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
 @drawing.styled_drawing
 def draw_class_probability_over_noise(ramp: Mapping[str, Any]) -> drawing.Figure:
     """Draw the true class's probability over noise; a cross marks a changed prediction."""
-    figure = drawing.empty_figure(4.8, 3.5, "Example images. Cross: the predicted class changes.")
+    figure = drawing.create_figure(4.8, 3.5, "Example images. Cross: the predicted class changes.")
     axes = figure.subplots()
     for number, curve in enumerate(ramp["shown"]):
         style = drawing.line_style(number) | {"marker": ""}
@@ -313,7 +313,7 @@ def describe_routing_gain(phase: PhaseResults, method: str) -> str | None:
 def draw_purity_curves(phase: PhaseResults) -> list[Picture]:
     caption = "Mean over MoE layers."
     spec = charts.ChartSpec("Purity of validation images", "Epoch", "Purity", share=True)
-    read: Any = lambda result: dict(enumerate(training.outcome_of(result).purity, 1))
+    read: Any = lambda result: dict(enumerate(training.get_outcome(result).purity, 1))
     pictures = draw_method_curves(phase, training.Trained, read, spec, caption, limits=LIMITS)
     for kind, unit in AXIS_LABEL_BY_CHANGE.items():
         spec = charts.ChartSpec(f"Purity under {kind}", unit, "Purity", share=True)
@@ -342,7 +342,7 @@ def draw_lipschitz_lemma_terms(result: Found) -> Figures:
 def draw_lemma_terms(layers: list[dict[str, list[float]]]) -> drawing.Figure:
     """Plot ‖∇f(x)‖₂ and the router term over lemma 1's bound; per layer: name → one per token."""
     # If the lemma holds, all points of the upper panel lie on or below the diagonal.
-    figure = drawing.empty_figure(4.8, 5.6, "One point per token.")
+    figure = drawing.create_figure(4.8, 5.6, "One point per token.")
     panels = figure.subplots(2, 1, sharex=True)
     highest = max(max(layer["bound"]) for layer in layers)
     for axes, name in zip(panels, ("‖∇f(x)‖₂", "router term of the bound"), strict=True):

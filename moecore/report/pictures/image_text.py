@@ -7,8 +7,8 @@ from moecore.measure.retrieval import Retrieval
 from moecore.measure.routing_metrics.expert_profiles import Overlays
 from moecore.report.figures.model_figures import draw_caption_experts
 from moecore.report.page.page_objects import PageBlock, percent_table
-from moecore.report.results_and_displays import Figures, Pictures, pictures_by_name
-from moecore.report.study_results import PhaseResults
+from moecore.report.result_types import PhaseResults
+from moecore.report.results_and_displays import Figures, Pictures, draw_pictures_by_name
 
 
 def draw_images_and_words(result: values.Found) -> Figures:
@@ -37,7 +37,7 @@ def image_text_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     text = f"Gallery: {images}. A tie counts as the share of its orders that are hits."
     k = next(iter(first.curve("text_to_image", "k")))
     yield PageBlock("Images and captions", [text], grids, about=f"text_to_image_r{k}", choice=True)
-    pictures = pictures_by_name(phase, Retrieval, draw_images_and_words)["images_and_words"]
+    pictures = draw_pictures_by_name(phase, Retrieval, draw_images_and_words)["images_and_words"]
     yield PageBlock("Experts of patches and words", pictures=pictures)
 
 

@@ -25,9 +25,9 @@ from moecore.report.page.page_objects import (
     TableRow,
     percent_table,
 )
+from moecore.report.result_types import PhaseResults
 from moecore.report.results_and_displays import Figures, Pictures, draw_method_curves
-from moecore.report.study_results import PhaseResults
-from moecore.report.tables.cells import PIXEL, NumberFormat, epsilons_as_fractions, format_epsilon
+from moecore.report.tables.cells import PIXEL, NumberFormat, format_epsilon, format_epsilons_in_text
 from moecore.statistics.comparisons import crossed_difference, linearize_ratio
 from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score
@@ -45,7 +45,7 @@ PAPER_FIGURE_BY_ATTACK = {"pgd": " (figure 2 of the paper)", "apgd": " (figure 4
 Audited = Mapping[str, Any]  # an ``AuditLine``
 
 
-def fill_in(key: str, metric: Metric, score: str, at: Mapping[str, Place]) -> Metric:
+def fill_in_attack_metric(key: str, metric: Metric, score: str, at: Mapping[str, Place]) -> Metric:
     """Return ``metric`` with the name and texts of its column at an attack, epsilon and layer."""
     # score: as in column names. The worst case has no attack, planned names no largest epsilon.
     attack = str(at.get("attack", WORST_CASE))
@@ -192,7 +192,7 @@ def attack_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     for method in reference_methods(phase.models):
         if method not in first or first[method].facts["attacked"] is None:
             continue
-        shown = attack_audit.WorstAttackGallery.model_validate(first[method].facts["attacked"])
+        shown = attack_audit.StrongestAttackGallery.model_validate(first[method].facts["attacked"])
         tiles, names = [], []
         for row in shown.rows:
             tiles.append(
@@ -353,7 +353,7 @@ def worst_audit_verdict_cell(audited: Sequence[Audited]) -> PageCell:
     if not audited:
         return DASH
     worst = min(audited, key=lambda line: VERDICTS_WORST_FIRST.index(line["holds"]))
-    note = epsilons_as_fractions(worst["text"].removeprefix("not judged: "))
+    note = format_epsilons_in_text(worst["text"].removeprefix("not judged: "))
     return PageCell(AUDIT_MARKS[worst["holds"]], note, look=AUDIT_LOOKS[worst["holds"]])
 
 
@@ -369,7 +369,7 @@ def transfer_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
         return
     facts = result.facts
     reading = facts["reading"]
-    verdict = f"{AUDIT_MARKS[reading['holds']]}: {epsilons_as_fractions(reading['text'])}"
+    verdict = f"{AUDIT_MARKS[reading['holds']]}: {format_epsilons_in_text(reading['text'])}"
     text = (
         f"{attack_title(facts['attack'])} at ε = {format_epsilon(facts['epsilon'])} on "
         f"{facts['images']} test images. A row: the model on which the images were made. "
@@ -453,7 +453,7 @@ def corruption_by_severity_table(result: Found) -> PageTable:
     return grid._replace(below="Error in percent.")
 
 
-def corruption_tables(phase: PhaseResults) -> Iterator[PageBlock]:
+def corruption_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
     tiles = [
         corruption_by_severity_table(result)._replace(title=name)
         for name, result in phase.first(corruptions.Corruptions).items()
@@ -465,6 +465,6 @@ ATTACK_PICTURES = Pictures(
     "robustness", draw_score_under_attacks, is_on_page=False, draw=draw_scores_and_routing
 )
 PICTURES = [
-    ATTACK_PICTURES._replace(more=attack_blocks, fill_in=fill_in),
-    Pictures("corruptions", draw_corruptions, is_on_page=False, more=corruption_tables),
+    ATTACK_PICTURES._replace(more=attack_blocks, fill_in=fill_in_attack_metric),
+    Pictures("corruptions", draw_corruptions, is_on_page=False, more=corruption_blocks),
 ]

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import numpy as np
 
-from moecore.measure.base import Skipped, read_result
+from moecore.measure.base import SkipReason, read_result
 from moecore.measure.training import (
     RANDOM_MASK_PREFIX,
     TISSUES,
     Trained,
     collect_outcome_values,
-    outcome_of,
+    get_outcome,
 )
 from moecore.measure.values import Found
-from moecore.report import column, study_results
+from moecore.report import column, result_types
 from moecore.report.figures import charts, drawing, model_figures
 from moecore.report.figures.model_figures import draw_expert_grids_by_class
 from moecore.report.page import page_objects
@@ -30,7 +30,7 @@ TISSUE_NOTE = (
 
 
 def figures(result: Found) -> Figures:
-    outcome = outcome_of(result)
+    outcome = get_outcome(result)
     if outcome.curve:
         yield "training_curves", model_figures.draw_training_curves({"": [outcome]})
     if outcome.confusion is not None:
@@ -40,7 +40,7 @@ def figures(result: Found) -> Figures:
 
 
 def draw_class_routing_over_epochs(result: Found) -> Figures:
-    outcome = outcome_of(result)
+    outcome = get_outcome(result)
     rows = {
         f"epoch {epoch}": [layers[-1] for layers in classes]
         for epoch, classes in outcome.class_maps.items()
@@ -50,7 +50,7 @@ def draw_class_routing_over_epochs(result: Found) -> Figures:
         yield "class_maps", draw_expert_grids_by_class(rows, classes, "Last MoE layer.")
 
 
-def training_blocks(phase: study_results.PhaseResults) -> Iterator[page_objects.PageBlock]:
+def training_blocks(phase: result_types.PhaseResults) -> Iterator[page_objects.PageBlock]:
     outcomes = phase.outcomes
     if any(outcome.curve for seeds in outcomes.values() for outcome in seeds):
         chart = model_figures.draw_training_curves(outcomes)
@@ -74,7 +74,7 @@ def training_blocks(phase: study_results.PhaseResults) -> Iterator[page_objects.
     yield confusion_block(phase)
 
 
-def agreement_block(phase: study_results.PhaseResults) -> page_objects.PageBlock:
+def agreement_block(phase: result_types.PhaseResults) -> page_objects.PageBlock:
     curves = {}
     points = model_figures.agreement_points
     for name in model_figures.AGREEMENTS:
@@ -92,7 +92,7 @@ def agreement_block(phase: study_results.PhaseResults) -> page_objects.PageBlock
     return page_objects.PageBlock(title, pictures=[picture], about="agreement_with_final")
 
 
-def confusion_block(phase: study_results.PhaseResults) -> page_objects.PageBlock:
+def confusion_block(phase: result_types.PhaseResults) -> page_objects.PageBlock:
     counts = {method: result.confusion for method, result in phase.first_outcomes.items()}
     shares = model_figures.normalise_rows
     tables = {name: shares(table) for name, table in counts.items() if table is not None}
@@ -136,7 +136,7 @@ def list_confusions(shares: np.ndarray) -> Iterator[tuple[float, int, int]]:
             yield float(wrong[true, predicted]), int(true), int(predicted)
 
 
-def tissue_blocks(phase: study_results.PhaseResults) -> Iterator[page_objects.PageBlock]:
+def tissue_blocks(phase: result_types.PhaseResults) -> Iterator[page_objects.PageBlock]:
     """Yield a block on the experts that each brain tissue is routed to, over epochs."""
     probed = {name: result.region_routing for name, result in phase.first_outcomes.items()}
     probed = {name: probes for name, probes in probed.items() if probes}
@@ -188,9 +188,9 @@ def region_share_heatmap(rows: Sequence[TissueRoutingRow]) -> drawing.Figure:
     return charts.draw_heatmap(table, charts.percent_annotations(table), labels, size)
 
 
-def read_outcome(path: Path, stage: str) -> Found | Skipped:
+def read_outcome(path: Path, stage: str) -> Found | SkipReason:
     outcome = read_result(path, Outcome, stage)
-    if isinstance(outcome, Skipped):
+    if isinstance(outcome, SkipReason):
         return outcome
     return collect_outcome_values(outcome)
 

@@ -14,7 +14,7 @@ import yaml
 
 from moecore.core.source_layout import SHIPPED
 from moecore.report.column import Column
-from moecore.report.study_results import ModelResults, Models, list_without_none
+from moecore.report.result_types import ModelResults, Models, list_without_none
 from moecore.statistics.comparisons import OVER_ITEMS_AND_SEEDS, crossed_difference
 from moecore.statistics.intervals import Interval, mean_over_seed_pairs, mean_over_seeds
 from moecore.study import papers
@@ -144,7 +144,7 @@ def keep_percent_on_line(text: str) -> str:
     return re.sub(" %| = ", lambda match: match[0].replace(" ", "\u00a0"), text)
 
 
-def epsilons_as_fractions(text: str) -> str:
+def format_epsilons_in_text(text: str) -> str:
     """Return the text with every ``ε = 0.0313725`` replaced by ``ε = 8/255``."""
     return re.sub(r"ε = (\d*\.\d+)", lambda match: f"ε = {format_epsilon(float(match[1]))}", text)
 

@@ -12,19 +12,19 @@ from moecore.measure.base import find_measurement
 from moecore.report.claims import significance
 from moecore.report.column import (
     Column,
+    PhaseBeforeRun,
     PlannedMetric,
-    PlannedPhase,
     build_column_context,
     reference_methods,
 )
 from moecore.report.pictures.experts import routing_gain_share
-from moecore.report.results_and_displays import list_calculations, list_displays
-from moecore.report.study_results import (
+from moecore.report.result_types import (
     Models,
     PhaseResults,
     StudyResults,
-    add_measurement_stage_names,
+    add_measurements_to_stages,
 )
+from moecore.report.results_and_displays import list_calculations, list_displays
 from moecore.report.tables.cells import TITLES, Cell, cell_to_json, method_cells_over_seeds
 from moecore.study.model_rules import build_phase_model, planned_image_spec
 from moecore.study.run_and_claims import Comparison
@@ -169,10 +169,10 @@ def compare_methods(results: StudyResults) -> dict[str, Any]:
 
 
 def read_compare_json(path: Path) -> dict[str, dict[str, Any]]:
-    return validate_comparison_tables(path, read_json(path))
+    return check_compare_json_form(path, read_json(path))
 
 
-def validate_comparison_tables(path: Path, compared: Any) -> dict[str, dict[str, Any]]:
+def check_compare_json_form(path: Path, compared: Any) -> dict[str, dict[str, Any]]:
     """Return ``compared``, the parsed JSON of ``path``; UserError unless it maps to mappings."""
     entries = compared.values() if isinstance(compared, dict) else [compared]
     if not all(isinstance(entry, dict) for entry in entries):
@@ -205,7 +205,7 @@ def unanswerable_claims(
     }
     for display in displays:
         if display.stage in study.run.calculations:
-            planned[display.stage] = display.columns.planned(PlannedPhase(study, "accuracy", ""))
+            planned[display.stage] = display.columns.planned(PhaseBeforeRun(study, "accuracy", ""))
 
     @cache  # many claims name the same methods
     def metrics_of(phase: PhaseName, method: str) -> PlannedMetrics:
@@ -286,8 +286,8 @@ def _metric_problems(
 def expected_metrics(study: Study, stages: Collection[str], phase: PhaseName) -> PlannedMetrics:
     """Return name → properties of all metrics that a phase will have after its run."""
     task: Any = study.data[phase].task  # a class; it answers what it needs
-    ahead = PlannedPhase(study, SCORES.get(task.model_fields["kind"].default, "accuracy"), phase)
-    measured = add_measurement_stage_names(stages, study.run)
+    ahead = PhaseBeforeRun(study, SCORES.get(task.model_fields["kind"].default, "accuracy"), phase)
+    measured = add_measurements_to_stages(stages, study.run)
     metrics: PlannedMetrics = {}
     for shown in list_displays():
         covered = shown.stage in measured and study.run.covers(shown.stage, phase)

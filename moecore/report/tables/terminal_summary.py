@@ -17,7 +17,7 @@ from moecore.report.claims import claims_table, evaluation
 from moecore.report.claims.significance import LEVEL, compare_with_reference
 from moecore.report.column import Column, score_slug
 from moecore.report.headline_quantities import HEADLINES
-from moecore.report.study_results import PhaseResults, StudyResults
+from moecore.report.result_types import PhaseResults, StudyResults
 from moecore.report.tables import metrics_by_method
 from moecore.report.tables.cells import (
     Cell,

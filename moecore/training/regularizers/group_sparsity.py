@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moecore.core import ranks, routing_records
-from moecore.core.config import Misfits, Surroundings, list_idle_settings
+from moecore.core.config import Misfits, Surroundings, list_idle_misfits
 from moecore.nn.experts.base import expert_grid_shape
 from moecore.training.regularizers.base import Regularizer, sum_over_layers
 
@@ -60,9 +60,9 @@ class GroupSparsity(Regularizer):
         yield from super().misfits(around)
         if self.filter == "average":
             names = ("sigma_start", "sigma_end", "exponent")
-            yield from list_idle_settings(self, names, "the filter is average", "filter: gaussian")
+            yield from list_idle_misfits(self, names, "the filter is average", "filter: gaussian")
         elif self.sigma_start == self.sigma_end:
-            yield from list_idle_settings(self, ["exponent"], "σ is constant", "another sigma_end")
+            yield from list_idle_misfits(self, ["exponent"], "σ is constant", "another sigma_end")
 
     def __call__(self, step: routing_records.ObjectiveInputs) -> Tensor:
         sigma = self.sigma(step.progress) if self.filter == "gaussian" else math.inf

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 
 from moecore.core import files, routing_records
-from moecore.nn.correspondence import teacher_probs_for_student_tokens
+from moecore.nn.correspondence import add_distillation_token_probs
 from moecore.training.regularizers.base import Regularizer
 
 
@@ -37,7 +37,7 @@ class RouterKl(Regularizer):
         if step.progress >= self.until:
             return students[0].new_zeros(())
         divergences = [
-            router_kl(teacher=teacher_probs_for_student_tokens(p, q.shape), student=q)
+            router_kl(teacher=add_distillation_token_probs(p, q.shape), student=q)
             for p, q in zip(teachers, students, strict=True)
         ]
         return torch.stack(divergences).mean()

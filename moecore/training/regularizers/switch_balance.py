@@ -44,7 +44,7 @@ class SwitchBalance(Regularizer):
             yield (), f"{text} experts equally; allowed: {allowed}"
         if self.level != "group":
             reason = f"the level is {self.level}"
-            yield from config.list_idle_settings(self, ["group_size"], reason, "level: group")
+            yield from config.list_idle_misfits(self, ["group_size"], reason, "level: group")
             return
         for phase, images in around.images.items():
             if images % self.group_size:

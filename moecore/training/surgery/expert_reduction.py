@@ -45,7 +45,6 @@ class ExpertUseSums:
         self.outputs[expert] = self.outputs[expert] + outputs.sum(dim=0).cpu()
 
     def average(self) -> ExpertUse:
-        """Return the experts' token counts, REAP scores and mean outputs."""
         reap = self.lengths / self.counts.clamp(min=1)
         return ExpertUse(self.counts, reap, torch.stack(self.outputs) / self.tokens)
 

@@ -123,7 +123,6 @@ def rename_clip_weights(weights: Mapping[str, Tensor], file: str) -> dict[str, T
 def two_tower_settings_from_weights(
     weights: Mapping[str, Tensor], activation: Literal["gelu", "quick_gelu"]
 ) -> two_towers.TwoTowers:
-    """Derive the settings of a two-tower model from the shapes of renamed weights."""
     kernel = weights["visual.patch_embed.proj.weight"]
     width = kernel.shape[0]
     text = weights["text.positions"].shape[1]

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from moecore.measure.values import Found
-from moecore.report.figures.drawing import INK, PALETTE, empty_figure, line_style, styled_drawing
+from moecore.report.figures.drawing import INK, PALETTE, create_figure, line_style, styled_drawing
 from moecore.report.results_and_displays import Figures, Pictures
 
 TARGETS = {
@@ -32,7 +32,7 @@ def ratio_over_angle(curves: Mapping[int, Mapping[float, float]], targets: str) 
 
     curves: number of experts E → angle in degrees → ratio.
     """
-    figure = empty_figure(8.2, 3.8, "Means over draws.")
+    figure = create_figure(8.2, 3.8, "Means over draws.")
     over_angle, over_experts = figure.subplots(1, 2)
     numbers = sorted(curves)
     last = max(angle for curve in curves.values() for angle in curve)

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moecore.measure.values import Found
-from moecore.report.figures.drawing import GUIDE, PALETTE, Figure, empty_figure, styled_drawing
+from moecore.report.figures.drawing import GUIDE, PALETTE, Figure, create_figure, styled_drawing
 from moecore.report.page.page_objects import DASH, EMPTY, PageBlock, PageCell, PageTable, TableRow
+from moecore.report.result_types import PhaseResults
 from moecore.report.results_and_displays import Figures, Pictures
-from moecore.report.study_results import PhaseResults
 from moecore.report.tables.cells import REPORTED_COSTS, PaperModelNumbers
 from paper_models.sizes import METRICS, Sizes
 
@@ -127,7 +127,7 @@ def draw_paper_deviations(result: Found) -> Figure:
         name: numbers for name, numbers in size_differences(result).items() if numbers
     }
     names = list(comparisons)[::-1]
-    figure = empty_figure(8.2, 1.2 + 0.26 * len(names), "Ours over the paper's, less one.")
+    figure = create_figure(8.2, 1.2 + 0.26 * len(names), "Ours over the paper's, less one.")
     axes = figure.subplots()
     for index, (key, metric) in enumerate(METRICS.items()):
         having = [name for name in names if key in comparisons[name]]

@@ -215,7 +215,7 @@ def test_words_and_truth_by_hand(monkeypatch):
 def test_undone_each_split_is_the_docstrings_own(tmp_path):
     source = Ciphers(packages=("networkx",), dialects=3, zipf=0.5, **SMALL_TEXT)
     source.write(tmp_path)
-    data, plain = Prepared.open(tmp_path, verify=True), docstrings.DocstringSource.read(source)
+    data, plain = Prepared.open(tmp_path, verify=True), docstrings.DocstringSourceBase.read(source)
     back = draw_word_ciphers(3, data.task.outputs, [0, 1], 0).argsort(axis=1)
     lines = {}
     for split in SPLITS:

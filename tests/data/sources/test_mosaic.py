@@ -16,7 +16,7 @@ from moecore.data import loader, raw_data_changes, stratified_splits
 from moecore.data.prepared import SPLITS
 from moecore.data.sources import mosaic
 from moecore.data.sources.mosaic import Mosaic, compose_mosaics, draw_mosaic_members
-from moecore.data.sources.scripts import glyph_checksum_per_font, read_font_folder, warp_glyph
+from moecore.data.sources.scripts import glyph_checksum_per_font, read_fonts_and_hash, warp_glyph
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.data.volumes.participants import read_prepared_csv_rows
 from moecore.report.figures.overview import draw_dataset_samples
@@ -325,7 +325,7 @@ def test_fonts_of_the_test_are_new_and_of_letters_alike_one_is_a_class(shipped_f
     settings = Scripts(root=str(shipped_fonts), scripts=("Latin", "Greek", "Cyrillic"))
     classes = settings.describe().classes
     assert len({"U+0041", "U+0391", "U+0410"} & set(classes)) == 1, "A, Alpha and A"
-    font = read_font_folder(shipped_fonts)[1][0]
+    font = read_fonts_and_hash(shipped_fonts)[1][0]
     assert glyph_checksum_per_font([font], ord(" "), 28) is None
     assert ord("1") not in font.letters and ord("a") in font.letters
 

@@ -11,7 +11,7 @@ from threadpoolctl import threadpool_limits
 
 from moecore.core.files import UserError
 from moecore.data.phantom import anatomy, simulated_person
-from moecore.data.phantom.anatomy import SIDE, load_template, ventricle_voxel_shares
+from moecore.data.phantom.anatomy import SIDE, compute_inside_shares, load_template
 from moecore.data.phantom.simulated_person import LifelongTraits, simulate_ellipsoid_scan
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.phantom import simulate_scan
@@ -192,7 +192,7 @@ def test_splines_add_up_to_one_and_the_wall_holds_the_volume():
     assert all(np.abs(np.diff(fields, axis=axis)).max() < 0.5 for axis in (1, 2, 3)), "smooth"
     distance = np.linspace(-3, 40, 5000)
     for wanted in (200.0, 1500.0):
-        shares = ventricle_voxel_shares(anatomy.ventricle_wall_offset(distance, wanted), distance)
+        shares = compute_inside_shares(anatomy.ventricle_wall_offset(distance, wanted), distance)
         assert shares.sum() == pytest.approx(wanted, rel=1e-4)
 
 
@@ -202,7 +202,7 @@ def test_growing_ventricles_push_tissue_outwards():
     base = load_template()
     shell = (base.distance < 9).astype(np.float32)
     still = anatomy.Pose(np.ones(3), np.eye(3), np.zeros(3), np.zeros((3, SIDE**3), np.float32))
-    ventricles = ventricle_voxel_shares(0.0, base.distance)
+    ventricles = compute_inside_shares(0.0, base.distance)
     sizes = [float(ventricles.sum()) * times for times in (1, 2, 3)]
     shelled = base._replace(white=shell)
     sums = [anatomy.place_template(shelled, still, 1.0, size).white.sum() for size in sizes]

@@ -9,7 +9,7 @@ from PIL import Image
 
 from moecore.core.files import UserError, file_checksum
 from moecore.data import prepared
-from moecore.data.files import decode, image_files
+from moecore.data.files import decode, image_files_source
 from moecore.data.files.decode import UnreadableImage, decode_image
 from moecore.data.layouts.images import JpegImages
 from moecore.data.prepared import SPLITS, Prepared
@@ -240,7 +240,7 @@ def test_imagenet_goes_on_after_a_kill(tmp_path, monkeypatch):
     card = settings.write(tmp_path / "whole")
     assert card["images"] == {"train": 20, "validation": 4, "test": 8}
     assert not (tmp_path / "cache").exists()
-    monkeypatch.setattr(image_files, "CHUNK", 5)
+    monkeypatch.setattr(image_files_source, "CHUNK", 5)
     decoded = kill_after_12(monkeypatch, "decode_image", settings, tmp_path / "killed")
     assert settings.write(tmp_path / "resumed") == card
     # at most the chunk that was being written and the next one were decoded twice
@@ -249,7 +249,7 @@ def test_imagenet_goes_on_after_a_kill(tmp_path, monkeypatch):
 
 def test_changed_files_and_damaged_unfinished_work_are_decoded_again(tmp_path):
     imagenet_folder(tmp_path / "raw")
-    cache = image_files.DecodeCache(tmp_path / "cache", 8, 3)
+    cache = image_files_source.DecodeCache(tmp_path / "cache", 8, 3)
     paths = sorted((tmp_path / "raw/val").rglob("*.JPEG"))
     for make in (
         lambda: cache.decode("a", paths)[0],
@@ -329,7 +329,7 @@ def test_whole_images_are_kept_as_jpeg(tmp_path):
 def test_packing_goes_on_after_a_kill_with_the_same_bytes(tmp_path, monkeypatch):
     settings = kept(tmp_path, short_side=40)
     card = settings.write(tmp_path / "whole")
-    monkeypatch.setattr(image_files, "CHUNK", 5)
+    monkeypatch.setattr(image_files_source, "CHUNK", 5)
     packed = kill_after_12(monkeypatch, "resize_and_encode_jpeg", settings, tmp_path / "killed")
     (file,) = (tmp_path / "cache/train").glob("*/images.bin")
     with open(file, "ab") as torn:

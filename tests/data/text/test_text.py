@@ -21,7 +21,7 @@ from moecore.data.files.published_source import (
     download_file,
     tokenize_and_count_captions,
 )
-from moecore.data.layouts.text import block_windows
+from moecore.data.layouts.text import cut_labelled_blocks
 from moecore.data.sources import docstrings, fashion_mnist, wikitext
 from moecore.data.sources.captioned_mosaic import CaptionedMosaic, draw_layouts, layout_captions
 from moecore.data.sources.docstrings import Docstrings, extract_docstring_prose
@@ -31,7 +31,7 @@ from moecore.data.text import tokenizers
 from moecore.data.text.tokenizers import BpeTokenizer, load_tokenizer
 from moecore.data.text.words import build_vocabulary, lower_words, read_vocabulary, tokenize_lines
 from moecore.tasks.image_text import NO_CAPTION, ImageText
-from moecore.training.phase_trainings import count_words_per_stream
+from moecore.training.phase_trainings import compute_stream_length
 from tests.data.making import fashion_folder, idx_bytes
 
 SOURCE = '''
@@ -78,12 +78,12 @@ def test_only_prose_is_taken_and_nothing_is_imported():
 
 def test_windows_are_blocks_with_what_is_before_them():
     tokens = np.arange(1, 12, dtype=np.int32)
-    images, labels = block_windows(tokens, 3, 2)
+    images, labels = cut_labelled_blocks(tokens, 3, 2)
     assert images.shape == (3, 3, 3) and labels.shape == (3, 3)
     assert images[0].tolist() == [[-1] * 3, [-1] * 3, [1, 2, 3]]
     assert images[2].tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     assert labels.tolist() == [[2, 3, 4], [5, 6, 7], [8, 9, 10]]
-    plain, _ = block_windows(tokens, 3, 0)
+    plain, _ = cut_labelled_blocks(tokens, 3, 0)
     assert plain[:, 0].tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
 
@@ -110,12 +110,12 @@ def test_a_test_text_too_short_for_the_batch_is_refused_before_the_training():
     words = {"train": range(1000), "test": range(20)}
     task = SimpleNamespace(long=True)
     data = SimpleNamespace(task=task, card={"size": [4]}, tokens=lambda split: words[split])
-    assert count_words_per_stream(data, 3) == 333, (
+    assert compute_stream_length(data, 3) == 333, (
         "six words each: a block of four and the next word"
     )
-    assert count_words_per_stream(data, 4) == 250
+    assert compute_stream_length(data, 4) == 250
     with pytest.raises(UserError, match="batch is 5, and the text has 20 test tokens; .* 1 to 4 "):
-        count_words_per_stream(data, 5)
+        compute_stream_length(data, 5)
 
 
 def test_docstrings_are_the_same_twice_and_every_file_has_one_split(tmp_path):

@@ -16,7 +16,7 @@ from PIL import Image, ImageEnhance, ImageOps
 from moecore.core.streams import BatchDraws, generator_for
 from moecore.data.views import augmentations, warping
 from moecore.data.views.augmentations import COLOUR_OPERATIONS, DrawnOperations, RandAugment
-from moecore.data.views.views import (
+from moecore.data.views.random_views import (
     AffineRanges,
     CropRanges,
     ViewSettings,
@@ -208,7 +208,7 @@ def test_each_image_gets_its_own_operation():
     pixels = torch.from_numpy(np.stack([IMAGES["noise"]] * len(names))).permute(0, 3, 1, 2).float()
     levels = torch.full((len(names), 1), -0.5, dtype=torch.float64)
     drawn = DrawnOperations(names, torch.arange(len(names))[:, None], levels)
-    done = augmentations.apply_colour_operations(pixels.clone(), drawn)
+    done = augmentations.apply_colour_operations_in_place(pixels.clone(), drawn)
     assert torch.equal(done[0], pixels[0])
     for row, name in enumerate(names[1:], 1):
         value = COLOUR_OPERATIONS[name][1](levels[row]).float().view(1, 1, 1, 1)
@@ -221,7 +221,7 @@ def test_each_image_gets_its_own_operation():
 def test_operations_in_the_order_drawn_at_magnitudes_beyond_10_of_all_names_and_signs():
     orders, levels = torch.tensor([[0, 1], [1, 0]]), torch.ones(2, 2, dtype=torch.float64)
     drawn = DrawnOperations(("invert", "posterize"), orders, levels)
-    done = augmentations.apply_colour_operations(torch.full((2, 1, 4, 4), 100.0), drawn)
+    done = augmentations.apply_colour_operations_in_place(torch.full((2, 1, 4, 4), 100.0), drawn)
     # 255 − 100 = 155 → 144; 100 → 96 → 159
     assert done[0, 0, 0, 0] == 144 and done[1, 0, 0, 0] == 159
     one = torch.tensor([1.0, -1.0, 3.0, -3.0], dtype=torch.float64)
@@ -260,7 +260,7 @@ def jittered_by_torchvision(images, drawn):
 def test_jitter_equals_torchvisions_to_a_grey_level(channels):
     images = torch.randint(0, 256, (64, channels, 12, 9), generator=generator_for(0))
     drawn = augmentations.draw_jitter(JITTER, BatchDraws(generator_for(1), 64))
-    ours = augmentations.jitter_colours(images.float(), drawn) / 255
+    ours = augmentations.jitter_colours_in_place(images.float(), drawn) / 255
     assert (ours - jittered_by_torchvision(images / 255, drawn)).abs().max() < 1 / 255
     assert (ours - images / 255).abs().mean() > 0.03
 

@@ -11,13 +11,13 @@ from moecore.core.files import UserError
 from moecore.core.streams import generator_for
 from moecore.data.views import warping
 from moecore.data.views.augmentations import RandAugment
-from moecore.data.views.views import (
+from moecore.data.views.random_views import (
     AffineRanges,
     CropRanges,
     Mix,
     ViewSettings,
     make_random_views,
-    mix_images,
+    mix_batch,
     prepare_evaluation_images,
 )
 from moecore.data.views.warping import MixedSizeImageList, clamp_or_reflect_indices, in_range_mask
@@ -129,7 +129,7 @@ def test_label_mass_is_one_and_lambda_is_the_area(seed, alphas, probability):
     labels = torch.arange(8)
     images = (labels + 1.0).view(-1, 1, 1, 1).expand(-1, 2, 7, 9) / 8
     mix = Mix(mixup=alphas[0], cutmix=alphas[1], probability=probability)
-    mixed, soft = mix_images(images, labels, classes(8), mix, generator_for(seed))
+    mixed, soft = mix_batch(images, labels, classes(8), mix, generator_for(seed))
     assert torch.allclose(soft.sum(1), torch.ones(8), atol=1e-6) and (soft >= 0).all()
     assert torch.allclose(mixed.mean((1, 2, 3)), (soft * (labels + 1.0) / 8).sum(1), atol=1e-5)
 
@@ -137,7 +137,7 @@ def test_label_mass_is_one_and_lambda_is_the_area(seed, alphas, probability):
 def test_cutmix_takes_whole_pixels_in_a_box():
     labels = torch.arange(64)
     images = labels.view(-1, 1, 1, 1).expand(-1, 1, 10, 12) / 64
-    mixed, soft = mix_images(images, labels, classes(64), Mix(cutmix=1.0), generator_for(0))
+    mixed, soft = mix_batch(images, labels, classes(64), Mix(cutmix=1.0), generator_for(0))
     foreign = (mixed != images)[:, 0]
     assert torch.equal(foreign, foreign.any(2, keepdim=True) & foreign.any(1, keepdim=True))
     assert torch.allclose(soft[labels, labels], 1 - foreign.float().mean((1, 2)), atol=1e-6)
@@ -148,7 +148,7 @@ def test_mixing_is_a_function_of_the_generator():
     labels = torch.arange(32) % 5
     before = torch.get_rng_state()
     mix = Mix(mixup=0.8, cutmix=1.0, probability=0.7)
-    one, two = (mix_images(images, labels, classes(5), mix, generator_for(9)) for _ in range(2))
+    one, two = (mix_batch(images, labels, classes(5), mix, generator_for(9)) for _ in range(2))
     assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
     assert torch.equal(torch.get_rng_state(), before)
     assert 0 < (one[0] == images).all((1, 2, 3)).sum() < 32

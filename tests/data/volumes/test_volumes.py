@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from moecore import Prepared, UserError
 from moecore.data import prepared
-from moecore.data.layouts.volumes import VolumeSplitToWrite, unusual_volume_flags, write_volumes
+from moecore.data.layouts.volumes import VolumeSplitToWrite, flag_unusual_volume, write_volumes
 from moecore.data.loader import few_shot_indices, load_split_where_it_fits
 from moecore.data.sources.file_cohort import VolumeCache, read_cached_volume, save_cached_volume
 from moecore.data.volumes import participants, volume_preparation
@@ -198,11 +198,11 @@ def test_flags():
     t1, regions = head()
     scan = volume_preparation.normalise_intensities(t1, t1 > 0)[None]
     shares = (regions * 255).astype(np.uint8)
-    assert unusual_volume_flags(scan, shares) == [] == unusual_volume_flags(scan, None)
-    assert "not T1-weighted" in unusual_volume_flags(np.where(scan > 0, 1.01 - scan, 0), shares)[0]
-    (flag, *_) = unusual_volume_flags(scan, shares[[0, 2, 1]])
+    assert flag_unusual_volume(scan, shares) == [] == flag_unusual_volume(scan, None)
+    assert "not T1-weighted" in flag_unusual_volume(np.where(scan > 0, 1.01 - scan, 0), shares)[0]
+    (flag, *_) = flag_unusual_volume(scan, shares[[0, 2, 1]])
     assert flag.startswith("tissue fractions unusual (gm 0.1")
-    (flag, *_) = unusual_volume_flags(np.where(scan > 0, 0.1 * scan, 0), None)
+    (flag, *_) = flag_unusual_volume(np.where(scan > 0, 0.1 * scan, 0), None)
     assert flag.startswith("mean intensity unusual")
 
 

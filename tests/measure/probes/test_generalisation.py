@@ -13,7 +13,11 @@ from moecore.measure.cohort_checks import CohortChecks, put_region_experts
 from moecore.measure.probes import linear_probe
 from moecore.measure.probes import simulated_people as simulated
 from moecore.measure.probes.linear_probe import PENALTIES, ModelAndProbeErrors, predict_volumes
-from moecore.measure.probes.simulated_people import FIRST_SEED, RegionGeneralisation, RoutedCubes
+from moecore.measure.probes.simulated_people import (
+    FIRST_SEED,
+    RegionExpertGeneralisation,
+    RoutedCubes,
+)
 from moecore.parts import MeasuredModel, Values
 from tests.data.making import GREY, balls, write_cohort
 from tests.measure.subjects import Brightness, Source, compute_without_cache
@@ -76,7 +80,7 @@ def slow(found: RoutedCubes) -> tuple[list[float], list[float], list[list[float]
 def test_agreement_against_loops_over_all_orders(seed):
     cubes = drawn(seed)
     rights, chances, rates, placed = slow(cubes)
-    found = simulated.cube_tissue_agreement([cubes])
+    found = simulated.measure_tissue_agreement([cubes])
     assert found.people == 5 and found.cubes == int(cubes.amounts.any(axis=-1).sum())
     assert found.agreement.value == pytest.approx(np.mean(rights))
     assert found.permuted == pytest.approx(np.mean(chances))
@@ -89,10 +93,10 @@ def test_agreement_against_loops_over_all_orders(seed):
 def test_an_expert_for_everything_is_no_better_than_chance():
     cubes = drawn(3)
     same = cubes._replace(scores=np.broadcast_to([0.0, 1.0, 0.5], cubes.scores.shape))
-    found = simulated.cube_tissue_agreement([same])
+    found = simulated.measure_tissue_agreement([same])
     assert found.over_chance.value == pytest.approx(0)
     assert found.agreement.value == pytest.approx(found.permuted)
-    right = simulated.cube_tissue_agreement([cubes._replace(scores=cubes.amounts.astype(float))])
+    right = simulated.measure_tissue_agreement([cubes._replace(scores=cubes.amounts.astype(float))])
     assert right.agreement.value == right.agreement.high == 1
 
 
@@ -100,13 +104,17 @@ def test_who_holds_no_tissue_is_left_out():
     """Several sorts of volumes are one set of cubes."""
     one, other = drawn(0), drawn(1)
     both = RoutedCubes(*(np.concatenate(parts, axis=1) for parts in zip(one, other, strict=True)))
-    assert simulated.cube_tissue_agreement([one, other]) == simulated.cube_tissue_agreement([both])
+    assert simulated.measure_tissue_agreement([one, other]) == simulated.measure_tissue_agreement(
+        [both]
+    )
     cubes = drawn(4)
     cubes.amounts[2] = 0
     left = [0, 1, 3, 4]
     without = RoutedCubes(cubes.amounts[left], cubes.scores[left])
-    assert simulated.cube_tissue_agreement([cubes]) == simulated.cube_tissue_agreement([without])
-    alone = simulated.cube_tissue_agreement([RoutedCubes(cubes.amounts[:1], cubes.scores[:1])])
+    assert simulated.measure_tissue_agreement([cubes]) == simulated.measure_tissue_agreement(
+        [without]
+    )
+    alone = simulated.measure_tissue_agreement([RoutedCubes(cubes.amounts[:1], cubes.scores[:1])])
     assert alone.same_place is alone.agreement.low is None
 
 
@@ -117,10 +125,10 @@ def test_correlation_is_spearmans_over_the_cubes_of_a_person():
         places = held.sum(axis=1) > 0
         shares = held[places, 1] / held[places].sum(axis=1)
         wanted.append(spearmanr(shares, scores[places, 1]).statistic)
-    found = simulated.cube_tissue_score_correlation(cubes, 1)
+    found = simulated.average_tissue_score_correlation(cubes, 1)
     assert found.value == pytest.approx(np.mean(wanted))
     flat = cubes._replace(scores=np.zeros_like(cubes.scores))
-    assert simulated.cube_tissue_score_correlation(flat, 1).value == 0
+    assert simulated.average_tissue_score_correlation(flat, 1).value == 0
 
 
 def test_amounts_are_sums_over_cubes():
@@ -177,10 +185,10 @@ def balls_cohort(tmp_path_factory) -> Prepared:
     return balls(tmp_path_factory.mktemp("balls"))
 
 
-def measured(balls_cohort, tissues=TISSUES, batch: int = 3, **model) -> RegionGeneralisation:
+def measured(balls_cohort, tissues=TISSUES, batch: int = 3, **model) -> RegionExpertGeneralisation:
     settings = simulated.RegionGeneralisationSettings(volumes=6)
     subject = MeasuredModel(ByBrightness(**model), balls_cohort, regions=tissues)
-    return simulated.measure_region_generalisation(subject, settings, (20, 90), 0, batch)
+    return simulated.measure_region_experts(subject, settings, (20, 90), 0, batch)
 
 
 def test_experts_that_know_their_tissue(balls_cohort):
@@ -208,8 +216,8 @@ def test_the_order_of_names_is_the_order_of_experts(balls_cohort):
 
 def test_a_volume_of_each_participant(tmp_path):
     data = write_cohort(tmp_path)  # the first participant has two of the 40
-    assert len(simulated.select_volume_per_participant(data, TISSUES, 100).images) == 39
-    few = simulated.select_volume_per_participant(data, ("csf",), 3)
+    assert len(simulated.read_first_volume_per_participant(data, TISSUES, 100).images) == 39
+    few = simulated.read_first_volume_per_participant(data, ("csf",), 3)
     assert few.images.shape == few.shares.shape == (3, 1, 16, 16, 16)
     np.testing.assert_array_equal(few.images[0], data.test.images[0])
 
@@ -260,7 +268,7 @@ class Pooled(nn.Module):
 
 def test_what_the_head_reads_and_says():
     images, model = torch.rand(7, 1, 2, 2, 2), Pooled().train()
-    said, read = linear_probe.predict_with_features(model, images, 3)
+    said, read = linear_probe.predict_and_capture_features(model, images, 3)
     flat = images.flatten(1)
     np.testing.assert_allclose(read, torch.stack([flat.mean(1), flat.amax(1)], dim=1), rtol=1e-6)
     np.testing.assert_allclose(said, model(images).prediction[:, 0].detach(), rtol=1e-6)
@@ -341,20 +349,22 @@ def test_few_volumes_are_spread_over_the_split(cohort):
 def test_tissues_are_compared_on_the_same_volumes():
     errors = {"wm": [5, 6, 7, 8], "gm": [4, 5, 6, 7], "csf": [6, 6, 6, 6]}
     tissues = {name: ModelAndProbeErrors(*[np.array(row)] * 2) for name, row in errors.items()}
-    found = linear_probe.probe_error_gaps_between_tissues(tissues)
+    found = linear_probe.compare_probe_errors_of_tissues(tissues)
     assert list(found) == [("gm", "csf"), ("wm", "gm")]
     first = found["gm", "csf"]
     assert first.low < first.value == -0.5 < first.high < 1.5
     # every volume a year more: no doubt is left
     assert found["wm", "gm"] == (1.0, 1.0, 1.0)
-    assert linear_probe.probe_error_gaps_between_tissues({"wm": tissues["wm"]}) == {}
+    assert linear_probe.compare_probe_errors_of_tissues({"wm": tissues["wm"]}) == {}
 
 
 def test_rising_steps_and_rank_correlations():
     # 5 of 6: the second subject's last step falls; standing still is no rise.
     told = pytest.approx(5 / 6)
-    assert simulated.rising_step_share(np.array([[1.0, 2, 3, 4], [1, 2, 3, 2.5]])) == told
-    assert simulated.rising_step_share(np.array([[1.0, 1.0, 2.0]])) == 0.5
+    assert (
+        simulated.compute_mean_rising_step_share(np.array([[1.0, 2, 3, 4], [1, 2, 3, 2.5]])) == told
+    )
+    assert simulated.compute_mean_rising_step_share(np.array([[1.0, 1.0, 2.0]])) == 0.5
     ages, tied = [20, 40, 60, 90], [1, 1, 2, 2]
     predictions = np.array([[1.0, 4, 9, 16], [4, 3, 2, 1], tied, [5, 5, 5, 5], [2, 1, 4, 3]])
     # the last: 1 − 6·4/(4·15)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from moecore.core import arrays_as_text, files, routing_records
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout, first_choices
-from moecore.data.views.views import ViewsWithAffines
+from moecore.data.views.random_views import ViewsWithAffines
 from moecore.measure.robustness import expert_overlaps
 from moecore.measure.routing_metrics import epoch_routing as module
 from moecore.measure.routing_metrics import expert_profiles, two_view_agreement
@@ -18,19 +18,23 @@ from moecore.measure.routing_metrics.layer_metrics import (
     agreement_by_image,
     below_k_eligible_flags,
     choice_iou,
+    compute_confidence_by_rank,
+    compute_tails_beyond_k,
     dead_expert_share,
     eligible_tail_mass,
     expert_counts,
     expert_map_border_shares,
     experts_per_token_by_image,
-    kept_share,
+    inherited_share,
     load_cv2,
     max_load_violation,
     normalised_load_entropy,
-    routing_confidence,
-    tail_masses,
 )
-from moecore.measure.routing_metrics.two_view_agreement import MATCH_NAMES, PRESETS, match_two_views
+from moecore.measure.routing_metrics.two_view_agreement import (
+    MATCH_NAMES,
+    PRESETS,
+    average_view_match_shares,
+)
 from tests.measure.subjects import match_ratios
 from tests.methods import tiny
 
@@ -60,7 +64,7 @@ def test_counts_and_kept_choices_by_hand():
     assert expert_counts(masks("xx..", "x.x.")).tolist() == [2, 1, 1, 0]
     before = masks("xx..", "x.x.", ".x.x", "....", "x...", "xx..", "x...")
     after = masks("xx..", "..xx", ".x.x", "....", "....", "x...", "xx..")
-    kept = kept_share(before, after)[0]
+    kept = inherited_share(before, after)[0]
     assert kept.tolist() == [1, 0.5, 1, 1, 0, 1, 0.5]
     assert 1 - float(kept[:3].mean()) == pytest.approx(0.166667, abs=1e-6)
 
@@ -102,8 +106,8 @@ def test_load_choices_confidence_and_agreement_by_hand():
     found = experts_per_token_by_image(chosen)
     assert found["experts_per_token"].tolist() == [1, 1] and found["unrouted"].tolist() == [0.25, 0]
     probs = torch.tensor([[[0.7, 0.1, 0.2, 0.0], [0.1, 0.3, 0.1, 0.5]]])
-    assert [*routing_confidence(probs).values()] == pytest.approx((0.6, 0.25, 0.15))
-    assert [*routing_confidence(torch.ones(1, 2, 1)).values()] == [1, 0, 0]
+    assert [*compute_confidence_by_rank(probs).values()] == pytest.approx((0.6, 0.25, 0.15))
+    assert [*compute_confidence_by_rank(torch.ones(1, 2, 1)).values()] == [1, 0, 0]
     ours = torch.tensor([[0, 0, 1, -1], [0, 1, 1, -1]])
     theirs = torch.tensor([[0, 0, 0, 1], [0, 1, 1, -1]])
     assert agreement_by_image(ours, theirs).tolist() == [0.5, 1.0]
@@ -239,7 +243,9 @@ def test_tail_of_probs_by_hand():
     # Sorted 0.6, 0.3, 0.1, 0 and four quarters.
     probs = torch.tensor([[[0.1, 0.6, 0.3, 0.0], [0.25, 0.25, 0.25, 0.25]]])
     masses = [(0.4 + 0.75) / 2, (0.1 + 0.5) / 2, 0.125, 0, 0]
-    assert [float(tail_masses(probs, k).mean()) for k in (1, 2, 3, 4, 9)] == pytest.approx(masses)
+    assert [
+        float(compute_tails_beyond_k(probs, k).mean()) for k in (1, 2, 3, 4, 9)
+    ] == pytest.approx(masses)
 
 
 @given(scores(0.001, width=64), st.integers(1, 7))
@@ -247,11 +253,17 @@ def test_tail_of_probs_by_hand():
 def test_bounds_of_the_tail_of_probs(weights, k):
     probs = weights / weights.sum(-1, keepdim=True)
     experts = probs.shape[-1]
-    mass, largest = float(tail_masses(probs, k).mean()), max(0, 1 - k / experts)
+    mass, largest = float(compute_tails_beyond_k(probs, k).mean()), max(0, 1 - k / experts)
     assert 0 <= mass <= largest + 1e-12 and (mass == 0) == (k >= experts)
-    assert float(tail_masses(torch.ones(1, 2, experts), k).mean()) == pytest.approx(largest)
-    assert float(tail_masses(probs, k + 1).mean()) <= mass, "more experts leave less outside"
-    assert float(tail_masses(probs.flip(-1), k).mean()) == pytest.approx(mass), "relabelled"
+    assert float(compute_tails_beyond_k(torch.ones(1, 2, experts), k).mean()) == pytest.approx(
+        largest
+    )
+    assert float(compute_tails_beyond_k(probs, k + 1).mean()) <= mass, (
+        "more experts leave less outside"
+    )
+    assert float(compute_tails_beyond_k(probs.flip(-1), k).mean()) == pytest.approx(mass), (
+        "relabelled"
+    )
     # eq. 12 where every expert is eligible
     assert eligible_tail_mass(probs, 0.0, k) == pytest.approx(mass)
 
@@ -283,10 +295,10 @@ def test_partners_of_mirrored_views_are_found_through_the_affines():
     views = two_view_agreement.draw_two_views(coded(250), PRESETS["flip"], 0)
     mirrored = (views.affines[:250] != views.affines[250:]).flatten(1).any(1)
     assert 90 < mirrored.sum() < 160, "about half of the pairs differ"
-    found = shares(match_two_views(ByPixel(), views, 64))
+    found = shares(average_view_match_shares(ByPixel(), views, 64))
     assert found == {**dict.fromkeys(MATCH_NAMES, 1), "switch_fraction": 0}
     still = views._replace(affines=torch.eye(3).expand(500, 3, 3))
-    unmatched = shares(match_two_views(ByPixel(), still, 64))
+    unmatched = shares(average_view_match_shares(ByPixel(), still, 64))
     # Half of the pairs are at the wrong place, where one of eight experts matches by chance.
     assert unmatched["match_top1"] == pytest.approx(0.5 + 0.5 / 8, abs=0.07)
 
@@ -319,7 +331,9 @@ def test_shares_by_hand():
     second[0, :, :, :2] = (second[0, :, :, :2] + 16) % 128
     second[1, :, :, :6] = (second[1, :, :, :6] + 16) % 128
     pixels = torch.from_numpy(np.concatenate([first, second])).float() / 255
-    found = match_two_views(ByPixel(), ViewsWithAffines(pixels, torch.eye(3).expand(4, 3, 3)), 4)
+    found = average_view_match_shares(
+        ByPixel(), ViewsWithAffines(pixels, torch.eye(3).expand(4, 3, 3)), 4
+    )
     assert [shares(found)[name] for name in MATCH_NAMES] == [0.5, 0.5, 0.5]
     # Resamples of two images have 12/16, 8/16 or 4/16; reflected at 0.5 the limits stay.
     assert found["match_top1"][1].limits == (0.25, 0.75)
@@ -327,7 +341,7 @@ def test_shares_by_hand():
 
 def test_the_same_view_twice_matches_everywhere():
     views = two_view_agreement.draw_two_views(IMAGES, PRESETS["identity"], 0)
-    found = match_two_views(tiny("vmoe"), views, 24)
+    found = average_view_match_shares(tiny("vmoe"), views, 24)
     assert [shares(found)[name] for name in MATCH_NAMES] == [1] * 3
     assert found["match_top1"][1].limits == (1, 1)
 
@@ -335,7 +349,7 @@ def test_the_same_view_twice_matches_everywhere():
 @pytest.mark.parametrize(("name", "kind"), [("vmoe", "randaugment"), ("ermoe", "crop")])
 def test_ratios_are_ordered_have_intervals_and_do_not_depend_on_the_batch(name, kind):
     views = two_view_agreement.draw_two_views(IMAGES, PRESETS[kind], 3)
-    found, parts = (match_two_views(tiny(name), views, batch) for batch in (24, 5))
+    found, parts = (average_view_match_shares(tiny(name), views, batch) for batch in (24, 5))
     first, ordered, sets = (shares(found)[key] for key in MATCH_NAMES)
     assert ordered <= min(first, sets) and first < 1
     for key in MATCH_NAMES:
@@ -377,12 +391,18 @@ def test_epochs_and_pairs_by_hand():
     # Four tokens over three epochs: 0 → 1 shares two tokens, 1 → 2 three, 0 with the last one.
     epochs = [np.array([[0, 1], [2, 3]]), np.array([[0, 1], [0, 0]]), np.array([[0, 2], [0, 0]])]
     expected = {"with_final": [0.25, 0.75, 1.0], "consecutive": [0.5, 0.75]}
-    assert module.agreement_over_epochs(epochs) == expected
-    assert module.agreement_over_epochs(epochs[:1]) == {"with_final": [1.0], "consecutive": []}
+    assert module.compare_with_final_and_next(epochs) == expected
+    assert module.compare_with_final_and_next(epochs[:1]) == {
+        "with_final": [1.0],
+        "consecutive": [],
+    }
     ours, theirs = OURS.expand(2, -1, -1), torch.cat([THEIRS, THEIRS.roll(1, dims=1)])
     found = torch.tensor([[True, True, True, True, True], [False, True, True, False, False]])
     # Second image: theirs is (1, 2), (0, 1), (1, 0), (0, 2), (2, 1); second and third are there.
-    assert module.count_matching_pairs(ours, theirs, found).tolist() == [[2, 1, 2], [1, 1, 2]]
+    assert module.count_token_pair_matches_by_image(ours, theirs, found).tolist() == [
+        [2, 1, 2],
+        [1, 1, 2],
+    ]
     assert match_ratios(ours, theirs, found) == [3 / 7, 2 / 7, 4 / 7]
 
 

@@ -9,13 +9,13 @@ from torch import nn
 from moecore import UserError, predict_in_batches
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.core.streams import derived_seed, generator_for
-from moecore.data.views.views import make_random_views
-from moecore.measure.routing_metrics import changed_choices, two_view_agreement
+from moecore.data.views.random_views import make_random_views
 from moecore.measure.routing_metrics import epoch_routing as epochs
-from moecore.measure.routing_metrics.changed_choices import SweepImages, sweep_k
+from moecore.measure.routing_metrics import interventions, two_view_agreement
+from moecore.measure.routing_metrics.interventions import SweepImages, sweep_k
 from moecore.measure.routing_metrics.layer_metrics import class_expert_probs
 from moecore.measure.routing_metrics.two_view_agreement import PRESETS, Preset, TwoViewAugmentation
-from moecore.nn.encoded_routing import encode_predictions_and_routing
+from moecore.nn.encoded_routing import encode_predictions_and_records
 from moecore.tasks.classification import Classification
 from moecore.training.single_tissue_volumes import keep_only_tissue
 from tests.data.making import ball
@@ -59,7 +59,7 @@ def test_rows_by_hand():
         volumes[(volume, 0, *place)], regions[(volume, 1, *place)] = 0.1, 255
     rows = {
         row.region: row
-        for row in epochs.tissue_routing_rows(Bright(), volumes, regions, "ab", NAMES)
+        for row in epochs.route_single_tissues(Bright(), volumes, regions, "ab", NAMES)
     }
     assert list(rows) == ["a", "b", "random_a", "random_b"]
     for tissue, best in (("a", "wm"), ("b", "gm")):
@@ -157,8 +157,14 @@ def test_places_are_spread_and_stay(tmp_path):
 
 
 def test_watched_epochs():
-    assert epochs.explorer_epochs(1) == (1,) and epochs.explorer_epochs(5) == (1, 2, 3, 4, 5)
-    many = epochs.explorer_epochs(300)
+    assert epochs.choose_explorer_epochs(1) == (1,) and epochs.choose_explorer_epochs(5) == (
+        1,
+        2,
+        3,
+        4,
+        5,
+    )
+    many = epochs.choose_explorer_epochs(300)
     assert len(many) == 12 and (many[0], many[-1]) == (1, 300)
     assert {later - earlier for earlier, later in zip(many, many[1:], strict=False)} <= {27, 28}
 
@@ -177,14 +183,14 @@ def test_what_was_kept_is_what_the_model_did(tmp_path):
     for one in found:
         assert one.images == tuple(where)
         seen = predict_in_batches(models[one.epoch].model, data.test.images[where], 32)
-        assert one.trace == encode_predictions_and_routing(*seen, data.task)
+        assert one.trace == encode_predictions_and_records(*seen, data.task)
     assert found[0].trace != found[1].trace
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_same_setting_gives_the_same_model(name):
     model = tiny(name)
-    other = changed_choices.copy_with_router(model, model.moe.router)
+    other = interventions.copy_with_router(model, model.moe.router)
     assert other is not model and other.moe == model.moe and other.training == model.training
     ours, first = predict_in_batches(model, IMAGES, 12)
     theirs, second = predict_in_batches(other, IMAGES, 12)
@@ -211,7 +217,7 @@ def test_every_router_with_k_has_a_sweep_and_the_model_stays(name):
 @pytest.mark.parametrize("name", ["stable_moe", "teacher_routed", "hash_moe", "ermoe"])
 def test_the_changed_model_really_chooses_k(name):
     model = tiny(name)
-    copied = changed_choices.copy_with_router(model, model.moe.router.with_k(3))
+    copied = interventions.copy_with_router(model, model.moe.router.with_k(3))
     _, records = predict_in_batches(copied, IMAGES, 12)
     numbers = torch.stack([record.chosen.sum(-1) for record in records])
     assert numbers.max() == 3 and (METHODS[name].router.kind == "eigenbasis" or numbers.min() == 3)
@@ -220,7 +226,7 @@ def test_the_changed_model_really_chooses_k(name):
 @pytest.mark.parametrize("name", ERMOE)
 def test_a_higher_threshold_falls_back_more_often(name):
     model = tiny(name)
-    rows = changed_choices.sweep_threshold(model, SAMPLE, (-1.0, 0.1, 0.5, 0.9, 1.0), 12)
+    rows = interventions.sweep_threshold(model, SAMPLE, (-1.0, 0.1, 0.5, 0.9, 1.0), 12)
     fallback = [row["fallback"] for row in rows.values()]
     assert fallback[0] == 0 < fallback[3] and fallback[1] < fallback[3] and fallback[-1] == 1
     assert "tail_mass" not in rows[1.0] and rows[-1.0]["tail_mass"] > 0
@@ -229,7 +235,7 @@ def test_a_higher_threshold_falls_back_more_often(name):
 def test_routers_without_the_setting_have_no_rows():
     for name, numbers in (("soft_moe", []), ("vmoe", [1, 2])):
         assert list(sweep_k(tiny(name), SAMPLE, (1, 2), 12)) == numbers
-        assert changed_choices.sweep_threshold(tiny(name), SAMPLE, (0.1,), 12) == {}
+        assert interventions.sweep_threshold(tiny(name), SAMPLE, (0.1,), 12) == {}
 
 
 @pytest.mark.parametrize("name", ["vmoe", "expert_choice"])
@@ -253,14 +259,14 @@ SECOND = record(torch.ones(4, 4) / 5, *("xx..",) * 4)
 
 
 def test_means_of_a_sweep_without_and_with_a_threshold():
-    means = changed_choices.mean_routing_metrics([FIRST, SECOND], k=2, threshold=None)
+    means = interventions.mean_routing_metrics([FIRST, SECOND], k=2, threshold=None)
     assert means["load_cv2"] == pytest.approx((15 / 4 / (7 / 4) ** 2 - 1 + 1) / 2)
     # Outside the best two: (0.6 + 0.1)/2.35, 0.3/1.4, 0.5/1.4, 0.3/1.8; in the second layer 1/2.
     tails = [(0.7 / 2.35 + 0.3 / 1.4 + 0.5 / 1.4 + 0.3 / 1.8) / 4, 0.5]
     assert means["tail_mass"] == pytest.approx(sum(tails) / 2) and "fallback" not in means
-    means = changed_choices.mean_routing_metrics([FIRST, FIRST], k=2, threshold=0.5)
+    means = interventions.mean_routing_metrics([FIRST, FIRST], k=2, threshold=0.5)
     # Above 0.5: three, one, none and two scores.
     assert means["fallback"] == 0.25 and means["tail_mass"] == pytest.approx(0.6 / 2.25 / 3)
     # a layer without eligible experts leaves no mean
-    means = changed_choices.mean_routing_metrics([FIRST, SECOND], k=2, threshold=0.5)
+    means = interventions.mean_routing_metrics([FIRST, SECOND], k=2, threshold=0.5)
     assert "tail_mass" not in means and means["fallback"] == (0.25 + 1) / 2

@@ -13,10 +13,10 @@ from moecore.nn.encoded_routing import coarse_patch_indices
 from moecore.nn.layers import window_attention
 from moecore.parts import Classification, EncodeOptions, ImageSpec, MoESettings
 from moecore.training import artifacts, runtime
-from moecore.training.method import Method, aligned_teacher_blocks, build_guide
+from moecore.training.method import Method, aligned_teacher_blocks, initialise_guide
 from moecore.training.phase_trainings import build_pretraining
 from moecore.training.teachers.timm import define_missing_operators
-from moecore.training.upcycle import inherit_learned_windows, upcycle_model
+from moecore.training.upcycle import copy_dense_into_moe, inherit_learned_windows
 from tests.nn.test_every_method import SHIFTED, SWINS, swin
 from tests.training.small import IMAGE, images
 
@@ -199,7 +199,7 @@ def test_upcycled_it_computes_what_the_dense_model_does(kind, router):
     torch.manual_seed(0)
     dense = spread(swin(kind).build(IMAGE))
     moe = MoESettings(router=router, experts=EXPERTS)
-    sparse = upcycle_model(swin(kind).build(IMAGE, moe), dense).eval()
+    sparse = copy_dense_into_moe(swin(kind).build(IMAGE, moe), dense).eval()
     rgb = torch.rand(4, 1, 8, 8)
     torch.testing.assert_close(sparse(rgb).prediction, dense(rgb).prediction, atol=1e-5, rtol=1e-5)
 
@@ -214,7 +214,7 @@ def test_upcycled_at_another_size_it_is_the_dense_model_at_that_size(tmp_path, k
     config = inherit_learned_windows(swin(kind, window=window), image, dense)
     assert config.trained_on(image).pretrained_windows == (None if kind == "swin" else (8, 8))
     moe = MoESettings(router=TOP_1, experts=EXPERTS)
-    sparse = upcycle_model(config.build(image, moe), dense).eval()
+    sparse = copy_dense_into_moe(config.build(image, moe), dense).eval()
     moved = dense.config.trained_on(dense.image).model_copy(update={"window": window}).build(image)
     moved.load_state_dict(moved.adapt_weights(dict(dense.state_dict()), dense.config, dense.image))
     moved.eval()
@@ -226,7 +226,7 @@ def test_upcycled_at_another_size_it_is_the_dense_model_at_that_size(tmp_path, k
     if kind != "swin":
         with pytest.raises(UserError, match=r"windows of \(8, 8\), the model has \(5, 5\)"):
             other = swin(kind, window=window, pretrained_windows=(5, 5))
-            upcycle_model(other.build(image, moe), dense)
+            copy_dense_into_moe(other.build(image, moe), dense)
 
 
 @pytest.mark.parametrize("kind", ["swin_moe", "swin_v2"])
@@ -234,7 +234,7 @@ def test_pretraining_begins_as_its_teacher_of_another_size(tmp_path, kind):
     torch.manual_seed(0)
     dense = swin(kind, window=8).build(IMAGE.model_copy(update={"size": 16})).eval()
     method = Method(router=TOP_1, experts=EXPERTS, upcycle=True)
-    artifacts.save_guide(tmp_path, build_guide(dense, method, (2, 2)))
+    artifacts.save_guide(tmp_path, initialise_guide(dense, method, (2, 2)))
     card = {**IMAGE.model_dump(mode="json"), "kind": "drawn"}
     data = Prepared(card, images(4), images(4), images(4))
     config = swin(kind, window=8)
@@ -312,9 +312,11 @@ def test_settings_and_images_that_do_not_fit_are_refused():
 
 def test_other_models_weights_are_refused():
     with pytest.raises(UserError, match="upcycle: the teacher is a vit, the model a swin"):
-        upcycle_model(SMALL.build(IMAGE), Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE))
+        copy_dense_into_moe(
+            SMALL.build(IMAGE), Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE)
+        )
     with pytest.raises(UserError, match="upcycle: "):
-        upcycle_model(SMALL.build(IMAGE), swin("swin", width=8).build(IMAGE))
+        copy_dense_into_moe(SMALL.build(IMAGE), swin("swin", width=8).build(IMAGE))
 
 
 @pytest.mark.parametrize("kind", SWINS)

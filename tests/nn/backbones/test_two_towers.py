@@ -14,7 +14,7 @@ from moecore.nn.backbones.vit import Vit
 from moecore.tasks.image_text import ImageText
 from moecore.training import artifacts, loop
 from moecore.training.job import Objective, TrainingJob
-from moecore.training.method import Method, attach_required_guide, build_guide
+from moecore.training.method import Method, attach_required_guide, initialise_guide
 from moecore.training.settings import Training
 from tests.methods import METHODS, REPRESENTATIVE
 from tests.training.small import CPU
@@ -49,7 +49,7 @@ def split(count: int, seed: int = 0) -> Split:
 def captioned(method: Method | dict, backbone: two_towers.TwoTowers = SMALL) -> TrainingJob:
     method = Method.model_validate(method)
     torch.manual_seed(0)
-    guide = build_guide(SMALL.build(IMAGE), method, (4,)) if method.guided else None
+    guide = initialise_guide(SMALL.build(IMAGE), method, (4,)) if method.guided else None
     model = method.merge_model_settings(backbone).build(IMAGE, method.moe)
     objective = Objective(method.losses, text=method.text_losses)
     loaded = (load_split_where_it_fits(images, "cpu") for images in (split(40), split(12, 1)))

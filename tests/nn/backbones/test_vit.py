@@ -18,7 +18,7 @@ from moecore.testing.check_helpers import IMAGE as FLAT
 from moecore.testing.model_and_loss_checks import MOE as SPARSE
 from moecore.training.artifacts import load_adapted_model, load_model, save_model
 from moecore.training.teachers.timm import define_missing_operators, vit_settings
-from moecore.training.upcycle import upcycle_model
+from moecore.training.upcycle import copy_dense_into_moe
 from tests.data.making import VOLUMES
 
 COLOURS = {"channels": 3, "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.25, 0.3)}
@@ -242,7 +242,7 @@ def test_upcycled_it_computes_what_the_dense_model_does():
     dense = drawn(config)
     router = {"kind": "noisy_top_k", "k": 2, "renormalise": True}
     moe = MoESettings(router=router, experts=MOE.experts, blocks=[1])
-    sparse = upcycle_model(config.build(SPEC, moe), dense).eval()
+    sparse = copy_dense_into_moe(config.build(SPEC, moe), dense).eval()
     volumes = torch.rand(2, 1, 8, 12, 4)
     torch.testing.assert_close(sparse(volumes).prediction, dense(volumes).prediction)
 

@@ -9,7 +9,7 @@ from moecore.nn.layers import block
 from moecore.nn.layers.lipschitz_lemma import soften_model
 from moecore.nn.layers.moe import MoELayer, MoESettings
 from moecore.nn.layers.patch_embed import resize_positions
-from moecore.nn.router_hooks import routing_collector
+from moecore.nn.routing_collection import routing_collector
 from moecore.routers import Dynamic, Eigenbasis, FrozenCopy, Hash, NoisyTopK, Relu, TeacherRouted
 from moecore.training.teachers.timm import define_missing_operators
 from tests.attacks.models import vit

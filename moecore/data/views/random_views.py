@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from pydantic import AfterValidator, Field
 from torch import Generator, Tensor
 
-from moecore.core.config import Config, Misfits, Surroundings, format_changed_settings
+from moecore.core.config import Config, Misfits, Surroundings, format_nondefaults
 from moecore.core.files import UserError, format_found_and_allowed
 from moecore.core.streams import BatchDraws
 from moecore.data.views import augmentations, warping
@@ -58,7 +58,7 @@ class AffineRanges(Config):
         return not (self.degrees or self.translate or self.shear) and self.scale == (1, 1)
 
 
-def describe_truth_conflict(around: Surroundings) -> str:
+def format_truth_refusal(around: Surroundings) -> str:
     return f"which would falsify the truth of {around.data}; allowed: leave it out"
 
 
@@ -100,7 +100,7 @@ class ViewSettings(Config):
                 if value := getattr(self, name):
                     yield (
                         (name,),
-                        f"found {format_changed_settings(value)}, which is for flat images; "
+                        f"found {format_nondefaults(value)}, which is for flat images; "
                         "allowed for volumes: shift, flip, affine and fill",
                     )
             if self.affine is not None and (shear := self.affine.shear):
@@ -117,7 +117,7 @@ class ViewSettings(Config):
         """Yield (key, message) per colour setting that would change the channel of kinds."""
         for key in ("randaugment", "jitter", "erasing"):
             if around.has_truth and getattr(self, key):
-                yield ("views", key), f"found a change of pixels, {describe_truth_conflict(around)}"
+                yield ("views", key), f"found a change of pixels, {format_truth_refusal(around)}"
 
     @property
     def reaches_outside_image(self) -> bool:
@@ -161,7 +161,7 @@ def make_random_views(
     moved = warping.translation_affines(shifts[:, 0], shifts[:, 1], len(images))
     affines = warping.flip_affines(mirrored, size[1]) @ frame @ moved
     if settings.affine:
-        affines = _draw_affines(settings.affine, size, draws) @ affines
+        affines = _draw_ranged_affines(settings.affine, size, draws) @ affines
     operations = None
     if settings.randaugment:
         operations = augmentations.draw_operations(settings.randaugment, draws)
@@ -177,13 +177,13 @@ def make_random_views(
     else:
         pixels = warping.warp_images(images, affines, size, settings.fill)
     if operations:
-        pixels = augmentations.apply_colour_operations(pixels, operations)
+        pixels = augmentations.apply_colour_operations_in_place(pixels, operations)
     if settings.jitter:
         jitter = augmentations.draw_jitter(settings.jitter, draws)
-        pixels = augmentations.jitter_colours(pixels, jitter)
+        pixels = augmentations.jitter_colours_in_place(pixels, jitter)
     pixels = pixels.mul_(1 / 255).clamp_(0, 1)  # interpolation may exceed 1 by rounding
     if settings.erasing:
-        pixels = augmentations.erase_rectangles(pixels, settings.erasing, draws)
+        pixels = augmentations.erase_rectangles_in_place(pixels, settings.erasing, draws)
     affines = warping.to_device_async(affines.to(torch.float32), images.device)
     return ViewsWithAffines(pixels, affines)
 
@@ -209,13 +209,13 @@ def _crop_or_scale_affines(
     return enlarged @ warping.translation_affines(-first_row, -first_column, count)
 
 
-def _draw_affines(settings: AffineRanges, size: tuple[int, int], draws: BatchDraws) -> Tensor:
+def _draw_ranged_affines(ranges: AffineRanges, size: tuple[int, int], draws: BatchDraws) -> Tensor:
     count = draws.image_count
-    factor = warping.uniform_draws(draws, *settings.scale)
-    shear = warping.uniform_draws(draws, -settings.shear, settings.shear).deg2rad().tan()
-    degrees = warping.uniform_draws(draws, -settings.degrees, settings.degrees)
+    factor = warping.uniform_draws(draws, *ranges.scale)
+    shear = warping.uniform_draws(draws, -ranges.shear, ranges.shear).deg2rad().tan()
+    degrees = warping.uniform_draws(draws, -ranges.degrees, ranges.degrees)
     turn = warping.rotation_affines(degrees.deg2rad())
-    limit = settings.translate
+    limit = ranges.translate
     down, right = (warping.uniform_draws(draws, -limit, limit) * side for side in size)
     sheared = turn @ warping.shearing_affines(0, shear, count)
     linear = sheared @ warping.scaling_affines(factor, factor, count)
@@ -237,10 +237,10 @@ class Mix(Config):
         if not self.active:
             yield (), "found one that mixes nothing; allowed: null, or mixup or cutmix above 0"
         if around.has_truth:
-            yield (), f"found a change of pixels, {describe_truth_conflict(around)}"
+            yield (), f"found a change of pixels, {format_truth_refusal(around)}"
 
 
-def mix_images(
+def mix_batch(
     images: Tensor,  # fp32 in [0, 1]
     labels: Tensor,
     task: Task,
@@ -259,7 +259,7 @@ def mix_images(
     draws = BatchDraws.of(source, len(images))
     height, width = images.shape[-2:]
     partner = draws.select_rows(torch.randperm(draws.batch_size, generator=draws.generator))
-    shares, cut = _draw_mix_shares(settings, draws)
+    shares, cut = _draw_mix_shares_and_kinds(settings, draws)
     # boxes of area 1 − λ around random centres: rows (B, H), columns (B, W)
     centres = torch.rand(2, draws.batch_size, generator=draws.generator, dtype=torch.float64)
     half = (1 - shares).sqrt() / 2 * cut
@@ -281,7 +281,7 @@ def mix_images(
     return torch.lerp(draw_partners, images, weights), torch.lerp(partner_hard, hard, shares)
 
 
-def _draw_mix_shares(settings: Mix, draws: BatchDraws) -> tuple[Tensor, Tensor]:
+def _draw_mix_shares_and_kinds(settings: Mix, draws: BatchDraws) -> tuple[Tensor, Tensor]:
     """Draw mixing shares λ (B,) fp64, 1 for unmixed images, and whether to use CutMix, (B,)."""
     # torch cannot draw Beta from a generator, numpy can.
     random = np.random.default_rng(int(torch.randint(2**62, (), generator=draws.generator)))

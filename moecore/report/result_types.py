@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from moecore.attacks.base import Attack
 from moecore.core.config import Config
 from moecore.measure import base, pixel_baselines
-from moecore.measure.training import Trained, outcome_of
+from moecore.measure.training import Trained, get_outcome
 from moecore.measure.values import Found, Value
 from moecore.study.run_and_claims import RunSelection
 from moecore.study.stages import MEASURE
@@ -33,7 +33,7 @@ class ModelResults(NamedTuple):
     @property
     def outcome(self) -> Outcome | None:
         trained = self.of(Trained)
-        return None if trained is None else outcome_of(trained)
+        return None if trained is None else get_outcome(trained)
 
 
 Models = Mapping[str, Mapping[int, ModelResults]]  # method → seed → model
@@ -85,11 +85,11 @@ class PhaseResults(NamedTuple):
 
     @property
     def outcomes(self) -> dict[str, list[Outcome]]:
-        return {name: list(map(outcome_of, seeds)) for name, seeds in self.of(Trained).items()}
+        return {k: list(map(get_outcome, v)) for k, v in self.of(Trained).items()}
 
     @property
     def first_outcomes(self) -> dict[str, Outcome]:
-        return {method: outcome_of(trained) for method, trained in self.first(Trained).items()}
+        return {k: get_outcome(trained) for k, trained in self.first(Trained).items()}
 
 
 class StudyResults(NamedTuple):
@@ -148,7 +148,7 @@ def parse_params_as_mapping(settings: str) -> Mapping[str, Any]:
     return parse_yaml_document(settings).data or {}
 
 
-def add_measurement_stage_names(stages: Collection[str], run: RunSelection) -> set[str]:
+def add_measurements_to_stages(stages: Collection[str], run: RunSelection) -> set[str]:
     if MEASURE in stages:
         return {*stages, *run.measurements}
     return set(stages)

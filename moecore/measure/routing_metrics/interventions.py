@@ -20,7 +20,7 @@ from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.routers.base import Router
 from moecore.tasks.base import Task
-from moecore.training.method import GuidedModel
+from moecore.training.method import TeacherRoutedModel
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def list_routers(model: Model) -> list[Any]:
 
 
 def unguided_model(model: Model) -> Model:
-    return model.model if isinstance(model, GuidedModel) else model
+    return model.model if isinstance(model, TeacherRoutedModel) else model
 
 
 def why_no_expert_can_be_barred(model: Model) -> str | None:
@@ -188,9 +188,9 @@ def copy_with_router(model: Model, router: Router) -> Model:
         copy = unguided.config.build(unguided.image, moe)
     copy.load_state_dict(unguided.state_dict())
     copy.to(predict.model_device(unguided)).train(unguided.training)
-    if not isinstance(model, GuidedModel):
+    if not isinstance(model, TeacherRoutedModel):
         return copy
-    guided = GuidedModel(copy, model.guide)
+    guided = TeacherRoutedModel(copy, model.guide)
     guided.training = model.training  # train() would also set the guide's mode
     return guided
 
@@ -227,7 +227,7 @@ def sweep_threshold(
     }
 
 
-def router_score_threshold(router: Any) -> float | None:
+def get_router_threshold_or_none(router: Any) -> float | None:
     # The threshold of top_p is a sum of probabilities and does not count.
     return router.threshold if router.has_score_threshold else None
 
@@ -235,7 +235,7 @@ def router_score_threshold(router: Any) -> float | None:
 def measure_setting(model: Model, k: int, sample: SweepImages, batch: int) -> Numbers:
     """Return "score" → the task's mean score, and the means of ``mean_routing_metrics``."""
     prediction, records = predict.predict_in_batches(model, sample.images, batch)
-    threshold = router_score_threshold(model.experts_and_router.router)
+    threshold = get_router_threshold_or_none(model.experts_and_router.router)
     score = float(sample.task.scores(prediction, sample.labels).double().numpy().mean())
     return {"score": score, **mean_routing_metrics(records, k, threshold)}
 
@@ -243,8 +243,8 @@ def measure_setting(model: Model, k: int, sample: SweepImages, batch: int) -> Nu
 def mean_routing_metrics(
     records: Sequence[RoutingRecord], k: int, threshold: float | None
 ) -> Numbers:
-    # tail_mass: ``eligible_tail_mass`` with a threshold, else ``tail_masses``; fallback: share of
-    # tokens without an eligible expert, with a threshold only.
+    # tail_mass: ``eligible_tail_mass`` with a threshold, else ``compute_tails_beyond_k``; fallback:
+    # share of tokens without an eligible expert, with a threshold only.
     layers: list[Numbers] = []
     for record in records:
         layer: dict[str, float | None] = {}
@@ -252,7 +252,7 @@ def mean_routing_metrics(
         if counts.any():
             layer["load_cv2"] = layer_metrics.load_cv2(counts)
         if threshold is None:
-            layer["tail_mass"] = float(layer_metrics.tail_masses(record.probs, k).mean())
+            layer["tail_mass"] = float(layer_metrics.compute_tails_beyond_k(record.probs, k).mean())
         else:
             flags = layer_metrics.below_k_eligible_flags(record.logits, threshold, 1)
             layer["fallback"] = float(flags.mean())

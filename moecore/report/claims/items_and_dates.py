@@ -144,7 +144,7 @@ def compute_claim_from_items(
 
     The claim was asked after the run. ``numbers`` are the stored ones of the round.
     """
-    sides = read_values_of_both_sides(study, numbers, claim)
+    sides = read_stored_side_values(study, numbers, claim)
     if sides is None:
         return {}
     difference = evaluation.drop_zero_width_interval(crossed_or_paired_difference(*sides))
@@ -157,7 +157,7 @@ def compute_claim_from_items(
     return cells | evaluation.verdict_to_json(difference, cells["form"], "open", None, None)
 
 
-def read_values_of_both_sides(
+def read_stored_side_values(
     study: QuestionRound, numbers: Mapping[str, Any], claim: Comparison
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the stored values of a claim's two sides, each (S, N) or (S,); None if not stored."""
@@ -196,7 +196,7 @@ def _pack_values(name: str, values: np.ndarray) -> dict[str, Tensor]:
         return {name: torch.from_numpy(packed), name + VALUES_SUFFIX: torch.from_numpy(table)}
     mean = values.mean(axis=1)
     apart = values - mean[:, None]
-    largest = np.abs(apart).max(axis=1)
+    largest = np.abs(apart).max(axis=1).clip(min=np.finfo(apart.dtype).tiny)  # 0: all equal
     shares = (apart / largest[:, None]).astype(np.float16)
     ends = torch.from_numpy(np.stack([mean, largest], axis=1))
     return {name: torch.from_numpy(shares), name + VALUES_SUFFIX: ends}

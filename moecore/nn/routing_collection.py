@@ -60,7 +60,7 @@ def routing_collector(
     records = collection.records
     routers: dict[nn.Module, nn.Module | None] = {}
     candidates: dict[nn.Module, nn.Module | None] = {}
-    _find_routers(model, None, all_adapters, routers, candidates)
+    _add_routers_and_candidates(model, None, all_adapters, routers, candidates)
     is_ours = any(isinstance(router, (MoELayer, Model)) for router in routers)
     with ExitStack() as stack:
         if not is_ours or not all(isinstance(router, MoELayer) for router in routers):
@@ -71,7 +71,8 @@ def routing_collector(
                 stack.callback(setattr, router, "records", router.records)
                 router.records = records
             elif isinstance(router, Model) and router in routers:
-                stack.enter_context(router.register_forward_hook(partial(_append_routing, records)))
+                see = partial(_append_model_routing, records)
+                stack.enter_context(router.register_forward_hook(see))
             else:
                 see = partial(collection.append_record, all_adapters.get(type(router).__name__))
                 stack.enter_context(router.register_forward_hook(see))
@@ -85,10 +86,9 @@ def routing_collector(
         raise UserError(f"trace: {problem}; allowed: {allowed} and expert ids, or adapters")
 
 
-def _append_routing(
+def _append_model_routing(
     records: list[RoutingRecord], model: nn.Module, inputs: tuple[Any, ...], output: ModelOutput
 ) -> None:
-    """Append a moecore model's routing to ``records``; used as a forward hook."""
     if not is_in_backward_pass():
         records.extend(output.routing)
 
@@ -107,7 +107,7 @@ def check_adapters(adapters: Any, model: nn.Module) -> None:
         raise UserError.at(f"adapters.{name}", found=text, allowed=", ".join(classes)[:200])
 
 
-def _find_routers(
+def _add_routers_and_candidates(
     module: nn.Module,
     block: nn.Module | None,
     adapters: Mapping[str, RouterAdapter],
@@ -123,7 +123,7 @@ def _find_routers(
         # may prove to be a router
         candidates.setdefault(module, block)
     for child in module.children():
-        _find_routers(child, module, adapters, routers, candidates)
+        _add_routers_and_candidates(child, module, adapters, routers, candidates)
 
 
 class RecordCollector:
@@ -254,12 +254,12 @@ def find_routing_tensors(output: Any) -> tuple[Tensor, ...] | None:
         and logits.shape[-1] >= max(2, ids[0].shape[-1])
     ]
     if len(triples) > 1:  # k = E: one of two is a score of the other
-        triples.sort(key=lambda parts: identify_score(*parts) is None)
+        triples.sort(key=lambda parts: infer_score_function(*parts) is None)
     return triples[0] if triples else None
 
 
 @torch.no_grad()
-def identify_score(logits: Tensor, weights: Tensor, experts: Tensor) -> Score | None:
+def infer_score_function(logits: Tensor, weights: Tensor, experts: Tensor) -> Score | None:
     """Return the score of logits that gives these weights up to a factor; None if none does."""
     # A bias or groups may change the choice, not the weights: ids need not be the highest scores.
     # One weight per token that is always the same tells nothing: ids must be, and softmax is taken.
@@ -295,7 +295,7 @@ def infer_record(name: str, logits: Tensor, weights: Tensor, experts: Tensor) ->
     are_probs = torch.allclose(sums, torch.ones_like(sums), atol=HALF_PRECISION_TOLERANCE)
     if are_probs and (logits >= 0).all() and are_top_logits(logits, experts):
         return build_record(safe_log(logits), experts, weights)
-    score = identify_score(logits, weights, experts)
+    score = infer_score_function(logits, weights, experts)
     if score is None:
         problem = f"{name} does not weigh experts by a score of its logits"
         raise UserError(f"trace: {problem}; allowed: {', '.join(get_args(Score))}, or an adapter")

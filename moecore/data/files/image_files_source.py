@@ -14,9 +14,9 @@ from pydantic import Field, model_validator
 
 from moecore.core.files import ResumableParts, UserError, find_raw_folder, join_below_root
 from moecore.data import stratified_splits, thread_map
-from moecore.data.card import Card, count_per_class, new_memmap, open_array
+from moecore.data.card import Card, count_by_split_and_class, new_memmap, open_array
 from moecore.data.files import decode
-from moecore.data.layouts.images import PackedJpegFile, SplitToWrite, write_images
+from moecore.data.layouts.images import PackedJpegFacts, SplitToWrite, write_images
 from moecore.data.sources.base import Source
 from moecore.tasks.classification import Classification
 
@@ -72,7 +72,7 @@ class DecodeCache(NamedTuple):
 
     def pack_jpegs(
         self, split: str, paths: list[Path], short_side: int
-    ) -> tuple[PackedJpegFile, dict[int, str]]:
+    ) -> tuple[PackedJpegFacts, dict[int, str]]:
         """Recompress files, uncropped, as one file of JPEGs; return it, and index → error text."""
         work_folder = self._make_folder_and_remove_others(split, f"whole {short_side}", paths)
         file = work_folder / "images.bin"
@@ -113,7 +113,7 @@ class DecodeCache(NamedTuple):
             end += sum(part["lengths"])
             histogram += part["histogram"]
             bad |= part["bad"]
-        images = PackedJpegFile(file, np.array(lengths, np.int64), histogram, short_side)
+        images = PackedJpegFacts(file, np.array(lengths, np.int64), histogram, short_side)
         return images, {int(row): reason for row, reason in bad.items()}
 
     def _make_folder_and_remove_others(self, split: str, form: str, paths: list[Path]) -> Path:
@@ -162,12 +162,12 @@ def decode_splits(
     parts = {}
     for split, (images, reasons) in decoded.items():
         readable = np.setdiff1d(np.arange(len(splits[split].paths)), list(reasons))
-        rows = _yield_rows(images, readable) if reasons and isinstance(images, Path) else images
+        rows = _yield_chunks(images, readable) if reasons and isinstance(images, Path) else images
         parts[split] = SplitToWrite(splits[split].labels[readable], rows)
     return parts
 
 
-def _yield_rows(array: Path, rows: np.ndarray) -> Iterator[np.ndarray]:
+def _yield_chunks(array: Path, rows: np.ndarray) -> Iterator[np.ndarray]:
     images = np.load(array, mmap_mode="r", allow_pickle=False)
     for part in _chunk_ranges(len(rows)):
         yield images[rows[part]]
@@ -227,7 +227,7 @@ class ImageFilesSource(stratified_splits.SplitSettings, Source):
     def _count(self, classes: tuple[str, ...], splits: dict[str, LabelledFiles]) -> dict[str, Any]:
         task = Classification(classes=classes)
         labels = {split: files.labels for split, files in splits.items()}
-        counts = count_per_class(self.name_licence_origin[0], task, labels)
+        counts = count_by_split_and_class(self.name_licence_origin[0], task, labels)
         return {"task": task, "counts": counts, "short_side": self.short_side}
 
     def root_folder(self) -> Path:
