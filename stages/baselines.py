@@ -20,7 +20,7 @@ class Params(config.Config):
 
 
 def baselines(phase: PhaseName) -> None:
-    """Fit the classifiers on the images that the first seed of ``phase`` trains on."""
+    """Fit pixel classifiers to the training images of the first seed of ``phase``; write scores."""
     params = read_stage_params(Params, data=phase)
     folder = Path("artifacts/data", phase)
     with run_record.record_resumable_run("baselines", params, [folder], phase=phase) as (run, work):

@@ -22,7 +22,7 @@ class Params(config.Config):
 
 
 def teacher(seed: int) -> None:
-    """Write the teacher of ``seed``, which trains on the same drawn images as its students."""
+    """Write the teacher: trained, on images drawn by ``seed`` as for its students, or loaded."""
     params = read_stage_params(Params)
     settings = params.teacher
     target = Path("artifacts/teacher", str(seed))

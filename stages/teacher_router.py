@@ -26,7 +26,7 @@ class Params(config.Config):
 
 
 def teacher_router(method: str, seed: int) -> None:
-    """Fit one router per MoE layer of ``method``, except routers that learn with the method."""
+    """Fit a router on the frozen teacher per MoE layer of ``method``, unless it learns jointly."""
     params = read_stage_params(Params, method=method)
     target = Path("artifacts/teacher_router", method, str(seed))
     paths = [Path("artifacts/data/pretrain"), Path("artifacts/teacher", str(seed))]

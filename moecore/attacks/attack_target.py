@@ -41,8 +41,8 @@ class Target(NamedTuple):
     def attacked(self, attack: Attack, epsilon: float) -> Tensor:
         """Return adversarial images, fp32 (N, C, H, W) in [0, 1], on the CPU.
 
-        Model and global random state are not changed. Images that an attack couples are attacked in
-        groups of its size; images that share an expert's capacity in whole groups.
+        Model and global random state do not change. Batches have ``attack.together`` or ``batch``
+        images, rounded to a multiple of the number of images that share an expert's capacity.
         """
         size = predict.round_batch_to_groups(self.model, attack.together or self.batch)
         model = BFloat16Model(self.model) if self.precision == "bfloat16" else self.model

@@ -191,7 +191,7 @@ def pick_per_image(chosen: Tensor, new: Tensor, old: Tensor) -> Tensor:
 
 
 def random_start(ball: Ball, generator: ImageGenerators, who: str = "apgd") -> Tensor:
-    """Return clean images plus noise at distance ε, in [0, 1]: uniform for L∞, normal for L2."""
+    """Return clean images plus uniform (L∞) or normal (L2) noise, scaled to norm ε; in [0, 1]."""
     if ball.norm == "linf":
         noise = uniform_noise_like(ball.centre, generator, who)
     else:
@@ -214,7 +214,7 @@ class BallAttack(Attack):
         return tuple(epsilons)
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield (settings key, reason) for L2 without a radius, and a radius above the range."""
+        """Yield (key, reason) for L2 without ``eps``, or ``eps`` above ``largest_radius``."""
         if self.norm == "l2" and self.eps is None:
             allowed = "eps, the radius in L2, in addition; epsilons are radii in L∞"
             yield ("norm",), format_found_and_allowed(found="l2 without eps", allowed=allowed)

@@ -374,7 +374,7 @@ def compute_batch_balance_loss(routing: Sequence[RoutingRecord]) -> Tensor | flo
 
 
 def routing_change_surrogate(output: ModelOutput, before: Sequence[Tensor]) -> Tensor:
-    """Return the mean −log probability of the experts chosen ``before``, (B,)."""
+    """Return −log probability of the clean image's experts ``before``, (B,); attacks raise it."""
     # A differentiable surrogate of 1 − IoU of chosen experts. before: (B, T, E) bool per MoE layer.
     # Sum over layers of the mean over tokens of −Σ_e (chosen_e / number chosen)·log p_e (none: 0).
     # A hash router has no gradient; adding 0 · prediction makes it 0 instead of undefined.
@@ -387,7 +387,7 @@ def routing_change_surrogate(output: ModelOutput, before: Sequence[Tensor]) -> T
 
 
 def routing_margin_loss(output: ModelOutput, before: Sequence[Tensor]) -> Tensor:
-    """Return the largest logit of other experts − the smallest of experts ``before``, (B,)."""
+    """Return other experts' top logit − lowest of clean choice ``before``, mean of tokens (B,)."""
     # before: (B, T, E) bool per MoE layer, the clean choice, which changes above 0. Sum over layers
     # of the mean over tokens; 0 for a token that chose no or every expert. 0 · prediction, as a
     # hash has no gradient.

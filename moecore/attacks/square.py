@@ -113,7 +113,7 @@ def draws_to_corners(draws: Tensor, last_row: int, last_column: int) -> tuple[Te
 
 
 def tiled_start(ball: base.Ball, generator: base.ImageGenerators) -> Tensor:
-    """Return the images plus pairs of pyramids on all tiles, at distance ε, in [0, 1]."""
+    """Return images plus ± pyramids (bumps) on about 5 × 5 tiles, together of norm ε, in [0, 1]."""
     images, channels, height, width = ball.centre.shape
     side = max(height // TILES_PER_AXIS, 1)
     first = (height - side * TILES_PER_AXIS) // 2
@@ -129,7 +129,7 @@ def tiled_start(ball: base.Ball, generator: base.ImageGenerators) -> Tensor:
 
 
 def propose_pyramid(ball: base.Ball, best: Tensor, side: int, draws: Tensor) -> Tensor:
-    """Move the norm of a window's change to another window, as two pyramids; return the images."""
+    """Return images: one window's change becomes 0, another one gets its norm as ± pyramids."""
     # draws: (B, 5 + C): of two corners, then as in ``orient_and_sign_pyramid_pairs``
     images, channels, height, width = best.shape
     side = max(side, MIN_SIDE)

@@ -47,10 +47,10 @@ class Surrogate(GradientAttack):
 
 
 class RouterAttacks(Config):
-    """APGD in each form that uses the routers.
+    """Settings of several attacks with APGD that use the routers; all of them run.
 
-    The forms: through a soft choice at each temperature; on the model itself from there; on the
-    task and the margin of the choice at each weight; on the margin alone.
+    Per temperature, the attack ``surrogate`` with and without ``direct``; per weight, APGD on task
+    loss + weight · routing margin (a token's next expert against its k-th); on this margin alone.
     """
 
     steps: int = Field(50, ge=1, description="Steps of APGD in each form.")

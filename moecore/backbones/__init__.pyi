@@ -42,7 +42,7 @@ class MoESettings(_MoESettings):
     """blocks with experts: every_2, last_2, all, or indices from 0"""
 
 class Sfcn(_Sfcn):
-    """Settings of an SFCN; defaults are the published widths and bins."""
+    """Settings of a Simple Fully Convolutional Network for brain age; defaults as published."""
     channels: tuple[int, ...] = ...
     """all but the last halve the volume"""
     dropout: float = 0.5

@@ -28,7 +28,7 @@ class MeanAbsoluteError(Config):
 
 
 class GroupErrors(Config):
-    """Errors of a group of test volumes: uncorrected, and corrected by one line for all groups."""
+    """Errors of a group's volumes: raw, and corrected by one regression line for all (pooled)."""
 
     group: str
     n: int  # volumes
@@ -119,7 +119,7 @@ def age_errors_by_resample(
 def resampled_estimate(
     value: float, resampled: np.ndarray, lowest: float = -np.inf, highest: float = np.inf
 ) -> Estimate:
-    """Return ``value`` with the 95 % interval of finite resamples; no limits if they are equal."""
+    """Return ``value`` and 95 % limits in [lowest, highest], None if finite resamples are equal."""
     resampled = resampled[np.isfinite(resampled)]
     if len(resampled) < 2 or not np.ptp(resampled):
         return Estimate(value=value)
@@ -201,7 +201,7 @@ def _mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
 def _adjusted_difference(
     rows: AgeGaps, cases: np.ndarray, controls: np.ndarray, first: np.ndarray, second: np.ndarray
 ) -> np.ndarray:
-    """Return the mean gap of cases − controls at equal age and sex, (R,), by least squares."""
+    """Fit gap on group, age and sex by least squares; return cases − controls by resample, (R,)."""
     # first, second: weights (R, n) of cases and of controls, one row per resample.
     chosen = np.concatenate([cases, controls])
     group = np.repeat([1.0, 0.0], [len(cases), len(controls)])

@@ -86,7 +86,7 @@ class SiteHarmonisation(NamedTuple):
     def harmonise(
         self, features: np.ndarray, sites: Sequence[str], covariates: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return features (N, V) without additive site effects: y − σ γ*."""
+        """Remove additive site effects (N, V): y − σ γ*; with covariates, also multiplicative."""
         # With covariates, also without multiplicative ones: σ (z − γ*) / δ* + α + x·β.
         if missing := sorted(set(sites) - set(self.effects)):
             sites_of_training = ", ".join(sorted(self.effects))
@@ -208,7 +208,7 @@ def read_tissue_volumes(data: Prepared, split: str) -> TissueVolumes:
 
 
 def new_site_reference_mask(test: TissueVolumes, trained: set[str], number: int) -> np.ndarray:
-    """Return whether a volume is a reference of a site outside ``trained``, (N,) bool."""
+    """Mark volumes, (N,) bool, of ``number`` people per new site, used to estimate its effect."""
     # References are the first ``number`` people, by id, of each site without training data.
     chosen = set()
     for site in set(test.sites) - trained:

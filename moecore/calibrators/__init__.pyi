@@ -7,14 +7,14 @@ from moecore.measure.calibrators.linear import Linear as _Linear
 from moecore.measure.calibrators.temperature import Temperature as _Temperature
 
 class GapOnAge(_GapOnAge):
-    """Fits the gap ŷ − y on age by least squares, for all and for each sex; for real labels."""
+    """Subtracts the gap ŷ − y expected at age y, fitted by least squares, pooled and per sex."""
     fit_on: Literal['train', 'validation', 'out_of_fold'] = 'train'
     """out_of_fold: training images, other folds' models."""
     degree: Literal[1, 2] = 1
     """1: a line in age; 2: a parabola."""
 
 class Linear(_Linear):
-    """Fits ŷ = a + b·y by least squares, for all and for each sex; for real labels."""
+    """Corrects an age ŷ to (ŷ − a)/b; ŷ = a + b·y fitted by least squares, pooled and per sex."""
     fit_on: Literal['train', 'validation', 'out_of_fold'] = 'train'
     """out_of_fold: training images, other folds' models."""
     min_slope: float = 0.1

@@ -76,7 +76,7 @@ class Surroundings(NamedTuple):
         return self.preview is not None and bool(self.preview.truth)
 
     def lacks(self, what: str) -> str | None:
-        """Return why the labels do not allow ``what`` (see ``needs_classes``); None if they do."""
+        """Return why the labels rule out ``what``, a term of ``Task.needs_classes``, else None."""
         if self.source is None:
             return None
         return self.task.needs_classes(what)
@@ -161,7 +161,7 @@ def validate_again(settings: AnySettings, key: str) -> AnySettings:
 
 
 def read_json_settings(path: Path, kind: type[AnySettings], what: str) -> AnySettings:
-    """Read settings of class ``kind`` from a JSON file; if invalid, UserError: not ``what``."""
+    """Read settings ``kind`` from JSON; UserError, naming the expected ``what``, if invalid."""
     try:
         return kind.model_validate(read_json(path))
     except ValidationError as error:
@@ -172,7 +172,7 @@ def read_json_settings(path: Path, kind: type[AnySettings], what: str) -> AnySet
 
 
 class Part(Config):
-    """Settings with a ``kind``, which selects the part in a field of the family's type."""
+    """Base of families (Router, …): a field of that type takes the subclass that ``kind`` names."""
 
     family: ClassVar[type["Part"] | None] = None  # a direct subclass is its own family
 

@@ -244,7 +244,7 @@ class ResumableParts:
     """A stage's named results, stored in ``folder``/kept.jsonl, so that a killed stage resumes."""
 
     def __init__(self, folder: Path, inputs: Any = None) -> None:
-        """Read stored results; ``inputs``: a StageInputs, which refuses to store after an edit."""
+        """Read results; a StageInputs in ``inputs`` stops the stage if code or settings change."""
         self.folder = Path(folder)
         self.inputs = inputs
         self.path = self.folder / "kept.jsonl"
@@ -328,7 +328,7 @@ def candidate_raw_folders(root: str | tuple[str, ...]) -> list[Path]:
 
 
 def find_raw_folder(root: str | tuple[str, ...], what: str) -> Path:
-    """Return the first existing folder of raw data; if none, UserError says: set it to ``what``."""
+    """Return the first existing folder of raw data; if none, UserError describes it by ``what``."""
     folders = candidate_raw_folders(root)
     if folder := next((path for path in folders if path.is_dir()), None):
         return folder

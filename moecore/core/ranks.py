@@ -115,7 +115,7 @@ class _StoreAndWatch:
 
 
 def print_failure_once(text: str) -> None:
-    """Print an error to stderr once, on the first rank that fails, and let other ranks wait."""
+    """Print an error to stderr on the first failing rank; others wait for that (10 s at most)."""
     # Ranks that are not connected yet connect for this; if they cannot in ten seconds, each prints.
     try:
         store = _StoreAndWatch.store or _connect_to_store(FAILURE_PATIENCE)
@@ -206,7 +206,7 @@ def all_gather_rows(rows: Tensor) -> Tensor:
 
 
 def total_over_shards(part: Tensor, whole: Tensor) -> Tensor:
-    """Sum ``part`` over ranks if ``whole``, from whose shards it was computed, is sharded."""
+    """Return ``part``, computed on a shard of ``whole``, summed over ranks; as is if unsharded."""
     # The gradient flows to this rank's part only: no other rank has the shard.
     mesh = getattr(whole, "device_mesh", None)
     if mesh is None:

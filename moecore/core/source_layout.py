@@ -62,7 +62,7 @@ def project_of_run_folder(folder: Path) -> Path:
 
 
 def find_paper_folder_and_project(folder: Path) -> tuple[Path, ...]:
-    """Return a run folder's paper folder in pipelines/ and its project; () for other folders."""
+    """Return (PROJECT/pipelines/PAPER, PROJECT) of a PROJECT/.runs/PAPER.… folder; () of others."""
     resolved = folder.resolve()
     if resolved.parent.name != RUNS:
         return ()
@@ -213,7 +213,7 @@ def list_allowed_modules(holds: Callable[[Path], bool]) -> list[str]:
 
 
 def format_error_with_line(error: BaseException, folder: Path | None = None) -> str:
-    """Return an error's ``message (file:line)``, if possible in ``folder`` or allowed packages."""
+    """Return ``message (file:line)`` of the last line in ``folder`` or allowed packages, if any."""
     message = " ".join(traceback.format_exception_only(error)[-1].split())
     if isinstance(error, SyntaxError):
         return f"{message} ({error.filename}:{error.lineno})"

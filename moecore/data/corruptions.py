@@ -182,7 +182,7 @@ def swapped_order(size: tuple[int, int], reach: int, sweeps: int, random: Genera
 
 
 def snow(image: np.ndarray, severity: SeverityAtSize, random: Generator) -> np.ndarray:
-    """Whiten the image and add flakes: smeared peaks of a random field, also turned by 180°."""
+    """Whiten the image; add flakes (smeared peaks of a random field) twice, once turned by 180°."""
     # The severity sets the field's mean (more flakes), the trail in pixels, and the unwhitened
     # share of the image. Trails have a direction between 45° and 135° (90° is down).
     flake = severity.length((1.5, 1.5, 1.5, 1.5, 1.5), (3, 3, 3, 3, 3))

@@ -133,8 +133,10 @@ class TextStreams(NamedTuple):
     def take(
         self, batch: int, seed: int, step: int, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, bool]:
-        """Return tokens (b, R, M) and next words (b, M) of a step, and whether a pass begins."""
-        # rows: (b,) indices of the streams to return; None for all, b = batch.
+        """Return a step's tokens (b, R, M) and next words (b, M), and whether a text pass begins.
+
+        rows: (b,) indices of the streams to return; None for all, b = batch.
+        """
         length = self.length(batch)
         for number in count():
             first, blocks = _pass_start_and_blocks(length, self.block, seed, number)

@@ -78,7 +78,7 @@ class Prepared(NamedTuple):
         return np.load(self.folder / f"{split}_tokens.npy", mmap_mode="r", allow_pickle=False)
 
     def tokens_with_kinds(self, split: str) -> np.ndarray:
-        """Return a text split's tokens, int32 (1, n), or (2, n) with token kinds in row 2."""
+        """Return a text split's tokens, int32 (1, n); (2, n) if their kinds (groups) are stored."""
         return open_tokens_with_kinds(self.folder, self.card, split)
 
     @staticmethod

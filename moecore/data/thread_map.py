@@ -28,7 +28,7 @@ def thread_count() -> int:
 
 
 class _SharedBlasLimit:
-    """The limit of BLAS to one thread, shared by nested and concurrent ``one_blas_thread``."""
+    """Number of active ``one_blas_thread`` blocks, and the BLAS limit to undo after the last."""
 
     lock = Lock()
     users = 0

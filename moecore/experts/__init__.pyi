@@ -21,8 +21,8 @@ class Mlp(_Mlp):
     """Linear(d, h), an activation, Linear(h, d) per expert, with biases; or SwiGLU without biases.
 
     ``shared`` experts see every token with weight 1 (DeepSeekMoE), in addition to the ``number`` of
-    experts. If ``fine`` splits experts into pieces, they are some of these pieces instead, so that
-    parameters and FLOPs stay equal."""
+    experts. If ``fine`` splits experts into pieces, ``shared`` of these pieces are shared and none
+    is added, so that parameters and FLOPs stay equal."""
     number: int = 8
     """number of experts"""
     hidden_ratio: float = 4.0

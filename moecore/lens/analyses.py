@@ -207,10 +207,11 @@ def analyse_trace(
     against: Trace | None = None,
     analyses: Sequence[Analysis] = (),
 ) -> TraceQuantities:
-    """Return all quantities per layer and averaged, with 95 % intervals over items, and chance.
+    """Return quantities per layer and averaged, with 95 % intervals over items and chance levels.
 
-    Information about positions, words, labels and the previous layer's expert is compared with
-    permutations. It is omitted for too few items.
+    Among them is the mutual information of a token's experts and its position, word, label or first
+    expert in the previous layer, minus its mean over permuted labels, as a share of their entropy.
+    With too few items, only the information about positions is measured.
 
     Args:
         trace: the trace.
@@ -331,9 +332,9 @@ def mean_and_limits(values: np.ndarray) -> Interval:
 
 
 def measure_label_purity(first: Tensor, labels: Tensor, experts: int) -> tuple[np.ndarray, float]:
-    """Return each item's purity (N,), and the mean purity after permuting labels."""
-    # Purity: share of tokens with the most common label of their expert. first: the tokens' first
-    # experts (N, T), −1 for none; labels: (N, 1 or T), −1 if unknown.
+    """Return the share of tokens with their expert's majority label: values (N,), and by chance."""
+    # The share is the mean of the items' values; by chance: its mean after permuting labels. first:
+    # the tokens' first experts (N, T), −1 for none; labels: (N, 1 or T), −1 if unknown.
     chosen = first.numpy()
     kinds = labels.expand(first.shape).numpy() + 1
     number = int(kinds.max())
@@ -345,8 +346,8 @@ def measure_label_purity(first: Tensor, labels: Tensor, experts: int) -> tuple[n
 def match_and_compare_experts(
     ours: LayerRouting, theirs: LayerRouting
 ) -> tuple[tuple[int, ...], dict[str, np.ndarray], dict[str, float]]:
-    """Match the experts of two traces on half of the items, and compare them on the other half."""
-    # Returns each expert's match (E,), and on the other half: agreement per item, and by chance.
+    """Match experts on half of the items; return matches, agreement on the other half, chance."""
+    # Matches: (E,). Agreement: how equally matched experts are chosen, name → values per item.
     pair = ours.chosen.numpy(), theirs.chosen.numpy()
     items = len(pair[0])
     is_fit = np.random.default_rng(base.SEED).permutation(items) < items // 2

@@ -141,7 +141,9 @@ class ExplorerDataCollector:
     def _build_expert_profiles(
         self, load: Tensor, places: Tensor | None, uses: dict[str, Tensor]
     ) -> list[expert_profiles.ExpertProfile]:
-        """Return a profile per expert; load: (E,); places, uses: as in ``_explore_layer``."""
+        """Return each expert's load, most typical words and labels, and peak of ``places``."""
+        # load: (E,); places: see ``ExploredLayer``; uses: "tokens" and "labels" → (1 + V, E), see
+        # ``add_choices_by_word_or_label``.
         counts = torch.from_numpy(self.numbers["tokens"])
         common = (counts >= expert_profiles.MIN_WORD_COUNT).nonzero().flatten()
         shares_by_word = uses["tokens"][1:][common].double() / counts[common, None]
@@ -176,7 +178,7 @@ class TraceWithNumbers(NamedTuple):
 def build_trace_entry(
     side: TraceWithNumbers, name: str, pool: dict[str, int], items: int, examples: int
 ) -> dict[str, Any]:
-    """Return a trace's data for the page; packed arrays are indices in ``pool`` (text → index)."""
+    """Return a trace's page data; encoded arrays are added to ``pool`` and become indices in it."""
     explorer = side.explorer
     roles = [layer.roles for layer in side.numbers.layers]
     answers = explorer_page.collect_expert_role_facts(roles, min(examples, explorer_page.PARTNERS))
@@ -225,14 +227,14 @@ def render_traces(
 
 
 def can_explore(layers: Sequence[LayerShape]) -> bool:
-    """Return whether one explorer can show all layers: equal tokens, or patches of one picture."""
+    """Return whether one explorer fits all layers: equally many tokens, or grids of any size."""
     layouts = [layer.layout() for layer in layers]
     rows = {layout for layout in layouts if len(layout.grid) == 1}
     return len({(layout.special, len(layout.grid)) for layout in layouts}) == 1 and len(rows) < 2
 
 
 def count_word_or_label_ids(trace: Trace, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Count the numbers 0 to V − 1 in the trace's tensor ``name``, (V,); without one, (0,)."""
+    """Count each word or label id in items ``parts``: (V,), or (0,) in a trace without ``name``."""
     counts = np.zeros(0, int)
     for places in parts:
         values = trace.item_tensor(name, places)

@@ -30,8 +30,8 @@ from moecore.measure.robustness import Robustness as _Robustness
 from moecore.measure.router_regret import RouterRegret as _RouterRegret
 from moecore.measure.routing import Routing as _Routing
 from moecore.measure.routing_certificate import RoutingCertificate as _RoutingCertificate
-from moecore.measure.routing_metrics.interventions import SweepSettings as _SweepSettings
 from moecore.measure.routing_metrics.expert_roles import ExpertRoles as _ExpertRoles
+from moecore.measure.routing_metrics.interventions import SweepSettings as _SweepSettings
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation as _TwoViewAugmentation
 from moecore.measure.smoothing import Smoothing as _Smoothing
 from moecore.measure.stability import Stability as _Stability
@@ -105,19 +105,19 @@ class CropRanges(_CropRanges):
     """Area of the crop, as a share of the image: lowest, highest"""
 
 class ExpertRoles(_ExpertRoles):
-    """Settings and metrics of the experts' roles; signed metrics are values above chance.
+    """Settings and metrics of experts' roles: which tokens choose an expert, and with which others.
 
-    information_{label}: above chance, divided by the label's entropy. pair_lift: mean of
-    P(b | a) / P(b) over pairs of experts that tokens chose; chance is at an even load. margin: see
-    ``selection_scores``. consistency: F1 of the best sets for windows of tokens. early_*: see
-    ``choice_predictability``. batch_violation: mean MaxVio of batches."""
+    information_{label}: mutual information of expert and label above that of permuted labels, over
+    the label's entropy. pair_lift: mean P(b | a) / P(b) of chosen pairs; chance: at an even load.
+    margin: lowest chosen − highest other score. consistency: F1 of one set of experts for a window
+    of tokens. early_*: choices foretold from the layer before. batch_violation: MaxVio of batches."""
     batch: int = 64
     """Images per batch for MaxVio of a batch."""
     windows: tuple[int, ...] = ...
     """Sizes of windows of neighbouring tokens, below the sequence length."""
 
 class ExpertWorth(_ExpertWorth):
-    """Loss of score without experts, in the order of their use on the validation split."""
+    """Drop in score without one expert, or the most or least used (on validation) of each layer."""
     images: int | None = 500
     """Test images, evenly spread; null: all."""
     batch: int = 256
@@ -165,7 +165,7 @@ class Invariance(_Invariance):
     """Images per pass; results do not depend on it."""
 
 class Lipschitz(_Lipschitz):
-    """Slopes of the logits at test images, and Lemma 1 at their tokens."""
+    """Slopes of logits at test images; Lemma 1's bound of MoE layers (Puigcerver et al. 2022)."""
     images: int = 100
     """Test images, evenly spread."""
     lemma_tokens: int = 64
@@ -221,10 +221,10 @@ class Robustness(_Robustness):
     """Attacks that check the others."""
 
 class RouterAttacks(_RouterAttacks):
-    """APGD in each form that uses the routers.
+    """Settings of several attacks with APGD that use the routers; all of them run.
 
-    The forms: through a soft choice at each temperature; on the model itself from there; on the
-    task and the margin of the choice at each weight; on the margin alone."""
+    Per temperature, the attack ``surrogate`` with and without ``direct``; per weight, APGD on task
+    loss + weight · routing margin (a token's next expert against its k-th); on this margin alone."""
     steps: int = 50
     """Steps of APGD in each form."""
     temperatures: tuple[float | Literal['probs'], ...] = ...

@@ -263,7 +263,7 @@ def check_huge_radius(target: Target, attack: Pgd, epsilon: float) -> AuditLine:
 def check_pgd_variants(
     name: str, target: Target, scores: Tensor, others: Mapping[str, Tensor]
 ) -> AuditLine:
-    """Return an ``AuditLine`` on whether no variant of PGD scores worse than PGD's interval."""
+    """Check that no variant's mean score is beyond the worse end of the 95 % interval under PGD."""
     # scores: (N,), under PGD; others: how a variant differs, in words → its scores (N,)
     task = target.task
     interval = task.interval(scores, target.people)
@@ -276,7 +276,7 @@ def check_pgd_variants(
 
 
 def check_surrogate(target: Target, attack: Pgd, epsilon: float, direct: Tensor) -> AuditLine:
-    """Return an ``AuditLine`` on whether attacks on a soft copy harm no more than direct ones."""
+    """Check that attacks made on a smooth all-experts copy harm no more than those on the model."""
     # The copy uses all experts. direct: (N,), scores under attacks on the model itself.
     if getattr(target.model, "moe", None) is None:
         return unevaluated_audit_line("surrogate", "the model has no MoE layer")
@@ -362,7 +362,7 @@ def check_pgd_beats_fgsm(task: Task, curves: Curves, attacks: Sequence[Attack]) 
 
 
 def check_apgd_is_as_strong(task: Task, curves: Curves, attacks: Sequence[Attack]) -> AuditLine:
-    """Return an ``AuditLine`` on whether APGD reaches PGD's mean loss, or a score no better."""
+    """Check that APGD has at least PGD's mean loss or leaves no better score; either suffices."""
     apgd = _last_row_of_kind(curves, attacks, "apgd")
     pgd = _last_row_of_kind(curves, attacks, "pgd")
     if apgd is None or pgd is None:

@@ -49,7 +49,7 @@ class MeasuredModel(NamedTuple):
 
 
 class MeasuredPart(Config):
-    """Base of the settings of a measurement, or of an optional part; declares metrics and page."""
+    """Base of ``Measurement`` and its optional ``parts``: settings, declared metrics and page."""
 
     metrics: ClassVar[Mapping[str, Metric]] = {}  # name → metric, for which it puts values
     page: ClassVar[OnPage] = OnPage("")  # title, place and charts of its section of the report
@@ -76,7 +76,7 @@ class MeasuredPart(Config):
         return 0
 
     def places(self) -> Mapping[str, Iterable[Place]]:
-        """Return key of ``Value.at`` → its places, as far as the settings say: "k" → (1, 2)."""
+        """Return name in ``Value.at`` → places known from settings before a run: "k" → (1, 2)."""
         return {}
 
 
@@ -127,7 +127,7 @@ class Measurement(MeasuredPart, ABC):
 
     @classmethod
     def puts_values(cls) -> bool:
-        """Return whether the measurement puts values or facts, which the report reads."""
+        """Return whether the report reads results: if metrics or a page title are declared."""
         return bool(cls.metrics or cls.page.title)
 
     @abstractmethod
@@ -195,9 +195,9 @@ PLACEHOLDER_TASK = Classification(classes=("", "."))  # of calculations, as ``Va
 class Calculation(Measurement):
     """A measurement that needs no trained model and no data; it runs once per study.
 
-    ``my_lab.bound`` in run.calculations is the class Bound of that module of a listed package, and
-    its fields are the section ``my_lab: {bound: …}``. As of any measurement, ``metrics`` declares
-    its numbers and ``page`` the section of the page.
+    ``my_lab.bound`` in run.calculations is the class Bound of module bound in the package my_lab,
+    which params.yaml lists under ``packages``. Its fields are the section ``my_lab: {bound: …}``;
+    as in any measurement, ``metrics`` declares its numbers and ``page`` its section of the page.
     """
 
     @abstractmethod

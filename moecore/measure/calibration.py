@@ -218,7 +218,7 @@ class ClassCalibration(CalibrationMeasurementBase):
     def _calibrate_next_words(
         self, subject: MeasuredModel, calibrator: temperature.Temperature, out: Values
     ) -> None:
-        """Fit and put the same values for next words of a text; intervals are over blocks."""
+        """Fit and put as ``measure`` does, for next words; intervals are over text blocks."""
         data = subject.data
         model = cast(LanguageTransformer, subject.model)
         validation = collect_head_inputs(model, data.validation, self.settings.batch, FIT_TOKENS)

@@ -173,7 +173,7 @@ def put_single_tissue_errors(subject: MeasuredModel, settings: CohortChecks, out
 
 
 def put_ageing(subject: MeasuredModel, people: People, settings: CohortChecks, out: Values) -> None:
-    """Put ``monotone`` (share of rising steps) and ``ageing_rank``; nothing for a real cohort."""
+    """Put share of rises and rank correlation of predictions over age; simulated cohorts only."""
     if people is None:
         out.facts["not_checked"]["ageing"] = SIMULATED_ONLY
         return
@@ -213,7 +213,7 @@ def put_rescans(
 
 
 def put_region_experts(subject: MeasuredModel, settings: CohortChecks, out: Values) -> None:
-    """Put the agreement of region experts with tissues, or the reason why it is not measured."""
+    """Put how often a token's best expert is the one of its tissue, or why that is not measured."""
     not_checked = out.facts["not_checked"]
     if not subject.regions:
         not_checked["generalisation"] = "the model has no region experts (methods: regions)"
@@ -233,7 +233,7 @@ def put_region_experts(subject: MeasuredModel, settings: CohortChecks, out: Valu
 
 
 def put_region_generalisation(experts: simulated.RegionExpertGeneralisation, out: Values) -> None:
-    """Put ``{volumes}_{field}`` for all fields of each ``TissueAgreement``, and correlations."""
+    """Put agreement fields, as ``mixed_agreement``; correlations of tissue share and score."""
     # volumes: isolated (single tissues), whole, mixed, mixture, or another generator's.
     put_agreement("isolated", experts.test.isolated, out)
     put_agreement("whole", experts.test.complete, out)

@@ -144,7 +144,7 @@ def peak_memory_and_counting_method(model: nn.Module, images: Tensor) -> tuple[i
 
 
 def sum_routing_cost(spans: list[ForwardPassSegment], length: Callable[[Any, Any], float]) -> float:
-    """Sum the seconds or FLOPs of routing, MoE layers − experts + teacher; length: end − start."""
+    """Return routing's seconds or FLOPs: MoE layers minus experts, plus the teacher that routes."""
     sign = {"layer": 1, "experts": -1, "teacher": 1}
     return sum(sign[span.part] * length(span.start, span.end) for span in spans)
 

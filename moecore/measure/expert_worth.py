@@ -72,7 +72,7 @@ METRICS |= {f"lost_without_choice_{way}": Metric("", signed=True) for way in WAY
 
 
 class ExpertWorth(Measurement):
-    """Loss of score without experts, in the order of their use on the validation split."""
+    """Drop in score without one expert, or the most or least used (on validation) of each layer."""
 
     metrics = METRICS
     page = OnPage(

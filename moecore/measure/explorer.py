@@ -124,7 +124,7 @@ class TracedImages(Config):
 # T tokens: ``special`` ones first, then a ``grid`` of patches with the last axis fastest: two axes
 # for images, three for volumes, one for text.
 class ExplorerData(Config):
-    """Data of explorer.html for N images; traces are per token and layer, on the finest grid."""
+    """Data of explorer.html: routing of N images by token and layer, on the finest layer's grid."""
 
     special: int
     grid: tuple[int, ...]
@@ -168,7 +168,7 @@ def explore_text(subject: MeasuredModel, settings: Explorer) -> ExplorerData:
 
 
 def trace_variant(model: Model, task: Task, variant: perturbations.PerturbedImages) -> TracedImages:
-    """Route perturbed images, and encode their pictures without the channel of truth."""
+    """Route perturbed images; only their encoded pictures leave out the channel of true kinds."""
     prediction, records = predict_in_batches(model, variant.pixels, BATCH)
     places = picture = None
     if variant.origins is not None:

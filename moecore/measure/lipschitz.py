@@ -118,7 +118,7 @@ def sample_layer_inputs(
 
 
 class LipschitzSlopes(NamedTuple):
-    """Slopes of the logits around each image, (N,) fp64 each, for pixels in [0, 1]."""
+    """Slopes of logits around images, and jumps where experts change, (N,); pixels in [0, 1]."""
 
     # ‖J‖₂ of image → logits, the Lipschitz constant in ℓ2 in an arbitrarily small neighbourhood
     # without a change of routing
@@ -211,7 +211,7 @@ def find_steepest_pair(
 def bisect_steepest(
     model: Model, pair: ImagePairSlope, halvings: int
 ) -> tuple[ImagePairSlope, Tensor, Tensor]:
-    """Halve each pair repeatedly to its steeper half; return it, ``crossed`` and ``jump`` (B,)."""
+    """Bisect image pairs to the steeper half; return pairs, whether experts differ, jumps (B,)."""
     # The ratio never decreases, as the change over a pair is at most the sum over its halves. For a
     # continuous model it tends to a local slope; at a jump it doubles with every halving.
     first, second, _ = pair
@@ -275,7 +275,7 @@ def _unit_rows(rows: Tensor) -> Tensor:
 
 
 class Lipschitz(Measurement):
-    """Slopes of the logits at test images, and Lemma 1 at their tokens."""
+    """Slopes of logits at test images; Lemma 1's bound of MoE layers (Puigcerver et al. 2022)."""
 
     flat_classes = True
     classes_for = "decision"

@@ -271,7 +271,7 @@ def measure_curve(
 
 
 def put_router_attacks(curves: attack_audit.Curves, images: int, out: Values) -> None:
-    """Put each image's worst score under attacks on routers, and each attack's as ``part``."""
+    """Put each image's worst score over attacks on routers, and each attack's score as ``part``."""
     worst = attack_audit.compute_worst_curve_over_attacks(curves, out.task, images, out.people)
     put_scores("attacked", worst, images, out, attack=ROUTER_ATTACKS_PLACE)
     for name, rows in curves.items():
@@ -286,7 +286,7 @@ def put_scores(
     out: Values,
     **attack: Place,
 ) -> None:
-    """Put ``{key}`` at each epsilon, and ``{key}_at`` at each epsilon above 0 and as their mean."""
+    """Put scores by ε: ``{key}`` with intervals; ``{key}_at`` without, if ε > 0, and their mean."""
     scores_by_row = [out.task.decode_scores(row.scores, images).double().numpy() for row in rows]
     for row, scores in zip(rows, scores_by_row, strict=True):
         out.put(key, scores, Interval(row.score, row.low, row.high), **attack, epsilon=row.epsilon)
@@ -352,7 +352,7 @@ def measure_attack_at_epsilon(
 def expert_overlaps(
     before: tuple[RoutingRecord, ...], after: tuple[RoutingRecord, ...]
 ) -> dict[str, list[Tensor]]:
-    """Return each of CHANGES → IoU of a token's experts before and after, per layer (N, T)."""
+    """Return key of CHANGES → IoU of chosen or processing experts before and after, (N, T) each."""
     pairs = list(zip(before, after, strict=True))
     return {
         "routing_change": [choice_iou(a.chosen, b.chosen) for a, b in pairs],

@@ -190,7 +190,7 @@ def subset_losses(
 def build_loss_of_repeated_item(
     model: Model, pixels: Tensor, label: Tensor
 ) -> Callable[[int], Tensor]:
-    """Return a function: number of passes → loss in each, (passes,); pixels, label: of one item."""
+    """Return a function: n → one item's loss in n passes, which may bar different experts, (n,)."""
     if isinstance(model, LanguageTransformer):
         return predict.build_last_block_reader(model, pixels, label)
 

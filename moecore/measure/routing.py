@@ -71,7 +71,7 @@ def declare_layer_metric(label: str, better: str, form: str, note: str, paper: s
 
 
 def declare_expert_map_metrics(place: str, description: str) -> dict[str, Metric]:
-    """Return the metrics of one part of the expert map, such as its border: load, mass, cells."""
+    """Return metrics of a place on the grid of experts: shares of load, probability, experts."""
     metrics = {}
     for key, (name, quantity) in MAP_SHARES.items():
         label, note = f"{name}, {place}", f"{quantity} {description}"

@@ -39,7 +39,7 @@ def training_overhead(trained: Found, baseline: Sequence[Found], _: Found | None
 
 
 def steps_to_baseline_loss(ours: Found, _: Sequence[Found], same_seed: Found | None) -> int | None:
-    """Return ``steps_until_baseline_loss`` of the same seed's baseline; None without one."""
+    """Return our steps to the final loss of the same seed's baseline; None without a baseline."""
     if same_seed is None:
         return None
     return steps_until_baseline_loss(get_outcome(ours), get_outcome(same_seed))

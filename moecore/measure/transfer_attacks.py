@@ -116,7 +116,7 @@ def build_transfer_targets(
 
 
 def put_transfer(out: Values, pairs: Mapping[tuple[str, str], Tensor]) -> None:
-    """Put ``transferred`` and ``transferred_difference``; pairs: (source, target) → scores (N,)."""
+    """Put ``transferred`` scores, and differences from direct attacks; (source, target) → (N,)."""
     foreign = sum(source != target and (target, target) in pairs for source, target in pairs)
     # Bonferroni: one pair in twenty would lie outside a single 95 % interval by chance.
     level = 1 - 0.05 / max(foreign, 1)

@@ -125,7 +125,7 @@ class ZeroShot(Measurement):
 def embed_classes_and_count_unknown(
     subject: MeasuredModel, names: tuple[str, ...], templates: tuple[str, ...]
 ) -> tuple[Tensor, list[int]]:
-    """Return classes' mean unit prompt vectors, (K, w + 3), and numbers of unknown words."""
+    """Return each class's mean prompt, normalised, (K, width w + 3), and unknown word count."""
     # w columns of the embedding, 3 of the first prompt's fingerprint (see ``two_towers``)
     task = subject.model.image.task
     assert isinstance(task, ImageText)

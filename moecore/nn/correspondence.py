@@ -17,7 +17,7 @@ MIN_DETERMINANT = 1e-6  # of an invertible affine: |det| relative to ‖linear p
 
 
 class PatchPartners(NamedTuple):
-    """For each patch of image 1, the view with higher resolution, the nearest patch of image 2."""
+    """For each patch of image 1 (the view with higher resolution), the nearest patch of image 2."""
 
     index: Tensor  # (B, P) int64, a patch of image 2; 0 if not found
     mask: Tensor  # (B, P) bool: whether it was found

@@ -35,7 +35,10 @@ MAX_SECOND, MAX_THIRD = 0.7979, 0.779  # of GELU's derivatives: |(2 − x²) φ|
 
 
 class Deviation(NamedTuple):
-    """Activations at the images, and bounds of their change in each ball: linear part and rest."""
+    """A layer's activations, and bounds of their change while pixels stay in each of J balls.
+
+    A change is ``tangent`` · the pixels' change plus a rest, bounded by ``radius`` and ``length``.
+    """
 
     centre: Tensor  # (B, T, d), or (B, C, H, W) in a stem
     # derivatives by the pixels, (P, B, …); in a stem (K + R, B, C, H, W): by the K pixels of a
@@ -58,11 +61,11 @@ class Deviation(NamedTuple):
         return self.centre.ndim == 4 and len(self.tangent) > 0
 
     def norm(self, values: Tensor) -> Tensor:
-        """Return the ℓ2 norm of values (…, T, d) or (…, C, H, W) over ``axes``."""
+        """Return the ℓ2 norm of each token (…, T, d), or of each image (…, C, H, W) in a stem."""
         return torch.linalg.vector_norm(values, dim=self.axes, keepdim=True)
 
     def max_shift(self, tangent: Tensor) -> Tensor:
-        """Return how far a linear part (P, B, …) moves each number at most, (J, B, …)."""
+        """Bound how far numbers with pixel derivatives (P, B, …) move in each ball, (J, B, …)."""
         count = len(tangent) - len(self.shared)
         norms = tangent.new_zeros(2, *tangent.shape[1:])  # dual norms, of ℓ∞ and ℓ2
         for part in tangent[:count].split(1 + DERIVATIVES_PER_CHUNK // norms.numel()):
@@ -82,14 +85,14 @@ class Deviation(NamedTuple):
         return linear_part + self.radius, self.norm(linear_part) + self.length
 
     def after_layer(self, centre: Tensor, tangent: Tensor, radius: Tensor, length: Tensor) -> Self:
-        """Return the deviation after a function with this output, derivative and rest's bounds."""
+        """Return a copy with a layer's results instead; bounds of the rest limit each other."""
         # Each of the two bounds limits the other.
         at = self._replace(centre=centre, tangent=tangent)
         length = torch.minimum(length, at.norm(radius))
         return at._replace(radius=torch.minimum(radius, length), length=length)
 
     def expand_window_derivatives(self, tangent: Tensor) -> Tensor:
-        """Expand a stem's derivatives ``tangent`` to derivatives by all pixels, (P, B, …, H, W)."""
+        """Expand a stem's derivatives, stored per window pixel, to all pixels, (P, B, …, H, W)."""
         channels, height, width = self.shared.shape[2:]
         count = len(tangent) - len(self.shared)
         side = math.isqrt(count // channels)
@@ -136,7 +139,7 @@ def bound_convolution(at: Deviation, layer: nn.Conv2d) -> Deviation:
 
 
 def convolve_window_derivatives(at: Deviation, layer: Any) -> Deviation:
-    """Convolve the derivatives; an output's window is the union of its inputs' windows."""
+    """Convolve the derivatives; an output depends on all pixels in its inputs' windows."""
     batch, outputs, height, width = layer(at.centre).shape
     if not at.has_windowed_derivatives:
         return at._replace(tangent=at.tangent.new_zeros(0, batch, outputs, height, width))

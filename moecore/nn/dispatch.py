@@ -207,7 +207,7 @@ def _cat_or_single(pieces: list[Tensor]) -> Tensor:
 
 
 def cast_function_output(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return sums in ``dtype``, in a form that compiled autograd Functions may return."""
+    """Return sums in ``dtype``; in torch.compile a new tensor, else torch gives gradient 0."""
     if sums.dtype != dtype:
         return sums.to(dtype)
     if torch.compiler.is_compiling():
@@ -218,7 +218,7 @@ def cast_function_output(sums: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class BasisProjectionPlan(NamedTuple):
-    """A SparsePlan whose rows are projections, which experts with the same basis reuse."""
+    """A SparsePlan whose rows are tokens that the router projected on their experts' bases."""
 
     is_per_token = True
 

@@ -178,7 +178,7 @@ def logits_chunk_size(outputs: int, device: torch.device) -> int:
 def build_last_block_reader(
     model: LanguageTransformer, images: Tensor, labels: Tensor
 ) -> Callable[[int], Tensor]:
-    """Read all blocks but the last; return a function: number of its copies → nats per word."""
+    """Read all text blocks but the last; return f(n): nats per word (n,) in n readings of it."""
     # images: (1, C, M); all blocks but the last are read once, here. labels: (1, M), next words.
     word_ids, kinds = model.split_words_and_kinds(images)
     states = model.read_earlier(word_ids, kinds)

@@ -321,7 +321,7 @@ def read_jetmoe_router(router: nn.Module, inputs: tuple[Any, ...], output: Any) 
 
 
 def read_capacity_router(router: nn.Module, inputs: tuple, output: Any, k: int) -> RoutingRecord:
-    """Return the record of a router with capacity, whose output is (first, weights, logits)."""
+    """Return the record of NLLB's or Switch's router, with output (top-1 mask, weights, logits)."""
     # Weights are (…, E), or (…, 1) for ``first``, (…, E): 0 for experts over capacity.
     first, weights, logits = output
     if weights.shape[-1] == 1:

@@ -90,8 +90,8 @@ def check_command(params: ParamsFile = PARAMS_FILE) -> None:
 def plan_command() -> None:
     """Print which stages would run, why, and how long they took the last time.
 
-    Stages below them run too if their outputs change. Lengths are added up over the stages, of
-    which `moecore run` runs several at a time. Works while stages run.
+    Stages that run only if an earlier output changes are listed separately. Total durations are for
+    one stage at a time; `moecore run` runs several. Works while stages run.
     """
     from moecore.pipeline.plan import print_plan
 
@@ -104,10 +104,11 @@ def pilot_command(
     study: Annotated[str, Argument(help="a params.yaml, its folder, or a question")] = ".",
     seeds: Annotated[int, Option(min=2, help="trainings of each method")] = 3,
 ) -> None:
-    """Print whether a setting is worth a study, before its methods are trained.
+    """Print whether a params.yaml is worth a study: whether routing can help on its data.
 
-    Scores are of validation images; training uses one CPU thread. Exits with 1 if the setting is
-    not worth a study.
+    It trains a few methods on one CPU thread, and compares validation scores. Routing can help if
+    perfect routing beats dense and learned routing, or V-MoE beats the hash, by the margins that
+    are printed. Exits with 1 if it is not worth a study, also if a training takes over 90 s.
     """
     from moecore.pipeline import pilot
 
@@ -331,10 +332,10 @@ def tune_command(name: Question, jobs: JobCount = None, verbose: IsVerbose = Fal
 
 @study_app.command("write")
 def study_write(name: QuestionName = None, number: RoundNumber = None) -> None:
-    """Write the folder in which a question runs, below .runs/, and print what changes.
+    """Write the folder in which a question runs, below .runs/; print how its params.yaml changes.
 
-    Without a name: params.yaml and dvc.yaml of a project that has an overlay.yaml; in a clone of
-    moecore its dvc.yaml, from the table of stages.
+    Without a name: in a project with an overlay.yaml, write params.yaml and dvc.yaml from it; in a
+    clone of moecore, write dvc.yaml from the table of stages (moecore/study/stages.py).
     """
     from moecore.pipeline.run_folders import write_project_from_overlay, write_run_folder
     from moecore.study.questions import find_question
@@ -360,9 +361,9 @@ def study_new(name: Annotated[str, Argument(help="small letters, digits and _")]
 def study_write_with_presets(
     name: Question,
     names: Annotated[list[str] | None, Argument(help="presets, in this order")] = None,
-    number: RoundNumber = 1,
+    number: Annotated[int, Option("--round", min=1, help="of the question's rounds")] = 1,
 ) -> None:
-    """Write the folder of a question's first round with presets; without names: list them."""
+    """Write a question's run folder with named presets of settings; without names: list presets."""
     from moecore.pipeline.run_folders import write_run_folder
     from moecore.study.questions import find_question
 
@@ -440,7 +441,7 @@ def study_check(
 
 @claims_app.command("check")
 def verify_claim_intervals_and_dates() -> None:
-    """Compute intervals again from stored items; print when each claim was asked."""
+    """Verify intervals by items' stored scores; print the commits of each claim and its result."""
     from moecore.report.claims import items_and_dates
     from moecore.study.questions import load_rounds
 
@@ -467,7 +468,7 @@ def verify_claim_intervals_and_dates() -> None:
 
 @claims_app.command("plan")
 def plan_claim_sample_sizes() -> None:
-    """Print the seeds or items with which a table's claims are precise, by the paper's effects."""
+    """Print the seeds or items that a paper's table needs for intervals of ± half its effects."""
     from moecore.report.claims.answers import collect_corrected_answers, describe_required_samples
     from moecore.study.questions import load_rounds
 

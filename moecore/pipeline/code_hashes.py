@@ -66,7 +66,7 @@ FAMILY_AT_KEY = {  # the family of a part at this key, if two families have a ki
 
 
 def compute_code_hashes(document: YamlDocument, root: Path = ROOT) -> dict[str, dict[str, str]]:
-    """Return file below artifacts/code/ → {source file: sha256}."""
+    """Hash sources per script, method, …: file below artifacts/code/ → {source file: sha256}."""
     allow_packages(document.packages, document.folders)
     gc.disable()  # it would visit every node of the syntax trees, for half of the time
     try:
@@ -115,7 +115,7 @@ def is_code_up_to_date(inputs: str, document: YamlDocument) -> bool:
 
 
 def store_code_digest(inputs: str) -> None:
-    """Store the digest for ``is_code_up_to_date``; inputs: ``digest_code_inputs`` before it."""
+    """Store a digest for ``is_code_up_to_date``; inputs: ``digest_code_inputs`` before hashing."""
     write_atomic(DIGEST_FILE, _compute_code_stage_digest(inputs))
 
 
@@ -260,7 +260,7 @@ def find_outside_module_file(name: str, root: Path = ROOT) -> list[Path]:
 
 
 def hash_each_file(files: Iterable[Path], root: Path = ROOT, shown: bool = False) -> dict[str, str]:
-    """Return path → sha256; shown: include the texts that only the report's page shows."""
+    """Return path → sha256; shown: include words of ``Metric`` calls, which only pages show."""
     return {file.as_posix(): _code_hash(file, root, shown) for file in sorted(files)}
 
 
@@ -305,7 +305,7 @@ def _imported_files(file: Path, root: Path, packages: tuple[str, ...]) -> tuple[
 
 
 def _defining_modules(package: str, name: str, root: Path) -> Iterator[tuple[str, str]]:
-    """Yield (package, name) where a name that a public module passes on is defined."""
+    """Yield (module, name) where an imported name is defined; public modules only re-export it."""
     if f"{package}/{name}" in PUBLIC_MODULES:
         package = f"{package}/{name}"
         name = ""

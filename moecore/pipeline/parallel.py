@@ -88,7 +88,7 @@ def _find_stage_row(stage: str) -> Stage:
 
 
 def _is_exclusive(stage: str, above: Collection[str]) -> bool:
-    """Return whether a stage must run alone; a teacher must if it is the only one in ``above``."""
+    """Return whether a stage must run alone; a teacher only if ``above`` has no other teacher."""
     if _find_stage_row(stage).alone and _find_stage_row(stage).trains:
         return sum(_stage_kind(other) == _stage_kind(stage) for other in above) == 1
     return _find_stage_row(stage).alone or stage.split("-")[0] == TIMED
@@ -193,7 +193,7 @@ def spell_stage(stage: str) -> str:
 
 
 def print_line_with_stage(stage: str, line: str) -> None:
-    """Print ``[pretrain vmoe 0] line``, without this title at the start of the line."""
+    """Print ``[pretrain vmoe 0] line``; if ``line`` already begins with the title, remove that."""
     if title := spell_stage(stage):
         line = re.sub(rf"^(\w+ )?{title}: ", "", line)  # a script of several stages is named first
         line = f"[{title}] {line}"
@@ -325,7 +325,8 @@ def run_pipeline(jobs: int | None = None, is_verbose: bool = False) -> None:
 
 
 def choose_jobs(jobs: int | None, gpus: int, free: float, rates: Mapping[int, float]) -> int:
-    """Return ``jobs``, or the fastest by ``rates``; UserError if over ``free`` GB per GPU."""
+    """Return ``jobs``, by default the fastest number that fits; UserError for too many ``jobs``."""
+    # free: GB per GPU; rates: number of jobs per GPU → their throughput.
     histories = [read_lines(file.parent) for file in Path("artifacts/history").rglob(HISTORY_FILE)]
     needs = [
         (line["tags"][GPU_MEMORY_TAG], lines[0]["stage"])
@@ -416,7 +417,8 @@ def list_gpus() -> list[str]:
 
 
 def start_and_add_stage_server(environments: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return environments with a stage server or, with GPUs, with our ``python`` in PATH first."""
+    """Start a stage server (Linux without GPUs); return the environments for DVC's processes."""
+    # First in PATH is a ``python`` that lets the server run stages; without one, this interpreter.
     import torch
 
     if stage_client.SOCKET_ENV in os.environ:

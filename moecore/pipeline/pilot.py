@@ -65,7 +65,7 @@ class PilotRow(NamedTuple):
 
 
 class PilotResult(NamedTuple):
-    """Scores of a pilot's trainings; rows: role of a method ("dense", "told", …) → scores."""
+    """Scores per role ("dense", "told": the oracle, …), and how well fitted routers imitate it."""
 
     score: Score
     rows: Mapping[str, PilotRow]
@@ -73,7 +73,7 @@ class PilotResult(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """The unit of score differences: points of a share, else percent of dense's score."""
+        """The unit of differences: percentage points for shares, else percent of dense's score."""
         return "points" if self.score.form == "share" else "% of dense"
 
     @property
@@ -279,7 +279,7 @@ def pilot_verdicts(result: PilotResult) -> list[PilotVerdict]:
 
 
 def study_kinds_worth_running(verdicts: Sequence[PilotVerdict]) -> list[str]:
-    """Return the kinds of study, "truth" or "accuracy", whose conditions all hold."""
+    """Return the studies, of true routing ("truth") or "accuracy", for which all verdicts hold."""
     failed = {verdict.study for verdict in verdicts if not verdict.holds}
     if "" in failed:
         return []

@@ -120,9 +120,9 @@ def plan_stages(
 
 
 def stages_changed_by_code(pipeline: StatusAndDag, root: Path = ROOT) -> dict[str, Reasons] | None:
-    """Return stage → edited files that it depends on; None if stage ``code`` has other changes."""
+    """Return stage → edited files it depends on; None if ``code`` reruns for more than edits."""
     # DVC only knows that the stage ``code`` has to run. The code is hashed here as by that stage,
-    # and compared with the stage's last result.
+    # and compared with the stage's last result. None: all stages below ``code`` may run.
     entries = pipeline.status.get(CODE_STAGE, [])
     if any(entry != ALWAYS_CHANGED_STATUS and set(entry) != {"changed deps"} for entry in entries):
         return None

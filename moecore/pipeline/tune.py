@@ -107,7 +107,8 @@ def plan_tuning(question: questions.QuestionFile, threshold: float | None = None
 def choose_fallback_threshold(
     run: TuningPlan, tuned: questions.FallbackThresholdGrid
 ) -> dict[str, Any]:
-    """Return the router threshold whose models have the wanted share of fallbacks."""
+    """Choose the threshold with nearly the wanted share of fallbacks; return it, and all shares."""
+    # Fallback: no expert of a token is above the threshold, so all of its k best are chosen.
     images = Prepared.open(run.folder / "artifacts/data" / questions.TUNED_PHASE).validation.images
     shares = {}
     for value in tuned.values:
@@ -125,7 +126,7 @@ def choose_fallback_threshold(
 
 
 def name_variant(method: str, value: float) -> str:
-    """Return a method's name with a grid value, by which a shifted grid reuses trainings."""
+    """Return a name such as "vmoe_at_0_001", by value: a shifted grid then reuses trainings."""
     decimal = f"{Decimal(str(value)).normalize():f}"
     return f"{method}_at_{decimal.replace('-', 'minus_').replace('.', '_')}"
 

@@ -167,7 +167,8 @@ def _write_and_load_onnx(program: ExportedProgram, path: Path, wrapped: TensorsO
 
 
 def compare_outputs(wrapped: TensorsOnly, run: Run | None) -> str:
-    """Return a phrase with the largest error of ``run``, if any; UserError above ``TOLERANCE``."""
+    """Describe how far the exported file is from the model; UserError above ``TOLERANCE``."""
+    # run: runs the file; None without onnxruntime, which the description then says.
     if run is None:
         return "not compared with the model: onnxruntime is not installed"
     largest = 0.0

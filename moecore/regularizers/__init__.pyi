@@ -36,9 +36,10 @@ class Entropy(_Entropy):
     """> 0 lowers entropy, < 0 raises"""
 
 class GroupSparsity(_GroupSparsity):
-    """The group sparse regularization, summed over MoE layers.
+    """MoGE's loss, which concentrates a token's probs in one neighbourhood of a map of the experts.
 
-    Its Gaussian narrows during training; equal sigmas keep it constant."""
+    It is summed over MoE layers. The Gaussian that weights a neighbourhood narrows during training;
+    equal sigmas keep it constant."""
     weight: float = 0.004
     """factor in the objective"""
     filter: Literal['gaussian', 'average'] = 'gaussian'
@@ -111,14 +112,16 @@ class RouterKl(_RouterKl):
     """share of the training during which it acts"""
 
 class Simbal(_Simbal):
-    """The sum of |WWᵀ − I| over the rows of every router that starts orthonormal (SimBal)."""
+    """SimBal: Σ |WWᵀ − I| over all entries and all routers W (E, d) with ``start: orthonormal``."""
     weight: float
     """factor in the objective; the paper's text has none"""
 
 class SwitchBalance(_SwitchBalance):
-    """The load balancing loss, summed over MoE layers, mean over the sets of tokens of a level.
+    """The load balancing loss E Σ_e f_e P_e of Switch and GShard, summed over MoE layers.
 
-    With level sequence, count_from probs and weight 1e-4 it is DeepSeek-V3's."""
+    f_e is expert e's share of the choices in a set of tokens, P_e its mean probability; ``level``
+    says what a set is, and the loss is the mean over sets. With level sequence, count_from probs
+    and weight 1e-4 it is DeepSeek-V3's."""
     weight: float = 0.01
     """factor in the objective"""
     level: Literal['sequence', 'group', 'batch'] = 'batch'
@@ -139,7 +142,7 @@ class TeacherRouter(_TeacherRouter):
     """factor of the mean token entropy"""
 
 class TruthKl(_TruthKl):
-    """KL from the routing by the truth (router ``told``) to the student's, mean over MoE layers.
+    """KL from routing by true token groups (router ``told``) to the model's, mean over MoE layers.
 
     *Our own*. It uses no teacher network, so it also acts in fine-tuning."""
     weight: float = 5.0

@@ -32,7 +32,7 @@ class PlannedMetric(NamedTuple):
 
 
 class PhaseBeforeRun(NamedTuple):
-    """A phase before its run: params.yaml, and the score that the phase will have."""
+    """A phase before its run: params.yaml and its score's name, to plan the columns of tables."""
 
     study: Any  # params.yaml
     score: str  # as in column names: "accuracy", "mae" or "nats"
@@ -149,7 +149,7 @@ def reference_methods(models: Models) -> list[str]:
 
 
 def has_experts(model: ModelResults) -> bool:
-    """Return whether the model has experts: routing was measured, or tokens use part of it."""
+    """Return whether a model has experts: routing was measured, or tokens use only some weights."""
     outcome = model.outcome
     is_sparse = outcome is not None and outcome.active_parameters != outcome.parameters
     return is_sparse or model.of(routing.Routing) is not None
@@ -228,7 +228,7 @@ class MetricColumns(NamedTuple):
     fill_in: FillIn | None = None  # for words that depend on several places, or the kind of score
 
     def columns(self, context: ColumnContext) -> list[Column]:
-        """Return all columns of the measurement; those that are details of a mean come last."""
+        """Return all columns; details (single places of a metric with a mean column) come last."""
         first: list[Column] = []
         details: list[Column] = []
         for key, metric in self.kind.metrics.items():
@@ -250,7 +250,7 @@ class MetricColumns(NamedTuple):
         ]
 
     def _with_column_texts(self, key: str, metric: Metric, score: str, at: At | None) -> Metric:
-        """Return the metric with its column's name, label and note for ``at``; None: the mean."""
+        """Return the metric with name, label and note for places ``at`` (layer, ε); None: mean."""
         if at is None:
             name = column_name(key, metric, score)
             note = f"{metric.note}; mean over {metric.over}s"

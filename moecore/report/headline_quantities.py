@@ -113,13 +113,16 @@ class PhaseQuantities(NamedTuple):
 def choose_main_quantities(
     phase: PhaseResults, compared: ComparisonTable, controls: Collection[str] = ()
 ) -> PhaseQuantities:
-    """Return a phase's score, score under attack, routing steadiness and cost; without controls."""
+    """Return a phase's score, score under attack, routing steadiness and cost by method.
+
+    controls: methods with shuffled labels or unlearned routing; left out, except ``told``.
+    """
     columns = {metric.name: metric for metric in compared.metrics}
     left_out = set(controls) - {CEILING}
     cells = {method: row for method, row in compared.cells.items() if method not in left_out}
 
     def choose(phrases: Mapping[str, str]) -> QuantityByMethod | None:
-        """Return the first quantity that any method has; phrases: column → phrase."""
+        """Return the first quantity with values among ``phrases`` (column → its words), or None."""
         for name, phrase in phrases.items():
             having = cells_by_method(name, cells or compared.cells) if name in columns else {}
             if having:

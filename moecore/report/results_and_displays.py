@@ -37,7 +37,7 @@ PICTURES_PACKAGE = "moecore.report.pictures"  # folder of the modules with a con
 
 
 class Pictures(NamedTuple):
-    """What a module of pictures adds to the charts that a measurement declares itself."""
+    """What the report shows of a measurement in addition to charts that its class declares."""
 
     stage: str  # name of the measurement ("routing") or of a part ("routing.roles")
     figures: Draw = lambda result: iter(())
@@ -132,7 +132,7 @@ def list_measurements_with_values() -> list[str]:
 
 
 def list_calculations(results: StudyResults) -> list[tuple[MeasurementDisplay, PhaseResults]]:
-    """Return (display, result) of each calculation, its result as the model of a made-up phase."""
+    """Return (display, result) per calculation; the result is wrapped as a phase with one model."""
     if not results.calculations:
         return []
     displays = {display.stage: display for display in list_displays() if not display.within}

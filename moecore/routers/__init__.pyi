@@ -116,10 +116,10 @@ class Dynamic(_Dynamic):
 class Eigenbasis(_Eigenbasis):
     """Choose the best k experts by cos(Bᵀx, Bᵀc) of token x and context c, above a threshold.
 
-    B (d, r) is the basis of each expert. With a learned context, as in the brain model, c is a
-    direction per expert: s = cos(Bᵀx, ψ) with ψ in R^r (algorithm 2, line 8), and the block's
-    attention is not read. B is the experts' basis if they have one, else the router's own (`plain
-    weights` of table S3)."""
+    B (d, r) is each expert's basis, or the router's if experts have none (ERMoE, table S3, `plain
+    weights`). c is what the token's attention gathered: attention · tokens by default, or its
+    output. A learned context reads no attention: the score is cos(Bᵀx, ψ) with a vector ψ in R^r
+    per expert (ERMoE's brain model, algorithm 2, line 8)."""
     k: int = 2
     """experts per token, at most"""
     threshold: float = 0.5
@@ -143,10 +143,10 @@ class ExpertChoice(_ExpertChoice):
     """images per choice of an expert, in training"""
 
 class Folded(_Folded):
-    """Route among the experts before merging; weights and probs are summed within clusters.
+    """Choose merged experts by a router of the original ones; sum its weights and probs by cluster.
 
-    The stage ``merge`` writes this section. The buffer ``clusters`` has each expert's cluster; at
-    first, clusters are equal runs of experts."""
+    The stage ``merge`` writes this section. The buffer ``clusters`` has each original expert's
+    cluster, the index of its merged expert; initially, consecutive experts in equal numbers."""
     router: Router = ...
     """the router before experts were merged"""
     experts: int = 8

@@ -74,7 +74,7 @@ def build_launch_command(arguments: Sequence[str]) -> list[str]:
 
 
 def hand_stage_to_launcher() -> None:
-    """Run this stage through the launcher and exit; a launched process only gets its rank."""
+    """Start this stage by the launcher and exit; in a launched process, only set rank variables."""
     arguments = sys.orig_argv[1:]
     if LAUNCHED_ENV in os.environ:
         os.environ.update(rank_env_from_slurm(os.environ))

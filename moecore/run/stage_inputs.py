@@ -50,7 +50,7 @@ class StageInputs:
         hash_files: Sequence[Path] = (),  # from ``list_code_hash_json_files``
         **item: object,  # values of the placeholders in keys of params.yaml, such as ``method``
     ) -> None:
-        """Hash all inputs; UserError if code was edited since the stage ``code`` hashed it."""
+        """Hash all inputs; UserError if code was edited since the first stage (code) hashed it."""
         self._recorded = {  # source file → the hash under which DVC caches the stage's result
             Path(name): digest for file in hash_files for name, digest in read_json(file).items()
         }

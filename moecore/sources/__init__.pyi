@@ -145,11 +145,12 @@ class Ciphers(_Ciphers):
     """Draws the ciphers, and the cipher of each paragraph"""
 
 class Clusters(_Clusters):
-    """Images of a cluster k, disturbed by the feature of another cluster k'; y and ε are −1 or 1.
+    """Images of a cluster k, whose label is a sign; the feature of another cluster k' disturbs it.
 
-    Of P = g² patches of d = p² pixels, one is y·α times the feature of k, one β times the centre of
-    k, one ε·γ times the feature of k', the others are noise, in random order. The label is y, the
-    known group k."""
+    Each cluster has two random unit vectors of d numbers, its feature and its centre. An image has
+    P = g² patches of d = p² pixels, in random order: one is y·α times the feature of k, one β times
+    the centre of k, one ε·γ times the feature of k', the others are noise. y and ε are random signs
+    (−1 or 1), α, β and γ random factors. The label is y; the known group is k."""
     train: int = 16000
     """Number of images for training"""
     validation: int = 4000

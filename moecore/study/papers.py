@@ -32,7 +32,7 @@ CLAIM_NAME_KEY = "claim"  # of an entry of asks: the claim's name
 
 
 class PrintedUntestedMetrics(Config):
-    """Metrics of a study that are printed next to a paper's numbers, but not tested."""
+    """Metrics shown next to a paper's numbers without a claim; ``levels`` adds a linearity test."""
 
     study: str
     phase: str

@@ -167,7 +167,7 @@ def compose_layers(layers: Sequence[SettingsLayer], root: Path) -> ComposedParam
 
 
 def merge_settings(base: Any, over: Any) -> Any:
-    """Return ``over`` merged over ``base``; lists and parts of another kind replace the base."""
+    """Return ``over`` merged over ``base``; lists, and mappings of another ``kind``, replace it."""
     if not (isinstance(base, dict) and isinstance(over, dict)):
         return over
     if base.get("kind") != over.get("kind", base.get("kind")):
@@ -179,7 +179,7 @@ def merge_settings(base: Any, over: Any) -> Any:
 
 
 def _compose_methods(layers: Sequence[SettingsLayer]) -> dict[str, Chain]:
-    """Return method → (layer, name) of entries merged to it, lowest first; UserError if none."""
+    """Return method → its entries (layer, name), lowest first; UserError if a method has none."""
     names: dict[str, str] = {}  # name → its place in a list
     for layer in layers:
         if "methods" in layer.replaced:

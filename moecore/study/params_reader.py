@@ -228,7 +228,7 @@ def _classes_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[B
 
 
 def _classes_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return the settings classes in a type annotation; all parts instead of a family's base."""
+    """Return an annotation's settings classes; for a base class (Router), every kind's class."""
     models: list[type[BaseModel]] = []
     for settings in config.settings_classes_in_annotation(annotation):
         if config.is_family_base(settings):

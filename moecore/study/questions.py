@@ -16,10 +16,9 @@ addition to sections of params.yaml a question has:
 - ``presets``: settings by name that are merged over the rest on request.
 - ``tune``: the grids from which ``moecore tune`` chooses learning rates and the router's threshold.
 
-Its results are one file, ``pipelines/results/<paper>/<question>.json``: each round's by the round's
-number, and under ``tuned`` what ``moecore tune`` chose. Items behind them (``items_and_dates.py``)
-are in the .safetensors beside it. Up to moecore 0.3 each round, and ``tuned``, had a file of its
-own; these are read, and become one when a result is stored.
+Its results are one file, ``pipelines/results/<paper>/<question>.json``, with a key per round (its
+number) and ``tuned`` (what ``moecore tune`` chose). The .safetensors of that name has the items
+(``items_and_dates.py``). Files per key, as in moecore 0.3, are read, and merged on storing.
 """
 
 import json
@@ -89,7 +88,10 @@ Percent = Annotated[float, Field(ge=0, le=100)]
 
 
 class WorldBaselineAccuracies(config.Config):
-    """Accuracies (%) of simple classifiers and a dense model on a world's validation images."""
+    """Accuracies (%) of simple classifiers and a dense model on a world's validation images.
+
+    A world is a file of settings that several questions share.
+    """
 
     phase: run_and_claims.PhaseName = "pretrain"
     logistic: Percent = 0
@@ -109,7 +111,7 @@ class WorldBaselineAccuracies(config.Config):
 
 
 class WorldBaselineAccuraciesSection(config.Config):
-    """The keys of a world's file in addition to sections of params.yaml."""
+    """The key ``baseline`` of a world's file, in addition to sections of params.yaml."""
 
     baseline: WorldBaselineAccuracies
 
@@ -208,7 +210,7 @@ class QuestionFile:
     def read_round_or_preset(
         self, document: YamlDocument, directives: Sequence[str]
     ) -> params_layers.SettingsLayer:
-        """Return a round or preset as a layer, with the claims that ``asks`` names in full."""
+        """Return a round or preset as a layer; the claims named under ``asks`` are complete."""
         # directives: keys of ``document`` that are not sections.
         packages = tuple(name for layer in self.layers for name in layer.document.packages)
         return self._expand_claims(params_layers.read_layer(document, packages, directives))

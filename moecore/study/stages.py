@@ -319,7 +319,7 @@ def list_hash_files(name: str, **item: str | None) -> list[str]:
 
 
 def hash_file_name(path: str) -> str:
-    """Return an entry of ``Stage.hash_files`` with suffix .json; the folder ``methods``: none."""
+    """Add .json to an entry of ``Stage.hash_files``, unless it is the folder ``methods``."""
     return path if path == "methods" else f"{path}.json"
 
 

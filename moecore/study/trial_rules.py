@@ -56,7 +56,7 @@ def outside_source_misfits(study: Study, notes: list[str]) -> Misfits:
 
 
 def outside_part_misfits(study: Study, previews: Mapping[str, Card], notes: list[str]) -> Misfits:
-    """Yield (keys, message) for other failing parts of such packages; ``notes``: untried ones."""
+    """Yield (keys, message) for failing outside parts, except sources; ``notes``: untried parts."""
     for phase, preview in previews.items():
         if preview.task is not None and _is_from_outside(preview.task):
             attempt = partial(_try_task, preview.task)

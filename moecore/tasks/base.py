@@ -121,7 +121,7 @@ class Task(Part, ABC):
             raise UserError.at("label_smoothing", found=text, allowed=0)
 
     def with_gallery(self, labels: Tensor) -> Self:
-        """Return a task whose attack loss compares with all ``labels`` (N, …); default: self."""
+        """Return a task whose attack loss has all ``labels`` (N, …) as negatives; default: self."""
         return self
 
     @abstractmethod

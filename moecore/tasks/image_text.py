@@ -84,7 +84,7 @@ class ImageText(Task):
         return losses.mean() if reduction == "mean" else losses
 
     def _one_caption_loss(self, images: Tensor, texts: Tensor) -> Tensor:
-        """Return losses (B,) of image and text sides, row by row; NaN for missing captions."""
+        """Return the loss (B,) of each image with its caption in ``texts``; NaN if missing."""
         first = 0
         all_images = images
         all_texts = texts
@@ -111,7 +111,7 @@ class ImageText(Task):
         return losses.masked_fill(missing_caption_mask(texts), float("nan"))
 
     def with_gallery(self, labels: Tensor) -> Self:
-        """Return a copy whose attack loss compares with all text sides ``labels`` (N, C, d + 3)."""
+        """Return a copy whose attack loss has all encoded captions (N, C, d + 3) as negatives."""
         task = self.model_copy()
         task._gallery = labels
         return task
@@ -184,24 +184,24 @@ def row_cross_entropy(logits: Tensor, right: Tensor, hidden: Tensor) -> Tensor:
 
 
 def missing_caption_mask(texts: Tensor) -> Tensor:
-    """Return whether the caption of each text side (…, d + 3) is missing, bool (…)."""
+    """Return whether captions (…, d + 3) are missing: 0 after d embedding numbers; bool (…)."""
     return texts[..., -ID_LENGTH - 1] == 0
 
 
 def cosine_matrix(images: Tensor, texts: Tensor) -> Tensor:
-    """Return the cosines, fp64 (N, n), of image sides (N, d + 1) and text sides (n, d + 3)."""
+    """Return the cosines, fp64 (N, n), of the first d columns of (N, d + 1) and (n, d + 3)."""
     image_directions = torch.nn.functional.normalize(images[:, :-1].double(), dim=1)
     text_directions = torch.nn.functional.normalize(texts[:, : -ID_LENGTH - 1].double(), dim=1)
     return image_directions @ text_directions.T
 
 
 def similarity_logits(images: Tensor, texts: Tensor) -> Tensor:
-    """Return scale · cosine + bias, (N, n), of image sides (N, d + 1), text sides (n, d + 3)."""
+    """Return scale · cosine + bias, (N, n); ``images`` (N, d + 1) hold both; texts: (n, d + 3)."""
     return images @ texts[:, :-ID_LENGTH].T
 
 
 def text_to_image_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:
-    """Return text-to-image recall at each k of ``at``, per image: (N, len(at)) fp64."""
+    """Return recall at each k of ``at``, mean over captions of an image: (N, len(at)) fp64."""
     # Per image (N, d + 1), the share of its captions (N, C, d + 3) that rank it among the k nearest
     # of all images. Ties count by the share of their random orders that are hits.
     number, captions = texts.shape[:2]

@@ -159,6 +159,6 @@ class _MeanCrossEntropy(torch.autograd.Function):
 
 
 def _split_by_logits(values: Tensor, logits: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Split rows of ``values`` into chunks with CHUNK_SIZE ``logits`` (None: ``values``)."""
+    """Split ``values`` into chunks of the rows that hold CHUNK_SIZE ``logits`` (or ``values``)."""
     vocabulary = values.shape[-1] if logits is None else logits.shape[-1]
     return values.split(max(MIN_CHUNK_ROWS, CHUNK_SIZE // vocabulary))

@@ -46,7 +46,7 @@ def name_part_in_errors(check: Callable[P, R]) -> Callable[P, R]:
 def instantiate_settings(part: Any) -> Any:
     """Return the default settings of a class; return an instance of settings unchanged.
 
-    Raises AssertionError if settings lack a default, or the class an attribute of its family.
+    Raises AssertionError if a setting has no default, or a declared class attribute has no value.
     """
     owner = part if inspect.isclass(part) else type(part)
     for base in owner.__mro__:

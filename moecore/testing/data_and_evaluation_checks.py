@@ -288,7 +288,7 @@ def _check_fits_declared_metrics(settings: Measurement, found: Found) -> None:
 
 
 def _check_places(settings: Measurement, result: Found) -> None:
-    """Raise AssertionError unless values and charts are at the ``places`` of their metrics."""
+    """Raise AssertionError unless values and charts have the coordinates that metrics declare."""
     metrics = settings.all_metrics()
     used: dict[str, list[set[str]]] = {}  # metric → places of its values
     for value in result.values:

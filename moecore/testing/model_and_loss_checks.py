@@ -332,7 +332,7 @@ def check_experts(experts: Experts | type[Experts]) -> None:
 
     An output row depends only on its input row and its expert. An expert with rows has gradients,
     an expert without rows has zeros. Evaluation draws no random number, the state_dict is the whole
-    state, and lent bases are (E, d, r).
+    state, and bases that the experts give to the router are (E, d, r).
 
     Args:
         experts: settings, or their class, whose defaults are checked.

@@ -47,7 +47,7 @@ class ModelCard(config.Config):
 
 
 class GuideSettings(config.Config):
-    """Settings to rebuild a guide from its teacher, if the method needs a guide."""
+    """Settings to rebuild a guide (frozen teacher and its routers), if ``needed`` by the method."""
 
     needed: bool
     blocks: tuple[int, ...] = ()
@@ -75,7 +75,7 @@ def save_model(folder: str | Path, model: Model) -> None:
 
 
 def save_vocab(folder: Path, data: Prepared) -> None:
-    """Write the vocabulary and reading style of text data, or the tokenizer of captions, if any."""
+    """Write a text's vocabulary and word-splitting rule, or a tokenizer of captions, or nothing."""
     if isinstance(data.task, ImageText):
         load_tokenizer(data.folder, data.task).write(folder)
     if data.task.long:
@@ -270,7 +270,7 @@ def check_and_load_state_dict(
 
 
 def guide_folder(method: str, seed: int) -> Path:
-    """Return a guide's folder: in the pretrained model's if it exists, else of teacher_router."""
+    """Return the guide's folder: artifacts/pretrain/…/guide if it exists, else teacher_router/…."""
     with_model = Path("artifacts/pretrain", method, str(seed), GUIDE_FOLDER)
     if with_model.exists():
         return with_model

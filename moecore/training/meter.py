@@ -72,7 +72,7 @@ class Meter:
         self.memory_bytes = peak.size
 
     def average_over_ranks(self, last_good: str) -> tuple[dict[str, float], dict[str, LayerTotals]]:
-        """Return means and each MoE layer's totals since ``start``; UserError if not finite."""
+        """Return means and MoE layers' totals since ``start()``; UserError for non-finite loss."""
         size = rank_and_size().size
         summed = torch.cat([torch.stack(list(self.sums.values())), *self.routing.values()])
         bad = self.first_bad.double()

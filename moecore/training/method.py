@@ -97,7 +97,7 @@ class TextTowerMethod(TowerRouting):
 def list_loss_misfits(
     router: Router | None, key: str, losses: Sequence[Regularizer], before: Sequence[str] = ()
 ) -> config.Misfits:
-    """Yield (keys, message) for duplicate losses, and if the router's own loss is missing."""
+    """Yield (keys, message) for kinds repeated or in ``before``, and absent ``router.own_loss``."""
     kinds = list(before)
     for index, loss in enumerate(losses):
         if loss.kind in kinds:

@@ -92,7 +92,7 @@ def _default_decay(fields: Mapping[str, Any]) -> float:
 
 
 def large_batch_misfits(settings: Any, images: int, why: str) -> config.Misfits:
-    """Yield (keys, message) if the batch exceeds the number of ``images``, named by ``why``."""
+    """Yield (keys, message) if the batch exceeds ``images``; ``why``: the origin of that number."""
     if settings.batch > images:
         text = f"found {settings.batch}, but there are {images} training images ({why})"
         yield ("batch",), f"{text}; allowed: 1 to {images}"
@@ -227,7 +227,7 @@ class TeacherRouterFit(config.Config):
 
 
 def local_image_generators(generator: Generator, batch: Batch) -> Generator | list[Generator]:
-    """Return ``generator``; with several ranks, one per local image, with the same draws."""
+    """Return ``generator``; for several ranks one per local image, drawing as one rank would."""
     ranks = rank_and_size()
     if ranks.size == 1:
         return generator

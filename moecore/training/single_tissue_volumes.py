@@ -48,7 +48,7 @@ class TissueIsolationSchedule(NamedTuple):
         return changed, region
 
     def mark_experts(self, batch: Batch, region: Tensor, epoch: int, layout: TokenLayout) -> Batch:
-        """Add each token's expert, and the indices of volumes that teach age, to ``batch``."""
+        """Add tokens' target experts, and the indices of volumes with an age loss, to ``batch``."""
         # All ranks must compute the same terms, also a rank without reduced volumes.
         if not ranks.has_process_group() and bool((region == NO_TISSUE).all()):
             return batch

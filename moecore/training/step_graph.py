@@ -74,7 +74,7 @@ class CudaStepCapturer:
         return output, "the host draws random numbers"
 
     def describe_memory_shortage(self) -> str:
-        """Return why a graph and the comparison may not fit on the card, or ""."""
+        """Return why a graph and an eager step for comparison may exceed GPU memory, or ""."""
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         free, needed = torch.cuda.mem_get_info()[0] + unused, 2 * torch.cuda.max_memory_allocated()
         if free >= needed:
@@ -214,7 +214,7 @@ def progress_where_parts_end(job: TrainingJob) -> list[float]:
 
 
 def find_graph_obstacle(job: TrainingJob) -> str:
-    """Return why no step can be captured; "" if nothing is known before steps are watched."""
+    """Return a reason, known before a step runs, why none can be captured; "" if there is none."""
     if has_process_group():
         return "several ranks share the training"
     if isinstance(job.train, TextStreams):

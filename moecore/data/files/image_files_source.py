@@ -117,7 +117,7 @@ class DecodeCache(NamedTuple):
         return images, {int(row): reason for row, reason in bad.items()}
 
     def _make_folder_and_remove_others(self, split: str, form: str, paths: list[Path]) -> Path:
-        """Return the split's folder, named by a hash of settings and files; remove all others."""
+        """Make a folder named by a hash of format ``form`` and files; delete the split's others."""
         # Decoding will report broken links.
         lengths = [path.stat().st_size if path.exists() else -1 for path in paths]
         listing = "\n".join(f"{path} {size}" for path, size in zip(paths, lengths, strict=True))

@@ -67,7 +67,10 @@ def write_text(folder: Path, settings: Config, card: Card, text: TokenizedText) 
 def open_text(
     folder: Path, card: Mapping[str, Any], task: base.Task, split: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Open a split's blocks (N, C, M), or (N, 2C, M) with token kinds, and next words (N, M)."""
+    """Open a split's blocks and next words (N, M), as ``cut_labelled_blocks`` cuts them.
+
+    Blocks are (N, C, M); (N, 2C, M) where token kinds (known groups) are stored, which come last.
+    """
     rows = open_tokens_with_kinds(folder, card, split)
     block = card["size"][0]
     context = card["channels"] - 1
@@ -79,7 +82,7 @@ def open_text(
 
 
 def open_tokens_with_kinds(folder: Path, card: Mapping[str, Any], split: str) -> np.ndarray:
-    """Open a split's tokens, int32 (1, n), or (2, n) with token kinds in the second row."""
+    """Open a split's tokens, int32 (1, n); (2, n) where their kinds (known groups) are stored."""
     shape = (card["tokens"][split],)
     tokens = open_array(folder / f"{split}_tokens.npy", shape, np.int32)
     if "truth" not in card:
@@ -91,7 +94,7 @@ def open_tokens_with_kinds(folder: Path, card: Mapping[str, Any], split: str) ->
 def cut_labelled_blocks(
     tokens: np.ndarray, block: int, context: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cut tokens into N blocks with earlier context, (N, C, M); also return next words (N, M)."""
+    """Return N blocks with ``context`` earlier ones, (N, context + 1, M), and next words (N, M)."""
     # C = context + 1, the block is last, −1 before the text's start; N = (n − 1) // M drops an
     # incomplete last block. The windows are views of one array.
     number = (len(tokens) - 1) // block

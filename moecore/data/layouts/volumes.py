@@ -43,7 +43,7 @@ class VolumeSplitToWrite(NamedTuple):
 def write_volumes(
     folder: Path, settings: Config, card: Card, parts: Mapping[str, VolumeSplitToWrite]
 ) -> dict[str, Any]:
-    """Write arrays, tables and card.json, return the card; UserError for equal training ages."""
+    """Write arrays, tables, card.json; return the card; UserError if all train ages are equal."""
     folder.mkdir(parents=True, exist_ok=True)
     ages = _ages(parts["train"].subjects).astype(np.float64)
     if np.ptp(ages) == 0:

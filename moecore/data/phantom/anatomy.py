@@ -249,7 +249,7 @@ def template_from_maps(
 
 
 def compute_inside_shares(offset: float, distance: np.ndarray) -> np.ndarray:
-    """Return voxels' shares inside a wall at ``distance`` mm that moves ``offset`` mm outwards."""
+    """Return voxel shares inside a surface moved out ``offset`` mm; distance: to it before, mm."""
     return np.clip(0.5 + (offset - distance) / VOXEL_MM, 0, 1)
 
 
@@ -305,7 +305,7 @@ def place_template(
 
 
 def ventricle_wall_offset(distance: np.ndarray, voxels: float) -> float:
-    """Return the wall's offset (mm) for ventricles of ``voxels`` voxels; distance: to it, mm."""
+    """Return the offset of ``compute_inside_shares`` (mm) at which the shares sum to ``voxels``."""
     low, high = WALL_OFFSET_RANGE_MM
     for _ in range(BISECTIONS):
         middle = (low + high) / 2

@@ -129,7 +129,7 @@ def shift_tissue_boundaries(
 def tissue_exchange_map(
     source: np.ndarray, sink: np.ndarray, amount: float, weight: np.ndarray, back_weight: np.ndarray
 ) -> np.ndarray:
-    """Return the tissue share that each voxel moves from ``source`` to ``sink``."""
+    """Return the share of each voxel that turns from source into sink tissue; negative: back."""
     # amount: sum over voxels; negative moves back. weight, back_weight: per voxel and direction.
     if amount > 0:
         return tissue_removal_map(source, weight, amount)
@@ -182,7 +182,7 @@ _STREAM = 5  # random stream of the site; the first generator's streams are 1 to
 
 
 def simulate_ellipsoid_scan(age: float, sex: str, seed: int) -> VolumeWithTissueShares:
-    """Simulate the scan of person ``seed`` (sex F or M) at an age in years, as data store it."""
+    """Simulate a normalised scan of person ``seed`` (sex F or M): ellipsoid head, age in years."""
     site = FIRST_SITE + int(np.random.default_rng([seed, _STREAM]).integers(NUMBER_OF_SITES))
     with one_blas_thread():
         brain = LifelongTraits.draw(seed, "realistic").brain(age, sex, base=folded_brain_template())

@@ -16,11 +16,12 @@ CENTRE_RANGE = (1.0, 2.0)  # range of β
 
 
 class Clusters(DrawnSource):
-    """Images of a cluster k, disturbed by the feature of another cluster k'; y and ε are −1 or 1.
+    """Images of a cluster k, whose label is a sign; the feature of another cluster k' disturbs it.
 
-    Of P = g² patches of d = p² pixels, one is y·α times the feature of k, one β times the centre of
-    k, one ε·γ times the feature of k', the others are noise, in random order. The label is y, the
-    known group k.
+    Each cluster has two random unit vectors of d numbers, its feature and its centre. An image has
+    P = g² patches of d = p² pixels, in random order: one is y·α times the feature of k, one β times
+    the centre of k, one ε·γ times the feature of k', the others are noise. y and ε are random signs
+    (−1 or 1), α, β and γ random factors. The label is y; the known group is k.
     """
 
     kind: Literal["clusters"] = "clusters"
@@ -51,7 +52,7 @@ class Clusters(DrawnSource):
     def draw_images(
         self, rule: np.ndarray, number: int, random: np.random.Generator
     ) -> DrawnImages:
-        """Draw values (number, S, S), labels and clusters; the strongest possible signal is ±1."""
+        """Draw values (number, S, S), scaled to at most ±1 without noise, labels and clusters."""
         dimension = self.patch**2
         features, centres = rule
         labels, signs = random.integers(2, size=(2, number))

@@ -133,7 +133,7 @@ class WalshProduct(NamedTuple):
 
 
 class SharedAndOwnChange(NamedTuple):
-    """A change shared by a family of dialects; each dialect then permutes every other pixel."""
+    """A change shared by a family of dialects; each dialect then permutes every second pixel."""
 
     shared: "DialectChange"  # of F families
     permutation: PixelPermutation  # of D dialects; the white fields of a chessboard stay

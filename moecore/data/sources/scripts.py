@@ -165,7 +165,7 @@ class Scripts(Source):
 
 @lru_cache(maxsize=8)
 def _pick_characters(settings: Scripts, root: Path, sha256: str) -> tuple[CharacterFonts, ...]:
-    """Draw the characters (classes) from fonts below ``root``; UserError if there are too few."""
+    """Choose characters (classes) at random from fonts below ``root``; UserError if too few."""
     fonts_of: dict[int, list[Font]] = {}
     scripts: dict[int, str] = {}
     for font in read_fonts_and_hash(root)[1]:

@@ -43,7 +43,7 @@ class Subspaces(DrawnSource):
     def draw_images(
         self, rule: np.ndarray, number: int, random: np.random.Generator
     ) -> DrawnImages:
-        """Draw values (number, S, S), labels and subspaces; ±1 is four SDs of a pixel's value."""
+        """Draw values (number, S, S) in units of four SDs of a pixel, labels and subspaces."""
         kinds = random.integers(self.subspaces, size=number)
         coordinates = random.standard_normal((number, self.rank))
         deviation = (self.rank / self.size**2) ** 0.5  # of a pixel, over subspaces

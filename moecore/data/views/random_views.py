@@ -114,7 +114,7 @@ class ViewSettings(Config):
                 yield ("randaugment", "names"), f"found saturation, {why}; allowed: others"
 
     def pixel_misfits(self, around: Surroundings) -> Misfits:
-        """Yield (key, message) per colour setting that would change the channel of kinds."""
+        """Yield (key, message) per setting that edits pixels, if a channel has true token kinds."""
         for key in ("randaugment", "jitter", "erasing"):
             if around.has_truth and getattr(self, key):
                 yield ("views", key), f"found a change of pixels, {format_truth_refusal(around)}"
@@ -199,7 +199,7 @@ def prepare_evaluation_images(images: Tensor | warping.MixedSizeImageList) -> Te
 def _crop_or_scale_affines(
     settings: ViewSettings, original: Sequence[Any], size: tuple[int, int], draws: BatchDraws
 ) -> Tensor:
-    """Return affines (B, 3, 3) from images of size ``original``, or random crops, to ``size``."""
+    """Return affines (B, 3, 3) that scale whole images, or random crops if set, to ``size``."""
     count = draws.image_count
     if settings.crop is None:
         return warping.scaling_affines(size[0] / original[0], size[1] / original[1], count)

@@ -147,7 +147,7 @@ class MixedSizeImageList:
 def cut_parts_seen_by_views(
     images: MixedSizeImageList, affines: Tensor, size: tuple[int, int], fill: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the part of each image that its view shows, uint8 (B, H, W, C), and new affines."""
+    """Return each view's image window, padded to uint8 (B, H, W, C), and its affine to the view."""
     # The affine maps the part to the view; ``fill`` pads the part outside of the image.
     corners = torch.tensor([[0, 0, size[0], size[0]], [0, size[1], 0, size[1]], [1, 1, 1, 1]])
     reached = (invert_affines(affines) @ corners.to(torch.float64))[:, :2]

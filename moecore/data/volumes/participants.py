@@ -133,7 +133,7 @@ def table_of_usable_rows(
     problems: list[SubjectProblem],
     places: dict[str, str],
 ) -> CohortTable:
-    """Return the table without duplicates and subjects with problems; people: id → table rows."""
+    """Return a table that omits duplicates, and subjects with problems; people: id → table rows."""
     splits = {}
     split_problems = []
     for who, rows in people.items():

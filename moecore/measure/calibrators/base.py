@@ -52,7 +52,10 @@ class FittedCalibrator(Config, ABC):
 
 
 class Calibrator(Part, ABC):
-    """Base of calibrators, a family of parts; a calibrator of words subclasses Temperature."""
+    """Base of calibrators, which are fitted on a split and then correct a model's predictions.
+
+    They are parts: params.yaml names one by ``kind``. One of next words subclasses Temperature.
+    """
 
     predicts: ClassVar[Literal["classes", "numbers"]]  # its input: logits (N, K), or numbers (N,)
     tasks: ClassVar[tuple[str, ...]]  # kinds of tasks whose predictions it calibrates

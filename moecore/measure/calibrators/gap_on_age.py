@@ -19,7 +19,7 @@ from moecore.measure.calibrators import base
 
 
 class FittedGap(config.Config):
-    """The expected gap, a polynomial of age, fitted to n pairs."""
+    """The gap ŷ − y (prediction − age) expected at age y: a polynomial fitted to n pairs."""
 
     coefficients: tuple[float, ...] = Field(
         min_length=2, description="Of age⁰, age¹ and, for a parabola, age², in the target's unit."
@@ -62,7 +62,7 @@ class FittedGapOnAge(base.FittedByGroupBase):
 
 
 class GapOnAge(base.NumberCalibrator):
-    """Fits the gap ŷ − y on age by least squares, for all and for each sex; for real labels."""
+    """Subtracts the gap ŷ − y expected at age y, fitted by least squares, pooled and per sex."""
 
     fitted: ClassVar[type[base.FittedCalibrator]] = FittedGapOnAge
 

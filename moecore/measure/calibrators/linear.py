@@ -54,7 +54,7 @@ class FittedLinesByGroup(base.FittedByGroupBase):
 
 
 class Linear(base.NumberCalibrator):
-    """Fits ŷ = a + b·y by least squares, for all and for each sex; for real labels."""
+    """Corrects an age ŷ to (ŷ − a)/b; ŷ = a + b·y fitted by least squares, pooled and per sex."""
 
     fitted: ClassVar[type[base.FittedCalibrator]] = FittedLinesByGroup
 

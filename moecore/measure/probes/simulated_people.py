@@ -49,7 +49,7 @@ class UnseenPeopleSimulator(NamedTuple):
     source: Phantom
 
     def person_seed(self, number: int) -> int:
-        """Return the seed of person ``number``, below ``PEOPLE``."""
+        """Return the seed of the person with this ``number``, which is below ``PEOPLE``."""
         return self.source.person_seed(self.source.subjects + number)
 
     def draw_volumes(self, scans: Sequence[ScanRequest]) -> np.ndarray:
@@ -174,7 +174,7 @@ def tissue_sums_by_cube(shares: np.ndarray, grid: tuple[int, ...]) -> np.ndarray
 
 
 def measure_tissue_agreement(sorts: Sequence[RoutedCubes]) -> TissueAgreement:
-    """Return how often a cube's best expert is its tissue's; sorts: versions of N volumes."""
+    """Return how often a cube's best expert is its tissue's; sorts: N volumes under each mask."""
     cube_tissues = np.concatenate([cubes.largest_tissue for cubes in sorts], axis=1)
     first = np.concatenate([cubes.best_expert for cubes in sorts], axis=1)
     tissues = np.arange(sorts[0].amounts.shape[-1])
@@ -266,7 +266,7 @@ def measure_region_experts(
     seed: int,  # of these people and of the mixtures
     batch: int,  # volumes per forward pass
 ) -> RegionExpertGeneralisation:
-    """Return region experts' agreement with tissues on test, mixed and newly simulated volumes."""
+    """Return region experts' agreement with tissues on test, two-tissue and simulated volumes."""
     model, data, tissues = subject.model, subject.data, subject.regions
     test = read_first_volume_per_participant(data, tissues, settings.volumes)
     mixed = {}

@@ -50,7 +50,7 @@ def coactivation_lift(counts: Tensor, tokens: int) -> Tensor:
 
 
 def mean_pair_lift_by_image(chosen: Tensor) -> Tensor:
-    """Return the mean lift of chosen pairs as values per image, (B,) fp64; chosen: (B, T, E)."""
+    """Return mean lift of chosen pairs as jackknife pseudo-values (B,) fp64; chosen (B, T, E)."""
     experts = chosen.shape[-1]
     rows = count_coactivation(chosen).flatten(1)
     is_used = rows.any(dim=0)  # linearize_at_mean leaves out the other columns
@@ -85,7 +85,7 @@ def count_windows_by_expert_uses(chosen: Tensor, length: int) -> Tensor:
 
 
 def compute_consistency_f1_by_threshold(uses: np.ndarray) -> np.ndarray:
-    """Return F1 for each threshold θ = 0 … m, (m + 1,), from a histogram ``uses`` (m + 1,)."""
+    """Return F1 per θ, (m + 1,), if a window loads experts with ≥ θ uses for all its tokens."""
     # A window loads experts with at least θ uses: F1 = 2·served / (m·loaded + needed), with served
     # the uses of loaded experts and needed all uses.
     served, needed_and_loaded = _sum_f1_terms_by_threshold(uses[None])
@@ -93,14 +93,14 @@ def compute_consistency_f1_by_threshold(uses: np.ndarray) -> np.ndarray:
 
 
 def consistency_by_image(uses: np.ndarray) -> np.ndarray:
-    """Return the largest F1 over θ as values per image, (B,), with that mean; uses (B, m + 1)."""
+    """Return F1 of all images at its best θ as jackknife pseudo-values, (B,); uses: (B, m + 1)."""
     best = int(compute_consistency_f1_by_threshold(uses.sum(axis=0)).argmax())
     served, needed_and_loaded = _sum_f1_terms_by_threshold(uses)
     return linearize_ratio(2 * served[:, best], needed_and_loaded[:, best])
 
 
 def _sum_f1_terms_by_threshold(uses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return served, and m·loaded + needed, of F1 at each threshold θ, (B, m + 1)."""
+    """Return F1's terms by θ, (B, m + 1): uses of loaded experts, and m · loaded experts + uses."""
     length = uses.shape[1] - 1
     weighted = uses * np.arange(length + 1)
     served = np.flip(np.flip(weighted, 1).cumsum(axis=1), 1)
@@ -111,7 +111,10 @@ def _sum_f1_terms_by_threshold(uses: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def measure_consistency_by_window(
     patches: Tensor, windows: Sequence[int]
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Return "consistency_{m}" → F1 by image, (B,), and → by chance, for m < T of (B, T, E)."""
+    """Return F1 of how well one set of experts serves a window of m tokens, per window size m.
+
+    patches: (B, T, E). "consistency_{m}" → F1 by image, (B,), and → F1 of shuffled tokens; m < T.
+    """
     values, chances = {}, {}
     number, length = patches.shape[:2]
     order = np.random.default_rng(SEED).permuted(np.tile(np.arange(length), (number, 1)), axis=1)
@@ -153,7 +156,7 @@ def cumulative_load_shares(counts: Tensor) -> Tensor:
 def mean_and_low_quantile_margin(
     scores: Tensor, chosen: Tensor
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Return "margin" → ``choice_margin`` by image, (B,), and "smallest_margin" → 1 % quantile."""
+    """Return margins, chosen − best other score: mean by image (B,), and 1 % quantile of tokens."""
     margins = choice_margin(scores, chosen)
     is_known = margins.isfinite()
     if not is_known.any():
@@ -170,7 +173,7 @@ EXPERTS_PER_HOT = 8  # one of this many experts counts as hot, at least one in a
 
 @contextmanager
 def record_choices_from_earlier_layer(model: Model) -> Iterator[dict[str, list[Tensor]]]:
-    """Record layer name → its router's choices for the layer before's tokens, inside ``with``."""
+    """Record layer name → its router's choices for the previous MoE layer's inputs, in ``with``."""
     early: dict[str, list[Tensor]] = {}  # layer, in order → (B, T, E) bool per call
     latest: dict[str, Tensor] = {}  # name → latest tokens of the layer
 
@@ -194,7 +197,7 @@ def record_choices_from_earlier_layer(model: Model) -> Iterator[dict[str, list[T
 def choice_predictability(
     predicted: Tensor, chosen: Tensor
 ) -> tuple[dict[str, np.ndarray], dict[str, float], dict[str, float]]:
-    """Measure how well the early choices predict a layer's choices, both (B, T, E) bool."""
+    """Score choices foretold from a layer earlier, (B, T, E): by image, chance, all images."""
     # Returns name → (B,) with the metric as mean; name → chance; name → metric of the whole layer.
     # early_choice: share of a token's experts that are among its early ones; by chance k / E.
     # early_load: cosine of both loads; by chance with an even load. early_load_rank: Spearman's
@@ -224,7 +227,7 @@ def choice_predictability(
 
 
 def linearize_load_cosine(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """Return (B,) whose mean is the cosine of the column sums of two (B, E); 0 for zero sums."""
+    """Return the cosine of two loads as pseudo-values (B,); loads by image: (B, E); 0 if zero."""
     first, second = ours.mean(axis=0), theirs.mean(axis=0)
     tiny = np.finfo(float).tiny
     length, other_length = (max(float(np.linalg.norm(mean)), tiny) for mean in (first, second))

@@ -30,7 +30,7 @@ from moecore.training.single_tissue_volumes import keep_only_tissue
 
 
 def count_token_pair_matches_by_image(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Tensor:
-    """Count each image's pairs that agree, (B, 3) int64; the lowest index is best in a tie."""
+    """Count token pairs with equal top 1, ordered top 2 and set of top 2, (B, 3); ties: lowest."""
     # Columns: best expert, best and second in this order, two best as a set. probs_1, probs_2:
     # (B, P, E), both sides of each pair; is_pair: (B, P) bool, which pairs exist.
     if probs_1.shape[-1] < 2 or not is_pair.any():
@@ -99,7 +99,7 @@ def average_purity_over_layers(tables: Sequence[np.ndarray]) -> float:
 
 
 def purity_by_image(tables: np.ndarray) -> np.ndarray:
-    """Return ``expert_purity`` of the summed tables (N, E, D) as one value per image, (N,)."""
+    """Return ``expert_purity`` of all images as jackknife pseudo-values (N,); counts: (N, E, D)."""
     # Each image's influence (jackknife) with every expert's most frequent kind fixed.
     kind = tables.sum(axis=0).argmax(axis=1)
     right = tables[:, np.arange(len(kind)), kind].sum(axis=1)
@@ -132,7 +132,7 @@ class EpochRecorder(NamedTuple):
     seed: int  # of the random control of tissues, the same at all epochs
 
     def record(self, epoch: int) -> float | None:
-        """Store the routing of validation images after ``epoch`` (from 1)."""
+        """Store validation routing after ``epoch`` ≥ 1; return agreement with the one before."""
         # Return the share of tokens with the same first expert as after the previous epoch, mean
         # over layers; None for the first epoch and for a dense model.
         if self.model.moe is None:
@@ -256,7 +256,7 @@ def saturation_by_image(chosen: Sequence[np.ndarray]) -> list[np.ndarray]:
 def encode_agreement_of_epochs(
     first: Sequence[np.ndarray], people: np.ndarray | None
 ) -> dict[str, str]:
-    """Return name → (N,) share of tokens with equal first experts in two epochs, encoded."""
+    """Return pair of epochs, as "with_final_half" → (N,) shares of equal first experts, as text."""
     # "with_final" and "consecutive" at a quarter and half of the epochs; "consecutive" also at the
     # end and as mean. first: per epoch, (N, L, T) integers; people: (N,).
     last = len(first) - 1
@@ -340,7 +340,7 @@ def route_single_tissues(
     experts: Sequence[str],  # names of the E experts
     seed: int = 0,
 ) -> list[outcome.TissueRoutingRow]:
-    """Route volumes reduced to each tissue, and to its control; return a row per reduction."""
+    """Route volumes of one tissue each, and of its voxels shuffled in the brain; a row for each."""
     # A control, ``random_<tissue>``, has the tissue's shares permuted among the brain's voxels. A
     # row has the two experts with the highest mean score (the router's logits before noise; cosines
     # for an eigenbasis router), and the share of tokens that chose each expert. Means are over

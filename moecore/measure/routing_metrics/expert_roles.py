@@ -152,12 +152,12 @@ STORED_TOKENS = 2**13  # per layer, whose experts are stored to compare seeds
 
 
 class ExpertRoles(MeasuredPart):
-    """Settings and metrics of the experts' roles; signed metrics are values above chance.
+    """Settings and metrics of experts' roles: which tokens choose an expert, and with which others.
 
-    information_{label}: above chance, divided by the label's entropy. pair_lift: mean of
-    P(b | a) / P(b) over pairs of experts that tokens chose; chance is at an even load. margin: see
-    ``selection_scores``. consistency: F1 of the best sets for windows of tokens. early_*: see
-    ``choice_predictability``. batch_violation: mean MaxVio of batches.
+    information_{label}: mutual information of expert and label above that of permuted labels, over
+    the label's entropy. pair_lift: mean P(b | a) / P(b) of chosen pairs; chance: at an even load.
+    margin: lowest chosen − highest other score. consistency: F1 of one set of experts for a window
+    of tokens. early_*: choices foretold from the layer before. batch_violation: MaxVio of batches.
     """
 
     metrics = METRICS
@@ -245,7 +245,7 @@ def metric_and_place(name: str, suffix: str = "") -> tuple[str, dict[str, Place]
 
 
 def put_mean_metrics(layers: Sequence["LayerRoles"], out: Values) -> None:
-    """Put means over layers of metrics without values per image; each label's largest p-value."""
+    """Put layer means of chances and metrics without values per image; labels' largest p-values."""
     for name in ("smallest_margin", "early_load_rank", "early_hottest", "batch_violation"):
         if values := [layer.values[name] for layer in layers if name in layer.values]:
             out.put(name, sum(values) / len(values))

@@ -63,7 +63,7 @@ class LayerTokens(NamedTuple):
 
 
 def cat_last_calls(parts: list[Tensor], images: int) -> Tensor:
-    """Concatenate each image's last call, (N, …), from ``parts`` (B, …) per call of a router."""
+    """Join ``parts`` (B, …) of batches' last router calls, (N, …); a text has a call per block."""
     # Blocks of a text before the measured one are calls, too: the last call is the measured one.
     calls = sum(map(len, parts)) // images
     return torch.cat(parts[calls - 1 :: calls])

@@ -143,7 +143,7 @@ def expert_subsets(experts: int, k: int, seed: int = 0) -> np.ndarray:
 
 
 def fixed_subset_gain(losses: np.ndarray, chosen: np.ndarray, is_first: np.ndarray) -> np.ndarray:
-    """Return each token's loss with its chosen experts − with one set for all tokens, (n,)."""
+    """Return each token's loss as routed − with the set best for the other half's tokens, (n,)."""
     # losses: (n, S), by set; chosen: (n,), with the router's choice; is_first: (n,) bool, tokens of
     # one half. Each half uses the set that is best on the other. Below 0: routing is better.
     gain = np.empty(len(chosen))
@@ -262,7 +262,7 @@ def mean_routing_metrics(
 
 
 def fallback_slopes_over_threshold(fallback: Mapping[float, float]) -> Numbers:
-    """Return fallback_slope_below and …_above: change of the fallback rate per threshold of 1."""
+    """Return slopes below and above TRAINED_THRESHOLD of the share of tokens that fall back."""
     # fallback: threshold → share of tokens with no score above it. Slopes are from
     # TRAINED_THRESHOLD to the lowest and highest threshold.
     slopes: Numbers = {}
@@ -296,7 +296,7 @@ def sweep_chart(name: str, over: str, label: str, share: bool | None) -> Chart:
 
 
 def declare_fallback_slope_metric(side: str, end: str) -> Metric:
-    """Return the ``Metric`` of the fallback's slope; side: "below", "above"; end: in words."""
+    """Return the fallback slope's ``Metric``; side: "below", "above"; end: "lowest", "highest"."""
     note = f"increase of the fallback per 1 of T, from {TRAINED_T} to the {end} T tried (figure S3)"
     label = f"Fallback, slope {side} {TRAINED_T}"
     return Metric(label, note=note, paper="ermoe", detail=True, needs="thresholds")

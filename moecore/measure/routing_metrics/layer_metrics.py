@@ -107,7 +107,7 @@ def inherited_share(before: Tensor, after: Tensor) -> Tensor:
 
 
 def linearize_at_mean(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Return f(mean of the rows) as one value per row, (B,), with that mean; rows (B, D)."""
+    """Return jackknife pseudo-values, (B,), whose mean is f(mean of the rows); rows: (B, D)."""
     # f(m) + ∇f(m)·(x − m), each row's influence (infinitesimal jackknife; Efron, 1982).
     # A column of zeros has no influence, and an entropy has no derivative there: leave it out.
     rows = rows[:, rows.any(dim=0)].double()
@@ -174,7 +174,7 @@ def below_k_eligible_flags(scores: Tensor, threshold: float, k: int) -> Tensor:
 
 
 def eligible_tail_mass(scores: Tensor, threshold: float, k: int) -> float | None:
-    """Return the weight of eligible experts beyond the best ``k`` / that of all (eq. 12)."""
+    """Return the weight share beyond the best ``k`` of scores above a threshold (ERMoE eq. 12)."""
     # Eligible: score above the threshold. Mean over the tokens with an eligible expert.
     tails, has_eligible = _eligible_tail_mass_by_token(scores, threshold, k)
     if has_eligible.any():
@@ -218,7 +218,7 @@ def _check_nonempty(values: Tensor, name: str) -> None:
 
 
 def expert_map_border_shares(load: Tensor, mass: Tensor) -> dict[str, float]:
-    """Return "border_load", "corner_mass", "inner_cells", …: shares of load, mass (E,), experts."""
+    """Return "corner_mass" …: shares of load (E,), probability (E,), cells on the experts' grid."""
     # Of the map of experts (``expert_grid_shape``). Load and mass sum to 1; corners are border.
     # MoGE's regularizer rewards the border: compare a share with that of the cells.
     rows, columns = expert_grid_shape(len(load))
@@ -252,7 +252,7 @@ def load_shares(counts: Tensor) -> Tensor:
 def _token_metrics(
     layer: RoutingRecord, threshold: float | None, k: int | None
 ) -> dict[str, Tensor]:
-    """Return each metric's value per token, (B, T) fp64."""
+    """Return entropy and, given k or a threshold, tail, fallback, below_k by token, (B, T) fp64."""
     metrics = {"token_entropy": torch.special.entr(layer.probs.double()).sum(dim=-1)}
     if k is not None:
         metrics["tail_of_probs"] = compute_tails_beyond_k(layer.probs, k)

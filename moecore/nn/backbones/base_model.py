@@ -188,7 +188,7 @@ class Backbone(Part, ABC):
         return (self.depth,)
 
     def trained_on(self, image: ImageSpec) -> Self:
-        """Return these settings, of a model trained on ``image``, for fine-tuning on others."""
+        """Return settings to use a model trained on ``image`` on other images; self by default."""
         return self
 
 
@@ -355,7 +355,7 @@ class BackboneModel(Model):
         return dict(zip((weight, bias), patch_weights, strict=True))
 
     def remember(self, streams: int, length: int | None = None) -> None:
-        """Cache earlier words of ``streams`` texts between steps (0: none); by default nothing."""
+        """Cache earlier words of ``streams`` texts (0: stop) of ``length`` words, if supported."""
 
     def beside(self, labels: Tensor) -> tuple[Tensor, ...]:
         """Return additional inputs of ``forward`` in training, from the labels; by default none."""

@@ -131,7 +131,7 @@ class LanguageBlock(nn.Module):
 
 
 class MomentumBlock(LanguageBlock):
-    """A layer with momentum over layers: m ← μ m + γ₂ f(h), first γ₂ f(h), and s = LN(h − m)."""
+    """A layer with s = LN(h − m), m ← MOMENTUM_DECAY · m + MOMENTUM_STEP_SIZE · f(h), m from 0."""
 
     def add_with_momentum(
         self, tokens: Tensor, change: Tensor, momentum: Tensor | None
@@ -142,7 +142,7 @@ class MomentumBlock(LanguageBlock):
 
 
 class AdamBlock(MomentumBlock):
-    """AdamSMoE's first layer: s = LN(−γ₁ (1 − β₁) f / √((1 − β₂) f² + ε)); then MomentumBlock."""
+    """AdamSMoE's layer 1: s = LN(−γ₁ (1 − β₁) f / √((1 − β₂) f² + ε)); others are MomentumBlock."""
 
     def add_with_momentum(
         self, tokens: Tensor, change: Tensor, momentum: Tensor | None
@@ -217,7 +217,7 @@ class LanguageModel(Backbone):
 # blocks, then their kinds. Earlier blocks only fill the cache; −1 precedes a text's first token. In
 # training with ``remember``, the cache continues from step to step, and every stream is one block.
 class LanguageTransformer(BackboneModel):
-    """``model(tokens)`` with word ids (B, C, M) predicts the words after the last M, (B, M, V)."""
+    """``model(ids)``, (B, C, M), returns logits (B, M, V) of the word after each of the last M."""
 
     def __init__(self, config: LanguageModel, image: ImageSpec, moe: OptionalMoE = None) -> None:
         super().__init__(config, image, moe)
@@ -277,7 +277,7 @@ class LanguageTransformer(BackboneModel):
     def read_earlier(
         self, word_ids: Tensor, kinds: Tensor, options: EncodeOptions = EncodeOptions()
     ) -> Tensor:
-        """Read ids and kinds (B, C, M), except the last block; return states (depth, B, L, d)."""
+        """Read the text blocks (B, C, M) but the last; return the cache then, (depth, B, L, d)."""
         states = self.initial_states(len(word_ids), word_ids.device)
         no_features = options._replace(blocks=())
         for distance in range(word_ids.shape[1] - 1, 0, -1):

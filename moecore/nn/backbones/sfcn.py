@@ -22,7 +22,7 @@ from moecore.tasks import base, regression
 
 
 class Sfcn(base_model.Backbone):
-    """Settings of an SFCN; defaults are the published widths and bins."""
+    """Settings of a Simple Fully Convolutional Network for brain age; defaults as published."""
 
     free_settings: ClassVar[frozenset[str]] = frozenset({"dropout", "bin_deviation"})
 

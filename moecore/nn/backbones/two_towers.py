@@ -315,7 +315,7 @@ class TwoTowerModel(base_model.BackboneModel):
     def encode_captions(
         self, captions: Tensor, progress: float = 1.0
     ) -> tuple[Tensor, tuple[routing_records.RoutingRecord, ...]]:
-        """Return embedding, presence and fingerprint (B, w + 3) of captions (B, M), and records."""
+        """Return captions (B, M) as embedding, 1 (0: missing) and hash (B, w + 3), and records."""
         # A row: unit embedding, 1, hash of the tokens. A missing caption has 0 for the first two.
         exists = (captions[:, :1] != NO_CAPTION).float()
         embedding, records = self.text(captions.clamp_min(0), progress)
@@ -325,7 +325,7 @@ class TwoTowerModel(base_model.BackboneModel):
 
     @torch.no_grad()
     def targets(self, labels: Tensor) -> Tensor:
-        """Return ``encode_captions`` of (N, C, M) or (N, M) for the loss: (N, C, w + 3), CPU."""
+        """Encode captions (N, C, M) or (N, M), C per image, for the loss: (N, C, w + 3), CPU."""
         if labels.ndim == 2:
             labels = labels[:, None]
         mode = self.text.training

@@ -31,7 +31,7 @@ class Experts(Part, ABC):
 
     @property
     def networks(self) -> int:
-        """Return the number of networks that a router chooses among; other choices have none."""
+        """Return how many of the experts that a router chooses among have a network."""
         return self.number
 
     @property

@@ -20,8 +20,8 @@ class Mlp(Experts):
     """Linear(d, h), an activation, Linear(h, d) per expert, with biases; or SwiGLU without biases.
 
     ``shared`` experts see every token with weight 1 (DeepSeekMoE), in addition to the ``number`` of
-    experts. If ``fine`` splits experts into pieces, they are some of these pieces instead, so that
-    parameters and FLOPs stay equal.
+    experts. If ``fine`` splits experts into pieces, ``shared`` of these pieces are shared and none
+    is added, so that parameters and FLOPs stay equal.
     """
 
     has_hidden_units: ClassVar[bool] = True

@@ -32,7 +32,7 @@ _MIN_TILES_PER_EXPERT = 4  # at least; half a tile per expert is empty, so 1/8 o
 
 
 class Tiling(NamedTuple):
-    """Columns of a tile and depth of a step of a product, and how a program computes it."""
+    """Columns and inner dimension per step of a product's tile, and the GPU's warps and stages."""
 
     columns: int
     depth: int
@@ -103,7 +103,7 @@ def limit_block(columns: int, width: int) -> int:
 
 @cache
 def read_tiling(card: str, kind: str, size: int) -> Tiling:
-    """Read a GPU's tiling from {card: {"product 2": [128, 64, 8, 3]}}; size: bytes of an entry."""
+    """Read a GPU's tiling, {card: {"product 2": [128, 64, 8, 3]}}; 2 (size): bytes per number."""
     path = Path(os.environ.get(TILINGS_FILE_VARIABLE) or ".state/triton.json")
     choices = read_json(path).get(card, {}) if path.exists() else {}
     values = choices.get(f"{kind} {size}", TILINGS[size][0])
@@ -138,7 +138,7 @@ def compute_forward(
 def compute_backward(
     grad: Tensor, leaves: list[Tensor], low: list[Tensor], routes: list[Tensor], saved: list[Tensor]
 ) -> list[Tensor]:
-    """Launch the backward pass; leaves: tokens, gates and, unless frozen, all parameters."""
+    """Run the backward pass; return gradients of tokens, gates and, unless frozen, parameters."""
     # low: up and down in the tokens' dtype. saved: what the forward pass returned after outputs.
     gradients = allocate_backward(grad, leaves)
     tokens, gates, *_ = leaves

@@ -115,7 +115,7 @@ def differentiate_hidden(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Write the gradient of ``inner``, hidden values times their gates, and the gates by row."""
+    """Write ``to_inner`` (gradient of ``inner``), ``weighted`` (hidden · gate), ``row_gates``."""
     expert, first, end, row, column, is_column = _locate_program_tile(tiles, H, M, N)
     if first >= end:  # an unused tile
         return
@@ -238,7 +238,7 @@ def sum_choices(
 def differentiate_gates(
     values, grad, rows, to_gates, tokens, D: tl.constexpr, CHOICES: tl.constexpr, N: tl.constexpr
 ):
-    """Write the product of each pair's row of values (R, D) with its token's gradient (N, D)."""
+    """Write the gates' gradients: a choice's row of values (R, D) · its token's gradient (N, D)."""
     M: tl.constexpr = 16
     token = (tl.program_id(0) * M + tl.arange(0, M)).to(tl.int64)
     is_token = token < tokens

@@ -126,7 +126,7 @@ class LayerScale(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Dropout of values (B, …), drawn for the batch of all ranks."""
+    """Dropout of values (B, …); a rank uses its part of one mask for all ranks' batch."""
 
     batch_views = 1  # views of each image in a batch that ranks share
 

@@ -30,7 +30,7 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 class LemmaTerms(NamedTuple):
-    """The terms of Lemma 1 at each token, (n,) fp64 each."""
+    """Terms (n,) fp64, per token, of Puigcerver et al.'s Lemma 1: jacobian ≤ experts + router."""
 
     jacobian: Tensor  # ‖∇f(x)‖₂ of f = Σ_e p_e f_e, by autograd through softmax and experts
     # Σ_e p_e ‖∇f_e(x)‖₂, with each expert's slope at x instead of the paper's global constant L_fe,
@@ -58,7 +58,7 @@ def why_lemma_fails(router: str) -> str | None:
 
 
 def lemma_1_terms(layer: MoEFeedForward, tokens: Tensor) -> LemmaTerms:
-    """Return both sides of Lemma 1 for the smooth form of an MoE layer, at input tokens (n, d)."""
+    """Return Lemma 1's terms at tokens (n, d) of a layer that mixes all experts by softmax."""
     # In fp64, on the tokens' device. The router has a ``weight`` (E, d) and perhaps a ``bias``
     # (E,), as in ROUTERS_WITH_LEMMA.
     router = frozen_double_copy(layer.router).to(tokens.device)

@@ -92,7 +92,10 @@ class Router(Part, ABC):
         return frozenset()
 
     def phase(self, progress: float) -> float:
-        """Return the value of ``RoutingContext.progress`` that a layer passes to the router."""
+        """Convert progress to a phase, which the router gets as ``RoutingContext.progress``.
+
+        By default always 1. A router that is frozen at some progress returns 0 before, then 1.
+        """
         # progress: share of the training that is done. Called once per layer and forward pass.
         return 1.0
 

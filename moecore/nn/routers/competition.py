@@ -123,7 +123,7 @@ def mean_cosine_among_chosen(outputs: Tensor, chosen: Tensor) -> Tensor:
 
 
 def compute_switch_balance_loss(shares: Tensor, winners: Tensor, padding: Tensor | None) -> Tensor:
-    """Return each token's term (B, T) of Switch's balance loss on strengths: E Σ_e f_e P_te."""
+    """Return Switch's balance loss (B, T), E Σ_e f_e P_te; P: ``shares``, f: share of wins."""
     # shares: P (B, T, E), softmax of strengths, which alone has a gradient. winners: (B, T)
     # int64; f is each expert's share of these. padding: (B, T) bool, tokens that do not count.
     experts = shares.shape[-1]

@@ -22,10 +22,10 @@ _FIELD_BY_CONTEXT: dict[str, str] = {"tokens": "attention", "attention_output": 
 class Eigenbasis(base.Router):
     """Choose the best k experts by cos(Bᵀx, Bᵀc) of token x and context c, above a threshold.
 
-    B (d, r) is the basis of each expert. With a learned context, as in the brain model, c is a
-    direction per expert: s = cos(Bᵀx, ψ) with ψ in R^r (algorithm 2, line 8), and the block's
-    attention is not read. B is the experts' basis if they have one, else the router's own (`plain
-    weights` of table S3).
+    B (d, r) is each expert's basis, or the router's if experts have none (ERMoE, table S3, `plain
+    weights`). c is what the token's attention gathered: attention · tokens by default, or its
+    output. A learned context reads no attention: the score is cos(Bᵀx, ψ) with a vector ψ in R^r
+    per expert (ERMoE's brain model, algorithm 2, line 8).
     """
 
     has_score_threshold: ClassVar[bool] = True

@@ -15,10 +15,10 @@ from moecore.nn.routers.token_choice import PlanAndRecord, plan_and_record, safe
 
 
 class Folded(Router):
-    """Route among the experts before merging; weights and probs are summed within clusters.
+    """Choose merged experts by a router of the original ones; sum its weights and probs by cluster.
 
-    The stage ``merge`` writes this section. The buffer ``clusters`` has each expert's cluster; at
-    first, clusters are equal runs of experts.
+    The stage ``merge`` writes this section. The buffer ``clusters`` has each original expert's
+    cluster, the index of its merged expert; initially, consecutive experts in equal numbers.
     """
 
     has_expert_rows: ClassVar[bool] = False  # rows belong to the experts before merging
@@ -34,7 +34,7 @@ class Folded(Router):
 
     @property
     def wants(self) -> frozenset[str]:
-        """Fields of RoutingContext that the inner router reads, without training's ``outputs``."""
+        """RoutingContext fields that the inner router reads, except ``outputs`` (training only)."""
         return self.router.wants - {"outputs"}
 
     def check_causal(self, key: str = "router") -> None:

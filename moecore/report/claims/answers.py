@@ -36,7 +36,7 @@ class DeclaredClaims(Config):
 
 
 class Answer(NamedTuple):
-    """A claim or question of one round, with its numbers from compare.json if the round was run."""
+    """A claim or question of one round (one run of a question), with its numbers if it was run."""
 
     study: str
     command: str  # that runs the round
@@ -203,7 +203,7 @@ def _describe_comparison(answer: Answer) -> str:
 def _describe_samples_of_table(
     key: tuple[str, str], claims: Sequence[tuple[Answer, float]], studies: Studies
 ) -> tuple[float, str]:
-    """Return the minutes of training (inf: unknown) until a table is precise enough; its line."""
+    """Return minutes of training until a table is precise enough (inf: unknown), and text on it."""
     # key: (paper, source); claims: (answer, effect printed in the paper) of the table.
     samples = []
     widths = []  # (half-width / half of the effect, its text)

@@ -141,9 +141,10 @@ def verdict_p_value(difference: Difference, comparison: Comparison, good: str = 
 def verdict_gap_and_level(
     difference: Difference, comparison: Comparison, good: str
 ) -> tuple[float, float]:
-    """Return the difference's distance from 0 or the margin (< 0 beyond it), and the test's level.
+    """Return the distance that a claim's test measures, and its interval's confidence level.
 
-    good: whether "higher" or "lower" is better for the metric.
+    Without a margin: |difference|. With one: the distance to the margin, < 0 if the difference
+    violates it. good: whether "higher" or "lower" is better for the metric.
     """
     if comparison.margin is None:
         return abs(difference.value), LEVEL_OF_INTERVALS
@@ -270,7 +271,7 @@ AnyComparison = TypeVar("AnyComparison", bound=Comparison)
 def split_answerable_comparisons(
     comparisons: Iterable[AnyComparison], run: RunSelection
 ) -> tuple[list[AnyComparison], list[AnyComparison]]:
-    """Split by whether ``run`` has the methods and phase (claims: 2 seeds), or the calculations."""
+    """Return comparisons that ``run`` can answer (claims on models need 2 seeds), and others."""
     answerable: list[AnyComparison] = []
     waiting: list[AnyComparison] = []
     for comparison in comparisons:

@@ -1,6 +1,5 @@
 """Evidence stored with a result: values per test item, and the commit that asked each question.
 
-Two subjects: the items behind intervals, and the commits that asked and answered.
 items.safetensors, in the folder of compare.json, has the values of each seed and test item for
 every metric and method of a claim or question: (S, N) as bits if a seed has two different values,
 as bytes for up to 256, else as fp16 deviations from the exact mean; (S,) for a metric without
@@ -140,10 +139,7 @@ def verify_stored_items(study: QuestionRound) -> int:
 def compute_claim_from_items(
     study: QuestionRound, numbers: Mapping[str, Any], claim: Comparison
 ) -> dict[str, Any]:
-    """Return a new claim's numbers, computed from stored items; {} if they are not stored.
-
-    The claim was asked after the run. ``numbers`` are the stored ones of the round.
-    """
+    """Return a post-run claim's numbers from the round's ``numbers`` and items; {} if missing."""
     sides = read_stored_side_values(study, numbers, claim)
     if sides is None:
         return {}

@@ -41,7 +41,7 @@ class TestedDifference(NamedTuple):
 
 
 def choose_test(metric: Column, methods: Sequence[Seeds]) -> str:
-    """Choose a test by what results store; "" if neither direction of the metric is better."""
+    """Return the test to use, a key of ``TEST_DESCRIPTIONS``; "" if neither direction is better."""
     # Several seeds: OVER_ITEMS_AND_SEEDS if all results have a value per item, else OVER_SEEDS.
     # One seed: "mcnemar" if all have hits (which images are right), else "intervals".
     if not metric.better:

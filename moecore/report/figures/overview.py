@@ -146,7 +146,7 @@ def draw_floor_and_ceiling(axes: Axes, score: QuantityByMethod) -> None:
 
 
 def methods_to_label(*quantities: QuantityByMethod) -> set[str]:
-    """Return the methods whose points are labelled: all if few, else dense, told and the best."""
+    """Return the methods to label: all if few, else dense, told (true routing) and the best."""
     named = set().union(*(quantity.cells for quantity in quantities))
     if len(named) <= MAX_NAMED_POINTS:
         return named

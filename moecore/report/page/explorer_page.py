@@ -69,7 +69,7 @@ def collect_expert_facts(
 def collect_expert_role_facts(
     layers: Sequence[LayerRoles], partners: int = PARTNERS
 ) -> list[dict[str, Any]]:
-    """Return per layer: experts' partners in it and adjacent layers, and what they reveal."""
+    """Return per layer: experts chosen with, before and after each; what experts tell of tokens."""
     facts: list[dict[str, Any]] = []
     for layer in layers:
         shares = [

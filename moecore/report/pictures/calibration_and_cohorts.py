@@ -248,7 +248,7 @@ def draw_cohort_checks(result: Found) -> Figures:
 
 
 def cohort_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
-    """Yield two blocks: region experts on new kinds of volumes; single tissues and ageing."""
+    """Yield blocks: region experts (one per tissue) on new volumes, if measured; errors in age."""
     reasons: dict[str, str] = {}
     mixtures = []
     for method, result in phase.first(CohortChecks).items():
@@ -275,7 +275,7 @@ def cohort_metric_cells(models: Models, metric: str, form: str = "number") -> li
 
 
 def tissue_error_table(phase: PhaseResults) -> PageTable | None:
-    """Return a table of errors in years, methods × ``ERRORS``; None if none was measured."""
+    """Return errors of predicted age (years): methods × tests in ``ERRORS``; None if unmeasured."""
     cells = {label: cohort_metric_cells(phase.models, metric) for label, metric in ERRORS.items()}
     having = {label: items for label, items in cells.items() if set(items) != {DASH}}
     if not having:
@@ -304,7 +304,10 @@ def region_expert_agreement_table(phase: PhaseResults) -> PageTable | None:
 
 
 def mixture_agreement_table(result: Found, method: str) -> PageTable:
-    """Return a table of expert agreement: tissue pairs × remaining share of the second tissue."""
+    """Return the share of tokens that choose the expert of their largest tissue, in mixtures.
+
+    Rows: pairs of mixed tissues. Columns: remaining share of the second tissue's voxels.
+    """
     shares = result.all("mixture_agreement")
     chances = result.all("mixture_permuted")
     remaining: list[Any] = sorted({value.at["left"] for value in shares})

@@ -175,7 +175,7 @@ def seed_stability_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
 
 
 def draw_expert_worth(result: Found) -> Figures:
-    """Yield two charts: loss over the number of removed experts, and over the dropped choice."""
+    """Yield charts of lost score: over removed experts, and over the rank of a dropped choice."""
     label = "Loss, 95 % intervals over images"
     spec = charts.ChartSpec("Removing experts", "Experts removed from every layer", label)
     curves = collect_loss_curves(result, expert_worth.ORDERS, "lost_without", "removed")
@@ -340,7 +340,10 @@ def draw_lipschitz_lemma_terms(result: Found) -> Figures:
 
 @drawing.styled_drawing
 def draw_lemma_terms(layers: list[dict[str, list[float]]]) -> drawing.Figure:
-    """Plot ‖∇f(x)‖₂ and the router term over lemma 1's bound; per layer: name → one per token."""
+    """Plot ‖∇f(x)‖₂ and the router term against the bound of lemma 1 (Puigcerver et al. 2022).
+
+    f: MoE layer, x: token. layers: per layer, "bound", "jacobian", "router" → value per token.
+    """
     # If the lemma holds, all points of the upper panel lie on or below the diagonal.
     figure = drawing.create_figure(4.8, 5.6, "One point per token.")
     panels = figure.subplots(2, 1, sharex=True)

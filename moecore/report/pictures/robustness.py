@@ -259,7 +259,7 @@ def robust_accuracy_block(phase: PhaseResults) -> PageBlock:
 
 
 def curves_by_title(results: Sequence[Found]) -> dict[str, list[list[Value]]]:
-    """Return title of an attack, a part of it, or the worst case → per seed, scores by epsilon."""
+    """Return title → per seed, scores by ε: each attack, each router attack, the worst case."""
     curves = {"Worst case": [result.all("worst") for result in results]}
     for attack in attack_names_of_result(results[0]):
         curves[attack_title(attack)] = [scores_by_epsilon(result, attack) for result in results]
@@ -363,7 +363,7 @@ def draw_transfer(result: Found) -> Figures:
 
 
 def transfer_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
-    """Yield a block with scores of transferred attacks, as table and heatmap, and a verdict."""
+    """Yield a block on transferred attacks: scores, and whether direct attacks are too weak."""
     result: Found | None = phase.together.get(transfer_attacks.Transfer)
     if result is None:
         return

@@ -152,7 +152,7 @@ def tissue_blocks(phase: result_types.PhaseResults) -> Iterator[page_objects.Pag
 
 
 def tissue_expert_table(probes: Sequence[EpochTissueRouting], title: str) -> page_objects.PageTable:
-    """Return a table with one row per tissue: its best experts at each epoch, and a control."""
+    """Return a table, a row per tissue: per epoch, its top experts and those of random tokens."""
     columns = ["Tissue"]
     for probe in probes:
         columns += [f"Epoch {probe.epoch}", "Control"]

@@ -76,7 +76,7 @@ class NumberFormat(NamedTuple):
         return f"{self._text(low, both)} – {self._text(high, both)}"
 
     def limits(self, interval: Interval) -> str:
-        """Return an interval's limits as text; "" if there are none, or for equal counts."""
+        """Return an interval's limits as text; "" without limits, or if a count's two are equal."""
         limits = interval.limits
         if limits is None or (self.form == "count" and limits[0] == limits[1]):
             return ""

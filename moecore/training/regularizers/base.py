@@ -27,7 +27,7 @@ class Regularizer(Part, ABC):
     weight: float = Field(default=1.0, ge=0, description="factor in the objective")
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield (keys, message) if the loss would fail, have no effect, or duplicate a balance."""
+        """Yield (keys, message) if the loss fails, is idle, or repeats the router's balancing."""
         router = around.router
         if lacking := sorted(self.needs - around.provided):
             text = f"found {self.kind}, which needs {', '.join(lacking)}"
@@ -85,7 +85,7 @@ def check_has_experts(step: ObjectiveInputs) -> None:
 def probs_of_paired_tokens(
     part: str, step: ObjectiveInputs, special: bool
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield per MoE layer first and second probs (B, T', E) of T' token pairs, and their mask."""
+    """Yield per MoE layer probs (B, T', E) in view 1 and 2 of T' patches, and which are in both."""
     # A pair is one patch in two views. part: names the loss in messages. special: pair special
     # tokens (CLS) with themselves, too.
     if step.batch.views != 2:

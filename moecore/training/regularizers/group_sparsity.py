@@ -20,9 +20,10 @@ EPSILON = {"mean": 1e-12, "authors": 1e-8}
 
 
 class GroupSparsity(Regularizer):
-    """The group sparse regularization, summed over MoE layers.
+    """MoGE's loss, which concentrates a token's probs in one neighbourhood of a map of the experts.
 
-    Its Gaussian narrows during training; equal sigmas keep it constant.
+    It is summed over MoE layers. The Gaussian that weights a neighbourhood narrows during training;
+    equal sigmas keep it constant.
     """
 
     kind: Literal["group_sparsity"] = "group_sparsity"
@@ -83,7 +84,7 @@ def group_sparsity(
     reduction: Reduction = "mean",
     padding: Padding = "valid",
 ) -> Tensor:
-    """Return the mean over tokens of Σ sqrt(F ∗ Z²) over map positions (MoGE, algorithm 1)."""
+    """Return Σ sqrt(F ∗ Z²), mean over tokens; Z: probs as a map, F: filter (MoGE, algorithm 1)."""
     # ``reduction`` "authors": as in their repository MoGE, commit c54f89c; the paper's text defines
     # neither. probs: (B, T, E), clean, each token sums to 1; Z is a token's probs as the map of
     # ``expert_grid_shape``, row by row. F sums to 1 and is size × size experts, cut to a shorter

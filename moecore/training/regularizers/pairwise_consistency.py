@@ -29,7 +29,10 @@ class PairwiseConsistency(Regularizer):
 def pairwise_consistency(
     first: Tensor, second: Tensor, present: Tensor, *, diagonal: float, off_diagonal: float
 ) -> Tensor:
-    """Return diagonal/E · Σ_i (1 − S_ii)² + off_diagonal/(E(E−1)) · Σ_{i≠j} S_ij² (PRC, eq. 4)."""
+    """Return the PRC loss (eq. 4) of ``first`` and ``second``, patches' probs in views 1 and 2.
+
+    diagonal/E · Σ_i (1 − S_ii)² + off_diagonal/(E(E−1)) · Σ_{i≠j} S_ij², S: ``_view_correlation``
+    """
     # S = E/#pairs · Σ r₁ r₂ᵀ over all pairs of the global batch (eq. 3). first, second: (B, T', E),
     # both sides of each pair, clean, each token sums to 1; present: (B, T') bool, which pairs
     # exist. ≥ 0; 0 if all pairs are equal, one-hot and balanced over experts, and without pairs.

@@ -16,9 +16,10 @@ TEMPERATURE = 0.1  # scores are divided by it before the softmax: cosines are cl
 class RegionExpertSettings(Config):
     """Region experts (ERMoE-ba, supplement §2.2): the first experts are named after tissues.
 
-    In their warm start all volumes are reduced to one tissue each, in turns; they teach age, and
-    teach the routers to choose the tissue's expert. Afterwards the share ``isolated`` of the
-    volumes still teaches the routers, and the others teach age. Routers always decide.
+    In the warm start each volume is reduced to one tissue, in turns. It counts in the age loss and
+    in a loss that teaches routers the tissue's expert. Afterwards the share ``isolated`` of the
+    volumes is reduced and counts in the routers' loss only, the others in the age loss only. Tokens
+    always go to the experts that the router chooses.
     """
 
     experts: tuple[str, ...] = Field(min_length=1, description="the first experts' tissues")

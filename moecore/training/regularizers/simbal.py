@@ -12,7 +12,7 @@ from moecore.training.regularizers.base import Regularizer
 
 
 class Simbal(Regularizer):
-    """The sum of |WWᵀ − I| over the rows of every router that starts orthonormal (SimBal)."""
+    """SimBal: Σ |WWᵀ − I| over all entries and all routers W (E, d) with ``start: orthonormal``."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "orthonormal"})
     allowed_with: ClassVar[str] = "a router with start: orthonormal"

@@ -16,9 +16,11 @@ Level = Literal["sequence", "group", "batch"]
 
 
 class SwitchBalance(Regularizer):
-    """The load balancing loss, summed over MoE layers, mean over the sets of tokens of a level.
+    """The load balancing loss E Σ_e f_e P_e of Switch and GShard, summed over MoE layers.
 
-    With level sequence, count_from probs and weight 1e-4 it is DeepSeek-V3's.
+    f_e is expert e's share of the choices in a set of tokens, P_e its mean probability; ``level``
+    says what a set is, and the loss is the mean over sets. With level sequence, count_from probs
+    and weight 1e-4 it is DeepSeek-V3's.
     """
 
     balances_load: ClassVar[bool] = True

@@ -14,7 +14,7 @@ from moecore.training.regularizers.router_kl import router_kl
 
 
 class TruthKl(Regularizer):
-    """KL from the routing by the truth (router ``told``) to the student's, mean over MoE layers.
+    """KL from routing by true token groups (router ``told``) to the model's, mean over MoE layers.
 
     *Our own*. It uses no teacher network, so it also acts in fine-tuning.
     """
@@ -36,7 +36,7 @@ class TruthKl(Regularizer):
 
 
 def truth_kl(*, truth: Tensor, record: routing_records.RoutingRecord) -> Tensor:
-    """Return KL in nats from the routing of ``told`` to the record's, mean over tokens; ≥ 0."""
+    """Return KL in nats from one-hot routing by true kind to a record's, mean over tokens; ≥ 0."""
     # truth: int64 (B, T), true kinds, from 1; 0: unknown, which ``told`` sends to expert 0.
     told = ToldRouter(experts=record.probs.shape[-1])
     _, teacher = told(record.probs, routing_records.RoutingContext(truth=truth))

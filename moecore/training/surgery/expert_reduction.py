@@ -128,7 +128,7 @@ class ExpertReduction(Config, ABC):
 
 
 def check_tokens_choose_experts(moe: MoESettings, action: str) -> None:
-    """Raise UserError unless tokens choose complete experts; ``action``: merged or pruned."""
+    """Raise UserError unless tokens choose among unsplit networks; ``action``: merged or pruned."""
     if not moe.router.chooses_per_token or "teacher" in moe.router.wants:
         raise UserError.at(
             "router.kind",
