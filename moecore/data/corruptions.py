@@ -269,7 +269,9 @@ def jpeg_compression(image: np.ndarray, severity: SeverityAtSize, random: Genera
     if len(image) == 3:
         colour = Image.fromarray(to_uint8(image).transpose(1, 2, 0))
         return np.asarray(_compress_jpeg(colour, quality)).transpose(2, 0, 1) / 255
-    channels = [np.asarray(_compress_jpeg(one, quality)) for one in split_into_grey_pictures(image)]
+    channels = [
+        np.asarray(_compress_jpeg(grey, quality)) for grey in split_into_grey_pictures(image)
+    ]
     return np.stack(channels) / 255
 
 

@@ -126,8 +126,8 @@ class Robustness(Measurement):
             allowed = "at least one above 0"
             yield ("epsilons",), format_found_and_allowed(found="only 0", allowed=allowed)
         if self.survivors and (reason := around.lacks("share")):
-            found = f"true, but {reason}"
-            yield ("survivors",), format_found_and_allowed(found=found, allowed="false")
+            value = f"true, but {reason}"
+            yield ("survivors",), format_found_and_allowed(found=value, allowed="false")
 
     @field_validator("attacks")
     @classmethod

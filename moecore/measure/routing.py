@@ -227,13 +227,13 @@ class Routing(Measurement):
     @model_validator(mode="after")
     def _check_roles_and_augmentations(self) -> Self:
         if self.roles and self.images < MIN_IMAGES:
-            found = f"{self.images}, and roles exchange images"
-            refusal = format_found_and_allowed(found=found, allowed=f"{MIN_IMAGES} and more")
+            value = f"{self.images}, and roles exchange images"
+            refusal = format_found_and_allowed(found=value, allowed=f"{MIN_IMAGES} and more")
             raise ValueError(f"images: {refusal}")
         names = [look_up_augmentation(augmentation).name for augmentation in self.augmentations]
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
-            found = f"{', '.join(duplicates)} more than once"
-            refusal = format_found_and_allowed(found=found, allowed="each name once")
+            value = f"{', '.join(duplicates)} more than once"
+            refusal = format_found_and_allowed(found=value, allowed="each name once")
             raise ValueError(f"augmentations: {refusal}")
         return self
 

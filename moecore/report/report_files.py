@@ -191,8 +191,8 @@ def read_model_numbers_for_mlflow(
             continue  # missing, or from other code: the run of `prepare` reports it
         displays = [shown for shown in results_and_displays.list_displays() if shown.applies(task)]
         models = {
-            one: {seed: read_current_model_results(study, name, f"{one}/{seed}", displays, current)}
-            for one, current in items.items()
+            key: {seed: read_current_model_results(study, name, f"{key}/{seed}", displays, current)}
+            for key, current in items.items()
         }
         phase = PhaseResults(name, card, task, models)
         if not models[method][seed].results:

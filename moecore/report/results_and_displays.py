@@ -86,7 +86,7 @@ class MeasurementDisplay(NamedTuple):
     def blocks(self, phase: PhaseResults) -> list[PageBlock]:
         kind, pictures = self.kind, self.pictures
         page = kind.page
-        shown = [one for chart in page.charts for one in draw_metric_chart(phase, kind, chart)]
+        shown = [row for chart in page.charts for row in draw_metric_chart(phase, kind, chart)]
         if pictures.is_on_page:
             shown += first_seed_pictures(phase, kind, pictures.figures)
         shown += pictures.draw(phase)

@@ -202,6 +202,6 @@ def convert_to_finite_vector(name: str, values: Any) -> np.ndarray:
     if values.ndim != 1:
         raise UserError(f"calibrate: {name} of shape {values.shape}; allowed: (N,)")
     if bad := int((~np.isfinite(values)).sum()):
-        found = f"{bad} of {len(values)} {name} are NaN or infinite"
-        raise UserError(f"calibrate: {found}; allowed: finite numbers")
+        faults = f"{bad} of {len(values)} {name} are NaN or infinite"
+        raise UserError(f"calibrate: {faults}; allowed: finite numbers")
     return values

@@ -152,8 +152,8 @@ def average_layers(layers: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _check_any_choice(counts: Tensor) -> None:
     if int(counts.sum()) == 0:
-        found = f"no token chose any of {len(counts)} experts"
-        raise UserError(f"routing: {found}; the router's records are empty")
+        fault = f"no token chose any of {len(counts)} experts"
+        raise UserError(f"routing: {fault}; the router's records are empty")
 
 
 def _check_same_shape(a: Tensor, b: Tensor) -> None:

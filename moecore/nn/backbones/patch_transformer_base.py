@@ -173,8 +173,8 @@ def check_can_predict_cells(config: TransformerSettings, image: base_model.Image
     if config.pooling != "mean":
         raise UserError.at("model.pooling", found=f"{config.pooling} for mosaics", allowed="mean")
     if any(patches % side for patches in config.grid(image)):
-        found = f"{config.patch} for mosaic cells"
-        raise UserError.at("model.patch", found=found, allowed="a divisor of the size")
+        patch = f"{config.patch} for mosaic cells"
+        raise UserError.at("model.patch", found=patch, allowed="a divisor of the size")
 
 
 def mean_of_cells(tokens: Tensor, grid: tuple[int, ...], cells: int) -> Tensor:

@@ -121,9 +121,9 @@ def confusion_table(shares: np.ndarray, classes: Sequence[str]) -> page_objects.
         return page_objects.percent_table("True, predicted", rows, classes)
     lines = []
     for share, true, predicted in list_confusions(shares):
-        taken = page_objects.PageCell(classes[predicted], look="words")
+        other = page_objects.PageCell(classes[predicted], look="words")
         percent = page_objects.PageCell(f"{100 * share:.0f}")
-        lines.append(page_objects.TableRow(page_objects.PageCell(classes[true]), [taken, percent]))
+        lines.append(page_objects.TableRow(page_objects.PageCell(classes[true]), [other, percent]))
     return page_objects.PageTable(["True class", "Taken for", "Percent"], lines)
 
 
