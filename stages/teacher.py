@@ -22,7 +22,7 @@ class Params(config.Config):
 
 
 def teacher(seed: int) -> None:
-    """Write the teacher: trained, on images drawn by ``seed`` as for its students, or loaded."""
+    """Write the teacher: loaded, or trained on images drawn by ``seed``, as for its students."""
     params = read_stage_params(Params)
     settings = params.teacher
     target = Path("artifacts/teacher", str(seed))

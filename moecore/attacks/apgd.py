@@ -34,7 +34,7 @@ class Apgd(GradientAttack):
 
 
 class AscentResult(NamedTuple):
-    """The best images of an ascent, and its history over N steps."""
+    """Best images found by ``apgd_ascent``, and objective and step size of each of its N steps."""
 
     images: Tensor  # (B, C, H, W), the best
     values: Tensor  # (B,), their objective
@@ -60,7 +60,7 @@ def apgd_ascent(
     steps: int,
     is_wrong: Callable[[], Tensor] | None = None,
 ) -> AscentResult:
-    """Return best images, and history, of ascent from ``start`` (B, C, H, W) in the ball."""
+    """Maximise ``at`` in the ball from ``start`` (B, C, H, W); ``is_wrong`` only sets ``wrong``."""
     # is_wrong: whether the images of the last call of ``at`` are misclassified, (B,).
     current = previous = best = wrong = start
     values, gradient = at(current)

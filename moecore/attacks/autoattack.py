@@ -75,7 +75,7 @@ def climb_to_last_misclassified_images(
     rank: int = 0,
     samples: int = 1,
 ) -> Tensor:
-    """Return each image's last misclassified version in an APGD ascent, or its start if none is."""
+    """Return each image's last misclassified point in an APGD ascent; else its random start."""
     # rank: of the other class that targeted_dlr aims at; 0 is the most likely.
     # samples: passes whose gradients are averaged.
     labels = victims.labels

@@ -46,7 +46,7 @@ class Fab(SurvivorAttack):
 
 
 def search_nearest_error(victims: Victims, rank: int | None, steps: int, is_random: bool) -> Tensor:
-    """Return the nearest misclassified images (B, C, H, W) inside the ball, else the clean ones."""
+    """Return nearest errors in the ball, else clean images (B, C, H, W); start: clean or random."""
     # rank: of the other class to aim at, 0 for the most likely; None: the nearest at each step.
     ball = victims.ball
     targets = victims.others
@@ -78,7 +78,7 @@ def search_nearest_error(victims: Victims, rank: int | None, steps: int, is_rand
 
 
 def find_nearest_hyperplane(victims: Victims, targets: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """Return normals (B, n), offsets (B,) of the nearest linear boundary to ``targets`` (B, T)."""
+    """Linearise the boundaries to ``targets``; return the closest: normal (B, n), offset (B,)."""
     differences = []
     gradients = []
     with torch.enable_grad(), torch.autocast(at.device.type, enabled=False):

@@ -222,7 +222,7 @@ def compute_loss_gradient(model: nn.Module, task: Task, images: Tensor, labels: 
 
 
 def changeable_pixels(model: nn.Module, images: Tensor, inside: bool = False) -> Tensor | None:
-    """Return which pixels may change, (B, C, H, W) bool, no background if ``inside``; None: all."""
+    """Return which pixels an attack may change, (B, C, H, W) bool; ``inside``: not 0; None: all."""
     # The last channel of some images holds the true kinds of patches: it may not change.
     says_truth = bool(getattr(getattr(model, "image", None), "truth", 0))
     if not inside and not says_truth:
@@ -387,7 +387,7 @@ def routing_change_surrogate(output: ModelOutput, before: Sequence[Tensor]) -> T
 
 
 def routing_margin_loss(output: ModelOutput, before: Sequence[Tensor]) -> Tensor:
-    """Return other experts' top logit − lowest of clean choice ``before``, mean of tokens (B,)."""
+    """Return token means (B,): best other logit − lowest logit of the clean choice, ``before``."""
     # before: (B, T, E) bool per MoE layer, the clean choice, which changes above 0. Sum over layers
     # of the mean over tokens; 0 for a token that chose no or every expert. 0 · prediction, as a
     # hash has no gradient.

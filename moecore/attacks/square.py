@@ -129,7 +129,7 @@ def tiled_start(ball: base.Ball, generator: base.ImageGenerators) -> Tensor:
 
 
 def propose_pyramid(ball: base.Ball, best: Tensor, side: int, draws: Tensor) -> Tensor:
-    """Return images: one window's change becomes 0, another one gets its norm as ± pyramids."""
+    """Return images: one window's change becomes 0, ± pyramids in a second window get its norm."""
     # draws: (B, 5 + C): of two corners, then as in ``orient_and_sign_pyramid_pairs``
     images, channels, height, width = best.shape
     side = max(side, MIN_SIDE)

@@ -49,8 +49,8 @@ class Surrogate(GradientAttack):
 class RouterAttacks(Config):
     """Settings of several attacks with APGD that use the routers; all of them run.
 
-    Per temperature, the attack ``surrogate`` with and without ``direct``; per weight, APGD on task
-    loss + weight · routing margin (a token's next expert against its k-th); on this margin alone.
+    Per temperature, ``surrogate`` without and with ``direct``. Per weight, APGD on task loss +
+    weight · routing margin (logit of a token's next expert − its k-th). Once, APGD on that margin.
     """
 
     steps: int = Field(50, ge=1, description="Steps of APGD in each form.")

@@ -39,7 +39,7 @@ Trial = Callable[[Victims], Tensor]  # → attacked images (B, C, H, W), misclas
 
 
 class SurvivorAttack(base.BallAttack):
-    """An attack that returns a misclassified image or the clean one; subclasses define trials."""
+    """An attack that runs ``trials`` until an image is misclassified, or returns the clean one."""
 
     @property
     def packs(self) -> bool:
@@ -47,7 +47,7 @@ class SurvivorAttack(base.BallAttack):
 
     @abstractmethod
     def trials(self, classes: int) -> list[Trial]:
-        """Return the trials, in their order, for a model with that number of classes."""
+        """Return searches, to run in turn on images still correct, for a number of ``classes``."""
 
     def why_too_few_classes(self, classes: int) -> str | None:
         """Return why the attack needs more classes, in words; None if it does not."""

@@ -23,7 +23,7 @@ class AgeCalibrationMeasurement(CalibrationMeasurementBase):
     page = OnPage("calibration", place=3)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Fit the calibrator, write its folder, put ``age_correction.METRICS`` into ``out``."""
+        """Fit and write a calibrator; put the values of ``age_correction.METRICS`` into ``out``."""
         data, settings = subject.data, self.settings
         predicted = {}
         for split in SPLITS:

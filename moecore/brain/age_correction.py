@@ -32,7 +32,7 @@ class ModelAges(NamedTuple):
 
     @classmethod
     def of(cls, data: Prepared, predicted: Mapping[str, np.ndarray], weights: Path) -> "ModelAges":
-        """Add subjects and the sha256 of ``weights``; UserError for non-finite predictions."""
+        """Build with the subjects and weights' sha256; UserError for non-finite predictions."""
         for split, values in predicted.items():
             if bad := int((~np.isfinite(values)).sum()):
                 raise UserError(
@@ -272,7 +272,7 @@ def summarize_age_errors(ages: ModelAges, line: CalibratorFit) -> AgeResult:
 
 
 def fit_conformal_interval(ages: ModelAges, line: CalibratorFit) -> ConformalInterval:
-    """Fit a prediction's conformal interval to validation errors; add its test coverage."""
+    """Fit the ± radius of ages corrected by ``line`` to validation errors; add test coverage."""
     # Volumes of one person are not exchangeable with other people's: only the first one counts.
     places = np.unique(ages.column("validation", "participant_id"), return_index=True)[1]
     residuals = ages.correct_split("validation", line.fitted).best - ages.known("validation")

@@ -42,7 +42,7 @@ def measure_age_errors(
     participants: Sequence[str],
     no_predictions: Collection[str] = (),
 ) -> dict[str, AgeErrors]:
-    """Return the errors, with bootstrap intervals, of each named variant of predictions (N,)."""
+    """Return errors, with bootstrap intervals, by variant (N,); no MAE of ``no_predictions``."""
     # no_predictions: variants that used the known ages, and so have no MAE.
     if np.ptp(ages) == 0:
         raise UserError(f"calibrate: all {len(ages)} test ages are {ages[0]:g}; allowed: 2 or more")
@@ -119,7 +119,7 @@ def age_errors_by_resample(
 def resampled_estimate(
     value: float, resampled: np.ndarray, lowest: float = -np.inf, highest: float = np.inf
 ) -> Estimate:
-    """Return ``value`` and 95 % limits in [lowest, highest], None if finite resamples are equal."""
+    """Return ``value`` and, if finite resamples differ, their 95 % limits in [lowest, highest]."""
     resampled = resampled[np.isfinite(resampled)]
     if len(resampled) < 2 or not np.ptp(resampled):
         return Estimate(value=value)
@@ -201,7 +201,7 @@ def _mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
 def _adjusted_difference(
     rows: AgeGaps, cases: np.ndarray, controls: np.ndarray, first: np.ndarray, second: np.ndarray
 ) -> np.ndarray:
-    """Fit gap on group, age and sex by least squares; return cases − controls by resample, (R,)."""
+    """Return cases − controls of the gap at equal age and sex, least squares, per resample (R,)."""
     # first, second: weights (R, n) of cases and of controls, one row per resample.
     chosen = np.concatenate([cases, controls])
     group = np.repeat([1.0, 0.0], [len(cases), len(controls)])

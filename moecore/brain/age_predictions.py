@@ -138,7 +138,7 @@ class CorrectedAges(NamedTuple):
 
     @property
     def best(self) -> np.ndarray:
-        """Predictions (N,) for intervals: ``pooled``, or ``raw`` if pooled is None or uses ages."""
+        """Centres of intervals (N,): ``pooled``; ``raw`` if that is None or needs the known age."""
         # A correction that uses the known age is not a prediction.
         if self.pooled is None or self.uses_age:
             return self.raw

@@ -33,7 +33,7 @@ MAX_ITERATIONS = 1000
 
 
 class SiteEffect(NamedTuple):
-    """Additive and multiplicative effect of a site, in units of σ."""
+    """Effect of a site on V features: a shift in units of σ (residual SD), and a factor of σ."""
 
     location: np.ndarray  # γ* (V,)
     scale: np.ndarray  # δ* (V,)
@@ -104,7 +104,7 @@ class SiteHarmonisation(NamedTuple):
 
 
 def shrink_site_effect(residuals: np.ndarray) -> SiteEffect:
-    """Estimate a site's γ* and δ* from its residuals z (n, V), shrunk over features."""
+    """Estimate shift γ* and factor δ* of a site's z (n, V), shrunk towards means over features."""
     n = len(residuals)
     gamma = residuals.mean(axis=0)
     variance = residuals.var(axis=0, ddof=1)

@@ -35,7 +35,7 @@ Misfits = Iterator[tuple[tuple, str]]  # keys below the settings, and a message
 
 
 class Surroundings(NamedTuple):
-    """Method, model and data that settings are used with; None, (), {}, "": absent or unknown."""
+    """What settings are checked with: method, model, data; None, (), {}, "": absent or unknown."""
 
     # of a method, or of its text tower
     router: Any = None  # the nearest Router that contains the part, or of the same method
@@ -72,11 +72,11 @@ class Surroundings(NamedTuple):
 
     @property
     def has_truth(self) -> bool:
-        """Return whether the data state the true group (kind) of each token."""
+        """Return whether the data state each token's kind: the true group that it belongs to."""
         return self.preview is not None and bool(self.preview.truth)
 
     def lacks(self, what: str) -> str | None:
-        """Return why the labels rule out ``what``, a term of ``Task.needs_classes``, else None."""
+        """Return why the labels do not allow ``what`` (see ``Task.needs_classes``), else None."""
         if self.source is None:
             return None
         return self.task.needs_classes(what)
@@ -133,7 +133,7 @@ AnySettings = TypeVar("AnySettings", bound=Config)
 def replace_and_validate(
     section: str, settings: AnySettings, changes: Mapping[str, Any], family: Any = None
 ) -> AnySettings:
-    """Return a validated copy of settings with ``changes``; UserError names ``section`` and key."""
+    """Return ``settings`` with ``changes``, validated; UserError names ``section`` and bad key."""
     # family: of the new part if ``kind`` changes; fields that it lacks are dropped.
     values = settings.model_dump()
     if family is not None and "kind" in changes:
@@ -236,7 +236,7 @@ def builtin_kinds(family: type[Config]) -> list[str]:
 def part_classes_by_kind(
     family: type[AnySettings], imports: bool = False
 ) -> dict[str, type[AnySettings]]:
-    """Return a family's classes by kind: moecore's parts, then parts of allowed packages."""
+    """Return kind → class: moecore's parts, then loaded parts of packages (``imports``: all)."""
     # imports: also import parts that are not loaded yet; ValueError if one is invalid.
     named = {name: find_class(family, name) for name in builtin_kinds(family)}
     for name in source_layout.list_allowed_modules(lambda file: bool(_find_class_starts(file))):
@@ -262,7 +262,7 @@ def collect_constants_named(package: str, name: str) -> list[Any]:
 
 
 def lazy_getattr(package: str, base: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` for a package whose classes load on first use."""
+    """Return a package's ``__getattr__`` and ``__dir__``; they import a part class on first use."""
     # base: ``module:name`` of the family's base class.
     module, _, base_name = base.partition(":")
 

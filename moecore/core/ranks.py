@@ -108,7 +108,7 @@ def _connect_to_store(patience: timedelta) -> distributed.Store:
 
 
 class _StoreAndWatch:
-    """The store through which ranks share counters, and this rank's watch thread."""
+    """The store in which ranks share counters, and this rank's thread that reports late ranks."""
 
     store: distributed.Store | None = None
     watch: "LateRankReporter | None" = None
@@ -206,7 +206,7 @@ def all_gather_rows(rows: Tensor) -> Tensor:
 
 
 def total_over_shards(part: Tensor, whole: Tensor) -> Tensor:
-    """Return ``part``, computed on a shard of ``whole``, summed over ranks; as is if unsharded."""
+    """Return ``part``, computed on a shard of ``whole``, summed over ranks; unsharded: ``part``."""
     # The gradient flows to this rank's part only: no other rank has the shard.
     mesh = getattr(whole, "device_mesh", None)
     if mesh is None:
@@ -290,7 +290,7 @@ class LateRankReporter(Thread):
         self.join(WATCH_INTERVAL)
 
     def _print_late_ranks(self, begun: int, question: int) -> None:
-        """Print, on the first waiting rank, which ranks began fewer than ``begun`` collectives."""
+        """Name late ranks (no answer to ``question``, or < ``begun``) on the first waiting rank."""
         late = {}
         for rank in range(self.size):
             key = f"watch/{question}/{rank}"

@@ -14,7 +14,8 @@ Feature = Literal["mlp_input", "block_out", "final"]
 class RoutingRecord(NamedTuple):
     """The decisions of one MoE layer's router.
 
-    Fields are fp32 (B images, T tokens, E experts), except ``chosen`` (bool) and ``penalty``.
+    Fields are fp32 (B images, T tokens, E experts), except ``chosen`` (bool) and ``penalty``: (B,
+    T), the router's own loss. ``load``: chance of being chosen; ``combine``: weight of the output.
     """
 
     logits: Tensor  # scores before noise
@@ -82,7 +83,7 @@ class RoutingContext(NamedTuple):
     def with_attention(
         self, wants: Collection[str], weights: Tensor | None, attended: Tensor
     ) -> Self:
-        """Return a copy with attention ``weights``, and ``attended`` if ``wants`` contains it."""
+        """Return a copy with attention ``weights``, and output ``attended`` if ``wants`` has it."""
         if "attended" not in wants:
             return self._replace(attention=weights)
         return self._replace(attention=weights, attended=attended)
@@ -98,7 +99,7 @@ NO_CONTEXT = RoutingContext()
 
 
 class TokenLayout(NamedTuple):
-    """The order of a model's T tokens: ``special`` tokens first, then a row-major ``grid``."""
+    """The order of T tokens: ``special``, then a row-major ``grid`` of patches; size: pixels."""
 
     special: int  # number of tokens that are no patches: class and distillation tokens
     grid: tuple[int, ...]  # patches along each axis
@@ -119,7 +120,7 @@ class ModelOutput(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The images and labels of one training step or one evaluation pass."""
+    """Images, labels and view geometry (``affines``) of a training step or an evaluation pass."""
 
     # (B, C, H, W) in [0, 1], volumes (B, C, D, H, W), or word numbers (B, C, M) of text
     images: Tensor

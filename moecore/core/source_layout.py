@@ -62,7 +62,7 @@ def project_of_run_folder(folder: Path) -> Path:
 
 
 def find_paper_folder_and_project(folder: Path) -> tuple[Path, ...]:
-    """Return (PROJECT/pipelines/PAPER, PROJECT) of a PROJECT/.runs/PAPER.… folder; () of others."""
+    """Return (PROJECT/pipelines/PAPER, PROJECT) for a folder PROJECT/.runs/PAPER.…, else ()."""
     resolved = folder.resolve()
     if resolved.parent.name != RUNS:
         return ()
@@ -213,7 +213,7 @@ def list_allowed_modules(holds: Callable[[Path], bool]) -> list[str]:
 
 
 def format_error_with_line(error: BaseException, folder: Path | None = None) -> str:
-    """Return ``message (file:line)`` of the last line in ``folder`` or allowed packages, if any."""
+    """Return ``message (file:line)``: last frame in ``folder`` or allowed packages, else of all."""
     message = " ".join(traceback.format_exception_only(error)[-1].split())
     if isinstance(error, SyntaxError):
         return f"{message} ({error.filename}:{error.lineno})"

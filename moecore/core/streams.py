@@ -81,17 +81,17 @@ def select_rank_rows(batch: Tensor, views: int) -> Tensor:
 
 
 def normal_like(values: Tensor, views: int) -> Tensor:
-    """Draw N(0, 1) for all ranks' batch; return this rank's part, shaped as ``values``."""
+    """Draw N(0, 1) for all ranks; return this rank's rows, shaped as ``values`` (views · b, …)."""
     return select_rank_rows(torch.randn_like(_empty_whole_batch_like(values)), views)
 
 
 def uniform_like(values: Tensor, views: int) -> Tensor:
-    """Draw from [0, 1) for all ranks' batch; return this rank's part, shaped as ``values``."""
+    """Draw from [0, 1) for all ranks; return this rank's rows, as ``values`` (views · b, …)."""
     return select_rank_rows(torch.rand_like(_empty_whole_batch_like(values)), views)
 
 
 def draw_bernoulli_mask(values: Tensor, probability: float, views: int) -> Tensor:
-    """Draw 1 with ``probability``, else 0, for all ranks' batch; return this rank's part."""
+    """Draw 1 with ``probability``, else 0, for all ranks; return this rank's, like ``values``."""
     draws = torch.empty_like(_empty_whole_batch_like(values)).bernoulli_(probability)
     return select_rank_rows(draws, views)
 

@@ -105,7 +105,7 @@ def defocus_blur(image: np.ndarray, severity: SeverityAtSize, random: Generator)
 
 
 def glass_blur(image: np.ndarray, severity: SeverityAtSize, random: Generator) -> np.ndarray:
-    """Blur, swap every pixel with random neighbours, and blur again; border pixels are swapped."""
+    """Blur, swap every pixel, including the border, with random pixels near it, and blur again."""
     sigma = severity.length((0.25, 0.3, 0.32, 0.35, 0.4), (0.7, 0.9, 1.0, 1.1, 1.5))
     reach = round(severity.length((1, 1, 1, 1, 1), (1, 1, 2, 2, 3)))
     # One sweep per severity: in small images, with swaps of one pixel, only sweeps get stronger.

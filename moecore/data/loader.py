@@ -133,8 +133,9 @@ class TextStreams(NamedTuple):
     def take(
         self, batch: int, seed: int, step: int, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, bool]:
-        """Return a step's tokens (b, R, M) and next words (b, M), and whether a text pass begins.
+        """Return a step's tokens (b, R, M), next words (b, M), and True if streams begin a pass.
 
+        R as in ``tokens``; a pass reads each stream once, and all streams begin it together.
         rows: (b,) indices of the streams to return; None for all, b = batch.
         """
         length = self.length(batch)

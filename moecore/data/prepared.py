@@ -78,14 +78,14 @@ class Prepared(NamedTuple):
         return np.load(self.folder / f"{split}_tokens.npy", mmap_mode="r", allow_pickle=False)
 
     def tokens_with_kinds(self, split: str) -> np.ndarray:
-        """Return a text split's tokens, int32 (1, n); (2, n) if their kinds (groups) are stored."""
+        """Return a text's tokens, int32 (1, n); (2, n) if kinds (such as dialects) are stored."""
         return open_tokens_with_kinds(self.folder, self.card, split)
 
     @staticmethod
     def open(folder: str | Path, verify: bool = False) -> "Prepared":
         """Return an opened folder whose arrays have the shapes and dtypes that the card states.
 
-        verify: also compare the sha256 of each file, always done up to VERIFIED_BYTES.
+        verify: also compare the sha256 of each file; always done for data up to VERIFIED_BYTES.
         Raises UserError naming the file, what the card says and what was found.
         """
         folder = Path(folder)

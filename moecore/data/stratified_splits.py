@@ -11,7 +11,7 @@ from moecore.tasks.classification import Classification
 
 
 class SplitSettings(Config):
-    """Settings of splits and limits, shared by the sources of images with one class each."""
+    """Settings of the sizes of splits, shared by all sources whose images have one class each."""
 
     task: ClassVar[type[Classification]] = Classification
 
@@ -32,7 +32,7 @@ class SplitSettings(Config):
 def stratified_split(
     labels: np.ndarray, amount: float, seed: int, purpose: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw ``amount`` indices, stratified by class; return (remaining, drawn), each sorted."""
+    """Draw ``amount`` indices (< 1: a share), by class; return (remaining, drawn), each sorted."""
     # amount: share of N (below 1) or number of images. purpose: makes draws of one seed
     # independent. Every class gives its proportion, at least one image if the amount allows.
     if labels.ndim != 1:

@@ -32,7 +32,7 @@ from moecore.statistics.intervals import Interval
 
 
 class TokenLabels:
-    """Labels of tokens (position, word, label, …) in a trace; ``remarks`` say what is omitted."""
+    """A trace's positions, words and labels of tokens; ``remarks``: what cannot be measured."""
 
     def __init__(self, trace: Trace, items: np.ndarray) -> None:
         self.layers = trace.card.layers
@@ -54,7 +54,7 @@ class TokenLabels:
             self.remarks.append("purity: found one label; allowed: two or more")
 
     def by_kind(self, number: int, previous_experts: Tensor | None) -> dict[str, Tensor]:
-        """Return kind of label → labels of layer ``number``, (N or 1, T or 1); −1: unknown."""
+        """Return kind → labels, (N or 1, T or 1; 1: shared), −1: unknown; also previous experts."""
         # previous_experts: the first experts of the previous layer's tokens, (N, T').
         tokens = self.layers[number].tokens
         labels = {"position": torch.arange(tokens)[None]}
@@ -77,7 +77,7 @@ CONTEXT_WORDS = 4  # words before and after an example
 
 
 class TopTokens(NamedTuple):
-    """The K tokens per expert with the highest sort keys, at most one per item; (K, E) each."""
+    """Per expert, K tokens of highest key (probability or random), one per item; each (K, E)."""
 
     keys: Tensor  # descending along K; −1: no token
     items: Tensor
@@ -113,7 +113,7 @@ def update_top_tokens(
 def read_examples(
     trace: Trace, top: TopTokens, layout: TokenLayout, fine: TokenLayout
 ) -> list[list[Example]]:
-    """Read each expert's example tokens in a layer, with pictures or words, best first."""
+    """Read each expert's ``top`` tokens, best first, with crop or words; patches: of ``fine``."""
     experts: list[list[Example]] = [[] for _ in range(top.keys.shape[1])]
     items = top.items[top.keys >= 0].unique().numpy()
     if not len(items):
@@ -173,7 +173,7 @@ class TraceQuantities(NamedTuple):
 
     @property
     def columns(self) -> list[Column]:
-        """Return the columns of the table: the mean over layers, then each layer."""
+        """Return the columns of the page's table: the mean over layers, then one per layer."""
         layers = [(layer.quantities, layer.chances) for layer in self.layers]
         return [(self.mean, self.chances), *layers]
 
@@ -209,9 +209,9 @@ def analyse_trace(
 ) -> TraceQuantities:
     """Return quantities per layer and averaged, with 95 % intervals over items and chance levels.
 
-    Among them is the mutual information of a token's experts and its position, word, label or first
-    expert in the previous layer, minus its mean over permuted labels, as a share of their entropy.
-    With too few items, only the information about positions is measured.
+    Among them is what a token's experts tell about its position, word, label, and first expert in
+    the previous layer: the mutual information minus its mean over permutations of these values, as
+    a share of the values' entropy. With too few items, it is measured for positions only.
 
     Args:
         trace: the trace.
@@ -261,7 +261,7 @@ def analyse_layer(
     analyses: Sequence[Analysis],
     context: expert_roles.OptionalLayerRoleInputs,  # choices of the previous layer
 ) -> tuple[LayerQuantities, expert_roles.ByImage]:
-    """Return a layer's quantities, and name → values (N,) of those measured per item."""
+    """Return a layer's quantities, also against labels, theirs and context; name → values (N,)."""
     record = convert_to_routing_record(routing)
     counts = layer_metrics.expert_counts(routing.chosen)
     dead = layer_metrics.dead_expert_share(counts)  # refuses a layer in which nothing was chosen
@@ -332,7 +332,7 @@ def mean_and_limits(values: np.ndarray) -> Interval:
 
 
 def measure_label_purity(first: Tensor, labels: Tensor, experts: int) -> tuple[np.ndarray, float]:
-    """Return the share of tokens with their expert's majority label: values (N,), and by chance."""
+    """Return the share of tokens with their first expert's main label: values (N,); by chance."""
     # The share is the mean of the items' values; by chance: its mean after permuting labels. first:
     # the tokens' first experts (N, T), −1 for none; labels: (N, 1 or T), −1 if unknown.
     chosen = first.numpy()

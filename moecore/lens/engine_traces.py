@@ -47,7 +47,7 @@ class EngineFacts(NamedTuple):
 
 
 class EngineRequest(NamedTuple):
-    """A request: name in messages, expert ids (T, L, k; −1: not recorded), length of its prompt."""
+    """A request: name in errors, expert ids (T, L, k; −1: not recorded), length of its prompt."""
 
     place: str  # as in messages: a path, and for JSON the line, response and choice
     ids: np.ndarray
@@ -217,7 +217,7 @@ Quantities = dict[str, tuple[np.ndarray, float]]
 
 
 def linearize_statistic(function: Callable[[Tensor], Tensor], rows: np.ndarray) -> np.ndarray:
-    """Return values (R,), whose mean is ``function`` of the mean of rows (R, D), for intervals."""
+    """Return jackknife pseudo-values (R,), with mean ``function`` of the mean of rows (R, D)."""
     return linearize_at_mean(function, torch.from_numpy(rows + 1e-12)).numpy()
 
 

@@ -118,7 +118,7 @@ def record_batches(
     adapters: Any = None,
     file: Path | None = None,
 ) -> int:
-    """Add the routing of a model on batches to ``trace``; return the number of items."""
+    """Run a model, add its routing to ``trace`` and return the item count; errors name ``file``."""
     items = 0
     with eval_mode(model), torch.no_grad():
         for inputs, item_tensors in batches:

@@ -141,7 +141,7 @@ class ExplorerDataCollector:
     def _build_expert_profiles(
         self, load: Tensor, places: Tensor | None, uses: dict[str, Tensor]
     ) -> list[expert_profiles.ExpertProfile]:
-        """Return each expert's load, most typical words and labels, and peak of ``places``."""
+        """Return experts' load, typical words and labels, and largest share of items at a place."""
         # load: (E,); places: see ``ExploredLayer``; uses: "tokens" and "labels" → (1 + V, E), see
         # ``add_choices_by_word_or_label``.
         counts = torch.from_numpy(self.numbers["tokens"])
@@ -234,7 +234,7 @@ def can_explore(layers: Sequence[LayerShape]) -> bool:
 
 
 def count_word_or_label_ids(trace: Trace, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Count each word or label id in items ``parts``: (V,), or (0,) in a trace without ``name``."""
+    """Count ids in the tensor ``name`` of the items at ``parts``: (V,); (0,) without the tensor."""
     counts = np.zeros(0, int)
     for places in parts:
         values = trace.item_tensor(name, places)
@@ -246,7 +246,7 @@ def count_word_or_label_ids(trace: Trace, name: str, parts: Sequence[np.ndarray]
 
 
 def add_choices_by_word_or_label(uses: Tensor, numbers: Tensor | None, chosen: Tensor) -> None:
-    """Add to ``uses`` (1 + V, E) how often tokens with each word or label chose each expert."""
+    """Add choices per word or label to ``uses`` (1 + V, E), row 0: unknown; None: nothing."""
     # Row 1 + n counts tokens with number n, row 0 those with an unknown one; chosen: (N, T, E).
     # numbers: of words or labels, (N,) or (N, T); ignored if T differs from ``chosen``.
     if numbers is not None and numbers.shape[1:] in ((), chosen.shape[1:2]):

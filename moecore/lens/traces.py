@@ -463,7 +463,7 @@ def build_layer_shapes(sizes: Sequence[tuple[int, ...]], layouts: Layouts) -> li
 
 
 def encode_experts_and_weights(record: RoutingRecord) -> tuple[Tensor, Tensor]:
-    """Return each token's experts by decreasing weight, int16 (B, T, S), −1 at the end; weights."""
+    """Return experts by falling weight, int16 (B, T, S), −1 if fewer than S chosen; and weights."""
     chosen = record.chosen
     combine = record.combine.detach()
     if ((combine != 0) & ~chosen).any():

@@ -51,7 +51,7 @@ class AffineRanges(_AffineRanges):
     """± degrees along the columns; images only"""
 
 class AuditSettings(_AuditSettings):
-    """Additional attacks of the audit: PGD from the clean image on the task's loss."""
+    """Settings of PGD from clean images on the task's loss, which audits the listed attacks."""
     images: int = 200
     """The first of the attacked images, at most."""
     steps: int = 20
@@ -165,7 +165,7 @@ class Invariance(_Invariance):
     """Images per pass; results do not depend on it."""
 
 class Lipschitz(_Lipschitz):
-    """Slopes of logits at test images; Lemma 1's bound of MoE layers (Puigcerver et al. 2022)."""
+    """Slopes of logits; check of Lemma 1's bound on MoE layers' slopes (Puigcerver et al. 2022)."""
     images: int = 100
     """Test images, evenly spread."""
     lemma_tokens: int = 64
@@ -223,8 +223,8 @@ class Robustness(_Robustness):
 class RouterAttacks(_RouterAttacks):
     """Settings of several attacks with APGD that use the routers; all of them run.
 
-    Per temperature, the attack ``surrogate`` with and without ``direct``; per weight, APGD on task
-    loss + weight · routing margin (a token's next expert against its k-th); on this margin alone."""
+    Per temperature, ``surrogate`` without and with ``direct``. Per weight, APGD on task loss +
+    weight · routing margin (logit of a token's next expert − its k-th). Once, APGD on that margin."""
     steps: int = 50
     """Steps of APGD in each form."""
     temperatures: tuple[float | Literal['probs'], ...] = ...

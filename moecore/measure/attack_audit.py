@@ -78,7 +78,7 @@ class AttackedPictures(Config):
 
 
 class StrongestAttackGallery(Config):
-    """A few images under the strongest attack (adversarial-moe, figure 5)."""
+    """Images under the attack whose score is worst at the largest ε (adversarial-moe, figure 5)."""
 
     attack: str  # the attack with the worst score at the largest epsilon
     rows: tuple[AttackedPictures, ...]  # in ascending order of epsilon; the first is clean
@@ -87,7 +87,7 @@ class StrongestAttackGallery(Config):
 def build_strongest_attack_gallery(
     target: Target, attacks: Sequence[Attack], number: int, curves: Curves
 ) -> StrongestAttackGallery | None:
-    """Return ``number`` images, evenly spread, per epsilon under the strongest attack, or None."""
+    """Attack ``number`` images by the strongest attack; None for volumes, 0 images or no curves."""
     last = {attack.name: curves[attack.name][-1] for attack in attacks if attack.name in curves}
     if not number or not last or target.images.ndim != 4:  # volumes have no pictures
         return None
@@ -160,7 +160,7 @@ ITERATIVE_ATTACKS = ("pgd", "apgd")
 
 
 class AuditSettings(Config):
-    """Additional attacks of the audit: PGD from the clean image on the task's loss."""
+    """Settings of PGD from clean images on the task's loss, which audits the listed attacks."""
 
     images: int = Field(200, ge=1, description="The first of the attacked images, at most.")
     steps: int = Field(20, ge=1, description="Steps of PGD; one line doubles them.")
@@ -263,7 +263,7 @@ def check_huge_radius(target: Target, attack: Pgd, epsilon: float) -> AuditLine:
 def check_pgd_variants(
     name: str, target: Target, scores: Tensor, others: Mapping[str, Tensor]
 ) -> AuditLine:
-    """Check that no variant's mean score is beyond the worse end of the 95 % interval under PGD."""
+    """Check that no PGD variant (``others``) has a mean score worse than PGD's 95 % interval."""
     # scores: (N,), under PGD; others: how a variant differs, in words → its scores (N,)
     task = target.task
     interval = task.interval(scores, target.people)
@@ -289,7 +289,7 @@ def check_surrogate(target: Target, attack: Pgd, epsilon: float, direct: Tensor)
 def check_black_box(
     target: Target, tries: int, epsilon: float, direct: Tensor, listed: Sequence[Tensor]
 ) -> AuditLine:
-    """Return an ``AuditLine`` on whether gradient-free attacks harm no more than gradient ones."""
+    """Check that black boxes (``listed``, random corners) harm no more than gradients (direct)."""
     # tries: random corners of the ball; direct: worst (N,) by gradient; listed: (N,) per black box.
     corners = (move_to_random_corner(target, epsilon, seed) for seed in range(tries))
     worst = reduce(target.task.worse_scores, [*map(target.worse_scores, corners), *listed])

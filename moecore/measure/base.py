@@ -49,7 +49,7 @@ class MeasuredModel(NamedTuple):
 
 
 class MeasuredPart(Config):
-    """Base of ``Measurement`` and its optional ``parts``: settings, declared metrics and page."""
+    """Base of ``Measurement`` and its parts: they declare settings, metrics and a page section."""
 
     metrics: ClassVar[Mapping[str, Metric]] = {}  # name → metric, for which it puts values
     page: ClassVar[OnPage] = OnPage("")  # title, place and charts of its section of the report
@@ -76,7 +76,7 @@ class MeasuredPart(Config):
         return 0
 
     def places(self) -> Mapping[str, Iterable[Place]]:
-        """Return name in ``Value.at`` → places known from settings before a run: "k" → (1, 2)."""
+        """Return places of values that settings fix, by name in ``Value.at``: "k" → (1, 2)."""
         return {}
 
 
@@ -127,7 +127,7 @@ class Measurement(MeasuredPart, ABC):
 
     @classmethod
     def puts_values(cls) -> bool:
-        """Return whether the report reads results: if metrics or a page title are declared."""
+        """Return whether it declares metrics or a page title: the report then reads its values."""
         return bool(cls.metrics or cls.page.title)
 
     @abstractmethod

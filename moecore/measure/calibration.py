@@ -73,7 +73,7 @@ class HeadInputsAndLabels(NamedTuple):
 
 
 class TokenLossAndConfidence(NamedTuple):
-    """Loss and confidence of every token, (N, M), or of every image, (N,)."""
+    """NLL in nats, Brier score, confidence, hit per token (N blocks, M tokens) or image (N,)."""
 
     nats: Tensor
     squares: Tensor  # Brier score
@@ -241,7 +241,7 @@ class ClassCalibration(CalibrationMeasurementBase):
 
 
 def put_quality(quality: PredictionQuality, when: str, out: Values) -> None:
-    """Put score, NLL, Brier and ECE as ``{name}_{when}``, bins as facts; when: before, after."""
+    """Put score, NLL, Brier, ECE as ``{name}_{when}`` (before, after), bins as data for pages."""
     for name, value in quality._asdict().items():
         if isinstance(value, class_task.ReliabilityBins):
             out.facts.setdefault("bins", {})[when] = value

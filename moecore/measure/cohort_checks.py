@@ -146,7 +146,7 @@ class CohortChecks(Measurement):
 
 
 def put_single_tissue_errors(subject: MeasuredModel, settings: CohortChecks, out: Values) -> None:
-    """Put MAE of model and linear probe: complete volumes and, with tissue maps, single tissues."""
+    """Put MAE of model and linear probe on complete volumes and, given maps, on single tissues."""
 
     def load_errors(name: str, region: int | None) -> linear_probe.ModelAndProbeErrors:
         def compute() -> list[list[float]]:
@@ -173,7 +173,7 @@ def put_single_tissue_errors(subject: MeasuredModel, settings: CohortChecks, out
 
 
 def put_ageing(subject: MeasuredModel, people: People, settings: CohortChecks, out: Values) -> None:
-    """Put share of rises and rank correlation of predictions over age; simulated cohorts only."""
+    """Put how often predictions rise with age, and rank correlation; only for simulated cohorts."""
     if people is None:
         out.facts["not_checked"]["ageing"] = SIMULATED_ONLY
         return
@@ -190,7 +190,7 @@ def put_ageing(subject: MeasuredModel, people: People, settings: CohortChecks, o
 def put_rescans(
     subject: MeasuredModel, people: People, settings: CohortChecks, out: Values
 ) -> None:
-    """Put ``rescan`` (change between scans or sessions) and, simulated, ``rescan_other_site``."""
+    """Put the change between a person's two scans, and of simulated people also of two sites."""
     pairs = [] if people is not None else simulated.session_pairs(subject.data.subjects("test"))
 
     def put_changes(part: Values) -> None:
@@ -233,7 +233,7 @@ def put_region_experts(subject: MeasuredModel, settings: CohortChecks, out: Valu
 
 
 def put_region_generalisation(experts: simulated.RegionExpertGeneralisation, out: Values) -> None:
-    """Put agreement fields, as ``mixed_agreement``; correlations of tissue share and score."""
+    """Put tissue agreement per kind of volume (``mixed_agreement``) and share–score correlation."""
     # volumes: isolated (single tissues), whole, mixed, mixture, or another generator's.
     put_agreement("isolated", experts.test.isolated, out)
     put_agreement("whole", experts.test.complete, out)

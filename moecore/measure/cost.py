@@ -135,7 +135,7 @@ def forward_pass_times(model: nn.Module, images: Images, rounds: int) -> list[fl
 
 
 def peak_memory_and_counting_method(model: nn.Module, images: Tensor) -> tuple[int, str]:
-    """Return peak bytes of a pass without gradients, weights included, and the counting method."""
+    """Return peak bytes of weights and a pass without gradients, and how bytes were counted."""
     tensors = (*model.parameters(), *model.buffers(), images)
     device = model_device(model)
     with eval_mode(model), torch.no_grad(), meter.measuring_peak_memory(tensors, device) as peak:
@@ -153,7 +153,7 @@ def sum_routing_cost(spans: list[ForwardPassSegment], length: Callable[[Any, Any
 def measuring_moe_and_teacher_calls(
     model: nn.Module, mark: Callable[[], Any]
 ) -> Iterator[list[ForwardPassSegment]]:
-    """Record calls of MoE layers, experts and teacher in the list; mark: time or FLOPs so far."""
+    """Yield a list of calls of MoE layers, experts, teacher; mark: returns time or FLOPs so far."""
     spans: list[ForwardPassSegment] = []
     with ExitStack() as stack:
 

@@ -124,7 +124,7 @@ class TracedImages(Config):
 # T tokens: ``special`` ones first, then a ``grid`` of patches with the last axis fastest: two axes
 # for images, three for volumes, one for text.
 class ExplorerData(Config):
-    """Data of explorer.html: routing of N images by token and layer, on the finest layer's grid."""
+    """Data of explorer.html: N images' routing by layer and by token of the finest patch grid."""
 
     special: int
     grid: tuple[int, ...]
@@ -168,7 +168,7 @@ def explore_text(subject: MeasuredModel, settings: Explorer) -> ExplorerData:
 
 
 def trace_variant(model: Model, task: Task, variant: perturbations.PerturbedImages) -> TracedImages:
-    """Route perturbed images; only their encoded pictures leave out the channel of true kinds."""
+    """Route perturbed images; encode pictures without the channel that holds tokens' true kinds."""
     prediction, records = predict_in_batches(model, variant.pixels, BATCH)
     places = picture = None
     if variant.origins is not None:

@@ -143,7 +143,7 @@ def head_features(subject: MeasuredModel, images: np.ndarray) -> Tensor:
 def score_few_shot_draw(
     subject: MeasuredModel, tested: Tensor, few: Tensor, labels: np.ndarray
 ) -> tuple[Tensor, int, Tensor]:
-    """Fit ridges to ``few`` (N, D); return score by penalty, chosen exponent, and by image (M,)."""
+    """Fit ridges to ``few`` (N, D); return test scores by penalty, LOO's exponent, its M scores."""
     # Return the scores (30,) on the test split, the exponent chosen by leave-one-out, and each test
     # image's score with that exponent, (M,) fp64.
     from sklearn.linear_model import Ridge  # slow to import

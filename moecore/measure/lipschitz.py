@@ -118,7 +118,7 @@ def sample_layer_inputs(
 
 
 class LipschitzSlopes(NamedTuple):
-    """Slopes of logits around images, and jumps where experts change, (N,); pixels in [0, 1]."""
+    """Slopes (N,) over pixels in [0, 1]: at images, of margins, of the steepest pair; its jump."""
 
     # ‖J‖₂ of image → logits, the Lipschitz constant in ℓ2 in an arbitrarily small neighbourhood
     # without a change of routing
@@ -211,7 +211,7 @@ def find_steepest_pair(
 def bisect_steepest(
     model: Model, pair: ImagePairSlope, halvings: int
 ) -> tuple[ImagePairSlope, Tensor, Tensor]:
-    """Bisect image pairs to the steeper half; return pairs, whether experts differ, jumps (B,)."""
+    """Keep pairs' steeper half ``halvings`` times; return them, if experts differ, jumps (B,)."""
     # The ratio never decreases, as the change over a pair is at most the sum over its halves. For a
     # continuous model it tends to a local slope; at a jump it doubles with every halving.
     first, second, _ = pair
@@ -248,7 +248,7 @@ def project_to_l2_ball(points: Tensor, centre: Tensor, radius: float) -> Tensor:
 def _steeper_pair(
     best: ImagePairSlope, first: Tensor, second: Tensor, change: Tensor, min_distance: float = 0.0
 ) -> ImagePairSlope:
-    """Return, for each image, the steeper of ``best`` and (first, second) with logit ``change``."""
+    """Return, per image, (first, second) if steeper than ``best`` and ``min_distance`` apart."""
     distance = _lengths(second - first)
     # Over a step of 1e-17, as at the boundary of the ball, rounding would decide the ratio.
     ratio = torch.where(distance > min_distance, change.norm(dim=1) / distance, 0)
@@ -275,7 +275,7 @@ def _unit_rows(rows: Tensor) -> Tensor:
 
 
 class Lipschitz(Measurement):
-    """Slopes of logits at test images; Lemma 1's bound of MoE layers (Puigcerver et al. 2022)."""
+    """Slopes of logits; check of Lemma 1's bound on MoE layers' slopes (Puigcerver et al. 2022)."""
 
     flat_classes = True
     classes_for = "decision"

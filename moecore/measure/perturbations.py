@@ -29,7 +29,7 @@ class PerturbedImages(NamedTuple):
 def iterate_noisy_images(
     clean: Tensor, places: Sequence[int], sigmas: Sequence[float], seed: int, channels: int
 ) -> Iterator[PerturbedImages]:
-    """Yield the images with Gaussian noise of each sigma, in one fixed direction per image."""
+    """Yield images + σ · noise for each σ; noise: fixed by ``places``, first ``channels`` only."""
     # places: indices in the split, which the noise depends on, as in ``stability``. channels: how
     # many get noise.
     noise = standard_normal_noise(np.array(places), tuple(clean.shape[1:]), seed)

@@ -31,7 +31,7 @@ CNN_RATE = 2e-3  # peak of the learning rate
 
 
 class Baselines(MeasuredPart):
-    """Settings of the baselines: the numbers of images and pixels, and the penalties."""
+    """Settings of pixel classifiers: caps of images and pixels, logistic regression's penalties."""
 
     metrics = {"baseline": Metric("{score} of {}", SCORE, SCORE, over="classifier", items="hits")}
 

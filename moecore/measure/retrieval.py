@@ -129,7 +129,7 @@ def caption_overlays(subject: MeasuredModel, images: np.ndarray, labels: Tensor)
 def put_recall(
     name: str, hits: Tensor, at: tuple[int, ...], gallery: int, right: Tensor, out: Values
 ) -> None:
-    """Put recall ``{name}`` at each k of ``at``, mean of hits (N, k), and ``{name}_chance``."""
+    """Put recall@k, mean ``hits`` (N, k), and chance with ``right`` of ``gallery`` candidates."""
     # N queries; gallery: number of candidates; right: (N,), right candidates of each query, or (1,)
     # if equal for all. By chance, all candidates are tied.
     ties = (torch.zeros_like(right), gallery - right, right, at)

@@ -271,7 +271,7 @@ def measure_curve(
 
 
 def put_router_attacks(curves: attack_audit.Curves, images: int, out: Values) -> None:
-    """Put each image's worst score over attacks on routers, and each attack's score as ``part``."""
+    """Put each image's worst score over router attacks; metric ``part``: score of each attack."""
     worst = attack_audit.compute_worst_curve_over_attacks(curves, out.task, images, out.people)
     put_scores("attacked", worst, images, out, attack=ROUTER_ATTACKS_PLACE)
     for name, rows in curves.items():
@@ -286,7 +286,7 @@ def put_scores(
     out: Values,
     **attack: Place,
 ) -> None:
-    """Put scores by ε: ``{key}`` with intervals; ``{key}_at`` without, if ε > 0, and their mean."""
+    """Put ``{key}`` per ε; ``{key}_at``, without interval, per ε > 0 and for the mean over them."""
     scores_by_row = [out.task.decode_scores(row.scores, images).double().numpy() for row in rows]
     for row, scores in zip(rows, scores_by_row, strict=True):
         out.put(key, scores, Interval(row.score, row.low, row.high), **attack, epsilon=row.epsilon)

@@ -132,7 +132,7 @@ class RouterRegret(Measurement):
     def draw_tokens(
         self, model: Model, layer: int, images: np.ndarray, *stream: int
     ) -> "DrawnTokens":
-        """Draw ``self.tokens`` tokens of a layer per image; stream: added integers of the seed."""
+        """Draw ``self.tokens`` tokens of a layer per image; stream: integers appended to SEED."""
         generator = np.random.default_rng([SEED, layer, *stream])
         layout = model.layouts[layer]
         length = layout.special + prod(layout.grid)
@@ -190,7 +190,7 @@ def subset_losses(
 def build_loss_of_repeated_item(
     model: Model, pixels: Tensor, label: Tensor
 ) -> Callable[[int], Tensor]:
-    """Return a function: n → one item's loss in n passes, which may bar different experts, (n,)."""
+    """Return a function: n → losses (n,) of n copies of an item; experts may be barred per copy."""
     if isinstance(model, LanguageTransformer):
         return predict.build_last_block_reader(model, pixels, label)
 

@@ -71,7 +71,7 @@ def declare_layer_metric(label: str, better: str, form: str, note: str, paper: s
 
 
 def declare_expert_map_metrics(place: str, description: str) -> dict[str, Metric]:
-    """Return metrics of a place on the grid of experts: shares of load, probability, experts."""
+    """Return the metrics of a map part ("corner"): its shares of load, probability and experts."""
     metrics = {}
     for key, (name, quantity) in MAP_SHARES.items():
         label, note = f"{name}, {place}", f"{quantity} {description}"

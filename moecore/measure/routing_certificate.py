@@ -155,7 +155,7 @@ def certified_radii(model: Model, images: np.ndarray) -> dict[str, Tensor]:
 
 
 def select_ball_sizes(sizes: Tensor, radii: Tensor) -> Tensor:
-    """Return the ball sizes from 1/16 of the median to 4 times the largest of the radii above 0."""
+    """Return ``sizes``, radii to try, from median / 16 to 4 · maximum of certified radii > 0."""
     proven = radii[radii > 0]
     if len(proven):
         sizes = sizes[(sizes > proven.median() / 16) & (sizes < proven.amax() * 4)]

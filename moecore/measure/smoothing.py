@@ -104,7 +104,7 @@ class Smoothing(Measurement):
         return {"routes": ROUTES}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put radius, abstentions and accuracy with free routes, and with the clean image's."""
+        """Put radius, abstentions, accuracy with copies routed freely, then as the clean image."""
         test = subject.data.test
         indices = evenly_spaced_indices(len(test.labels), self.images)
         few = Split(test.images[indices], test.labels[indices], test.people_at(indices))
@@ -135,7 +135,7 @@ class Smoothing(Measurement):
     def count_copies_per_class(
         self, model: Model, image: Tensor, generator: torch.Generator, is_fixed: bool
     ) -> np.ndarray:
-        """Count classes of an image's (1, C, H, W) noisy copies: guesses, draws, (2, K) int64."""
+        """Count noisy copies (guesses, draws) by class, (2, K) int64; is_fixed: image's routes."""
         # Row 0: of the draws that choose the class; row 1: of the draws that certify it.
         channels, numbers = model.image.channels, (self.guesses, self.draws)
         predicted = []

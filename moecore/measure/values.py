@@ -33,9 +33,10 @@ EVERYWHERE = (-math.inf, math.inf)
 class Metric(NamedTuple):
     """A number that a measurement gives, declared where it is computed.
 
-    ``label`` and ``note`` may contain {} for the place, {baseline} for the baseline MoE, and
-    {score}, {unit}, {tested}, {meaning}, {items} of the task (``report.column.fill_score_words``).
-    ``name`` may contain {} for the place and {score} for the score's name.
+    A value's place says where it was measured, such as at an epsilon or in a layer. ``label`` and
+    ``note`` may contain {} for the place, {baseline} for the baseline MoE, and words for the task's
+    score, which ``report.column.fill_score_words`` fills in: {score}, {unit}, {tested}, {meaning},
+    {items}. ``name`` may contain {} for the place and {score} for the score's name.
     """
 
     label: str  # "" for a metric that charts alone show

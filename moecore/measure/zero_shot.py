@@ -125,8 +125,8 @@ class ZeroShot(Measurement):
 def embed_classes_and_count_unknown(
     subject: MeasuredModel, names: tuple[str, ...], templates: tuple[str, ...]
 ) -> tuple[Tensor, list[int]]:
-    """Return each class's mean prompt, normalised, (K, width w + 3), and unknown word count."""
-    # w columns of the embedding, 3 of the first prompt's fingerprint (see ``two_towers``)
+    """Return (K, w + 3): normalised mean prompt embedding, 1 and hash; and unknown word counts."""
+    # w columns of the embedding; a flag that the prompt exists; a 2-number hash (``two_towers``)
     task = subject.model.image.task
     assert isinstance(task, ImageText)
     tokenizer = load_tokenizer(subject.data.folder, task)

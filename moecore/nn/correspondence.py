@@ -33,7 +33,7 @@ class TokenPairs(NamedTuple):
 
 
 def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> PatchPartners:
-    """Map patch centres of image 1 by R₂ · R₁⁻¹; return the nearest patch of image 2 for each."""
+    """Map each patch centre of image 1 by R₂ · R₁⁻¹ to image 2; return the nearest patch there."""
     # affines_1, affines_2: R (B, D+1, D+1) of both views, original to view, D axes (PRC, §III-C).
     first = affines_1.double()
     second = affines_2.double()

@@ -37,7 +37,8 @@ MAX_SECOND, MAX_THIRD = 0.7979, 0.779  # of GELU's derivatives: |(2 − x²) φ|
 class Deviation(NamedTuple):
     """A layer's activations, and bounds of their change while pixels stay in each of J balls.
 
-    A change is ``tangent`` · the pixels' change plus a rest, bounded by ``radius`` and ``length``.
+    A change is ``tangent`` · the pixels' change plus a rest, which is at most ``radius`` per number
+    and ``length`` (ℓ2) per token. In a stem, ``tangent`` holds derivatives by a window's pixels.
     """
 
     centre: Tensor  # (B, T, d), or (B, C, H, W) in a stem
@@ -85,14 +86,14 @@ class Deviation(NamedTuple):
         return linear_part + self.radius, self.norm(linear_part) + self.length
 
     def after_layer(self, centre: Tensor, tangent: Tensor, radius: Tensor, length: Tensor) -> Self:
-        """Return a copy with a layer's results instead; bounds of the rest limit each other."""
+        """Return a copy with a layer's results; ``radius`` and ``length`` tighten each other."""
         # Each of the two bounds limits the other.
         at = self._replace(centre=centre, tangent=tangent)
         length = torch.minimum(length, at.norm(radius))
         return at._replace(radius=torch.minimum(radius, length), length=length)
 
     def expand_window_derivatives(self, tangent: Tensor) -> Tensor:
-        """Expand a stem's derivatives, stored per window pixel, to all pixels, (P, B, …, H, W)."""
+        """Expand a stem's derivatives, by pixels of a window, to all P pixels, (P, B, …, H, W)."""
         channels, height, width = self.shared.shape[2:]
         count = len(tangent) - len(self.shared)
         side = math.isqrt(count // channels)
@@ -107,7 +108,7 @@ class Deviation(NamedTuple):
         return rest + dense[1:].view_as(rest)
 
     def project_out(self, unit: Tensor) -> "Deviation":
-        """Subtract from the derivatives their projection on unit vectors (B, …) along ``axes``."""
+        """Return a copy, derivatives orthogonal to ``unit`` (B, …), by token (image in a stem)."""
         unit = unit.to(self.tangent)
         if not self.has_windowed_derivatives:
             along = (self.tangent * unit).sum(dim=self.axes, keepdim=True)
@@ -139,7 +140,7 @@ def bound_convolution(at: Deviation, layer: nn.Conv2d) -> Deviation:
 
 
 def convolve_window_derivatives(at: Deviation, layer: Any) -> Deviation:
-    """Convolve the derivatives; an output depends on all pixels in its inputs' windows."""
+    """Return ``at`` with derivatives convolved: by all pixels that an output's inputs depend on."""
     batch, outputs, height, width = layer(at.centre).shape
     if not at.has_windowed_derivatives:
         return at._replace(tangent=at.tangent.new_zeros(0, batch, outputs, height, width))
@@ -346,7 +347,7 @@ def bound_embedding(model: PatchTransformer, at: Deviation) -> Deviation:
 def certify_radius_shares(
     model: PatchTransformer, at: Deviation, chosen: Tensor, guard: float
 ) -> Tensor:
-    """Return the share s (J, B, T) of each ball's radius in which a token keeps its experts."""
+    """Return shares s (J, B, T): within s · radius, MoE layer 1's choice holds by ``guard``."""
     # model: a frozen fp64 copy; at: pixels in [0, 1] and balls; chosen: (B, T, E) of the first MoE
     # layer; guard: taken off margins. Only s up to 1 is proven, and NaN proves nothing.
     at = bound_embedding(model, at)
@@ -362,7 +363,7 @@ def certify_radius_shares(
 
 
 def get_safe_radius_share(at: Deviation, router: nn.Module, chosen: Tensor, guard: float) -> Tensor:
-    """Return the share s (J, B, T) of a ball in which no other expert overtakes a chosen one."""
+    """Return shares s (J, B, T): within s · radius, a router's chosen logits lead by ``guard``."""
     at, weight, bias = bound_logits_input(at, router)
     logits = linear(at.centre, weight, bias)
     shares = torch.full_like(at.length[..., 0], torch.inf)

@@ -58,7 +58,7 @@ class SparsePlan(NamedTuple):
 
     @classmethod
     def build(cls, experts: Tensor, weights: Tensor, processed: Tensor | None, number: int) -> Self:
-        """Return the plan for expert ids (B, T, k), below ``number``, and their ``weights``."""
+        """Return the plan for expert ids (B, T, k) < ``number``; weights 0 if not ``processed``."""
         # processed: (B, T, k) bool, pairs within capacity; None for all.
         # stable: within an expert tokens keep their order, so sums do not depend on the sort
         keys = experts.flatten()
@@ -207,7 +207,7 @@ def _cat_or_single(pieces: list[Tensor]) -> Tensor:
 
 
 def cast_function_output(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return sums in ``dtype``; in torch.compile a new tensor, else torch gives gradient 0."""
+    """Return sums in ``dtype``, copied in torch.compile, where an alias would get gradient 0."""
     if sums.dtype != dtype:
         return sums.to(dtype)
     if torch.compiler.is_compiling():

@@ -19,7 +19,7 @@ PROBABILITY_ONE = 127  # a probability of 1, in the other bits of a mark
 
 
 class EncodedPredictionsAndRouting(config.Config):
-    """A model's encoded predictions and routing of N images, on its finest grid of tokens."""
+    """Best answers and, on the finest grid of tokens, routing of N images, encoded for JSON."""
 
     # Indices into task.answers, best first per image; for a mosaic the best per cell
     answers: tuple[tuple[int, ...], ...]

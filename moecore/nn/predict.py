@@ -114,7 +114,7 @@ def score_and_route_last_blocks(
 def text_perplexity(
     model: LanguageTransformer, tokens: Tensor, streams: int, full_blocks: bool = True
 ) -> float:
-    """Return the perplexity of a text that is read in ``streams`` parts, in evaluation mode."""
+    """Return a text's perplexity, in evaluation mode, read as ``streams`` independent parts."""
     # tokens: (1, n) words, or (2, n) words and true kinds. The text is cut into ``streams`` streams
     # of equal length, which are read block by block from an empty cache. ``full_blocks``: drop a
     # last incomplete block, as papers do. A few streams are cut into parts, which are read in
@@ -178,7 +178,7 @@ def logits_chunk_size(outputs: int, device: torch.device) -> int:
 def build_last_block_reader(
     model: LanguageTransformer, images: Tensor, labels: Tensor
 ) -> Callable[[int], Tensor]:
-    """Read all text blocks but the last; return f(n): nats per word (n,) in n readings of it."""
+    """Read text blocks but the last; return f: n → mean nats per word of n passes over it, (n,)."""
     # images: (1, C, M); all blocks but the last are read once, here. labels: (1, M), next words.
     word_ids, kinds = model.split_words_and_kinds(images)
     states = model.read_earlier(word_ids, kinds)

@@ -114,7 +114,7 @@ def _add_routers_and_candidates(
     routers: dict[nn.Module, nn.Module | None],
     candidates: dict[nn.Module, nn.Module | None],
 ) -> None:
-    """Add module → parent: sure routers to ``routers``, possible routers to ``candidates``."""
+    """Add modules → parents: known router classes to ``routers``, others to ``candidates``."""
     is_ours = isinstance(module, Model) and module.moe is not None
     if is_ours or isinstance(module, MoELayer) or type(module).__name__ in adapters:
         routers.setdefault(module, block)
@@ -310,7 +310,7 @@ def read_llama4_router(router: nn.Module, inputs: tuple[Any, ...], output: Any) 
 
 
 def read_jetmoe_router(router: nn.Module, inputs: tuple[Any, ...], output: Any) -> RoutingRecord:
-    """Return the record of JetMoE's router: pairs of token and choice, sorted by expert."""
+    """Return the record of JetMoE's router, whose output lists token choices by expert."""
     order, _, gates, sizes, logits = output
     numbers = torch.arange(len(sizes), device=order.device)
     counts = torch.tensor(sizes, device=order.device)

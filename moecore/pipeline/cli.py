@@ -332,7 +332,7 @@ def tune_command(name: Question, jobs: JobCount = None, verbose: IsVerbose = Fal
 
 @study_app.command("write")
 def study_write(name: QuestionName = None, number: RoundNumber = None) -> None:
-    """Write the folder in which a question runs, below .runs/; print how its params.yaml changes.
+    """Write a question round's folder in .runs/; print what changes in the params.yaml there.
 
     Without a name: in a project with an overlay.yaml, write params.yaml and dvc.yaml from it; in a
     clone of moecore, write dvc.yaml from the table of stages (moecore/study/stages.py).
@@ -351,7 +351,7 @@ def study_write(name: QuestionName = None, number: RoundNumber = None) -> None:
 
 @study_app.command("new")
 def study_new(name: Annotated[str, Argument(help="small letters, digits and _")]) -> None:
-    """Begin a question: a file pipelines/ours/NAME.yaml to edit, written once."""
+    """Begin a question: write pipelines/ours/NAME.yaml to edit; never overwrite a file."""
     from moecore.pipeline.run_folders import begin_question
 
     typer.echo(f"{begin_question(name)}: edit it, then `moecore study run ours/{name}`")
@@ -423,7 +423,7 @@ def study_check(
     names: QuestionNames = None,
     check_all: Annotated[bool, Option("--all", help="all questions of pipelines/")] = False,
 ) -> None:
-    """Validate every round and preset of questions, and try a small step of their methods."""
+    """Validate all rounds and presets of questions; train a tiny model per method for one step."""
     from moecore.pipeline.run_folders import check_and_add_problems
     from moecore.pipeline.tune import list_tuning_problems
     from moecore.study.questions import find_question, load_questions
@@ -441,7 +441,7 @@ def study_check(
 
 @claims_app.command("check")
 def verify_claim_intervals_and_dates() -> None:
-    """Verify intervals by items' stored scores; print the commits of each claim and its result."""
+    """Recompute intervals from stored scores; print the commits that asked and answered claims."""
     from moecore.report.claims import items_and_dates
     from moecore.study.questions import load_rounds
 
@@ -468,7 +468,7 @@ def verify_claim_intervals_and_dates() -> None:
 
 @claims_app.command("plan")
 def plan_claim_sample_sizes() -> None:
-    """Print the seeds or items that a paper's table needs for intervals of ± half its effects."""
+    """Print how many seeds or items a table needs for intervals of ± half the paper's effects."""
     from moecore.report.claims.answers import collect_corrected_answers, describe_required_samples
     from moecore.study.questions import load_rounds
 

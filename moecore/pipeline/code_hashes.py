@@ -214,7 +214,7 @@ def _defines_measurement_or_pictures(file: Path) -> bool:
 def import_closure(
     path: str | Path, root: Path = ROOT, rooms: Collection[str] = DECIDING
 ) -> set[Path]:
-    """Return ``path`` and all files that it imports, directly or not, below ``root``."""
+    """Return ``path`` and all it imports below ``root``, also indirectly; of moecore: ``rooms``."""
     # rooms: top folders of moecore to follow. ``FOLLOWED_BUT_NOT_HASHED`` files are followed but
     # left out, as are ``__init__`` files with only a docstring. Of a family only the base class is
     # reached: params.yaml names the part. Other files in a module's folder (an atlas) belong to it.
@@ -233,7 +233,7 @@ def import_closure(
 
 
 def list_section_part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Path]:
-    """Return the files of all parts that a parsed section names by ``kind``, and their imports."""
+    """Return the files, with imports, of parts named by ``kind`` in a section of params.yaml."""
     # under: the key of ``section``, which decides if two families have a part of that name. A
     # ``kind`` without a file in a family (a plain choice) adds nothing: imports reach it.
     if isinstance(section, dict):
@@ -260,7 +260,7 @@ def find_outside_module_file(name: str, root: Path = ROOT) -> list[Path]:
 
 
 def hash_each_file(files: Iterable[Path], root: Path = ROOT, shown: bool = False) -> dict[str, str]:
-    """Return path → sha256; shown: include words of ``Metric`` calls, which only pages show."""
+    """Return path → sha256; shown: include the texts in ``Metric`` calls that only pages show."""
     return {file.as_posix(): _code_hash(file, root, shown) for file in sorted(files)}
 
 

@@ -103,7 +103,7 @@ def judge_and_write_failures(target: Target, folder: Path) -> dict[str, Any]:
 
 
 def render_reproduction(target: Target, law: Law, note: str) -> tuple[str, str]:
-    """Return (name, text) of a script that shows a failure; "" if the target needs moecore."""
+    """Return (name, text) of a script that shows a failure; ("", "") if it would import moecore."""
     setup = reproductions.read_setup(target)
     if "moecore" in setup:
         return "", ""

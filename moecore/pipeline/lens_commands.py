@@ -55,7 +55,7 @@ def lens_engine(
     out: Numbers = Path("engine.json"),
     page: Annotated[Path, Option(help="the numbers as a page")] = Path("engine.html"),
 ) -> None:
-    """Print load, caches and agreement of the experts that an engine chose, and write a page."""
+    """Print an engine's expert load, cache hits and agreement with another engine; write a page."""
     from moecore.lens.engine_traces import EngineFacts, analyse_engines, print_mean_rows
     from moecore.lens.page import write_engine_page
 

@@ -88,7 +88,7 @@ def _find_stage_row(stage: str) -> Stage:
 
 
 def _is_exclusive(stage: str, above: Collection[str]) -> bool:
-    """Return whether a stage must run alone; a teacher only if ``above`` has no other teacher."""
+    """Return whether a stage must run alone; a teacher must if it is the only one in ``above``."""
     if _find_stage_row(stage).alone and _find_stage_row(stage).trains:
         return sum(_stage_kind(other) == _stage_kind(stage) for other in above) == 1
     return _find_stage_row(stage).alone or stage.split("-")[0] == TIMED
@@ -238,7 +238,7 @@ def run_stages(
     display: StageDisplay,
     limit: Callable[[], int] | None = None,
 ) -> list[str]:
-    """Run stages, ``jobs`` at a time, until one fails; return the stages that are not done."""
+    """Run stages, ``limit`` or else ``jobs`` at a time, until one fails; return those not done."""
     # above: stage → its direct ancestors. environments: variables of each process that may run.
     # limit: returns how many of the ``jobs`` may run now.
     done: set[str] = set()
@@ -417,7 +417,7 @@ def list_gpus() -> list[str]:
 
 
 def start_and_add_stage_server(environments: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Start a stage server (Linux without GPUs); return the environments for DVC's processes."""
+    """Start the server that forks stages (Linux, no GPU); return environments that use it."""
     # First in PATH is a ``python`` that lets the server run stages; without one, this interpreter.
     import torch
 

@@ -65,7 +65,7 @@ class PilotRow(NamedTuple):
 
 
 class PilotResult(NamedTuple):
-    """Scores per role ("dense", "told": the oracle, …), and how well fitted routers imitate it."""
+    """Scores per role of a method ("told": the oracle, …); agreement of routers fitted to it."""
 
     score: Score
     rows: Mapping[str, PilotRow]
@@ -256,7 +256,7 @@ def pilot_score_kind(task: Task) -> Score:
 
 
 def pilot_verdicts(result: PilotResult) -> list[PilotVerdict]:
-    """Return one verdict per condition for a study of routing or of accuracy."""
+    """Return one verdict per criterion on whether the data suit a study of routing or accuracy."""
     # Differences must exceed the scatter of seeds.
     rows = result.rows
     scatter = result.scatter

@@ -120,7 +120,7 @@ def plan_stages(
 
 
 def stages_changed_by_code(pipeline: StatusAndDag, root: Path = ROOT) -> dict[str, Reasons] | None:
-    """Return stage → edited files it depends on; None if ``code`` reruns for more than edits."""
+    """Return stage → edited files it uses; None if stage ``code`` has other reasons to rerun."""
     # DVC only knows that the stage ``code`` has to run. The code is hashed here as by that stage,
     # and compared with the stage's last result. None: all stages below ``code`` may run.
     entries = pipeline.status.get(CODE_STAGE, [])
@@ -152,7 +152,7 @@ def _strip_dvc_file(addressing: str) -> str:
 
 
 def _stage_kind_by_duration(stage: str) -> str:
-    """Return the kind of a stage, all of whose runs take similar time, such as ``measure@cost``."""
+    """Return a stage's kind, such as ``measure@cost``; stages of a kind take similar time."""
     return stage.split("-")[0] if stage.startswith("measure@") else stage.split("@")[0]
 
 

@@ -180,7 +180,7 @@ def render_project_template(name: str, is_of_user: bool) -> dict[str, str]:
 
 
 def _add_example_method(text: str, study: Mapping[str, Any], name: str, is_run: bool) -> str:
-    """Return a params.yaml with the project's package and its example method ``cosine``."""
+    """Return a params.yaml with the package and method ``cosine``, in run.methods if ``is_run``."""
     # If it lists methods with vmoe, ``cosine`` is added: vmoe with the project's router. study: the
     # values of the complete params.yaml. is_run: ``cosine`` is also added to run.methods.
     packages = ", ".join([name, *study.get("packages", ())])

@@ -16,7 +16,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def run_on_server(python: str, arguments: list[str]) -> int:
-    """Run a stage on the server, else exec ``python``; return its exit code."""
+    """Run a stage on the fork server, if there is one; exec all else; return the exit code."""
     parts = [*arguments, "", ""]
     is_stage = parts[0] == "-m" and parts[1].startswith("moecore.stages.")
     if SOCKET_ENV not in os.environ or not is_stage:

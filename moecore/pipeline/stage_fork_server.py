@@ -35,7 +35,7 @@ Stages = Mapping[str, Callable[..., None]]
 
 
 def start_stage_server(module: str = f"{source_layout.STAGES_PREFIX}fork_server") -> Path:
-    """Start a server that ends with this process; return its folder: ``socket``, ``bin/python``."""
+    """Start a server that forks stages until we end; return its folder: socket and bin/python."""
     folder = Path(tempfile.mkdtemp(prefix="moecore-"))
     path = folder / "socket"
     command = folder / "bin/python"

@@ -61,7 +61,7 @@ class TuningPlan(NamedTuple):
 
 
 def plan_tuning(question: questions.QuestionFile, threshold: float | None = None) -> TuningPlan:
-    """Return the trainings that tune a question; UserError if it has no section ``tune``."""
+    """Plan tuning of rates, or first of a router's threshold (None); UserError without ``tune``."""
     # threshold: the chosen one; None: plan the trainings that choose it, if tuned.
     tuning = question.tuning
     if tuning is None:
@@ -107,7 +107,7 @@ def plan_tuning(question: questions.QuestionFile, threshold: float | None = None
 def choose_fallback_threshold(
     run: TuningPlan, tuned: questions.FallbackThresholdGrid
 ) -> dict[str, Any]:
-    """Choose the threshold with nearly the wanted share of fallbacks; return it, and all shares."""
+    """Return the threshold with nearly the wanted share of fallbacks to top k, and all shares."""
     # Fallback: no expert of a token is above the threshold, so all of its k best are chosen.
     images = Prepared.open(run.folder / "artifacts/data" / questions.TUNED_PHASE).validation.images
     shares = {}

@@ -125,7 +125,7 @@ def continue_words(
 def _logits_after_tokens(
     model: LanguageTransformer, tokens: Tensor, states: Tensor
 ) -> tuple[Tensor, tuple[routing_records.RoutingRecord, ...], Tensor]:
-    """Return the next word's logits (V,) after tokens (M,), routing records, and new states."""
+    """Read tokens (M,); return the next word's logits (V,), routing records, and the new cache."""
     (final, records, _), states = model.read(tokens[None], states)
     return model.predict(final[:, -1:])[0, 0].float().cpu(), records, states
 

@@ -105,7 +105,7 @@ def _root_cause_text(error: BaseException) -> str:
 
 
 def refuse_unexportable(folder: Path, model: Model, purpose: str = "exported") -> None:
-    """Raise UserError if routing needs a teacher, the truth or other inputs of the batch."""
+    """Raise UserError if routing of an item needs a teacher, the truth or the rest of a batch."""
     why = None
     wants = frozenset() if model.moe is None else model.moe.router.wants
     if isinstance(model, method.TeacherRoutedModel):

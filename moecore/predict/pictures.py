@@ -84,7 +84,7 @@ def render_predictions(content: PredictionsPage) -> str:
 def encode_picture_as_tile(
     pixels: np.ndarray, experts: Sequence[np.ndarray], label: str = ""
 ) -> Tile:
-    """Build a tile; pixels: uint8 (1 or 3, H, W); experts: per layer (rows, columns, k)."""
+    """Encode pixels, uint8 (1 or 3, H, W), and experts per layer (rows, columns, k) for a page."""
     image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
     kind = "png" if max(image.size) <= MAX_PNG_SIDE else "jpeg"
     buffer = io.BytesIO()
@@ -258,7 +258,7 @@ def embed_text_file(path: Path, model: two_towers.TwoTowerModel, folder: Path) -
 
 
 def build_nearest_text_reader(texts: EmbeddedTexts, pairs: str) -> OutputReader:
-    """Return a reader that turns an image embedding into a row: nearest text, all cosines."""
+    """Return a reader: image embedding → nearest text, its probability by ``pairs``, cosines."""
     # pairs: the loss of the model's training, sigmoid or softmax.
 
     def row(side: Tensor) -> FileRow:

@@ -88,7 +88,7 @@ class Column(NamedTuple):
     of_pairs: bool = False
 
     def read(self, model: ModelResults) -> Interval | None:
-        """Return a model's value; None if it was not measured, or if ``of_pairs``."""
+        """Return a model's value; None if not measured, or if it compares seeds (``of_pairs``)."""
         result = model.of(self.kind)
         if result is None or self.of_pairs:
             return None
@@ -220,7 +220,7 @@ SCORE_MEANINGS = {  # of scores
 
 
 class MetricColumns(NamedTuple):
-    """Builds the columns of all metrics of one measurement, or of one part of it."""
+    """Builds the columns of a measurement, or of an optional part (added by setting ``within``)."""
 
     stage: str  # the measurement's name
     kind: type[base.MeasuredPart]
@@ -228,7 +228,7 @@ class MetricColumns(NamedTuple):
     fill_in: FillIn | None = None  # for words that depend on several places, or the kind of score
 
     def columns(self, context: ColumnContext) -> list[Column]:
-        """Return all columns; details (single places of a metric with a mean column) come last."""
+        """Return all columns; details, such as single layers if a column has the mean, are last."""
         first: list[Column] = []
         details: list[Column] = []
         for key, metric in self.kind.metrics.items():
@@ -404,7 +404,7 @@ def list_metric_places(results: Iterable[Found], key: str, metric: Metric) -> li
 
 
 def find_metric_values(result: Found, key: str, metric: Metric, at: At | None) -> list[Value]:
-    """Return the values at the places ``at`` (for ``metric.last`` the last one); None: all."""
+    """Return the values at places ``at`` (the last along ``metric.last``); None: at all places."""
     if at is not None and not metric.last:
         return list_without_none([result.find(key, **at)])
     values = [value for value in result.all(key) if set(value.at) == set(metric.places)]

@@ -178,7 +178,7 @@ def round_significant(value: float, digits: int = SIGNIFICANT_DIGITS) -> float:
 def read_model_numbers_for_mlflow(
     study: Path, method: str, seed: int, items: Items
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Return headline numbers of a model by MLflow name, and headline counts by "phase.column"."""
+    """Return MLflow name → headline number, "phase.column" → count (parameters …), of ``items``."""
     # The last training comes first, and of each phase the score, then the score under attack.
     # items: method (this one, and dense, to which some numbers are relative) → paths of up-to-date
     # results, such as routing/pretrain/vmoe/0. Results of other code are omitted.

@@ -53,7 +53,7 @@ class Pictures(NamedTuple):
 
 
 class MeasurementDisplay(NamedTuple):
-    """What the report shows of one measurement, of a part of one, or of another stage."""
+    """What the report shows of a measurement, of an optional part, or of a stage (training …)."""
 
     stage: str  # folder of the results below artifacts/measured; "" for trainings
     kind: type[base.MeasuredPart]
@@ -97,7 +97,7 @@ class MeasurementDisplay(NamedTuple):
         return [*pictures.above(phase), block, *pictures.more(phase)]
 
     def main_column(self, phase: PhaseResults) -> str:
-        """Return the name of the column that summarises the block while it is folded."""
+        """Return the name of the column that a folded block of the report shows as its summary."""
         name = self.kind.page.about
         context = build_column_context(phase, self.kind)
         metric = self.kind.metrics.get(name)
@@ -132,7 +132,7 @@ def list_measurements_with_values() -> list[str]:
 
 
 def list_calculations(results: StudyResults) -> list[tuple[MeasurementDisplay, PhaseResults]]:
-    """Return (display, result) per calculation; the result is wrapped as a phase with one model."""
+    """Return (display, result as a phase) per calculation, which is a model-free measurement."""
     if not results.calculations:
         return []
     displays = {display.stage: display for display in list_displays() if not display.within}

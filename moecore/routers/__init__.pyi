@@ -254,9 +254,9 @@ class SoftSlots(_SoftSlots):
 class TeacherRouted(_TeacherRouted):
     """Let the teacher's router choose and weigh experts; the student's only imitates it.
 
-    The regularizer `router_kl` teaches the student's router. The teacher's router learns from the
-    task and from the balance of `load`; `importance` and `router_kl` read the student's probs.
-    Measurements read the router that decides."""
+    `router_kl` teaches the student's router. The teacher is frozen except for its router, which
+    learns from the task and the loss `load`; `importance` and `router_kl` read the student's probs.
+    Measurements read the router that decides: the teacher's, unless `inference` is `student`."""
     k: int = 2
     """experts per token"""
     noise_std: float = 1.0

@@ -23,7 +23,7 @@ from moecore.training.surgery.expert_reduction import ExpertReduction
 
 
 class MethodSection(Config):
-    """The settings of a method in params.yaml, read for measurements of region experts."""
+    """The settings of a method, of which measurements read ``regions``: one expert per tissue."""
 
     method: Annotated[Method, params_reader.ParamsKeyTemplate("methods.{method}")]
 

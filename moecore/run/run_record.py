@@ -177,7 +177,7 @@ def _publish_history(folder: Path, published: Path) -> None:
 
 @contextmanager
 def hold_work_folder(item: str, key: str) -> Iterator[Path]:
-    """Lock and yield ``.state/<item>/<key>``, for checkpoints and history; remove it on success."""
+    """Lock and yield ``.state/<stage run>/<input hash>``, for checkpoints; remove it on success."""
     # item: path of the execution, such as ``pretrain/vmoe/0``. key: a hash of all inputs, so that a
     # stage continues only work with the same inputs.
     home = Path(".state") / item

@@ -50,7 +50,7 @@ class StageInputs:
         hash_files: Sequence[Path] = (),  # from ``list_code_hash_json_files``
         **item: object,  # values of the placeholders in keys of params.yaml, such as ``method``
     ) -> None:
-        """Hash all inputs; UserError if code was edited since the first stage (code) hashed it."""
+        """Hash all inputs; UserError if code was edited after stage ``code`` hashed it."""
         self._recorded = {  # source file → the hash under which DVC caches the stage's result
             Path(name): digest for file in hash_files for name, digest in read_json(file).items()
         }
@@ -161,7 +161,7 @@ def hash_input_files(inputs: Iterable[str | Path]) -> dict[str, str]:
 
 
 def hash_syntax(tree: ast.AST, shown: bool = False) -> str:
-    """Return the sha256 of a syntax tree; it is the same on Python 3.11 to 3.13."""
+    """Return a syntax tree's sha256, equal on Python 3.11 to 3.13; ``shown``: with page texts."""
     # Ignored are statements that are only a string (docstrings), ``pass``, methods that only
     # `moecore check` calls (``_is_check_only_method``), and unless ``shown`` the words of calls of
     # ``Metric`` and all arguments of ``OnPage``.
@@ -171,7 +171,7 @@ def hash_syntax(tree: ast.AST, shown: bool = False) -> str:
 
 
 def _add_node(node: Any, add: Callable[[str], None], shown: bool) -> None:
-    """Pass the text of a syntax tree to ``add`` in pieces: node types, fields, constants."""
+    """Pass a tree to ``add`` as texts: types, fields, constants; ``shown``: page texts, too."""
     if node.__class__ is ast.Call and not shown:
         node = _without_page_texts(node)
     if node.__class__ is list:

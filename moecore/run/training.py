@@ -89,7 +89,7 @@ class TrainingRun:
         return self.recorded
 
     def read_log(self) -> outcome.LoggedPoints:
-        """Return all logged points, the seconds and the warnings, including those before a kill."""
+        """Return logged points, computing time (s), routing warnings, including before a kill."""
         lines = read_lines(self.record.folder)
         points = [(step, values) for step, _, values in logged_points(lines)]
         warnings = [line for _, point in routing_points(lines) for line in point.warnings]

@@ -80,7 +80,7 @@ class BpeFileSettings(_BpeFileSettings):
     """Number of words of its vocabulary, checked"""
 
 class CaptionedMosaic(_CaptionedMosaic):
-    """Captioned mosaics; the layouts (classes of the cells) of the test are in no other split."""
+    """Mosaics captioned with the class of each cell; no other split has a test mosaic's layout."""
     source: _FashionMnist | _Digits
     """Source of the cells; its splits stay separate"""
     train: int = 20000
@@ -145,12 +145,12 @@ class Ciphers(_Ciphers):
     """Draws the ciphers, and the cipher of each paragraph"""
 
 class Clusters(_Clusters):
-    """Images of a cluster k, whose label is a sign; the feature of another cluster k' disturbs it.
+    """Images of K clusters, labelled by a random sign; another cluster's feature disturbs each.
 
-    Each cluster has two random unit vectors of d numbers, its feature and its centre. An image has
-    P = g² patches of d = p² pixels, in random order: one is y·α times the feature of k, one β times
-    the centre of k, one ε·γ times the feature of k', the others are noise. y and ε are random signs
-    (−1 or 1), α, β and γ random factors. The label is y; the known group is k."""
+    Each cluster k has two random unit vectors of d numbers, its feature and its centre. Its images
+    have P = g² patches of d = p² pixels, in random order: one is y·α times the feature of k, one β
+    times its centre, one ε·γ times the feature of another cluster, the others are noise. y and ε
+    are −1 or 1, α, β, γ factors, all random. The label is y; models do not see k, the image's kind."""
     train: int = 16000
     """Number of images for training"""
     validation: int = 4000
@@ -214,7 +214,7 @@ class ColumnNames(_ColumnNames):
     """train, validation or test; empty: drawn"""
 
 class Dialects(_Dialects):
-    """Images of ``source``, each in one of D dialects, which has its own permutation of labels.
+    """Images of ``source``, each in one of D dialects: changed pixels, and a permutation of labels.
 
     ``mosaic``: ``grid`` × ``grid`` cells in separate dialects; a channel marks one cell, whose
     label is the mosaic's. ``cells``: without a mark, every cell has a label. An additional channel,
@@ -340,10 +340,10 @@ class Flickr30k(_Flickr30k):
     """dataset_flickr30k.json"""
 
 class ImageFolder(_ImageFolder):
-    """Images in ``root/{train,validation|val,test}/<class>/``, or, to split, ``root/<class>/``.
+    """Images in ``root/{train,validation|val,test}/<class>/``, or all in ``root/<class>/``.
 
-    A split without its own folder is split off ``train``. Every image is resized so that its short
-    side is ``size``, then cropped to its centre."""
+    A missing ``validation`` or ``test`` is drawn from ``train``, or from ``root`` if that has no
+    ``train``. Images are resized so that the short side is ``size``, then cropped to the centre."""
     seed: int = 0
     """Seed of the splits and of the limits below"""
     validation: float = 0.1
@@ -433,7 +433,7 @@ class Phantom(_Phantom):
     """Voxel side, mm; 2: 3 mm scans resampled to 96³"""
 
 class Scripts(_Scripts):
-    """Renderings of letters: the label is the character, each pixel's known group its script.
+    """Renderings of letters, labelled by character; a channel hidden from models has the script.
 
     Each image has a font, size, rotation, shear and shift drawn from the seed, the character and
     the image's number. A letter that a font leaves blank, or draws with the pixels of a letter
@@ -521,10 +521,10 @@ class Spreadsheet(_Spreadsheet):
     """A regular expression for the T1's file name, whose group is the site"""
 
 class Subspaces(_Subspaces):
-    """Images B_k z plus noise: B_k one of D random orthonormal bases, z of r normal numbers.
+    """Images of the form B_k z + noise: B_k one of D random orthonormal bases, z r normal numbers.
 
-    The label is the largest entry of z, the known group is k. An image and its negative are equally
-    likely, so a linear router never sends both to one expert."""
+    The label is the index of z's largest entry; models do not see k, the image's kind. An image and
+    its negative are equally likely, so a linear router never sends both to one expert."""
     train: int = 16000
     """Number of images for training"""
     validation: int = 4000

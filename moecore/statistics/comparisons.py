@@ -108,7 +108,7 @@ class Difference(NamedTuple):
 
 
 def linearize_by_person(values: np.ndarray, people: intervals.People) -> np.ndarray:
-    """Return one value per person, (M,); their mean equals the mean of the images' values (N,)."""
+    """Linearise the mean of images (N,) as a mean over people, (M,), to estimate its variance."""
     # people: (N,), the person of each image. None, or one image per person: ``values`` as they are.
     values = np.asarray(values, np.float64)
     images = intervals.indices_by_person(people)

@@ -184,7 +184,7 @@ def squared_cv(values: Tensor) -> Tensor:
 def draw_image_permutations(
     images: int, number: int, seed: int, people: People = None
 ) -> Iterator[np.ndarray]:
-    """Yield ``number`` random permutations (N,) of the indices of the images."""
+    """Yield ``number`` random permutations (N,) of images; with ``people``, of whole people."""
     # With people (N,), a person swaps all images with a person who has equally many.
     random = np.random.default_rng(seed)
     by_person = indices_by_person(people) or list(np.arange(images)[:, None])

@@ -32,7 +32,7 @@ CLAIM_NAME_KEY = "claim"  # of an entry of asks: the claim's name
 
 
 class PrintedUntestedMetrics(Config):
-    """Metrics shown next to a paper's numbers without a claim; ``levels`` adds a linearity test."""
+    """Metrics without a claim, shown next to a paper's; ``levels`` adds a test of a linear rise."""
 
     study: str
     phase: str
@@ -42,7 +42,7 @@ class PrintedUntestedMetrics(Config):
 
 
 class CalculationRatio(Config):
-    """Two values of a calculation whose ratio is printed next to a paper's."""
+    """The ratio of two calculated values (``places``), shown with the paper's (``printed``)."""
 
     study: str
     places: tuple[str, str] = Field(description="such as two models")
@@ -134,7 +134,7 @@ def load_named_claims(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def parse_asked_claim(entry: Any) -> tuple[str, str, dict[str, Any]]:
-    """Return (paper's folder, claim's name, changed keys) of one entry of ``asks``."""
+    """Split an entry of ``asks`` (claims to answer): paper's folder, claim's name, changed keys."""
     changes = dict(entry) if isinstance(entry, dict) else {CLAIM_NAME_KEY: entry}
     folder, _, name = str(changes.pop(CLAIM_NAME_KEY, "")).partition("/")
     return folder, name, changes
@@ -143,7 +143,7 @@ def parse_asked_claim(entry: Any) -> tuple[str, str, dict[str, Any]]:
 def resolve_asked_claims(
     document: YamlDocument, root: Path
 ) -> tuple[list[dict[str, Any]], dict[tuple, tuple[YamlDocument, tuple]]]:
-    """Return the claims that ``asks`` names, and each key's source: (document, keys in it)."""
+    """Return the claims in ``asks``, and each key of them → its source (document, keys in it)."""
     asks = document.data[ASKS]
     if not isinstance(asks, list):
         text = f"found {show_value(asks)}; allowed: a list of claims, paper/name"

@@ -179,7 +179,7 @@ def merge_settings(base: Any, over: Any) -> Any:
 
 
 def _compose_methods(layers: Sequence[SettingsLayer]) -> dict[str, Chain]:
-    """Return method → its entries (layer, name), lowest first; UserError if a method has none."""
+    """Return method → (layer, name) of it and its bases (``from``), lowest first, or UserError."""
     names: dict[str, str] = {}  # name → its place in a list
     for layer in layers:
         if "methods" in layer.replaced:
@@ -204,7 +204,7 @@ def _compose_methods(layers: Sequence[SettingsLayer]) -> dict[str, Chain]:
 def _method_chain(
     name: str, layers: Sequence[SettingsLayer], above: tuple[Place, ...] = ()
 ) -> Chain:
-    """Return (layer, name) of the entries merged to a method, lowest first; () if it is unknown."""
+    """Return (layer, name) of a method and bases not in ``above``, lowest first; () if unknown."""
     # above: the entries merged over this method.
     layers = layers_after_replacement(layers, "methods")
     for at, layer in reversed(list(enumerate(layers))):

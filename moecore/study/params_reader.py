@@ -113,7 +113,7 @@ def _list_error_lines(
     places: Mapping[str, Keys],
     absent: Collection[str],
 ) -> list[str]:
-    """Return one line per validation error, in the order of the file."""
+    """Return a line per error in file order, none for ``absent``; places: field → keys in file."""
     # places: keys of fields in the document, if not their names; absent: fields already reported.
     texts: dict[Keys, list[tuple[str, str]]] = {}
     for item in error.errors(include_url=False):

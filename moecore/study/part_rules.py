@@ -56,7 +56,7 @@ def list_settings_misfits(keys: tuple, settings: Any, around: Surroundings) -> M
 
 
 def walk_settings(keys: tuple, value: Any, around: Surroundings) -> Placed:
-    """Yield (keys, settings, surroundings) of each settings object in ``value``, outer first."""
+    """Yield (keys, settings, their method, model and data) of each settings object, outer first."""
     if isinstance(value, Config):
         yield keys, value, around
         around = value.surround(around)
@@ -77,7 +77,7 @@ def data_surroundings(study: Study, previews: Previews, phase: str) -> Surroundi
 
 
 def sections_to_check(study: Study, previews: Previews) -> Placed:
-    """Yield (keys, settings, surroundings) of each section that is checked."""
+    """Yield (keys, settings, their method, model and data) of each method and section to check."""
     pretraining = data_surroundings(study, previews, "pretrain")
     for name, method in study.methods.items():
         around = pretraining if name in study.run.methods else Surroundings()

@@ -62,7 +62,7 @@ Grid = Annotated[tuple[float, ...], AfterValidator(_check_grid)]
 
 
 class FallbackThresholdGrid(config.Config):
-    """Grid from which a router's threshold is chosen, by the wanted share of fallbacks (ERMoE)."""
+    """Grid of a threshold (ERMoE), chosen by the share of tokens with no score above it."""
 
     method: str
     values: Grid
@@ -117,7 +117,7 @@ class WorldBaselineAccuraciesSection(config.Config):
 
 
 class QuestionFile:
-    """A question's file with its layers, rounds and presets."""
+    """A research question's file: its layers of settings, runs (rounds) and optional presets."""
 
     def __init__(self, root: Path, name: str) -> None:
         self.root = root
@@ -160,7 +160,7 @@ class QuestionFile:
         return self.root / PIPELINES / RESULTS_FOLDER / f"{self.name}.json"
 
     def find_old_files(self, suffix: str) -> dict[str, Path]:
-        """Return part (a round's number, or "tuned") → its file of moecore 0.3."""
+        """Return round or "tuned" → file of results, or items (``suffix``), from moecore 0.3."""
         paths = sorted(self.results_path.parent.glob(f"{self.results_path.stem}.*{suffix}"))
         parts = {path.stem.rpartition(".")[2]: path for path in paths}
         return {part: path for part, path in parts.items() if _is_results_key(part)}
@@ -210,7 +210,7 @@ class QuestionFile:
     def read_round_or_preset(
         self, document: YamlDocument, directives: Sequence[str]
     ) -> params_layers.SettingsLayer:
-        """Return a round or preset as a layer; the claims named under ``asks`` are complete."""
+        """Return a round or preset as a layer, with the claims that ``asks`` names filled in."""
         # directives: keys of ``document`` that are not sections.
         packages = tuple(name for layer in self.layers for name in layer.document.packages)
         return self._expand_claims(params_layers.read_layer(document, packages, directives))

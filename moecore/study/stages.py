@@ -324,7 +324,7 @@ def hash_file_name(path: str) -> str:
 
 
 def find_stage_of_command(arguments: Sequence[str]) -> str:
-    """Return the stage that Python's ``arguments``, -m moecore.stages.SCRIPT WORD …, run."""
+    """Return the stage that -m moecore.stages.SCRIPT WORD … runs, else raise StopIteration."""
     script, *rest = arguments[1:]
     script = script.rpartition(".")[2]
     names = [stage.name for stage in STAGE_ROWS if stage.module == script]

@@ -100,7 +100,7 @@ def _is_from_outside(part: Part) -> bool:
 
 
 def _run_family_checks(part: Any, experts: Experts | None, images: ImageSpec | None) -> None:
-    """Run the checks of a part's family on it; AssertionError if it fails."""
+    """Check a part as its family (base class, such as Router) asks; AssertionError if it fails."""
     if part.family is Router and experts is not None:
         testing.check_router(part, experts)
     elif part.family in (Backbone, Teacher):
@@ -134,7 +134,7 @@ def _try_model(part: Any, images: ImageSpec | None) -> None:
 
 
 def _try_measurement(measurement: Measurement) -> None:
-    """Check a measurement on a small ViT; AssertionError if it is wrong, UserError if untried."""
+    """Check a measurement on a small ViT; AssertionError: wrong, UserError: it cannot run there."""
     # A measurement that fails here may work with the study's models and images.
     subject = MeasuredModel(check_helpers.small_vit(), check_helpers.small_data())
     if refusal := measurement.applies(subject):
@@ -159,7 +159,7 @@ def _try_task(task: Task) -> None:
 
 
 def trial_step_misfits(study: Study, faulty: Collection[tuple] = ()) -> Misfits:
-    """Yield (keys, message) for methods whose small training step fails."""
+    """Yield (keys, message) per method whose small training step fails; skips ``faulty`` keys."""
     # faulty: keys of known faults; methods and text towers that have one are left out.
     for name in study.run.methods:
         method = study.methods[name]

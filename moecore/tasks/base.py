@@ -53,7 +53,7 @@ class ExtraTestMetrics(Config):
 class Task(Part, ABC):
     """Base of all tasks: losses, scores and checks for labels of one form, such as classes.
 
-    Defaults are for a real number per image that is not a class.
+    Default methods are for labels that are one real number per image, as in regression.
     """
 
     of_text: ClassVar[bool] = False  # a prediction per word; no views, no pixels
@@ -101,7 +101,7 @@ class Task(Part, ABC):
         return output
 
     def drawn(self, labels: Tensor, draws: BatchDraws) -> Tensor:
-        """Return the labels that one training step uses; by default ``labels`` without a draw."""
+        """Return one step's labels, e.g. one random caption per image; default: ``labels``."""
         return labels
 
     @abstractmethod
@@ -142,7 +142,7 @@ class Task(Part, ABC):
 
     @abstractmethod
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
-        """Return the sum of a training batch's scores, a scalar tensor on the batch's device."""
+        """Return the sum of a batch's scores, a scalar on its device, for a running mean."""
         # learned: (M,) int64 image indices; their mean score times B is returned instead.
 
     def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
@@ -206,7 +206,7 @@ class Task(Part, ABC):
     def needs_classes(cls, what: str) -> str | None:
         """Return the reason why this task's labels do not allow ``what``, or None if they do.
 
-        what: "label_smoothing", "shots", "mix", "distillation", "decision" (one right class),
-        "share" (an image is right or wrong), "classes" (there are any), "one_class" (one per
-        image), "confidence" (an answer has a probability), "class_maps" (experts per class).
+        what: a feature ("label_smoothing", "shots", "mix" of images, "distillation", "class_maps"
+        of experts) or a property: "classes", "one_class" (one per image), "decision" (one right
+        class), "share" (an image is right or wrong), "confidence" (answers have a probability).
         """

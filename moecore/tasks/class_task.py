@@ -82,7 +82,7 @@ def class_confidence(logits: Tensor) -> Tensor:
 
 
 def class_nll(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the NLL in nats, (N,) fp64: of a softmax, or for labels (N, K) of K sigmoids."""
+    """Return the NLL in nats, (N,) fp64: of a softmax; for labels (N, K), the sum of K sigmoids."""
     logits = logits.double()
     if labels.ndim == 2:  # −y ln σ(z) − (1 − y) ln(1 − σ(z)), in a form that is finite for every z
         return (torch.nn.functional.softplus(logits) - labels * logits).sum(dim=1)

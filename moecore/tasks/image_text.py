@@ -184,7 +184,7 @@ def row_cross_entropy(logits: Tensor, right: Tensor, hidden: Tensor) -> Tensor:
 
 
 def missing_caption_mask(texts: Tensor) -> Tensor:
-    """Return whether captions (…, d + 3) are missing: 0 after d embedding numbers; bool (…)."""
+    """Return which captions (…, d + 3) are missing, bool (…): number d is 0 if missing, else 1."""
     return texts[..., -ID_LENGTH - 1] == 0
 
 
@@ -196,7 +196,7 @@ def cosine_matrix(images: Tensor, texts: Tensor) -> Tensor:
 
 
 def similarity_logits(images: Tensor, texts: Tensor) -> Tensor:
-    """Return scale · cosine + bias, (N, n); ``images`` (N, d + 1) hold both; texts: (n, d + 3)."""
+    """Return scale · u·v + bias, (N, n), of (N, d + 1: scale · u, bias), (n, d + 3: v, 1, id)."""
     return images @ texts[:, :-ID_LENGTH].T
 
 
@@ -244,7 +244,7 @@ def image_to_text_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> 
 
 
 def tie_hit_probability(above: Tensor, wrong: Tensor, right: Tensor, at: tuple[int, ...]) -> Tensor:
-    """Return the probability that, in random tie order, a right answer is in the first k."""
+    """Return the probability that any right answer is in the first k, with ties in random order."""
     # (n, len(at)) fp64: 1 − C(wrong, r)/C(wrong + right, r), r = k − above ranks are for the tie.
     # above: (n,), answers before the tie; wrong, right: (n,), numbers of answers in the tie.
     cutoffs = torch.tensor(at, dtype=torch.float64, device=above.device)

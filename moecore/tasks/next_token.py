@@ -94,7 +94,7 @@ class NextToken(Task):
         return float(-(shares * shares.log()).sum())
 
     def storage_format(self, images: int) -> tuple[tuple[int, ...], type]:
-        """Return one int32 per block: a text is stored as words, and has no separate labels."""
+        """Return (images,) and int32, which are not used: a text's labels are its stored words."""
         return (images,), np.int32
 
     def check(self, labels: np.ndarray, what: str) -> None:
@@ -159,6 +159,6 @@ class _MeanCrossEntropy(torch.autograd.Function):
 
 
 def _split_by_logits(values: Tensor, logits: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Split ``values`` into chunks of the rows that hold CHUNK_SIZE ``logits`` (or ``values``)."""
+    """Split ``values`` into chunks of rows, each with CHUNK_SIZE ``logits`` (or ``values``)."""
     vocabulary = values.shape[-1] if logits is None else logits.shape[-1]
     return values.split(max(MIN_CHUNK_ROWS, CHUNK_SIZE // vocabulary))

@@ -124,7 +124,7 @@ def check_task(task: Task, prediction: Tensor, labels: np.ndarray, wrong: np.nda
     """Check that a task keeps the promises of tasks.
 
     The loss is a finite fp32 scalar, the mean of the items' losses, with a finite gradient. The
-    running sum agrees with the mean of the scores, and encoded scores decode to the same scores.
+    task's ``running`` returns the scores' sum, and encoded scores decode to the same scores.
     Labels have their storage format, and wrong labels are a UserError in one line.
 
     Args:
@@ -288,7 +288,7 @@ def _check_fits_declared_metrics(settings: Measurement, found: Found) -> None:
 
 
 def _check_places(settings: Measurement, result: Found) -> None:
-    """Raise AssertionError unless values and charts have the coordinates that metrics declare."""
+    """Raise AssertionError unless values and charts have the places that ``Metric.over`` names."""
     metrics = settings.all_metrics()
     used: dict[str, list[set[str]]] = {}  # metric → places of its values
     for value in result.values:

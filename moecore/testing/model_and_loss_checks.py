@@ -285,7 +285,8 @@ def check_router(router: Router | type[Router], experts: Experts = own_layers.EX
 def check_balance(balance: Balance | type[Balance]) -> None:
     """Check that a balance keeps the promises of balances.
 
-    A router with the balance passes ``check_router``, and evaluation does not change its state.
+    A balance evens the load of experts without a loss. A router with the balance passes
+    ``check_router``, and evaluation does not change its state.
 
     Args:
         balance: settings, or their class, whose defaults are checked.

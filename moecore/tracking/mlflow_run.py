@@ -73,7 +73,7 @@ def routing_curve_points(lines: list[dict]) -> list[Point]:
 
 
 def parent_run_curve_points(lines: list[dict], phase: str) -> list[Point]:
-    """Return the points for the parent run: names with the phase, no pace, only main losses."""
+    """Return the parent run's points, by phase: of losses total and task; no ``PROGRESS_NAMES``."""
     pace = [f"train/{name}" for name in PROGRESS_NAMES]
     return [
         (name.replace("/", f"/{phase} ", 1), value, at, step)

@@ -76,7 +76,7 @@ def group_by_method_and_seed(histories: Iterable[ExecutionHistory]) -> list[Meth
 
 
 def newest_training_by_phase(histories: Iterable[ExecutionHistory]) -> dict[str, ExecutionHistory]:
-    """Return phase → newest training, without those of an earlier pretraining."""
+    """Return phase → newest training, unless it began before the newest pretraining."""
     newest = sorted(
         (run for run in histories if run.header["stage"] in TRAINING_PHASES),
         key=lambda run: (run.run_state()[0] == "RUNNING", run.has_ended, run.header["t"]),

@@ -92,9 +92,9 @@ def routing_loss(
 ) -> Tensor:
     """Return the weighted sum of regularizers, and of the routers' own losses, as a scalar.
 
-    To add to the loss of another training loop. With gradient accumulation, call it per pass: a
-    loss of means over tokens (``z_loss``, ``entropy``) is then the mean over equally large passes,
-    but one of a batch's use of experts (``importance``, ``load``, ``switch_balance``) is stricter.
+    To add to the loss of another training loop. With gradient accumulation, call it in each forward
+    pass: means over tokens (``z_loss``, ``entropy``) are averaged if passes are equally large, but
+    balance losses (``importance``, ``load``, ``switch_balance``) demand balance in each pass.
 
     Args:
         records: of one forward pass, as ``trace`` collects them.

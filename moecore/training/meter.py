@@ -63,7 +63,7 @@ class Meter:
 
     @contextmanager
     def measuring_memory(self, tensors: Iterable[Tensor], is_measured: bool) -> Iterator[None]:
-        """If ``is_measured``, measure the block's peak memory; the next average returns it."""
+        """If ``is_measured``, measure the peak memory, which ``average_over_ranks`` returns."""
         if not is_measured:
             yield
             return
@@ -72,7 +72,7 @@ class Meter:
         self.memory_bytes = peak.size
 
     def average_over_ranks(self, last_good: str) -> tuple[dict[str, float], dict[str, LayerTotals]]:
-        """Return means and MoE layers' totals since ``start()``; UserError for non-finite loss."""
+        """Return means, layer totals since ``start()``; NaN or ∞: UserError with ``last_good``."""
         size = rank_and_size().size
         summed = torch.cat([torch.stack(list(self.sums.values())), *self.routing.values()])
         bad = self.first_bad.double()
@@ -126,7 +126,7 @@ def sum_layer_routing(record: RoutingRecord) -> Tensor:
 def average_and_check_metrics(
     meter: Meter, model: nn.Module, step: int, rate: float, last_good: str
 ) -> tuple[dict[str, float], dict[str, LayerTotals]]:
-    """Return the meter's averages and the learning rate; UserError if weights are not finite."""
+    """Return averages, learning rate; weights not finite: UserError with the text ``last_good``."""
     values, routing = meter.average_over_ranks(last_good)
     values["learning_rate"] = rate
     # A checkpoint must not hold weights that are not finite.

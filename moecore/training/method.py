@@ -97,7 +97,7 @@ class TextTowerMethod(TowerRouting):
 def list_loss_misfits(
     router: Router | None, key: str, losses: Sequence[Regularizer], before: Sequence[str] = ()
 ) -> config.Misfits:
-    """Yield (keys, message) for kinds repeated or in ``before``, and absent ``router.own_loss``."""
+    """Yield misfits of list ``key``: a kind twice or in ``before``, or no ``router.own_loss``."""
     kinds = list(before)
     for index, loss in enumerate(losses):
         if loss.kind in kinds:
@@ -284,7 +284,7 @@ class Method(TowerRouting):
         return 1 + any("two_views" in regularizer.needs for regularizer in self.regularizers)
 
     def for_finetuning(self, k: int | None, guided: bool, same_classes: bool = False) -> "Method":
-        """Return the method for fine-tuning: ``k``, if not None; no upcycling and no regions."""
+        """Adapt to fine-tuning: ``k`` if set; teacher if ``guided``; no upcycling, no regions."""
         # ``guided_finetuning`` or ``guided``: whether losses that need a teacher are kept, not
         # replaced by ``unguided_regularizers``; hard distillation also needs the ``same_classes``.
         if self.guided_finetuning is not None:
@@ -397,7 +397,7 @@ def attach_required_guide(model: BackboneModel, guide: Guide | None) -> Model:
 def aligned_teacher_blocks(
     student: tuple[int, ...], ours: tuple[int, ...], theirs: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return, per MoE block of the student, the teacher's block at the same relative depth."""
+    """Return the teacher's block at the relative depth of each MoE block of ``student``."""
     # ours, theirs: blocks per stage of student and teacher. −1 without a counterpart: the teacher
     # is too shallow, or has other stages.
     if len(ours) != len(theirs):

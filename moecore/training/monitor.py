@@ -36,7 +36,7 @@ class LayerTotals(NamedTuple):
 
 
 class LayerStatistics(Config):
-    """Statistics of one MoE layer's routing between two logged points."""
+    """Load, entropy, margin and idle experts of one MoE layer between two logged points."""
 
     load: tuple[float, ...]  # share of the choices per expert; zeros if no token chose
     max_violation: float | None  # MaxVio: largest load / mean load − 1; 0: even
@@ -57,7 +57,7 @@ class RoutingPoint(Config):
     warnings: tuple[str, ...] = ()
 
     def curve_values(self) -> dict[str, float | None]:
-        """Return curve → value: four curves per MoE layer, and ``agreement with last epoch``."""
+        """Return curve → value: max_violation, dead, token_entropy, margin by layer; agreement."""
         values: dict[str, float | None] = {"agreement with last epoch": self.agreement}
         for name, layer in self.layers.items():
             for quantity in ("max_violation", "dead", "token_entropy", "margin"):
@@ -108,7 +108,7 @@ def _layer_statistics(
 def _find_warnings(
     layer: LayerStatistics, last: LayerStatistics | None, dead_after: int
 ) -> list[str]:
-    """Return lines on experts newly without tokens for ``dead_after`` steps, and on a collapse."""
+    """Return warnings new since ``last``: experts idle for ``dead_after`` steps, collapsed load."""
     idle_before = [0] * len(layer.idle) if last is None else last.idle
     died = [str(e) for e, steps in enumerate(layer.idle) if idle_before[e] < dead_after <= steps]
     lines = []

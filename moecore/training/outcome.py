@@ -24,7 +24,7 @@ ClassMap = tuple[float | None, ...]  # mean probability per expert; None for a c
 
 
 class TissueRoutingRow(Config):
-    """The experts of the last MoE layer that process one tissue (ERMoE-ba, supplement §3)."""
+    """A tissue's top experts and token shares in the last MoE layer (ERMoE-ba, supplement §3)."""
 
     region: str  # the tissue; random_<tissue> for equally many voxels at random places in the brain
     experts: tuple[tuple[str, float], ...]  # the two with the highest mean score, and that score
@@ -47,7 +47,7 @@ class WatchedImagesRouting(Config):
 
 
 class RoutingOverTraining(Config):
-    """How routing changes in training; agreement: share of tokens with the same top-1 expert."""
+    """Routing in training and fine-tuning; agreement: share of tokens with equal top-1 experts."""
 
     agreement_with_final: Agreement = ()  # after each epoch, on validation images
     agreement_consecutive: Agreement = ()  # between epochs

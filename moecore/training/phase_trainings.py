@@ -57,7 +57,7 @@ def iterate_router_fit(
 
 
 def compute_stream_length(data: Prepared, batch: int) -> int | None:
-    """Return training tokens per stream of ``batch`` streams; None if the task has no streams."""
+    """Return training tokens per stream of a text cut into ``batch`` streams; None without text."""
     if not data.task.long:
         return None
     test_words = len(data.tokens("test"))

@@ -179,7 +179,7 @@ def _probe_bf16_speedup(device: str) -> float:
 
 
 def _shortest_time(call: Callable[[], object]) -> float:
-    """Return the shortest time (s) of 40 calls, or of as many as fit into 0.2 s (emulation)."""
+    """Return the shortest time (s) of 40 calls, or of those in 0.2 s (emulated bf16 is slow)."""
     call()
     times: list[float] = []
     while len(times) < 40 and sum(times) < 0.2:
@@ -281,7 +281,7 @@ class CompiledBlocks:
 
     @contextmanager
     def using_compiled_blocks(self) -> Iterator[None]:
-        """Use the compiled blocks in the ``with`` block, except in the first such block."""
+        """Use compiled blocks in the ``with`` block; the first time, the blocks run eagerly."""
         blocks = self.blocks if self.begun else []
         self.begun = True
         for block, forward in zip(blocks, self.ready, strict=False):

@@ -227,7 +227,7 @@ class TeacherRouterFit(config.Config):
 
 
 def local_image_generators(generator: Generator, batch: Batch) -> Generator | list[Generator]:
-    """Return ``generator``; for several ranks one per local image, drawing as one rank would."""
+    """Return ``generator``, or for several ranks one per local image, in its state on one rank."""
     ranks = rank_and_size()
     if ranks.size == 1:
         return generator

@@ -27,7 +27,7 @@ class TissueIsolationSchedule(NamedTuple):
     def isolate_volumes(
         self, volumes: Tensor, indices: Tensor, step: int, epoch: int, draws: streams.BatchDraws
     ) -> tuple[Tensor, Tensor]:
-        """Reduce some volumes (B, C, D, H, W) to one tissue; return volumes and regions (B,)."""
+        """Reduce some volumes (B, C, D, H, W) to one tissue; return all, and tissues (B,) or −1."""
         # indices: (B,), of volumes in the split. The regions, (B,) int64, are tissues or NO_TISSUE.
         # Regions take turns, so that every expert learns at every step.
         region = (torch.arange(draws.batch_size) + step) % len(self.channels)

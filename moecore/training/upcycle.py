@@ -28,7 +28,7 @@ ALLOWED = "timm's ViT, DeiT and Swin, whose blocks have an mlp of fc1, activatio
 
 
 def inherit_learned_windows(config: Settings, image: ImageSpec, dense: BackboneModel) -> Settings:
-    """Return ``config``; a Swin without ``pretrained_windows`` takes the windows of ``dense``."""
+    """Return ``config``; a Swin with null ``pretrained_windows`` gets window sizes of ``dense``."""
     theirs = dense.config
     if not isinstance(config, SwinSettings) or not isinstance(theirs, SwinSettings):
         return config

@@ -138,7 +138,7 @@ class PublishedSource(SplitSettings, Source):
         return place, roots[0]
 
     def _split_rows(self, labels: np.ndarray, test_labels: np.ndarray) -> dict[str, np.ndarray]:
-        """Return split → indices of kept images in the training set followed by the test set."""
+        """Return split → indices of kept images in the joined training and test sets."""
         train, validation = split_train(labels, self)
         all_labels = np.concatenate([labels, test_labels])
         test = np.arange(len(labels), len(all_labels))
@@ -355,7 +355,7 @@ def caption_task(settings: Any, tokenizer: tokenizers.Tokenizer) -> image_text.I
 def tokenize_and_count_captions(
     captions: Sequence[Sequence[str]], tokenizer: tokenizers.Tokenizer, task: Any
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Return tokens int32 (N, C, M), and counts of captions, cut captions and unknown words."""
+    """Return tokens int32 (N, captions, context); counts: captions, truncated, unknown words."""
     tokens = np.full((len(captions), task.captions, task.context), image_text.NO_CAPTION, np.int32)
     counts = {"captions": 0, "cut": 0, "unknown": 0}
     encoded_texts: dict[str, tokenizers.EncodedCaption] = {}

@@ -40,7 +40,7 @@ class PackedJpegFacts(NamedTuple):
 
 
 class SplitToWrite(NamedTuple):
-    """Labels as the task stores them; images as chunks uint8 (n, C, H, W), .npy or JPEG file."""
+    """Labels for the task, and images to write: chunks uint8 (n, C, H, W), .npy or JPEG file."""
 
     labels: np.ndarray
     images: Iterable[np.ndarray] | Path | PackedJpegFacts

@@ -69,7 +69,7 @@ def open_text(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Open a split's blocks and next words (N, M), as ``cut_labelled_blocks`` cuts them.
 
-    Blocks are (N, C, M); (N, 2C, M) where token kinds (known groups) are stored, which come last.
+    Blocks are (N, C, M), C = context + 1; (N, 2C, M) if C blocks of the tokens' kinds follow.
     """
     rows = open_tokens_with_kinds(folder, card, split)
     block = card["size"][0]
@@ -82,7 +82,7 @@ def open_text(
 
 
 def open_tokens_with_kinds(folder: Path, card: Mapping[str, Any], split: str) -> np.ndarray:
-    """Open a split's tokens, int32 (1, n); (2, n) where their kinds (known groups) are stored."""
+    """Open a split's tokens, int32 (1, n); (2, n) if their kinds (such as dialects) are stored."""
     shape = (card["tokens"][split],)
     tokens = open_array(folder / f"{split}_tokens.npy", shape, np.int32)
     if "truth" not in card:

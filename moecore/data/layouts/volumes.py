@@ -34,7 +34,7 @@ USUAL_BRIGHTNESS = (0.2, 0.85)  # mean over the brain of a normalised T1-weighte
 
 
 class VolumeSplitToWrite(NamedTuple):
-    """Subjects; for each, a volume float16 (1, D, H, W) and regions uint8 (R, D, H, W) or None."""
+    """Subjects to write; each: volume float16 (1, D, H, W), tissues uint8 (R, D, H, W) or None."""
 
     subjects: Sequence[VolumeSubject]
     volumes: Iterable[tuple[np.ndarray, np.ndarray | None]]

@@ -249,7 +249,7 @@ def template_from_maps(
 
 
 def compute_inside_shares(offset: float, distance: np.ndarray) -> np.ndarray:
-    """Return voxel shares inside a surface moved out ``offset`` mm; distance: to it before, mm."""
+    """Return voxel shares inside a surface moved ``offset`` mm out; distance: mm to the old one."""
     return np.clip(0.5 + (offset - distance) / VOXEL_MM, 0, 1)
 
 

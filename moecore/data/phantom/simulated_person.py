@@ -129,7 +129,7 @@ def shift_tissue_boundaries(
 def tissue_exchange_map(
     source: np.ndarray, sink: np.ndarray, amount: float, weight: np.ndarray, back_weight: np.ndarray
 ) -> np.ndarray:
-    """Return the share of each voxel that turns from source into sink tissue; negative: back."""
+    """Return voxel shares, ``amount`` in sum, that turn from source into sink; < 0: the reverse."""
     # amount: sum over voxels; negative moves back. weight, back_weight: per voxel and direction.
     if amount > 0:
         return tissue_removal_map(source, weight, amount)

@@ -32,7 +32,7 @@ PROMPT_TEMPLATES = ("a photo of a {0}",)  # adds the words of zero-shot prompts 
 
 
 class CaptionedMosaic(CombinedImageSource):
-    """Captioned mosaics; the layouts (classes of the cells) of the test are in no other split."""
+    """Mosaics captioned with the class of each cell; no other split has a test mosaic's layout."""
 
     task: ClassVar[type[ImageText]] = ImageText
     sided: ClassVar[bool] = True  # captions say left and right

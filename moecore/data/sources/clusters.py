@@ -16,12 +16,12 @@ CENTRE_RANGE = (1.0, 2.0)  # range of β
 
 
 class Clusters(DrawnSource):
-    """Images of a cluster k, whose label is a sign; the feature of another cluster k' disturbs it.
+    """Images of K clusters, labelled by a random sign; another cluster's feature disturbs each.
 
-    Each cluster has two random unit vectors of d numbers, its feature and its centre. An image has
-    P = g² patches of d = p² pixels, in random order: one is y·α times the feature of k, one β times
-    the centre of k, one ε·γ times the feature of k', the others are noise. y and ε are random signs
-    (−1 or 1), α, β and γ random factors. The label is y; the known group is k.
+    Each cluster k has two random unit vectors of d numbers, its feature and its centre. Its images
+    have P = g² patches of d = p² pixels, in random order: one is y·α times the feature of k, one β
+    times its centre, one ε·γ times the feature of another cluster, the others are noise. y and ε
+    are −1 or 1, α, β, γ factors, all random. The label is y; models do not see k, the image's kind.
     """
 
     kind: Literal["clusters"] = "clusters"
@@ -52,7 +52,7 @@ class Clusters(DrawnSource):
     def draw_images(
         self, rule: np.ndarray, number: int, random: np.random.Generator
     ) -> DrawnImages:
-        """Draw values (number, S, S), scaled to at most ±1 without noise, labels and clusters."""
+        """Draw values (number, S, S), a signal within ±1 plus noise; also labels and clusters."""
         dimension = self.patch**2
         features, centres = rule
         labels, signs = random.integers(2, size=(2, number))

@@ -196,7 +196,7 @@ def is_colour_change(change: Change) -> bool:
 
 
 class Dialects(mosaic.CombinedImageSource):
-    """Images of ``source``, each in one of D dialects, which has its own permutation of labels.
+    """Images of ``source``, each in one of D dialects: changed pixels, and a permutation of labels.
 
     ``mosaic``: ``grid`` × ``grid`` cells in separate dialects; a channel marks one cell, whose
     label is the mosaic's. ``cells``: without a mark, every cell has a label. An additional channel,

@@ -11,10 +11,10 @@ from moecore.data.stratified_splits import split_train, stratified_limit, strati
 
 
 class ImageFolder(image_files_source.ImageFilesSource):
-    """Images in ``root/{train,validation|val,test}/<class>/``, or, to split, ``root/<class>/``.
+    """Images in ``root/{train,validation|val,test}/<class>/``, or all in ``root/<class>/``.
 
-    A split without its own folder is split off ``train``. Every image is resized so that its short
-    side is ``size``, then cropped to its centre.
+    A missing ``validation`` or ``test`` is drawn from ``train``, or from ``root`` if that has no
+    ``train``. Images are resized so that the short side is ``size``, then cropped to the centre.
     """
 
     kind: Literal["image_folder"] = "image_folder"

@@ -57,7 +57,7 @@ Rendering = tuple[CharacterFonts, Font, np.random.Generator]
 
 
 class Scripts(Source):
-    """Renderings of letters: the label is the character, each pixel's known group its script.
+    """Renderings of letters, labelled by character; a channel hidden from models has the script.
 
     Each image has a font, size, rotation, shear and shift drawn from the seed, the character and
     the image's number. A letter that a font leaves blank, or draws with the pixels of a letter

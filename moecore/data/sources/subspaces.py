@@ -14,10 +14,10 @@ MAX_DEVIATIONS = 4.0  # standard deviations of a pixel that are stored unclipped
 
 
 class Subspaces(DrawnSource):
-    """Images B_k z plus noise: B_k one of D random orthonormal bases, z of r normal numbers.
+    """Images of the form B_k z + noise: B_k one of D random orthonormal bases, z r normal numbers.
 
-    The label is the largest entry of z, the known group is k. An image and its negative are equally
-    likely, so a linear router never sends both to one expert.
+    The label is the index of z's largest entry; models do not see k, the image's kind. An image and
+    its negative are equally likely, so a linear router never sends both to one expert.
     """
 
     kind: Literal["subspaces"] = "subspaces"
@@ -43,7 +43,7 @@ class Subspaces(DrawnSource):
     def draw_images(
         self, rule: np.ndarray, number: int, random: np.random.Generator
     ) -> DrawnImages:
-        """Draw values (number, S, S) in units of four SDs of a pixel, labels and subspaces."""
+        """Draw values (number, S, S), where 1 is four SDs of a pixel, labels and subspaces."""
         kinds = random.integers(self.subspaces, size=number)
         coordinates = random.standard_normal((number, self.rank))
         deviation = (self.rank / self.size**2) ** 0.5  # of a pixel, over subspaces

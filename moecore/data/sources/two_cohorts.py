@@ -92,7 +92,7 @@ class TwoCohorts(CohortSettings, base.Source):
         test_subjects: Sequence[VolumeSubject],
         test_table: CohortTable,
     ) -> dict[str, list[int]]:
-        """Return split → indices in the list of subjects of ``first``, then of ``second``."""
+        """Return split → indices in the joined list of subjects of ``first`` and ``second``."""
         train_sites = {subject.site for subject in train_subjects} - {""}
         lines = [
             f"{test_table.places[subject.participant_id]}: {subject.participant_id}: "

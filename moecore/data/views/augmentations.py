@@ -27,7 +27,7 @@ def adjust_brightness(pixels: Tensor, factor: Tensor) -> Tensor:
 
 
 def adjust_contrast(pixels: Tensor, factor: Tensor) -> Tensor:
-    """Blend with the mean grey of the image, rounded to a whole level."""
+    """Blend with the image's mean grey, a whole level; factor: 0 is grey, 1 the unchanged image."""
     return _blend(_grey(pixels).mean((1, 2, 3), keepdim=True).add(0.5).floor(), pixels, factor)
 
 

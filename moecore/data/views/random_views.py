@@ -114,7 +114,7 @@ class ViewSettings(Config):
                 yield ("randaugment", "names"), f"found saturation, {why}; allowed: others"
 
     def pixel_misfits(self, around: Surroundings) -> Misfits:
-        """Yield (key, message) per setting that edits pixels, if a channel has true token kinds."""
+        """Yield (key, message) per setting that edits pixels if a channel has tokens' groups."""
         for key in ("randaugment", "jitter", "erasing"):
             if around.has_truth and getattr(self, key):
                 yield ("views", key), f"found a change of pixels, {format_truth_refusal(around)}"
@@ -248,7 +248,7 @@ def mix_batch(
     source: Generator | BatchDraws,
     take_partners: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Mix images with random others of the batch; return (B, C, H, W) and soft labels (B, K)."""
+    """Mix with random images of the complete batch; return (B, C, H, W) and soft labels (B, K)."""
     # take_partners: returns images and labels at positions (B,) of the complete batch; None if
     # ``images`` are all of it. λ is per image; CutMix's is the exact share of unreplaced pixels.
     if why := task.needs_classes("mix"):

@@ -26,7 +26,7 @@ def uniform_draws(draws: BatchDraws, low: float, high: float) -> Tensor:
 
 
 def affines_from_matrix_rows(rows: tuple, columns: tuple, count: int) -> Tensor:
-    """Build affines (count, 3, 3) from their first two rows; the third is 0 0 1."""
+    """Build affines (count, 3, 3) with the matrix rows ``rows``, ``columns`` and 0 0 1."""
     affines = torch.zeros(count, 3, 3, dtype=torch.float64)
     for row, entries in enumerate((rows, columns, (0, 0, 1))):
         for column, entry in enumerate(entries):
@@ -63,7 +63,7 @@ def flip_affines(mirrored: Tensor, width: float) -> Tensor:
 
 
 def recentre_affines(affines: Tensor, height: float, width: float) -> Tensor:
-    """Convert affines (B, 3, 3) about the image's corner to affines about its middle."""
+    """Return affines (B, 3, 3) that do at the image's middle what ``affines`` do at its corner."""
     to_middle = translation_affines(-height / 2, -width / 2, len(affines))
     return translation_affines(height / 2, width / 2, len(affines)) @ affines @ to_middle
 
@@ -100,7 +100,7 @@ def to_device_async(values: Tensor, device: torch.device) -> Tensor:
 
 
 def warp_images(images: Tensor, affines: Tensor, size: tuple[int, int], fill: str) -> Tensor:
-    """Sample uint8 images bilinearly; return views fp32 (B, C, *size) in 0..255."""
+    """Map uint8 images by affines, bilinearly, to fp32 (B, C, *size) in 0..255; fill: padding."""
     # affines: image to view. Outside the image: 0 (zeros), the nearest pixel (border) or the
     # mirrored image (reflection). Strong shrinking is not smoothed.
     height, width = images.shape[-2:]
@@ -147,7 +147,7 @@ class MixedSizeImageList:
 def cut_parts_seen_by_views(
     images: MixedSizeImageList, affines: Tensor, size: tuple[int, int], fill: str
 ) -> tuple[Tensor, Tensor]:
-    """Return each view's image window, padded to uint8 (B, H, W, C), and its affine to the view."""
+    """Return each view's padded part of the image, uint8 (B, H, W, C), and affines part → view."""
     # The affine maps the part to the view; ``fill`` pads the part outside of the image.
     corners = torch.tensor([[0, 0, size[0], size[0]], [0, size[1], 0, size[1]], [1, 1, 1, 1]])
     reached = (invert_affines(affines) @ corners.to(torch.float64))[:, :2]
@@ -325,6 +325,6 @@ def volume_flip_affines(mirrored: Tensor, length: float) -> Tensor:
 
 
 def centred_volume_affines(affines: Tensor, size: Sequence[float]) -> Tensor:
-    """Convert affines (B, 4, 4) about the volume's corner to affines about its middle."""
+    """Return affines (B, 4, 4) that do at the volume's middle what ``affines`` do at its corner."""
     half = torch.tensor(size, dtype=torch.float64).div(2).expand(len(affines), 3)
     return volume_translations(half) @ affines @ volume_translations(-half)

@@ -133,7 +133,7 @@ def table_of_usable_rows(
     problems: list[SubjectProblem],
     places: dict[str, str],
 ) -> CohortTable:
-    """Return a table that omits duplicates, and subjects with problems; people: id → table rows."""
+    """Return the subjects without problems or duplicates, and all problems; people: id → rows."""
     splits = {}
     split_problems = []
     for who, rows in people.items():
@@ -156,7 +156,7 @@ def table_of_usable_rows(
 
 
 def format_absent_diagnoses(diagnoses: tuple[str, ...] | None, counts: Counter[str]) -> str:
-    """Return the error text if no row has one of ``diagnoses``; counts: rows per diagnosis."""
+    """Return the error text for a table with none of ``diagnoses``; counts: rows per diagnosis."""
     counted = ", ".join(f"{name} ({number})" for name, number in sorted(counts.items()))
     listed = ", ".join(diagnoses or ())
     return f"no participant's diagnosis is one of {listed} (`diagnoses`); found: {counted}"
@@ -247,7 +247,7 @@ def split_cohort(
     splits_by_user: Mapping[str, str] | None = None,  # participant → split
     places: Mapping[str, str] | None = None,  # participant → file:line, for messages
 ) -> dict[str, list[int]]:
-    """Return split → indices of ``subjects``; all volumes of a participant are in one split."""
+    """Return split → indices of ``subjects``; each participant is in one, preset or drawn."""
     # A function of the seed and the participants, not of their order.
     # A participant is stratified by the youngest age, which overwrites the others.
     oldest_first = sorted(subjects, key=lambda subject: -subject.age)

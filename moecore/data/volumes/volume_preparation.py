@@ -81,7 +81,7 @@ def describe_grid_mismatch(t1: Volume, other: Volume) -> str | None:
 
 
 def _read_header(path: Path) -> tuple[Any, Any]:
-    """Return nibabel's header, without extensions, and the file object of the values."""
+    """Return nibabel's header, without extensions, and the path of the file of voxel values."""
     # ``nibabel.load`` decompresses unneeded extensions of whatever length the file claims, and
     # skips as many values of .mgz; a few megabytes of gzip hold gigabytes of zeros.
     from nibabel import MGHImage, Nifti1Image, Nifti1Pair, Nifti2Image, Nifti2Pair

@@ -54,7 +54,7 @@ class FittedCalibrator(Config, ABC):
 class Calibrator(Part, ABC):
     """Base of calibrators, which are fitted on a split and then correct a model's predictions.
 
-    They are parts: params.yaml names one by ``kind``. One of next words subclasses Temperature.
+    params.yaml selects one by ``kind``. A calibrator of next words must subclass Temperature.
     """
 
     predicts: ClassVar[Literal["classes", "numbers"]]  # its input: logits (N, K), or numbers (N,)
@@ -177,7 +177,7 @@ def fit_by_group(
 
 
 def select_fits(fits: Mapping[str, Fit], pooled: Fit, groups: Sequence[str], n: int) -> list[Fit]:
-    """Return each prediction's fit: its group's, or the pooled one with a warning; n of them."""
+    """Return the fit of each of ``n`` predictions: its group's, else with a warning ``pooled``."""
     if len(groups) != n:
         raise UserError(
             f"calibrate: {len(groups)} groups for {n} predictions; allowed: one "

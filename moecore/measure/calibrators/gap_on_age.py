@@ -46,7 +46,7 @@ class FittedGapOnAge(base.FittedByGroupBase):
         groups: Sequence[str] | None = None,
         ages: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Return ŷ − g(y), (N,) fp64, by the group's curve, or the pooled one."""
+        """Return ŷ − g(y), (N,) fp64; g: gap expected at age y, of the group or else pooled."""
         if ages is None:
             raise files.UserError(
                 "calibrate.calibrator: gap_on_age corrects by the known age, which is missing; "

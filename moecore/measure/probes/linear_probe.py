@@ -114,7 +114,7 @@ def model_and_probe_errors(
 def compare_probe_errors_of_tissues(
     tissues: Mapping[str, ModelAndProbeErrors], people: People = None
 ) -> dict[tuple[str, str], Interval]:
-    """Return (b, a) → probe error on b − on a, neighbours in TISSUE_ORDER; {} if one is missing."""
+    """Return (b, a) → probe error, tissue b − a, b next after a in TISSUE_ORDER; {} without all."""
     if any(name not in tissues for name in TISSUE_ORDER):
         return {}
     changes = {(b, a): tissues[b].probe - tissues[a].probe for a, b in pairwise(TISSUE_ORDER)}

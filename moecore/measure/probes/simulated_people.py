@@ -136,7 +136,7 @@ def session_pairs(subjects: Sequence[Mapping[str, str]]) -> list[tuple[int, int]
 
 
 class TissueAgreement(NamedTuple):
-    """Share of cubes whose best expert is their tissue's, mean over people, and chance levels."""
+    """Share of a person's cubes whose best expert is their tissue's; three chance levels of it."""
 
     people: int
     cubes: int
@@ -174,7 +174,7 @@ def tissue_sums_by_cube(shares: np.ndarray, grid: tuple[int, ...]) -> np.ndarray
 
 
 def measure_tissue_agreement(sorts: Sequence[RoutedCubes]) -> TissueAgreement:
-    """Return how often a cube's best expert is its tissue's; sorts: N volumes under each mask."""
+    """Return how often a cube's best expert is its tissue's; sorts: N volumes per tissue filter."""
     cube_tissues = np.concatenate([cubes.largest_tissue for cubes in sorts], axis=1)
     first = np.concatenate([cubes.best_expert for cubes in sorts], axis=1)
     tissues = np.arange(sorts[0].amounts.shape[-1])

@@ -72,7 +72,7 @@ def _expert_counts_at_least_one(counts: Tensor) -> Tensor:
 
 
 def count_windows_by_expert_uses(chosen: Tensor, length: int) -> Tensor:
-    """Count, per image, the (window, expert) pairs with 0 … m uses, (B, m + 1) int64."""
+    """Count (window, expert) pairs by how many of m tokens chose the expert, (B, m + 1) int64."""
     # chosen: (B, T, E) bool. Windows of ``length`` m tokens start at every token.
     if length > chosen.shape[1]:
         raise UserError.at(
@@ -85,7 +85,7 @@ def count_windows_by_expert_uses(chosen: Tensor, length: int) -> Tensor:
 
 
 def compute_consistency_f1_by_threshold(uses: np.ndarray) -> np.ndarray:
-    """Return F1 per θ, (m + 1,), if a window loads experts with ≥ θ uses for all its tokens."""
+    """Return F1 per θ, (m + 1,), if a window's tokens use the experts that ≥ θ of them chose."""
     # A window loads experts with at least θ uses: F1 = 2·served / (m·loaded + needed), with served
     # the uses of loaded experts and needed all uses.
     served, needed_and_loaded = _sum_f1_terms_by_threshold(uses[None])
@@ -100,7 +100,7 @@ def consistency_by_image(uses: np.ndarray) -> np.ndarray:
 
 
 def _sum_f1_terms_by_threshold(uses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return F1's terms by θ, (B, m + 1): uses of loaded experts, and m · loaded experts + uses."""
+    """Return F1's terms by θ, (B, m + 1): uses of experts with ≥ θ uses; m · their count + uses."""
     length = uses.shape[1] - 1
     weighted = uses * np.arange(length + 1)
     served = np.flip(np.flip(weighted, 1).cumsum(axis=1), 1)
@@ -113,7 +113,8 @@ def measure_consistency_by_window(
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Return F1 of how well one set of experts serves a window of m tokens, per window size m.
 
-    patches: (B, T, E). "consistency_{m}" → F1 by image, (B,), and → F1 of shuffled tokens; m < T.
+    patches: (B, T, E). Both dicts have the keys "consistency_{m}" of m < T. The values are F1 by
+    image, (B,), in the first, and F1 of shuffled tokens (chance) in the second.
     """
     values, chances = {}, {}
     number, length = patches.shape[:2]
@@ -197,7 +198,7 @@ def record_choices_from_earlier_layer(model: Model) -> Iterator[dict[str, list[T
 def choice_predictability(
     predicted: Tensor, chosen: Tensor
 ) -> tuple[dict[str, np.ndarray], dict[str, float], dict[str, float]]:
-    """Score choices foretold from a layer earlier, (B, T, E): by image, chance, all images."""
+    """Score choices predicted a layer earlier, (B, T, E): metrics by image, by chance, overall."""
     # Returns name → (B,) with the metric as mean; name → chance; name → metric of the whole layer.
     # early_choice: share of a token's experts that are among its early ones; by chance k / E.
     # early_load: cosine of both loads; by chance with an even load. early_load_rank: Spearman's

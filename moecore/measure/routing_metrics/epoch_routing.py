@@ -229,7 +229,7 @@ class EpochRecorder(NamedTuple):
         write_json(self.folder / f"traces/{epoch:04d}.json", traces.model_dump(mode="json"))
 
     def read_traces(self) -> tuple[outcome.WatchedImagesRouting, ...]:
-        """Return predictions and routing of each watched epoch; UserError if one is missing."""
+        """Return predictions and routing of ``choose_explorer_epochs``; UserError if missing."""
         places = explorer_image_indices(self.data, MAX_IMAGES)
         watched = []
         for epoch in choose_explorer_epochs(self.epochs):
@@ -256,7 +256,7 @@ def saturation_by_image(chosen: Sequence[np.ndarray]) -> list[np.ndarray]:
 def encode_agreement_of_epochs(
     first: Sequence[np.ndarray], people: np.ndarray | None
 ) -> dict[str, str]:
-    """Return pair of epochs, as "with_final_half" → (N,) shares of equal first experts, as text."""
+    """Encode shares (N,) of equal first experts; key "with_final_half": middle and last epoch."""
     # "with_final" and "consecutive" at a quarter and half of the epochs; "consecutive" also at the
     # end and as mean. first: per epoch, (N, L, T) integers; people: (N,).
     last = len(first) - 1

@@ -101,7 +101,7 @@ class OverlappingCrops(Config):
 
 
 def draw_crop_pair(images: np.ndarray, layout: TokenLayout, seed: int) -> OverlappingCrops | None:
-    """Return two random crops of the first image whose crops share half of its patches."""
+    """Draw two crops per image; return the first pair that shares half of its patches or more."""
     # Without such an image: of the one whose crops share most. images: uint8 (N, C, H, W), N ≥ 1.
     # None for volumes and for images of a single patch.
     if images.ndim != 4 or math.prod(layout.grid) == 1:
@@ -272,7 +272,7 @@ def one_hot_kinds(images: np.ndarray, layout: TokenLayout, kinds: int) -> Tensor
 
 
 def count_expert_use(record: RoutingRecord, special: int, kinds: Tensor) -> ExpertUseByImage:
-    """Count, per image and expert, the tokens that chose it; find its most probable patch."""
+    """Count, per image, each expert's tokens; find its patch of highest routing probability."""
     # special: number of tokens before the patches; kinds: (N, T, D) bool, each token's true kind.
     highest, patch = torch.where(record.chosen, record.probs, -1.0)[:, special:].max(dim=1)
     counts = torch.stack([layer_metrics.expert_counts(image) for image in record.chosen])
@@ -342,7 +342,7 @@ def largest_shares(shares: Tensor, number: int = MAX_CLASSES) -> tuple[tuple[int
 
 
 def select_last_context_word_ids(blocks: np.ndarray, has_truth: bool) -> np.ndarray:
-    """Return the vocabulary indices (N, T) of the words of the last block of the context."""
+    """Return word ids (N, T) of the last text block; has_truth: half of blocks are true kinds."""
     # blocks: (N, C, T), C blocks of context; if ``has_truth``, C / 2, then C / 2 of true kinds.
     return blocks[:, blocks.shape[1] // (1 + has_truth) - 1].astype(np.int64)
 
@@ -350,7 +350,7 @@ def select_last_context_word_ids(blocks: np.ndarray, has_truth: bool) -> np.ndar
 def word_galleries_by_layer(
     model: Model, blocks: np.ndarray, vocabulary: Sequence[str]
 ) -> list[LayerGallery]:
-    """Return the profiles of every MoE layer's experts on blocks (N, C, T) of text."""
+    """Return every MoE layer's profiles of experts on N texts of C blocks of T words, (N, C, T)."""
     _, records = predict.predict_in_batches(model, blocks, CHUNK, prediction=False)
     word_ids = select_last_context_word_ids(blocks, bool(model.image.truth))
     galleries = []
@@ -405,7 +405,7 @@ def find_two_tower_model(model: Model) -> TwoTowerModel | None:
 def words_with_experts(
     model: TwoTowerModel, tokens: Tensor, tokenizer: Tokenizer, max_experts: int = 2
 ) -> list[list[Read]]:
-    """Return [caption][MoE layer]: words with at most ``max_experts`` experts; tokens: (n, M)."""
+    """Return [caption][MoE layer]: words with ``max_experts`` best experts each; tokens (n, M)."""
     captions_read: list[list[Read]] = []
     with predict.eval_mode(model):
         for part in tokens.split(CAPTIONS_PER_PASS):

@@ -245,7 +245,7 @@ def metric_and_place(name: str, suffix: str = "") -> tuple[str, dict[str, Place]
 
 
 def put_mean_metrics(layers: Sequence["LayerRoles"], out: Values) -> None:
-    """Put layer means of chances and metrics without values per image; labels' largest p-values."""
+    """Put layer means of chances, and of metrics without values per image; layers' largest p."""
     for name in ("smallest_margin", "early_load_rank", "early_hottest", "batch_violation"):
         if values := [layer.values[name] for layer in layers if name in layer.values]:
             out.put(name, sum(values) / len(values))

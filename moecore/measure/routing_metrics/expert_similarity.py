@@ -56,14 +56,14 @@ class LayerTokens(NamedTuple):
 
     @torch.no_grad()
     def outputs(self, images: int) -> list[Tensor]:
-        """Return each expert's outputs for the stored tokens, E times (N, c, d) fp64."""
+        """Return experts' outputs, E times (N, c, d) fp64, for c stored tokens of N ``images``."""
         tokens = cat_last_calls(self.parts, images)
         by_expert = expert_reduction.outputs_of_all_experts(self.layer, tokens.flatten(0, 1))
         return [outputs.double().view(tokens.shape) for outputs in by_expert]
 
 
 def cat_last_calls(parts: list[Tensor], images: int) -> Tensor:
-    """Join ``parts`` (B, …) of batches' last router calls, (N, …); a text has a call per block."""
+    """Join each batch's last of ``parts`` (B, …), (N, …): of a text, that of the last block."""
     # Blocks of a text before the measured one are calls, too: the last call is the measured one.
     calls = sum(map(len, parts)) // images
     return torch.cat(parts[calls - 1 :: calls])

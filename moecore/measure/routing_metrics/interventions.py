@@ -74,7 +74,7 @@ Way = Literal["as_is", "renormalised", "reroute"]
 
 @contextmanager
 def drop_ranked_choice(model: Model, rank: int, way: Way) -> Iterator[None]:
-    """Drop the ``rank``-th choice (from 1) of every token in every layer inside the ``with``."""
+    """Drop all layers' ``rank``-th choice (from 1) in ``with``; way: keep, scale, reroute rest."""
     # Tokens with fewer choices lose nothing. way: see ``Way``. ``why_no_expert_can_be_barred`` must
     # be None.
 
@@ -143,7 +143,7 @@ def expert_subsets(experts: int, k: int, seed: int = 0) -> np.ndarray:
 
 
 def fixed_subset_gain(losses: np.ndarray, chosen: np.ndarray, is_first: np.ndarray) -> np.ndarray:
-    """Return each token's loss as routed − with the set best for the other half's tokens, (n,)."""
+    """Return tokens' losses as routed − under the set of experts best for the other half, (n,)."""
     # losses: (n, S), by set; chosen: (n,), with the router's choice; is_first: (n,) bool, tokens of
     # one half. Each half uses the set that is best on the other. Below 0: routing is better.
     gain = np.empty(len(chosen))
@@ -233,7 +233,7 @@ def get_router_threshold_or_none(router: Any) -> float | None:
 
 
 def measure_setting(model: Model, k: int, sample: SweepImages, batch: int) -> Numbers:
-    """Return "score" → the task's mean score, and the means of ``mean_routing_metrics``."""
+    """Return a changed model's mean "score" and routing metrics; k: its experts per token."""
     prediction, records = predict.predict_in_batches(model, sample.images, batch)
     threshold = get_router_threshold_or_none(model.experts_and_router.router)
     score = float(sample.task.scores(prediction, sample.labels).double().numpy().mean())
@@ -262,7 +262,7 @@ def mean_routing_metrics(
 
 
 def fallback_slopes_over_threshold(fallback: Mapping[float, float]) -> Numbers:
-    """Return slopes below and above TRAINED_THRESHOLD of the share of tokens that fall back."""
+    """Return slopes around TRAINED_THRESHOLD of the share of tokens without a score above it."""
     # fallback: threshold → share of tokens with no score above it. Slopes are from
     # TRAINED_THRESHOLD to the lowest and highest threshold.
     slopes: Numbers = {}
@@ -296,7 +296,7 @@ def sweep_chart(name: str, over: str, label: str, share: bool | None) -> Chart:
 
 
 def declare_fallback_slope_metric(side: str, end: str) -> Metric:
-    """Return the fallback slope's ``Metric``; side: "below", "above"; end: "lowest", "highest"."""
+    """Return a slope's ``Metric``; side: "below", "above"; end: "lowest", "highest" T tried."""
     note = f"increase of the fallback per 1 of T, from {TRAINED_T} to the {end} T tried (figure S3)"
     label = f"Fallback, slope {side} {TRAINED_T}"
     return Metric(label, note=note, paper="ermoe", detail=True, needs="thresholds")

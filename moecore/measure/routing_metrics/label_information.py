@@ -95,7 +95,7 @@ def mutual_information(table: np.ndarray) -> float:
 def measure_information(
     chosen: np.ndarray, labels: np.ndarray, permuted: Iterable[np.ndarray], min_tokens: int = 1
 ) -> tuple[LabelInformation, dict[str, np.ndarray]]:
-    """Measure information and specialisation of experts, chosen (B, T, E), about labels (B, T)."""
+    """Measure what experts (B, T, E) tell of labels (B, T) beyond ``permuted``; also by image."""
     # Also "information" and "specialisation" → (B,), whose means are ``normalised``, and its share
     # above chance. labels: (B, T), integers from 0, −1 if unknown. permuted: the same labels in
     # other orders that break only their link with the experts: whole images' maps permuted, or
@@ -176,7 +176,7 @@ def _information_by_image(
 def _largest_expert_share(
     chosen: np.ndarray, labels: np.ndarray, table: np.ndarray, common: np.ndarray, null: np.ndarray
 ) -> tuple[LargestExpertShare, np.ndarray]:
-    """Return ``LargestExpertShare`` over labels ``common`` (K,) bool, and excess by image."""
+    """Return ``LargestExpertShare`` of labels ``common`` (K,); by image, its excess over chance."""
     # null: per permutation of the labels, the sum of their largest shares.
     number = int(common.sum())
     tokens = np.bincount(labels[labels >= 0], minlength=len(common))
@@ -195,7 +195,7 @@ def _largest_expert_share(
 def information_by_label(
     chosen: Tensor, layout: TokenLayout, labels: dict[str, Tensor], people: intervals.People = None
 ) -> tuple[dict[str, LabelInformation], dict[str, np.ndarray]]:
-    """Return, for kinds of labels that vary, kind → information and metric → per image (N,)."""
+    """Return dicts kind → information, "information_{kind}" → (N,) by image, of varying labels."""
     rows, values = {}, {}
     patches = chosen[:, layout.special :].numpy()
     for name, kind_labels in labels.items():

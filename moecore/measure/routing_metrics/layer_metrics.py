@@ -174,7 +174,7 @@ def below_k_eligible_flags(scores: Tensor, threshold: float, k: int) -> Tensor:
 
 
 def eligible_tail_mass(scores: Tensor, threshold: float, k: int) -> float | None:
-    """Return the weight share beyond the best ``k`` of scores above a threshold (ERMoE eq. 12)."""
+    """Return the share beyond the best ``k`` of scores > ``threshold`` (ERMoE eq. 12), or None."""
     # Eligible: score above the threshold. Mean over the tokens with an eligible expert.
     tails, has_eligible = _eligible_tail_mass_by_token(scores, threshold, k)
     if has_eligible.any():
@@ -218,7 +218,7 @@ def _check_nonempty(values: Tensor, name: str) -> None:
 
 
 def expert_map_border_shares(load: Tensor, mass: Tensor) -> dict[str, float]:
-    """Return "corner_mass" …: shares of load (E,), probability (E,), cells on the experts' grid."""
+    """Return "corner_mass" … → share of load (E,), mass (E,), cells at border, corners, inside."""
     # Of the map of experts (``expert_grid_shape``). Load and mass sum to 1; corners are border.
     # MoGE's regularizer rewards the border: compare a share with that of the cells.
     rows, columns = expert_grid_shape(len(load))
@@ -252,7 +252,7 @@ def load_shares(counts: Tensor) -> Tensor:
 def _token_metrics(
     layer: RoutingRecord, threshold: float | None, k: int | None
 ) -> dict[str, Tensor]:
-    """Return entropy and, given k or a threshold, tail, fallback, below_k by token, (B, T) fp64."""
+    """Return entropy; with k, tail; with threshold, fallback; with both, below_k; (B, T) fp64."""
     metrics = {"token_entropy": torch.special.entr(layer.probs.double()).sum(dim=-1)}
     if k is not None:
         metrics["tail_of_probs"] = compute_tails_beyond_k(layer.probs, k)

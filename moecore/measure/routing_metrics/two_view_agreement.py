@@ -127,7 +127,7 @@ SHARE_NAMES = (*MATCH_NAMES, "switch_fraction")  # of the second's experts, not 
 
 
 class LayerMatches(NamedTuple):
-    """Pairs of tokens of one layer that agree in two views, per image."""
+    """Pairs of tokens that show one patch in two views, and how many choose the same experts."""
 
     counts: Tensor  # (N, 3) int64, for each of MATCH_NAMES
     switched: Tensor  # (N, T) fp64, switch fraction of each pair's chosen experts; 0: no pair

@@ -68,7 +68,7 @@ class ImageSpec(Config):
 
     @property
     def stored_channels(self) -> int:
-        """Channels of a model's input: ``channels``, and with ``truth`` the tokens' true kinds."""
+        """Number of input channels, with those that hold tokens' true kinds (see ``truth``)."""
         if not self.truth:
             return self.channels
         if len(self.shape) == 1:
@@ -188,7 +188,7 @@ class Backbone(Part, ABC):
         return (self.depth,)
 
     def trained_on(self, image: ImageSpec) -> Self:
-        """Return settings to use a model trained on ``image`` on other images; self by default."""
+        """Return settings to load weights trained on ``image`` for other images; default: self."""
         return self
 
 
@@ -242,7 +242,7 @@ class Model(nn.Module, ABC):
         return self(images).routing
 
     def moe_settings_of(self, name: str) -> MoESettings | None:
-        """Return MoE settings of the tower with parameter or module ``name``; None if dense."""
+        """Return MoE settings of the tower or model with this parameter or module; None: dense."""
         return self.moe
 
     @property
@@ -355,7 +355,7 @@ class BackboneModel(Model):
         return dict(zip((weight, bias), patch_weights, strict=True))
 
     def remember(self, streams: int, length: int | None = None) -> None:
-        """Cache earlier words of ``streams`` texts (0: stop) of ``length`` words, if supported."""
+        """Cache ``streams`` texts' words (0: stop), ``length`` per text; by default do nothing."""
 
     def beside(self, labels: Tensor) -> tuple[Tensor, ...]:
         """Return additional inputs of ``forward`` in training, from the labels; by default none."""

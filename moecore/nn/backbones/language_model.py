@@ -46,7 +46,7 @@ class SlidingWindowAttention(nn.Module):
     def forward(
         self, tokens: Tensor, before: Tensor, positions: Tensor, weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Let tokens (B, M, d) attend to earlier tokens; ``before`` (B, L, d) precede the block."""
+        """Return outputs (B, M, d), weights or None; ``before`` (B, L, d): L tokens before them."""
         all_tokens = torch.cat([before.to(tokens.dtype), tokens], dim=1)
         query, key, value = (
             projected.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -113,7 +113,7 @@ class LanguageBlock(nn.Module):
     def forward(
         self, state: TokensAndMomentum, before: Tensor, positions: Tensor, context: RoutingContext
     ) -> tuple[TokensAndMomentum, Tensor, tuple]:
-        """Return the output, the feed-forward's input, and records; before: L tokens (B, L, d)."""
+        """Return output, feed-forward input, records; ``before`` (B, L, d): L earlier tokens."""
         tokens = state.tokens
         wants = self.mlp.wants
         attended, weights = self.attn(tokens, before, positions, weights="attention" in wants)
@@ -131,7 +131,7 @@ class LanguageBlock(nn.Module):
 
 
 class MomentumBlock(LanguageBlock):
-    """A layer with s = LN(h − m), m ← MOMENTUM_DECAY · m + MOMENTUM_STEP_SIZE · f(h), m from 0."""
+    """LanguageBlock with momentum m over blocks (first 0): m ← μ·m + γ·f(h), then s = LN(h − m)."""
 
     def add_with_momentum(
         self, tokens: Tensor, change: Tensor, momentum: Tensor | None
@@ -142,7 +142,7 @@ class MomentumBlock(LanguageBlock):
 
 
 class AdamBlock(MomentumBlock):
-    """AdamSMoE's layer 1: s = LN(−γ₁ (1 − β₁) f / √((1 − β₂) f² + ε)); others are MomentumBlock."""
+    """AdamSMoE's first block: s = LN(−γ₁ (1 − β₁) f / √((1 − β₂) f² + ε)), f = f(h); no history."""
 
     def add_with_momentum(
         self, tokens: Tensor, change: Tensor, momentum: Tensor | None
@@ -217,7 +217,7 @@ class LanguageModel(Backbone):
 # blocks, then their kinds. Earlier blocks only fill the cache; −1 precedes a text's first token. In
 # training with ``remember``, the cache continues from step to step, and every stream is one block.
 class LanguageTransformer(BackboneModel):
-    """``model(ids)``, (B, C, M), returns logits (B, M, V) of the word after each of the last M."""
+    """``model(ids)`` of C text blocks, (B, C, M), gives the last's next-word logits (B, M, V)."""
 
     def __init__(self, config: LanguageModel, image: ImageSpec, moe: OptionalMoE = None) -> None:
         super().__init__(config, image, moe)
@@ -256,7 +256,7 @@ class LanguageTransformer(BackboneModel):
             self.memory.clear()
 
     def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
-        """Return the blocks' output for the last M of the word ids (B, C, M)."""
+        """Return the output for the last of C text blocks of M words, word ids (B, C, M)."""
         word_ids, kinds = self.split_words_and_kinds(images)
         if self.training and self.memory is not None:
             states = self.memory.states_of_this_rank()
@@ -306,7 +306,7 @@ class LanguageTransformer(BackboneModel):
         before: int = 0,  # distance, in blocks, to the first predicted block
         kinds: Tensor | None = None,  # true kinds of the words, (B, M)
     ) -> tuple[Encoded, Tensor]:
-        """Return the blocks' output for words (B, M), and the new states without gradient."""
+        """Return a text block's (B, M) output and new cache, detached: layers' last L inputs."""
         # Layers on which no predicted word depends are skipped; their cache does not change.
         layers = self.config.depth - math.ceil(before * self.config.depth / self.reach)
         word_ids = word_ids.long()

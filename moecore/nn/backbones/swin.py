@@ -71,7 +71,7 @@ class SwinSettings(base_model.Backbone):
         return self.depths
 
     def trained_on(self, image: ImageSpec) -> Self:
-        """Return a copy with windows on ``image`` as ``pretrained_windows``; self if V1 or set."""
+        """Return a copy with ``pretrained_windows`` of ``image``; self if V1 or if they are set."""
         if self.kind == "swin" or self.pretrained_windows is not None:
             return self
         windows = tuple(max(size) for size in self.windows(image))

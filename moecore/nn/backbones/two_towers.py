@@ -315,7 +315,7 @@ class TwoTowerModel(base_model.BackboneModel):
     def encode_captions(
         self, captions: Tensor, progress: float = 1.0
     ) -> tuple[Tensor, tuple[routing_records.RoutingRecord, ...]]:
-        """Return captions (B, M) as embedding, 1 (0: missing) and hash (B, w + 3), and records."""
+        """Return captions (B, M) as (B, w + 3): embedding, 1 (missing: 0), hash; and records."""
         # A row: unit embedding, 1, hash of the tokens. A missing caption has 0 for the first two.
         exists = (captions[:, :1] != NO_CAPTION).float()
         embedding, records = self.text(captions.clamp_min(0), progress)

@@ -15,9 +15,9 @@ from moecore.nn.balances.base import Balance, BalanceModule
 class Quantile(Balance):
     """After each step, set each expert's bias so that an even share of the tokens chooses it.
 
-    A token's cut is its (k + 1)-th largest score + bias, the best that was not chosen. With its new
-    bias an expert reaches the cuts of an even share of tokens, cuts being those of the old biases
-    (Kimi K3's report, §2.3.3). The bias shifts the choice in evaluation too, never the weights.
+    A token's cut is its (k + 1)-th largest score + old bias, the best that was not chosen. An
+    expert's new bias is the one with which its score + bias reaches the cut of an even share of the
+    tokens (Kimi K3's report, §2.3.3). It shifts the choice in evaluation too, never the weights.
     """
 
     kind: Literal["quantile"] = "quantile"

@@ -77,7 +77,7 @@ class ExpertGroups:
             self.slots = row_shifts + torch.arange(ends[-1])
 
     def pad_rows(self, rows: Tensor, group: ExpertGroup, dtype: torch.dtype) -> Tensor:
-        """Return rows of a group: (S, n) of one expert, (experts, S, n) of several, padded by 0."""
+        """Return a group's rows: (S, n) of one expert, else (experts, S slots, n), padded by 0."""
         part = rows[group.rows]
         if isinstance(group.experts, int):
             return part
@@ -89,7 +89,7 @@ class ExpertGroups:
         return padded.view(number, group.slots, -1)
 
     def fill_rows(self, product: Product, part: Tensor, group: ExpertGroup, rows: Tensor) -> None:
-        """Compute ``product`` of a group's padded rows and store it in the group's rows."""
+        """Write ``product`` of a group's padded rows, ``part``, into ``rows``, without padding."""
         if group.is_single:
             product(part, group, rows[group.rows])
         else:
@@ -182,7 +182,7 @@ def _build_groups_and_maps(
 
 
 class _CastBuffer:
-    """A buffer shared by the weights and gradients of all groups: two would overflow the cache."""
+    """Memory that all groups reuse to cast weights and gradients; two would overflow the cache."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

@@ -103,7 +103,7 @@ def limit_block(columns: int, width: int) -> int:
 
 @cache
 def read_tiling(card: str, kind: str, size: int) -> Tiling:
-    """Read a GPU's tiling, {card: {"product 2": [128, 64, 8, 3]}}; 2 (size): bytes per number."""
+    """Read a tiling, {GPU: {"kind size": [128, 64, 8, 3]}} in JSON; ``size``: bytes per number."""
     path = Path(os.environ.get(TILINGS_FILE_VARIABLE) or ".state/triton.json")
     choices = read_json(path).get(card, {}) if path.exists() else {}
     values = choices.get(f"{kind} {size}", TILINGS[size][0])
@@ -116,7 +116,7 @@ def read_tiling(card: str, kind: str, size: int) -> Tiling:
 def compute_forward(
     tokens: Tensor, gates: Tensor, routes: list[Tensor], parameters: list[Tensor], save: bool
 ) -> list[Tensor]:
-    """Launch the forward pass; parameters: up, down in the tokens' dtype and, if any, biases."""
+    """Return experts' outputs (N, d), preactivations if ``save``, and outputs by row, (R, d)."""
     output, inner, values = allocate_forward(tokens, gates, routes, parameters, save)
     sources = routes[0]
     up, down, up_bias, down_bias = (*parameters, None, None)[:4]
@@ -138,7 +138,7 @@ def compute_forward(
 def compute_backward(
     grad: Tensor, leaves: list[Tensor], low: list[Tensor], routes: list[Tensor], saved: list[Tensor]
 ) -> list[Tensor]:
-    """Run the backward pass; return gradients of tokens, gates and, unless frozen, parameters."""
+    """Return gradients of ``leaves``: tokens, gates and, unless frozen, experts' parameters."""
     # low: up and down in the tokens' dtype. saved: what the forward pass returned after outputs.
     gradients = allocate_backward(grad, leaves)
     tokens, gates, *_ = leaves
@@ -196,7 +196,7 @@ def allocate_backward(grad: Tensor, leaves: list[Tensor], *_: Any) -> list[Tenso
 
 
 class TritonExperts(Function):
-    """Compute outputs (N, d); parameters are given in the tokens' dtype (``low``), and in full."""
+    """MLP experts: outputs (N, d) by weights in the tokens' dtype, gradients of uncast weights."""
 
     @staticmethod
     def forward(tokens: Tensor, gates: Tensor, *arguments: Any) -> tuple[Tensor, ...]:

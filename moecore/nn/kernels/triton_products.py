@@ -23,7 +23,7 @@ def _locate_program_tile(tiles, width: tl.constexpr, M: tl.constexpr, N: tl.cons
 
 @triton.jit
 def _multiply_tile(lhs, is_row, rhs, is_column, step, D: tl.constexpr, K: tl.constexpr):
-    """Return rows times columns of one expert's weight in fp32, from pointers to their first K."""
+    """Return rows · columns of one expert's weight over D, fp32; pointers: to the first K of D."""
     total = tl.zeros((lhs.shape[0], rhs.shape[1]), tl.float32)
     for start in range(0, D, K):
         if D % K == 0:
@@ -60,7 +60,7 @@ def multiply_and_activate(
     """Multiply rows by their experts' weights, add biases, and apply an activation.
 
     ACTIVATION: none, gelu (erf form), or swiglu, whose weight has 2·O columns, the gate's first.
-    Rows are gathered from ``sources``, and values before it written to ``inner``, unless None.
+    Unless None, ``sources`` picks the rows of ``values``, and ``inner`` gets preactivations.
     """
     expert, first, end, row, column, is_column = _locate_program_tile(tiles, O, M, N)
     if first >= end:  # an unused tile
@@ -115,7 +115,7 @@ def differentiate_hidden(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Write ``to_inner`` (gradient of ``inner``), ``weighted`` (hidden · gate), ``row_gates``."""
+    """Write rows' ``to_inner`` (preactivations' gradient), ``weighted`` (hidden · gate), gates."""
     expert, first, end, row, column, is_column = _locate_program_tile(tiles, H, M, N)
     if first >= end:  # an unused tile
         return

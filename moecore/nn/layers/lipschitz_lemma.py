@@ -124,7 +124,7 @@ def row_jacobians(function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tenso
 
 
 def soften_model(model: nn.Module, temperature: float | None = None) -> nn.Module:
-    """Return a copy, sharing parameters, whose MoE layers weigh all experts smoothly."""
+    """Copy a model, sharing parameters; all experts run, weighted by soft top-k (None: probs)."""
     # Weights: probs, or ``soft_top_k_weights`` at a temperature. Probs give the same model if all
     # experts are chosen with their probs as weights (noisy top-k at k = E). Soft slots and merged
     # experts do not change: every expert already contributes to every token.

@@ -52,7 +52,7 @@ class MoESettings(Config):
         return build_moe_feed_forward(self.router, self.experts, width)
 
     def check_for_text(self, key: str = "router", causal: bool = True, truth: bool = False) -> None:
-        """Raise UserError for a router that reads what text lacks or, if causal, looks ahead."""
+        """Raise UserError if the router reads what text lacks (patches) or, if causal, ahead."""
         # truth: the kinds of this text's tokens are known, as in the source ciphers.
         truth_fields = frozenset({"truth"} if truth else ())
         if lacking := sorted(self.router.wants & FIELDS_MISSING_IN_TEXTS - truth_fields):

@@ -35,7 +35,7 @@ class Router(Part, ABC):
     looks_ahead: ClassVar[str | None] = None
 
     def surround(self, around: Surroundings) -> Surroundings:
-        """Return ``around`` with this router, to check settings inside it, such as its balance."""
+        """Return ``around`` plus this router, for checks of its nested settings, e.g. balance."""
         return around._replace(router=self)
 
     def misfits(self, around: Surroundings) -> Misfits:
@@ -157,7 +157,7 @@ def expert_capacity(tokens: int, k: int, factor: Fraction, experts: int) -> int:
 def within_capacity(
     experts: Tensor, priority: Tensor | None, number: int, factor: Fraction, group_size: int
 ) -> Tensor:
-    """Return whether each choice lies within its expert's capacity, (B, T, k) bool."""
+    """Return bool (B, T, k): choices within capacity, first choices first, then by ``priority``."""
     # All first choices are served before any second choice. Every ``group_size`` images share a
     # capacity; remaining images form a smaller group. experts: (B, T, k), best first. priority:
     # (B, T), higher is served earlier (batch-prioritised routing); None: in the order of tokens.
@@ -184,7 +184,7 @@ def group_images(values: Tensor, group_size: int) -> list[Tensor]:
 
 
 def _queue_positions(experts: Tensor, ranks: Tensor | None) -> Tensor:
-    """Return each choice's place in its expert's queue, from 0, (G, S, k)."""
+    """Return places, from 0, in experts' queues: first choices first, then ``ranks``, (G, S, k)."""
     # experts: (G, S, k). ranks: (G, S), each token's position in the queue; None: in order.
     queue = experts
     if ranks is not None:

@@ -115,7 +115,7 @@ class CompetitionRouter(NoisyTopKRouter):
 
 
 def mean_cosine_among_chosen(outputs: Tensor, chosen: Tensor) -> Tensor:
-    """Return the mean cosine (B, T) between outputs of chosen experts, over k × k, diagonal 0."""
+    """Return (B, T): sum of cosines between outputs of different chosen experts, divided by k²."""
     places = chosen.unsqueeze(-1).expand(*chosen.shape, outputs.shape[-1])
     directions = normalize(outputs.gather(-2, places), dim=-1, eps=token_choice.MIN_NORM)
     cosines = directions @ directions.mT

@@ -136,7 +136,7 @@ class DepthRouter(nn.Module):
         self.router.after_step(records, place, progress)
 
     def _choose_tokens(self, scores: Tensor, signs: Tensor, padding: Tensor | None) -> Tensor:
-        """Return flat indices of best tokens (B, C); evaluated with sampling: signs > 0 (1, n)."""
+        """Return flat indices of C best tokens (B, C); sampled evaluation: of signs > 0, (1, n)."""
         if self.config.sampling and not self.training and not scores.is_meta:
             return (signs.flatten() > 0).nonzero().T
         images, tokens = scores.shape

@@ -80,7 +80,7 @@ class ExpertChoiceRouter(nn.Module):
 
 
 def top_tokens_per_expert(gates: Tensor, share: Fraction, group_size: int) -> Tensor:
-    """Return each expert's tokens: in each group, the C tokens with its largest gates."""
+    """Return each expert's C = ⌈share · S / E⌉ top tokens in each group of S tokens, (E, G·C)."""
     # gates: (B, T, E). share: mean experts per token. group_size: images per group; remaining
     # images form a smaller group. Returns indices (E, G·C) of the B·T tokens, ascending.
     chosen = []
@@ -122,7 +122,7 @@ class ExpertChoicePlan(NamedTuple):
 
 
 def _sum_per_token(rows: Tensor, weights: Tensor | None, order: Tensor, tokens: int) -> Tensor:
-    """Sum rows (R, d), times ``weights`` (E, M) if any, per token, (N, d)."""
+    """Sum rows (E·M, d), × ``weights`` if any, of tokens ``order`` (E, M), per token: (N, d)."""
     dtype = torch.promote_types(rows.dtype, torch.float32 if weights is None else weights.dtype)
     total = rows.new_zeros(tokens, rows.shape[-1], dtype=dtype)
     for expert, part in enumerate(rows.view(*order.shape, rows.shape[-1])):
@@ -149,7 +149,7 @@ class _GatherTaken(Function):
 
 
 class _WeightedSumOfTaken(Function):
-    """Sum rows (R, d), weighted by (E, M), to tokens (N, d)."""
+    """Autograd of ``_sum_per_token``: experts' rows (E·M, d) of taken tokens → (N, d), weighted."""
 
     @staticmethod
     def forward(rows: Tensor, weights: Tensor, order: Tensor, tokens: int) -> Tensor:

@@ -254,7 +254,7 @@ class NoisyTopKRouter(nn.Module):
 
     @property
     def orthonormal_rows(self) -> list[nn.Parameter]:
-        """Parameters that the loss simbal keeps orthonormal, without weight decay."""
+        """Parameters whose rows the loss simbal keeps orthonormal; they get no weight decay."""
         return [self.weight] if self.config.start == "orthonormal" else []
 
     def forward(self, tokens: Tensor, context: RoutingContext = NO_CONTEXT) -> PlanAndRecord:

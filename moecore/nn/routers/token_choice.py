@@ -105,7 +105,7 @@ def plan_and_record(
     valid: Tensor | None = None,  # (B, T, k) bool, choices that count; None: all
     kept: Tensor | None = None,  # (B, T, k) bool, choices within capacity; None: all
 ) -> PlanAndRecord:
-    """Return the plan and the record for k chosen experts per token."""
+    """Return plan and record; invalid choices are in neither, those not ``kept`` only in record."""
     processed = valid
     if valid is None:
         processed = kept

@@ -128,7 +128,7 @@ def _answers_of_round(study: QuestionRound, compared: Mapping[str, Any]) -> Iter
 
 
 def reevaluate_claim(entry: Mapping[str, Any], claim: Asked, good: str = "") -> dict[str, Any]:
-    """Return a claim's stored numbers with the verdict that the claim's present wording gives."""
+    """Return stored numbers with a new verdict by ``claim``; ``good``: the better direction."""
     # entry: the numbers in compare.json; good: whether "higher" or "lower" is better, for no_worse.
     difference = evaluation.difference_from_json(entry)
     verdict = evaluation.verdict_on_difference(difference, claim, good)
@@ -140,7 +140,7 @@ def reevaluate_claim(entry: Mapping[str, Any], claim: Asked, good: str = "") -> 
 
 
 class RequiredSampleSizes(NamedTuple):
-    """Number of seeds, or of test items, that a claim needs while the other number is fixed."""
+    """Seeds, or items, for a 95 % interval of ± half the effect; the other number is unchanged."""
 
     seeds: int | None  # None: no number up to MAX_SEEDS
     items: int | None  # None: no number up to MAX_REQUIRED_ITEMS, or the metric has no items

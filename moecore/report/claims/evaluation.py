@@ -106,7 +106,7 @@ def holm_by_paper(
 
 
 def verdict_on_difference(difference: Difference, comparison: Comparison, good: str = "") -> str:
-    """Return the verdict on a claim: "holds", "differs" or "open"; without an interval, "open"."""
+    """Return "holds", "differs" or "open" (as without interval); ``good``: the better direction."""
     # Conditions of holds / differs; else open. higher, lower: the 95 % interval lies on the claimed
     # / the other side of 0. equivalent: the 90 % interval lies within ±margin (two one-sided tests
     # at 5 %) / the 95 % interval outside. no_worse: the one-sided 95 % limit lies on the good side
@@ -118,7 +118,7 @@ def verdict_on_difference(difference: Difference, comparison: Comparison, good: 
 def verdict_from_p(
     p: float | None, difference: Difference, comparison: Comparison, good: str = ""
 ) -> str:
-    """Return the verdict "holds", "differs" or "open" that follows from the p-value ``p``."""
+    """Return "open" if ``p`` ≥ 5 % or None; else "holds" or "differs", by side of 0 or margin."""
     if p is None or p >= significance.LEVEL:
         return "open"
     is_as_claimed = (difference.value > 0) == (comparison.better == "higher")
@@ -128,7 +128,7 @@ def verdict_from_p(
 
 
 def verdict_p_value(difference: Difference, comparison: Comparison, good: str = "") -> float | None:
-    """Return the p-value of the claim's test (< 5 %: not "open"); None without an interval."""
+    """Return p for the difference being 0, or at the margin's end; None without an interval."""
     # A direction has a two-sided test. With a margin the test is one-sided if the difference lies
     # on the margin's good side (equivalence: the larger p of two one-sided tests), else two-sided.
     if comparison.margin is None:

@@ -56,9 +56,9 @@ HASH_LENGTH = 8  # of a hash in messages
 def pack_item_values(
     evaluated: Sequence[evaluation.EvaluatedClaim], numbers: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return name → tensor of the claims' item values, for items.safetensors.
+    """Return name → tensor of each claim's values per seed and test item, for items.safetensors.
 
-    Claims that exceed ``MAX_ITEM_BYTES`` are omitted and named on stderr. numbers: compare.json.
+    Claims above ``MAX_ITEM_BYTES`` are named on stderr, not stored. numbers: compare.json, hashed.
     """
     tensors = {RESULT_DIGEST_TENSOR: _result_digest(numbers)}
     for answer in evaluated:
@@ -139,7 +139,7 @@ def verify_stored_items(study: QuestionRound) -> int:
 def compute_claim_from_items(
     study: QuestionRound, numbers: Mapping[str, Any], claim: Comparison
 ) -> dict[str, Any]:
-    """Return a post-run claim's numbers from the round's ``numbers`` and items; {} if missing."""
+    """Compute a claim added after the run from its numbers and items; {} if it stored no items."""
     sides = read_stored_side_values(study, numbers, claim)
     if sides is None:
         return {}
@@ -156,7 +156,7 @@ def compute_claim_from_items(
 def read_stored_side_values(
     study: QuestionRound, numbers: Mapping[str, Any], claim: Comparison
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the stored values of a claim's two sides, each (S, N) or (S,); None if not stored."""
+    """Return both sides' values of a metric, (S seeds, N items) or (S,); None if one is absent."""
     ours, theirs = _value_names(claim.model_dump())
     tensors = _items_of_round(study)
     if not {ours, theirs} <= tensors.keys():
@@ -362,7 +362,7 @@ def find_overwritten_answers(study: QuestionRound, known: Sequence[Mapping[str, 
 
 
 def find_reused_seeds(study: QuestionRound, earlier: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line per claim that shares seeds with an earlier answer of the same design."""
+    """Return a line per claim and ``earlier`` answer with equal settings and a seed in common."""
     named = papers.load_named_claims(study.question.root)
     data = study.compose().document.data
     lines = []
@@ -391,7 +391,7 @@ def design_digest_of_round(study: QuestionRound, claim: Comparison) -> str:
 
 
 def _is_asked_before(root: Path, record: Mapping[str, Any], question: Mapping[str, Any]) -> bool:
-    """Return whether the asking commit in ``record`` has the question and precedes the answer's."""
+    """Return whether ``record["commit"]`` has the question and is before ``record["answered"]``."""
     commit = record.get("commit")
     answered = record["answered"]
     if not commit or commit == answered:

@@ -186,7 +186,7 @@ def draw_heatmap(
 
 
 def percent_annotations(table: np.ndarray, minimum: float = 0, limit: float = np.inf) -> np.ndarray:
-    """Return shares as texts in percent, "12" for 0.123; "" for NaN and below ``minimum``."""
+    """Return shares in percent, "12" for 0.123; "" if NaN, < ``minimum`` or > ``limit`` columns."""
     # limit: maximum number of columns; numbers in a wider table would not fit, so all are "".
     is_shown = (table >= minimum) & (table.shape[1] <= limit)
     return np.where(is_shown, np.char.mod("%.0f", 100 * table), "")
@@ -265,7 +265,7 @@ def label_points(
 
 
 def _box_cost(reach: float, box: Bbox, obstacles: Sequence[tuple[Bbox, int]], frame: Bbox) -> float:
-    """Return the cost of placing a name in ``box``: area outside ``frame``, overlaps, distance."""
+    """Sum area outside ``frame``, weighted overlaps and ``reach``, a name's distance to its dot."""
     outside = box.width * box.height - _overlap(box, frame)
     return 20 * outside + sum(weight * _overlap(box, other) for other, weight in obstacles) + reach
 

@@ -75,7 +75,7 @@ def draw_in_style(draw: Callable[P, Figure], *args: P.args, **kwargs: P.kwargs) 
 
 
 def create_figure(width: float, height: float, caption: str = "", raster: bool = False) -> Figure:
-    """Return an empty figure of this size in inches, in the report's style."""
+    """Return an empty figure (inches) in the report's style; ``raster``: shown as PNG, not SVG."""
     from moecore.report.figures.styled_figure import StyledFigure
 
     return StyledFigure((width, height), caption, raster, STYLE)
@@ -156,7 +156,7 @@ class SheetLabels(NamedTuple):
 def draw_picture_sheet(
     tiles: list[list[ImageTile]], frame: SheetLabels, width: float, height: float
 ) -> Figure:
-    """Return a figure with rows of images, each ``width`` × ``height`` inches, with labels."""
+    """Return a figure with labelled rows of images; each image is ``width`` × ``height`` inches."""
     across = max(len(row) for row in tiles)
     top = (0.3 if frame.title else 0.05) + (0.2 if frame.columns else 0)
     right = 0.55 if frame.right else 0.05

@@ -175,7 +175,7 @@ SUBSCRIPT_DIGITS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 def draw_expert_grids_by_class(
     maps: Mapping[str, Sequence[Sequence[float | None]]], classes: Sequence[str], caption: str = ""
 ) -> Figure:
-    """Draw each class's mean routing probabilities on the grid of experts, a column per class."""
+    """Draw mean routing probabilities per expert; rows: keys of ``maps``, columns: classes."""
     # maps: label of a row (model, layer or epoch) → (K classes, E experts), None for a class
     # without images, whose panel is empty. Each row has one scale, from 0 to its largest value.
     rows = {label: np.asarray(values, dtype=float)[:CLASS_LIMIT] for label, values in maps.items()}

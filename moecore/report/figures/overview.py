@@ -33,7 +33,7 @@ PLANES = ("sagittal", "coronal", "axial")  # across the axes right, anterior, su
 
 
 def draw_overview(phase: PhaseResults, quantities: PhaseQuantities) -> Iterator[Picture]:
-    """Yield two pictures: score against score under attack; steadiness and cost per method."""
+    """Yield two pictures: score with and without attack; cost, and routing overlap under change."""
     looks = {
         method: {key: drawing.line_style(number)[key] for key in ("color", "marker")}
         for number, method in enumerate(phase.models)
@@ -203,7 +203,7 @@ def _rescale(quantity: QuantityByMethod, method: str) -> Interval:
 
 
 def draw_dataset_samples(prepared: Prepared, shots: int = 10) -> Figure:
-    """Draw ``shots`` training images per class, one row each, of MAX_SAMPLED_CLASSES at most."""
+    """Draw ``shots`` training images per class: one row per class, MAX_SAMPLED_CLASSES or fewer."""
     # For volumes: the middle slices of ``shots``, from young to old, one row per plane. For labels
     # that are not classes: one row of the first images.
     images = prepared.train.images

@@ -45,7 +45,7 @@ def explain_skipped_measurement(measured: ModelResults, kind: type[base.Measured
 def collect_expert_facts(
     measured: ModelResults, score: Score, layers: int, images: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Return facts on experts: "layers" (one dict per MoE layer), "open" (what is unmeasured)."""
+    """Return "layers": facts per MoE layer, some on tokens of ``images``; "open": missing facts."""
     facts: list[dict[str, Any]] = [{} for _ in range(layers)]
     if roles := measured.of(ExpertRoles):
         facts = collect_expert_role_facts(expert_roles.read_layer_roles(roles))
@@ -69,7 +69,7 @@ def collect_expert_facts(
 def collect_expert_role_facts(
     layers: Sequence[LayerRoles], partners: int = PARTNERS
 ) -> list[dict[str, Any]]:
-    """Return per layer: experts chosen with, before and after each; what experts tell of tokens."""
+    """Return per layer: experts sharing tokens here, a layer earlier, later; label information."""
     facts: list[dict[str, Any]] = []
     for layer in layers:
         shares = [
@@ -222,7 +222,7 @@ def explorer_phase_data(phase: PhaseResults, pool: dict[str, int]) -> dict[str, 
 def explored_model_data(
     item: ExploredModel, phase: PhaseResults, pool: dict[str, int]
 ) -> dict[str, Any]:
-    """Return one model's data for the page, or the reason why it has none."""
+    """Return a model's data for the explorer, or why it has none; adds its texts to ``pool``."""
     name, is_first, measured = item
     if (measurement := measured.of(Explorer)) is None:
         reason = explain_skipped_measurement(measured, Explorer) or "it was not measured"

@@ -198,7 +198,7 @@ def calculation_section(
 def build_table_with_baselines(
     phase: PhaseResults, columns: Sequence[Column], cells: Cells, controls: Collection[str]
 ) -> PageTable:
-    """Return the table of methods with rows below it for a guess and for classifiers on pixels."""
+    """Return the table of methods; below it, the best constant answer and classifiers on pixels."""
     grid = method_rows_table(columns, cells, controls)
     guess = best_guess(phase)
     score = f"test_{score_slug(phase.task.score)}"
@@ -345,7 +345,7 @@ def build_paper_table(
     controls: Collection[str],
     papers: Collection[str],
 ) -> PageTable:
-    """Return the table of one paper: our methods, and the paper's own numbers below."""
+    """Return our methods on ``paper``'s metrics and, below, the numbers printed in ``papers``."""
     of_paper = [column for column in columns if column.paper == paper and not column.detail]
     names = (*LEADING_COLUMNS_BY_PAPER.get(paper, ("test_accuracy",)), *LEADING_ERROR_COLUMNS)
     shown = [column for column in columns if column.name in names] + of_paper

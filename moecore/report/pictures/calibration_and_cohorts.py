@@ -88,7 +88,7 @@ def age_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
 
 
 def age_errors_table(phase: PhaseResults) -> PageTable:
-    """Return a table of age errors and bias, a row per method and kind of prediction."""
+    """Return a table of age errors and bias: a row per method and prediction (raw, corrected …)."""
     pairs = [(method, prediction) for method in phase.models for prediction in PREDICTIONS]
     columns = []
     for name in AGE_ERROR_LABELS:
@@ -182,7 +182,7 @@ def _draw_group_errors(axes: Axes, rows: Sequence[Facts]) -> None:
 def create_prediction_panels(
     points: Facts, height: float, caption: str
 ) -> tuple[Figure, np.ndarray, dict[str, np.ndarray]]:
-    """Return a figure with one panel per kind of prediction, and name → predicted ages (N,)."""
+    """Return a figure, a panel per prediction (raw, corrected), and name → ages (N volumes,)."""
     names = [name for name in AGE_TITLES if points[name] is not None]
     predictions = {name: np.asarray(points[name], float) for name in names}
     figure = drawing.create_figure(0.6 + 4.3 * len(predictions), height, caption)
@@ -248,7 +248,7 @@ def draw_cohort_checks(result: Found) -> Figures:
 
 
 def cohort_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
-    """Yield blocks: region experts (one per tissue) on new volumes, if measured; errors in age."""
+    """Yield region experts (one per tissue) on untrained volumes, if measured; then age errors."""
     reasons: dict[str, str] = {}
     mixtures = []
     for method, result in phase.first(CohortChecks).items():
@@ -275,7 +275,7 @@ def cohort_metric_cells(models: Models, metric: str, form: str = "number") -> li
 
 
 def tissue_error_table(phase: PhaseResults) -> PageTable | None:
-    """Return errors of predicted age (years): methods × tests in ``ERRORS``; None if unmeasured."""
+    """Return age errors (years): methods × ``ERRORS``, such as one tissue's; None if unmeasured."""
     cells = {label: cohort_metric_cells(phase.models, metric) for label, metric in ERRORS.items()}
     having = {label: items for label, items in cells.items() if set(items) != {DASH}}
     if not having:
@@ -304,9 +304,9 @@ def region_expert_agreement_table(phase: PhaseResults) -> PageTable | None:
 
 
 def mixture_agreement_table(result: Found, method: str) -> PageTable:
-    """Return the share of tokens that choose the expert of their largest tissue, in mixtures.
+    """Return the share of tokens choosing their largest tissue's expert, in volumes of two tissues.
 
-    Rows: pairs of mixed tissues. Columns: remaining share of the second tissue's voxels.
+    Rows: pairs of tissues. Columns: share of the second tissue's voxels that is not removed.
     """
     shares = result.all("mixture_agreement")
     chances = result.all("mixture_permuted")

@@ -131,7 +131,7 @@ def draw_expert_roles(result: Found) -> Figures:
 
 
 def draw_expert_information(layers: Sequence[expert_roles.LayerRoles]) -> drawing.Figure:
-    """Draw a heatmap: what experts reveal about each label of a token, one row per layer."""
+    """Draw a heatmap of mutual information of expert and token label (class …), a row per layer."""
     names = [name for name in expert_roles.LABELS if any(name in layer.labels for layer in layers)]
     shares = np.full((len(layers), len(names)), np.nan)
     texts = np.full(shares.shape, "", dtype=object)
@@ -190,7 +190,7 @@ def draw_expert_worth(result: Found) -> Figures:
 def collect_loss_curves(
     result: Found, names: Mapping[Any, str], metric: str, over: str
 ) -> charts.Curves:
-    """Return label → curve of a metric over a place, such as the number of removed experts."""
+    """Return label → curve of metric_suffix along ``over`` ("removed" …); names: suffix → label."""
     # names: suffix of ``metric`` → label of its curve; over: name of the place.
     return {
         label: [
@@ -230,7 +230,7 @@ def noise_blocks(phase: PhaseResults) -> Iterator[PageBlock]:
 
 @drawing.styled_drawing
 def draw_class_probability_over_noise(ramp: Mapping[str, Any]) -> drawing.Figure:
-    """Draw the true class's probability over noise; a cross marks a changed prediction."""
+    """Draw the true class's probability over σ of image noise; crosses mark changed predictions."""
     figure = drawing.create_figure(4.8, 3.5, "Example images. Cross: the predicted class changes.")
     axes = figure.subplots()
     for number, curve in enumerate(ramp["shown"]):
@@ -270,7 +270,7 @@ LIMITS = (0.0, 1.0)
 
 
 def draw_true_kinds_by_expert(result: Found) -> Figures:
-    """Yield a heatmap per MoE layer: the true kinds of the tokens of each expert, in percent."""
+    """Yield a heatmap per MoE layer: each expert's tokens by known kind (generated data), in %."""
     for index, counts in enumerate(result.facts["counts"], 1):
         shares = model_figures.normalise_rows(counts)
         texts = charts.percent_annotations(shares, 0.005, charts.MAX_ANNOTATED_COLUMNS)

@@ -94,7 +94,7 @@ class NumberFormat(NamedTuple):
         return " to ".join(self.difference(edge).removesuffix(" pp") for edge in edges)
 
     def _text(self, number: float, within: Interval | None = None) -> str:
-        """Return a number as text without its unit, with a typographic minus."""
+        """Return a number as text, no unit, typographic minus; ``within``'s width sets decimals."""
         # within: interval whose width sets the decimals if the format has none.
         if self.form == "seconds":
             return format_duration(round(number))

@@ -32,7 +32,7 @@ class AdaptiveL1(Regularizer):
 
 
 def gate_l1_penalty(record: routing_records.RoutingRecord, k: int) -> Tensor:
-    """Return ReMoE's penalty of a layer's gates g: (E/k) Σ_e (n_e/N) mean_i g_ie (§3.3)."""
+    """Return ReMoE's (E/k) Σ_e (n_e/N) mean_i g_ie: n_e of N tokens use e; g: gates (§3.3)."""
     # n_e: how many of the N tokens of all ranks use expert e, without gradient.
     counts = ranks.total_over_ranks(record.chosen.sum(dim=(0, 1)))
     gates = ranks.total_over_ranks(record.combine.sum(dim=(0, 1)))

@@ -85,7 +85,7 @@ def check_has_experts(step: ObjectiveInputs) -> None:
 def probs_of_paired_tokens(
     part: str, step: ObjectiveInputs, special: bool
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield per MoE layer probs (B, T', E) in view 1 and 2 of T' patches, and which are in both."""
+    """Yield per layer probs (B, T', E) of patches in views 1, 2, and a mask (B, T'): in both."""
     # A pair is one patch in two views. part: names the loss in messages. special: pair special
     # tokens (CLS) with themselves, too.
     if step.batch.views != 2:

@@ -29,7 +29,7 @@ class JensenShannon(Regularizer):
 
 
 def jensen_shannon(first: Tensor, second: Tensor, present: Tensor) -> Tensor:
-    """Return ½ KL(p ‖ m) + ½ KL(q ‖ m) in nats, m = (p + q)/2, mean over the global pairs."""
+    """Return ½ KL(p ‖ m) + ½ KL(q ‖ m) in nats, m = (p + q)/2; mean of all ranks' present pairs."""
     # first, second: (B, T', E), each token sums to 1; present: (B, T') bool, which pairs exist. A
     # scalar from 0 (equal) to ln 2 (no common expert); 0 without pairs. Probabilities of 0 count as
     # the smallest normal number, for finite gradients.

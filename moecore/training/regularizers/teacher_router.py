@@ -32,7 +32,7 @@ class TeacherRouter(Regularizer):
 
 
 def balance_and_entropy_terms(*, probs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Return ``balance``, CV² of mean probs, and ``entropy``, sums over layers' (B, T, E) probs."""
+    """Return ``balance``, CV² of mean probs, and ``entropy``: sums over layers' probs (B, T, E)."""
     return {
         "balance": cast(Tensor, sum(importance(probs=p) for p in probs)),
         "entropy": cast(Tensor, sum(entropy(probs=p) for p in probs)),

@@ -36,7 +36,7 @@ class TruthKl(Regularizer):
 
 
 def truth_kl(*, truth: Tensor, record: routing_records.RoutingRecord) -> Tensor:
-    """Return KL in nats from one-hot routing by true kind to a record's, mean over tokens; ≥ 0."""
+    """Return KL(truth ‖ record) in nats, ≥ 0, mean over tokens; truth: kind n to expert n − 1."""
     # truth: int64 (B, T), true kinds, from 1; 0: unknown, which ``told`` sends to expert 0.
     told = ToldRouter(experts=record.probs.shape[-1])
     _, teacher = told(record.probs, routing_records.RoutingContext(truth=truth))

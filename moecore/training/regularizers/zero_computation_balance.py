@@ -39,7 +39,7 @@ class ZeroComputationBalance(Regularizer):
 
 
 def zero_computation_loss(record: RoutingRecord, networks: int, share: float) -> Tensor:
-    """Return MoE++'s balance loss Σ_e η_e f_e P_e over the tokens of all ranks (§3.3)."""
+    """Return MoE++'s balance loss Σ_e η (weight) · f (all ranks' share) · P (mean prob) (§3.3)."""
     # f: share of tokens that chose e, without gradient; P: its mean prob; η: 1 for the first
     # ``networks`` experts, ``share`` for the others.
     counts = total_over_ranks(record.chosen.sum(dim=(0, 1)))

@@ -23,7 +23,7 @@ BATCH = 64  # images per forward pass; small, because every expert computes ever
 
 
 class ExpertUse(NamedTuple):
-    """The use of the experts of one MoE layer, in fp64 on the CPU."""
+    """Tokens, REAP score and mean output of each expert of one MoE layer, in fp64 on the CPU."""
 
     counts: Tensor  # (E,), tokens that chose each expert
     reap: Tensor  # (E,), mean of weight · output norm over these tokens; 0 without tokens
@@ -128,7 +128,7 @@ class ExpertReduction(Config, ABC):
 
 
 def check_tokens_choose_experts(moe: MoESettings, action: str) -> None:
-    """Raise UserError unless tokens choose among unsplit networks; ``action``: merged or pruned."""
+    """Raise UserError unless tokens choose among complete networks; ``action``: for the message."""
     if not moe.router.chooses_per_token or "teacher" in moe.router.wants:
         raise UserError.at(
             "router.kind",

@@ -47,7 +47,7 @@ class Merge(expert_reduction.ExpertReduction):
         return expert_reduction.set_expert_number(moe.model_copy(update={"router": router}), number)
 
     def reduce_experts(self, model: Model, uses: Mapping[str, expert_reduction.ExpertUse]) -> Model:
-        """Return the model with one expert per cluster; routers keep the rows of all E experts."""
+        """Return the model with merged experts; routers score all E, ``fold`` sums by cluster."""
         moe = self.reduced_settings(model.experts_and_router)
         number = self.count_remaining_experts(model.experts_and_router)
         weights = model.state_dict()

@@ -47,7 +47,7 @@ class Prune(expert_reduction.ExpertReduction):
         return expert_reduction.build_reduced_model(model, moe, weights)
 
     def select_remaining_experts(self, moe: MoESettings, use: expert_reduction.ExpertUse) -> Tensor:
-        """Return M remaining experts' sorted indices; UserError for unequal ``router.groups``."""
+        """Return M remaining experts' sorted indices; UserError if router groups become unequal."""
         order = torch.argsort(use.reap if self.by == "reap" else use.counts, stable=True)
         experts = order[-self.count_remaining_experts(moe) :].sort().values  # ties: highest index
         groups = getattr(getattr(moe.router, "router", moe.router), "groups", None)

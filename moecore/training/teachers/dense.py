@@ -25,7 +25,7 @@ class Dense(Teacher):
         return self.model.build(image)
 
     def open_data(self, pretraining: Prepared, work: Path) -> Prepared:
-        """Return the teacher's own data, prepared in ``work``, or ``pretraining`` without any."""
+        """Return the teacher's own data, prepared in ``work``; ``pretraining`` if it has none."""
         if self.data is None:
             return pretraining
         path = work / "data"
