@@ -1,6 +1,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from moecore.core.files import UserError
 from moecore.core.source_layout import allow_packages
 from moecore.report.tables.metrics_by_method import unanswerable_claims
+from moecore.study import model_rules
 from moecore.study.check import check_study
 from moecore.study.study import Study, read_study
 from moecore.study.trial_rules import outside_part_misfits, trial_step_misfits
@@ -263,3 +265,17 @@ def test_a_measurement_without_metrics_is_named(folder):
     line = r"^params.yaml:4:71: run.measurements\[0\]: found my_lab.brightness, .* since 0.4.0"
     with pytest.raises(UserError, match=line):
         check_study(also=unanswerable_claims)
+
+
+def test_a_refused_reduction_without_a_key_is_at_its_method(monkeypatch):
+    def refuse(*_):
+        raise UserError("it keeps no expert")
+
+    monkeypatch.setattr(model_rules, "build_phase_model", refuse)
+    monkeypatch.setattr(model_rules, "planned_image_spec", lambda _: None)
+    data = dict.fromkeys(("pretrain", "prune"), "the same")
+    methods = {"vmoe": SimpleNamespace(moe="experts")}
+    run = SimpleNamespace(methods=["vmoe"])
+    study = SimpleNamespace(prune="half", merge=None, data=data, methods=methods, run=run)
+    [(key, text)] = model_rules._reduction_problems(study, {"pretrain": None})
+    assert (key, text) == (("methods", "vmoe"), "it keeps no expert (prune)")
