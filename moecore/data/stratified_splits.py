@@ -19,8 +19,8 @@ class SplitSettings(Config):
     validation: float = Field(
         0.1, gt=0, allow_inf_nan=False, description="Share (below 1) or number of training images"
     )
-    train_limit: int | None = Field(None, ge=1, description="Images, evenly from classes")
-    test_limit: int | None = Field(None, ge=1, description="Images, evenly from classes")
+    train_limit: int | None = Field(None, ge=1, description="Images, in proportion to classes")
+    test_limit: int | None = Field(None, ge=1, description="Images, in proportion to classes")
 
     @model_validator(mode="after")
     def _check_validation(self) -> Self:

@@ -103,9 +103,9 @@ class Cifar(_Cifar):
     validation: float = 0.1
     """Share (below 1) or number of training images"""
     train_limit: int | None = None
-    """Images, evenly from classes"""
+    """Images, in proportion to classes"""
     test_limit: int | None = None
-    """Images, evenly from classes"""
+    """Images, in proportion to classes"""
     root: str | tuple[str, ...] = 'data/raw/cifar'
     """Folder, or folders in order, with the .bin files or archive"""
     size: int = 32
@@ -250,9 +250,9 @@ class Digits(_Digits):
     validation: float = 0.1
     """Share (below 1) or number of training images"""
     train_limit: int | None = None
-    """Images, evenly from classes"""
+    """Images, in proportion to classes"""
     test_limit: int | None = None
-    """Images, evenly from classes"""
+    """Images, in proportion to classes"""
     size: int = 8
     """Height and width, pixels; bilinear if not 8"""
     test: float = 0.2
@@ -294,9 +294,9 @@ class FashionMnist(_FashionMnist):
     validation: float = 0.1
     """Share (below 1) or number of training images"""
     train_limit: int | None = None
-    """Images, evenly from classes"""
+    """Images, in proportion to classes"""
     test_limit: int | None = None
-    """Images, evenly from classes"""
+    """Images, in proportion to classes"""
     root: str | tuple[str, ...] = ...
     """Folder, or folders in order, that may hold the four files"""
     size: int = 28
@@ -349,9 +349,9 @@ class ImageFolder(_ImageFolder):
     validation: float = 0.1
     """Share (below 1) or number of training images"""
     train_limit: int | None = None
-    """Images, evenly from classes"""
+    """Images, in proportion to classes"""
     test_limit: int | None = None
-    """Images, evenly from classes"""
+    """Images, in proportion to classes"""
     root: str
     """Has class folders, or train/, validation/ (or val/) and test/"""
     size: int = 32
@@ -379,9 +379,9 @@ class Imagenet(_Imagenet):
     validation: float = 10000
     """Share (< 1) or number of training images"""
     train_limit: int | None = None
-    """Images, evenly from classes"""
+    """Images, in proportion to classes"""
     test_limit: int | None = None
-    """Images, evenly from classes"""
+    """Images, in proportion to classes"""
     root: str = 'data/raw/imagenet'
     """Has train/ and val/ with a folder per wnid"""
     size: int = 64

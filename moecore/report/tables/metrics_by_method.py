@@ -36,8 +36,8 @@ from moecore.tasks.regression import Regression
 
 MAX_LISTED_METRICS = 40  # metrics that a message names
 SCORES = {"regression": "mae", "next_token": "nats"}  # by the kind of task; others have accuracy
-# entries of compare.json that are no methods
 PlannedMetrics = dict[str, PlannedMetric]  # by name
+# entries of compare.json that are no methods
 NO_METHODS = ("asked", "baselines", "calculations", "claims", "data", "first_sentence", "questions")
 
 

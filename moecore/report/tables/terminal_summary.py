@@ -31,9 +31,9 @@ from moecore.report.tables.metrics_by_method import NO_METHODS, read_compare_jso
 from moecore.statistics.intervals import Interval
 from moecore.tasks import multi_label, next_token
 
-# Columns of scores under attack begin so; those of each epsilon and of their mean are for claims.
 MAX_LINES = 25  # of the end of a run
 LOWER_IS_BETTER = ("test_mae", "ppl")
+# Columns of scores under attack begin so; those of each epsilon and of their mean are for claims.
 ATTACKED_COLUMN_PATTERN = re.compile(r"(accuracy|attacked_mae)_(?!.*(_at_|_mean$))")
 Rows = list[dict[str, str]]  # per phase and method: headline metric → value as text
 
