@@ -433,7 +433,9 @@ def study_check(
     problems = []
     chosen = (find_question(CURRENT_FOLDER, name) for name in names or ())
     for question in load_questions(CURRENT_FOLDER) if check_all else chosen:
-        for line in (*check_and_add_problems(question, problems), *list_tuning_problems(question)):
+        for line in check_and_add_problems(question, problems):
+            typer.echo(line)
+        for line in () if problems else list_tuning_problems(question):
             typer.echo(line)
     if problems:
         raise UserError("\n".join(problems))

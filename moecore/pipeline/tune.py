@@ -68,11 +68,11 @@ def plan_tuning(question: questions.QuestionFile, threshold: float | None = None
         allowed = "tune: {learning_rates: [5.0e-4, 1.0e-3, 2.0e-3, 4.0e-3, 8.0e-3], seeds: [900]}"
         raise UserError.at(question.path, found="no section tune", allowed=allowed)
     composed = [part.compose() for part in question.rounds]
-    runs = [part.document.data["run"] for part in composed]
-    if used := {seed for run in runs for seed in run["seeds"]}.intersection(tuning.seeds):
+    runs = [read_study(part.document).run for part in composed]
+    if used := {seed for run in runs for seed in run.seeds}.intersection(tuning.seeds):
         text = f"found {min(used)}, a seed of a round; allowed: seeds that no round has"
         raise question.document.error(("tune", "seeds"), text)
-    methods = tuple(dict.fromkeys(name for run in runs for name in run["methods"]))
+    methods = tuple(dict.fromkeys(name for run in runs for name in run.methods))
     used = {stage for part in composed for stage in part.all_stages}
     stages = tuple(stage for stage in STAGES if stage in used)
     top = params_layers.SettingsLayer(question.document, {}, stages, names=methods)

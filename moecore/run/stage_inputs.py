@@ -163,8 +163,8 @@ def hash_input_files(inputs: Iterable[str | Path]) -> dict[str, str]:
 def hash_syntax(tree: ast.AST, shown: bool = False) -> str:
     """Return a syntax tree's sha256, equal on Python 3.11 to 3.13; ``shown``: with page texts."""
     # Ignored are statements that are only a string (docstrings), ``pass``, methods that only
-    # `moecore check` calls (``_is_check_only_method``), and unless ``shown`` the words of calls of
-    # ``Metric`` and all arguments of ``OnPage``.
+    # `moecore check` calls (``_is_check_only_method``), descriptions of pydantic's ``Field``, and
+    # unless ``shown`` the words of calls of ``Metric`` and all arguments of ``OnPage``.
     pieces: list[str] = []
     _add_node(tree, pieces.append, shown)
     return hashlib.sha256("".join(pieces).encode("ascii")).hexdigest()
@@ -172,8 +172,8 @@ def hash_syntax(tree: ast.AST, shown: bool = False) -> str:
 
 def _add_node(node: Any, add: Callable[[str], None], shown: bool) -> None:
     """Pass a tree to ``add`` as texts: types, fields, constants; ``shown``: page texts, too."""
-    if node.__class__ is ast.Call and not shown:
-        node = _without_page_texts(node)
+    if node.__class__ is ast.Call:
+        node = _without_texts(node, shown)
     if node.__class__ is list:
         add("[")
         for item in node:
@@ -205,15 +205,18 @@ def _add_node(node: Any, add: Callable[[str], None], shown: bool) -> None:
         add(",")
 
 
-def _without_page_texts(call: ast.Call) -> ast.Call:
-    """Return a call of ``Metric`` or ``OnPage`` without the texts that only the page shows."""
+def _without_texts(call: ast.Call, shown: bool) -> ast.Call:
+    """Return a call of ``Field``, ``Metric`` or ``OnPage`` without texts that change no result."""
     name = getattr(call.func, "id", "") or getattr(call.func, "attr", "")  # `parts.Metric`, too
-    if name == "OnPage":
+    if name == "OnPage" and not shown:
         return ast.Call(call.func, [], [])
-    if name != "Metric":
-        return call
-    keywords = [keyword for keyword in call.keywords if keyword.arg not in METRIC_TEXT_ARGUMENTS]
-    return ast.Call(call.func, call.args[1:], keywords)
+    first, left_out = 0, ()
+    if name == "Field":
+        left_out = ("description",)
+    elif name == "Metric" and not shown:
+        first, left_out = 1, METRIC_TEXT_ARGUMENTS
+    keywords = [keyword for keyword in call.keywords if keyword.arg not in left_out]
+    return ast.Call(call.func, call.args[first:], keywords)
 
 
 def _is_check_only_method(item: Any) -> bool:

@@ -342,6 +342,16 @@ def test_how_the_page_shows_a_measurement_changes_only_what_shows_it():
     assert hash_code(page) == hash_code(page.replace("12", "13"))
 
 
+@pytest.mark.parametrize("call", ["Field(", "pydantic.Field("])
+def test_the_description_of_a_setting_changes_nothing_and_all_else_of_it_does(call):
+    text = f'k: int = {call}2, ge=1, description="Experts per token.")'
+    words = text.replace("per token", "of each token")
+    assert hash_code(words) == hash_code(text) == hash_code(f"k: int = {call}2, ge=1)")
+    others = (text.replace("ge=1", "ge=2"), text.replace("2,", "3,"), text.replace("k:", "n:"))
+    assert hash_code(text) not in map(hash_code, others)
+    assert hash_code(words.replace("Field", "Other")) != hash_code(text.replace("Field", "Other"))
+
+
 REFUSAL = """
 class Top(Router):
     k: int

@@ -178,6 +178,7 @@ def test_rates_chosen_for_other_settings_are_refused(project):
         ("[1.0e-4, 2", "[3.0e-3, 2", ":5:8: tune.learning_rates: found [0.003, 0.002, 0.01]"),
         ("1.0e-4, 2", "2", "tune.learning_rates: found"),
         ("tune: ", "#", "found no section tune; allowed: tune: {learning_rates:"),
+        ("{seeds: 0-1", "{seeds: 3", ":7:6: run.seeds: found 3 (int); allowed: a list"),
     ],
 )
 def test_a_wrong_grid_is_one_line(project, old, new, message):
