@@ -29,8 +29,11 @@ full: setup data                 ## the same with pipelines/ours/trained_longer.
 	moecore sync
 
 # Four files at a time, as many wait for processes. The durations of all tests go to a file alone.
-PYTEST = mkdir -p .state && OMP_NUM_THREADS=1 python -m pytest tests pipelines conformance --numprocesses $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder --durations=0
+PYTEST = mkdir -p .state && python -m pytest tests pipelines conformance --numprocesses $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder --durations=0
 DURATIONS = tee .state/tests.txt | sed -u '/ slowest durations /,/ durations < /d'
+
+# models are small: more threads would wait for each other
+test quick-test: export OMP_NUM_THREADS := 1
 
 test: setup data lint             ## check format, lint, types, studies and claims, then run all tests; JOBS=1: one file at a time; .state/tests.txt: how long each took
 	moecore claims check > /dev/null & moecore study check --all && wait $$!

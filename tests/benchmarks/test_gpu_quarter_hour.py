@@ -9,13 +9,28 @@ from benchmarks import table
 from benchmarks.gpu import BOUNDS, DRY, relative_errors
 from benchmarks.layers import prediction
 from moecore.core.files import read_json, write_json
+from moecore.pipeline import stage_client
+from tests import forked
 from tests.project import ROOT
+
+# `python3 -m MODULE WORD…`, forked from a process that has imported torch
+PYTHON = f"""\
+#!/bin/sh
+shift
+code="import runpy, sys; sys.argv = '$*'.split(); runpy.run_module('$1', run_name='__main__')"
+exec {sys.executable} -IS {forked.CLIENT} {sys.executable} python -m moecore.stages.script "$code"
+"""
 
 
 def test_a_dry_run_ends_with_finite_figures_of_every_part_and_the_table(tmp_path):
-    path = f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python3").write_text(PYTHON, encoding="utf-8")
+    (tmp_path / "bin/python3").chmod(0o755)
+    folders = map(str, (tmp_path / "bin", forked.server() / "bin", os.environ["PATH"]))
+    env = os.environ | {"PATH": os.pathsep.join(folders)}
+    env[stage_client.SOCKET_ENV] = str(forked.server() / "socket")
     command = [ROOT / "benchmarks/gpu_quarter_hour.sh", "--dry-run", tmp_path]
-    done = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True)
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     results = {part: read_json(tmp_path / f"{part}.json") for part in table.GPU_PARTS}
     for part, result in results.items():
