@@ -433,9 +433,10 @@ def study_check(
     problems = []
     chosen = (find_question(CURRENT_FOLDER, name) for name in names or ())
     for question in load_questions(CURRENT_FOLDER) if check_all else chosen:
+        known = len(problems)
         for line in check_and_add_problems(question, problems):
             typer.echo(line)
-        for line in () if problems else list_tuning_problems(question):
+        for line in list_tuning_problems(question) if len(problems) == known else ():
             typer.echo(line)
     if problems:
         raise UserError("\n".join(problems))

@@ -169,6 +169,11 @@ def test_rates_chosen_for_other_settings_are_refused(project):
     question(project).path.write_text(QUESTION.replace("number: 2", "number: 3"), encoding="utf-8")
     (changed,) = tune.list_tuning_problems(question(project))
     assert "rates were chosen for other settings" in changed
+    text = QUESTION.replace("{seeds: 0-1", "{seeds: 3")
+    question(project).path.write_text(text, encoding="utf-8")
+    done = project.moecore("study", "check", "own/tuned")
+    refused = "run.seeds: found 3 (int); allowed: a list"
+    assert done.returncode and refused in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
