@@ -24,7 +24,7 @@ from moecore.measure.values import Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import coupled_image_count, image_batches, model_device
 
-BATCH = 550  # draws per forward pass, half of the default; draws depend on it
+BATCH = 250  # draws per forward pass, half of the default; draws depend on it
 ROUTES = ("free", "fixed")
 Radius = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 METRICS = {
@@ -77,10 +77,10 @@ class Smoothing(Measurement):
     images: int = Field(100, ge=1, description="Test images, evenly spread.")
     sigma: float = Field(0.25, gt=0, le=2, description="σ of the noise, of pixels in [0, 1].")
     guesses: int = Field(100, ge=1, description="Draws per image that choose its class (n₀).")
-    draws: int = Field(1000, ge=1, description="Draws per image that certify this class (n).")
+    draws: int = Field(400, ge=1, description="Draws per image that certify this class (n).")
     alpha: float = Field(0.001, gt=0, lt=0.5, description="Probability of a wrong certificate (α).")
     radii: tuple[Radius, ...] = Field(
-        (0.0, 0.125, 0.25, 0.375, 0.5, 0.75, 1.0),
+        (0.0, 0.125, 0.25, 0.375, 0.5),
         min_length=1,
         description="ℓ2 radii of the curve, of pixels in [0, 1].",
     )
@@ -139,7 +139,7 @@ class Smoothing(Measurement):
         # Row 0: of the draws that choose the class; row 1: of the draws that certify it.
         channels, numbers = model.image.channels, (self.guesses, self.draws)
         predicted = []
-        with ExitStack() as stack, torch.no_grad():
+        with ExitStack() as stack, torch.inference_mode():
             stack.enter_context(torch.autocast(image.device.type, enabled=False))
             if is_fixed:
                 barred = [~record.chosen for record in model.routing_of(image)]
