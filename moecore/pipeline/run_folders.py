@@ -78,23 +78,26 @@ def write_run_folder(question_round: QuestionRound, presets: Sequence[str] = ())
     is_new = not (folder / "params.yaml").is_file()
     with project_record.hold_project_lock(folder / project_record.LOCK):
         changes = params_writer.write_and_diff_params(folder / "params.yaml", text)
+        lines = ["written"] if is_new else [*changes]
         write_dvc_yaml_files(folder, composed.stages)
-        if shutil.which("git"):
-            files.write_atomic(folder / ".dvc/config", dvc_yaml.RUN_CONFIG)
+        has_git = shutil.which("git")
+        config = dvc_yaml.RUN_CONFIG + ("" if has_git else dvc_yaml.WITHOUT_GIT)
+        files.write_atomic(folder / ".dvc/config", config)
+        if has_git:
             if not (folder / ".git").is_dir():
                 run_git(folder, "init", "--quiet", "--template=")
                 files.write_atomic(folder / ".git/info/exclude", IGNORED)
             names = [name for name in COMMITTED if (folder / name).exists()]
             run_git(folder, "add", "--all", "--", *names)
             run_git(folder, *COMMIT)
-        else:
-            files.write_atomic(folder / ".dvc/config", dvc_yaml.RUN_CONFIG + dvc_yaml.WITHOUT_GIT)
         has_record = not changes and (folder / ASKED_FILE).is_file()
         if not has_record or not (folder / COMPARE_JSON_FILE).is_file():
             asking = [path.relative_to(root) for path in question_round.question.asking_files]
-            record = {"commit": find_head_if_committed(root, *asking), "file": asking[0].as_posix()}
-            files.write_json(folder / ASKED_FILE, record)
-    return ["written"] if is_new else changes
+            commit, file = find_head_if_committed(root, *asking), asking[0].as_posix()
+            files.write_json(folder / ASKED_FILE, {"commit": commit, "file": file})
+            if commit is None and run_git(root, "rev-parse", "HEAD"):
+                lines.append(f"{file}: not committed; the result cannot say when it was asked")
+    return lines
 
 
 def write_project_from_overlay(folder: Path = CURRENT_FOLDER) -> list[str]:

@@ -282,7 +282,11 @@ def test_who_asked_is_known_before_the_run_and_stays(study):
     git("add", ".")
     git("commit", "--quiet", "-m", "one")
     first = git("rev-parse", "HEAD").strip()
-    write_run_folder(study)
+    text = study.question.path.read_text(encoding="utf-8")
+    study.question.path.write_text(f"{text}# more\n", encoding="utf-8")
+    assert write_run_folder(study)[-1].startswith(f"pipelines/{NAME}.yaml: not committed")
+    study.question.path.write_text(text, encoding="utf-8")
+    assert write_run_folder(study) == []
     assert read_json(study.folder / "asked.json")["commit"] == first
     finish(study)
     git("commit", "--quiet", "--allow-empty", "-m", "two")
