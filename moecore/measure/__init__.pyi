@@ -283,7 +283,7 @@ class Smoothing(_Smoothing):
     """σ of the noise, of pixels in [0, 1]."""
     guesses: int = 100
     """Draws per image that choose its class (n₀)."""
-    draws: int = 1000
+    draws: int = 400
     """Draws per image that certify this class (n)."""
     alpha: float = 0.001
     """Probability of a wrong certificate (α)."""
