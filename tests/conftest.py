@@ -1,11 +1,12 @@
 """What all tests share: one finished project for a whole test run, however many workers it has."""
 
 import fcntl
+import gc
 import os
 import resource
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -57,6 +58,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start the server of commands for all workers, which import their tests meanwhile."""
     if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
         os.environ[forked.SHARED] = str(forked.start())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import tests without garbage collection, which visits all that was imported before."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()  # nor visits it while tests run
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

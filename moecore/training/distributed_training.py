@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from moecore.core.files import UserError
@@ -48,7 +46,7 @@ def shard_like(value: Tensor, target: Tensor) -> Tensor:
     mesh = getattr(target, "device_mesh", None)
     if mesh is None or hasattr(value, "device_mesh"):
         return value
-    from torch.distributed.tensor import distribute_tensor  # slow to import: half a second
+    from torch.distributed.tensor import distribute_tensor  # takes a second; one rank needs none
 
     return distribute_tensor(value.to(target.device), mesh, getattr(target, "placements", None))
 
@@ -113,6 +111,8 @@ class ShardedReplica:
 
     def __init__(self, job: TrainingJob, settings: Training, device: str) -> None:
         """Shard a copy of ``job.model``, which is equal on all ranks."""
+        from torch.distributed.fsdp import fully_shard
+
         self.full_model = job.model
         check_batch_divides_over_ranks(job.model, settings.batch)
         check_expert_parallel(job.model, settings)
@@ -158,7 +158,7 @@ class ShardedReplica:
         sharded: dict[Tensor, Tensor] = {}
         unsharded: dict[Tensor, Tensor] = {}
         for parameter in optimizer_parameters(optimizer):
-            if isinstance(parameter, DTensor) and parameter.grad is not None:
+            if hasattr(parameter, "device_mesh") and parameter.grad is not None:
                 sharded[parameter] = parameter.grad
             elif parameter.grad is not None:
                 unsharded[parameter] = parameter.grad
@@ -175,6 +175,8 @@ class ShardedReplica:
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
     """Distribute complete experts over the ranks of ``mesh``; return their parameters."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
     sharded = set()
     for layer in model.modules():
         if not isinstance(layer, MoEFeedForward):

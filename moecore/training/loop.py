@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from moecore.data.loader import LoadedSplit
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches, score_last_blocks
 from moecore.training.artifacts import Checkpoint
-from moecore.training.distributed_training import optimizer_parameters
+from moecore.training.distributed_training import ShardedReplica, optimizer_parameters
 from moecore.training.job import BatchPrefetcher, TrainingJob, training_batch
 from moecore.training.meter import (
     MEMORY_STEP,
@@ -30,9 +30,6 @@ from moecore.training.monitor import LayerTotals, MonitorSettings
 from moecore.training.runtime import CompiledBlocks, Runtime, iterate_traced_steps
 from moecore.training.settings import Training, build_optimizer, learning_rate
 from moecore.training.step_graph import GraphedStepRunner, StepInputs, StepOutput
-
-if TYPE_CHECKING:
-    from moecore.training.distributed_training import ShardedReplica
 
 
 class Metrics(NamedTuple):
@@ -108,13 +105,10 @@ def iterate_training(
         checkpoint.wait()
 
 
-def place_and_shard(job: TrainingJob, settings: Training, device: str) -> "ShardedReplica | None":
+def place_and_shard(job: TrainingJob, settings: Training, device: str) -> ShardedReplica | None:
     """Move the model to ``device``; return its sharded replica, or None with one rank."""
     job.model.to(device)
     if has_process_group():
-        # Imported for several ranks only: it takes half a second.
-        from moecore.training.distributed_training import ShardedReplica
-
         return ShardedReplica(job, settings, device)
     for key in ("shard", "expert_parallel"):
         if getattr(settings, key) > 1:
@@ -149,7 +143,7 @@ def total_steps(job: TrainingJob, settings: Training) -> int:
     return settings.epochs * job.updates_per_epoch(settings)
 
 
-def reorthonormalise_bases(model: nn.Module, replica: "ShardedReplica | None") -> None:
+def reorthonormalise_bases(model: nn.Module, replica: ShardedReplica | None) -> None:
     """Make bases of experts and routers orthonormal again (every epoch; ERMoE, supplement §11)."""
     if replica is not None:
         replica.gather()
@@ -169,7 +163,7 @@ def train_step(
     rate: float | Tensor,  # learning rate; a captured step reads it from a tensor
     dtype: torch.dtype,
     progress: float,  # share of the training that is done
-    replica: "ShardedReplica | None" = None,
+    replica: ShardedReplica | None = None,
 ) -> StepOutput:
     """Make one update of the model; return detached terms, summed scores and the model's output."""
     # The term ``loss``: the weighted sum of the others. Scores are averaged over an image's views.

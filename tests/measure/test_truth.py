@@ -4,7 +4,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import adjusted_mutual_info_score, mutual_info_score
 from torch import nn
 
 from moecore.backbones import LanguageModel, Vit
@@ -80,6 +79,8 @@ def text_subject(router) -> MeasuredModel:
 
 
 def test_by_hand():
+    from sklearn.metrics import adjusted_mutual_info_score, mutual_info_score
+
     # Expert 0 saw kind 1 twice and 2 once, expert 1 kind 2 twice (an unknown token is left out). Of
     # seven tokens 2, 2 and 1 are of their expert's most frequent kind. In a second table both
     # experts saw the first kind most: 3 + 3 of 10; by kind it would be 3 + 2.

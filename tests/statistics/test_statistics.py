@@ -7,7 +7,6 @@ import scipy
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import ttest_1samp
 
 from benchmarks.looks import hold_until
 from moecore.core.arrays_as_text import decode_float_array, encode_rounded
@@ -207,7 +206,7 @@ def test_by_hand():
 def test_one_seed_is_student_over_items():
     values = np.random.default_rng(0).standard_normal((1, 30)) + 0.3
     found = compare.crossed_difference(values)
-    expected = ttest_1samp(values[0], 0)
+    expected = scipy.stats.ttest_1samp(values[0], 0)
     assert found.kind == compare.OVER_ITEMS and found.p == pytest.approx(expected.pvalue)
     limits = expected.confidence_interval(0.95)
     assert found.interval().limits == pytest.approx((limits.low, limits.high))
@@ -217,7 +216,7 @@ def test_without_items_it_is_student_over_seeds():
     found = compare.paired_seed_difference([0.1, 0.2, 0.3])
     assert found.kind == compare.OVER_SEEDS
     assert found.interval() == pytest.approx(intervals.mean_over_seeds([0.1, 0.2, 0.3]))
-    assert found.p == pytest.approx(ttest_1samp([0.1, 0.2, 0.3], 0).pvalue)
+    assert found.p == pytest.approx(scipy.stats.ttest_1samp([0.1, 0.2, 0.3], 0).pvalue)
     alone = compare.paired_seed_difference([0.1])
     assert (alone.kind, alone.p, alone.detectable_difference) == ("", None, None)
     assert alone.interval() == (0.1, None, None)

@@ -253,6 +253,7 @@ def test_single_problems(text, place_and_key, word):
     [
         (LIGHT, "torch mlflow numpy"),
         ("import moecore.nn.layers.moe", "matplotlib scipy PIL timm mlflow dvc"),
+        ("import moecore.training.loop", "torch.distributed.tensor torch._dynamo scipy mlflow"),
         (CHECK, f"matplotlib {SCIPY} mlflow pandas torch._dynamo"),
     ],
 )

@@ -9,7 +9,6 @@ from itertools import product
 from pathlib import Path
 from unittest.mock import Mock
 
-import mlflow
 import numpy
 import pytest
 import torch
@@ -100,6 +99,8 @@ def test_two_towers_are_logged_linked_and_take_captions_too(study):
 
 
 def test_a_registered_model_loads_by_its_name(study):
+    import mlflow
+
     images = numpy.ones((3, 1, 8, 8), "float32")
     scores = []
     for _ in range(2):

@@ -8,7 +8,6 @@ from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
-from mlflow.cli import cli as mlflow_cli
 
 from moecore.core.files import UserError, to_jsonable
 from moecore.run.history_file import flatten_keys
@@ -264,6 +263,8 @@ def test_a_failed_run_says_why_and_what_was_deleted_in_the_store_is_imported_aga
     ids=["restore", "remove"],
 )
 def test_an_experiment_that_was_deleted_is_one_line_with_what_mends_it(study, command, counts):
+    from mlflow.cli import cli as mlflow_cli  # imports MLflow's server
+
     study.write()
     import_all()
     experiment = study.client.get_experiment_by_name(study.folder.name)

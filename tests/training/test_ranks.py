@@ -32,8 +32,7 @@ from moecore.core.files import UserError
 from moecore.core.ranks import MEETING_ENV, RankAndSize, join_ranks, leave_ranks
 from moecore.study.yaml_document import load_yaml_document
 from moecore.teachers import Adversarial, Mix, Training, ViewSettings
-from moecore.training import loop, monitor, runtime
-from moecore.training.distributed_training import to_full_tensor
+from moecore.training import distributed_training, loop, monitor, runtime
 from moecore.training.job import TrainingJob
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method
@@ -212,8 +211,9 @@ def computed(job: TrainingJob, settings: Training, epochs: int) -> dict:
     def keep(optimizer, *_):
         if not gradients:
             every = [one for group in optimizer.param_groups for one in group["params"]]
-            found = [to_full_tensor(one.grad).flatten() for one in every if one.grad is not None]
-            gradients.append(torch.cat([one.double() for one in found]))
+            found = [one.grad for one in every if one.grad is not None]
+            found = [distributed_training.to_full_tensor(one).flatten().double() for one in found]
+            gradients.append(torch.cat(found))
 
     hook = register_optimizer_step_pre_hook(keep)
     points = []
@@ -245,8 +245,6 @@ def main(target: str) -> None:
 def compare_rank(rank: int, built: list, target: str) -> None:
     """What each of four ranks does. Each compares its share of the cases with one process."""
     # One mesh for all cases of a size: its groups of processes are slow to make.
-    from moecore.training import distributed_training  # its import takes a second
-
     distributed_training.init_device_mesh = cache(distributed_training.init_device_mesh)
     pair = [case for case in built if case[0] in CASES][rank // 2 :: 2]
     alone = {
@@ -377,11 +375,9 @@ def test_ranks_compile_learn_the_same_and_refuse_what_they_cannot_share(compared
 
 
 def test_ranks_merge_no_experts_share_equal_rows_and_draw_as_the_whole_batch():
-    from moecore.training.distributed_training import check_expert_parallel
-
     apart = SETTINGS.model_copy(update={"shard": 2, "expert_parallel": 2})
     with pytest.raises(UserError, match="^expert_parallel is 2, and the router merges .*; allowed"):
-        check_expert_parallel(made(METHODS["merged"]).model, apart)
+        distributed_training.check_expert_parallel(made(METHODS["merged"]).model, apart)
     assert RankAndSize(0, 1).rows(5) is None
     assert [RankAndSize(rank, 3).rows(6).tolist() for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(UserError, match="batch is 7, and 3 ranks share it"):

@@ -3,8 +3,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy.stats import spearmanr
 from torch import nn
 
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
@@ -124,7 +124,7 @@ def test_correlation_is_spearmans_over_the_cubes_of_a_person():
     for held, scores in zip(cubes.amounts, cubes.scores, strict=True):
         places = held.sum(axis=1) > 0
         shares = held[places, 1] / held[places].sum(axis=1)
-        wanted.append(spearmanr(shares, scores[places, 1]).statistic)
+        wanted.append(scipy.stats.spearmanr(shares, scores[places, 1]).statistic)
     found = simulated.average_tissue_score_correlation(cubes, 1)
     assert found.value == pytest.approx(np.mean(wanted))
     flat = cubes._replace(scores=np.zeros_like(cubes.scores))
@@ -368,7 +368,7 @@ def test_rising_steps_and_rank_correlations():
     ages, tied = [20, 40, 60, 90], [1, 1, 2, 2]
     predictions = np.array([[1.0, 4, 9, 16], [4, 3, 2, 1], tied, [5, 5, 5, 5], [2, 1, 4, 3]])
     # the last: 1 − 6·4/(4·15)
-    expected = [1, -1, spearmanr(ages, tied).statistic, 0, 0.6]
+    expected = [1, -1, scipy.stats.spearmanr(ages, tied).statistic, 0, 0.6]
     assert simulated.rank_correlations(ages, predictions) == pytest.approx(expected)
 
 
