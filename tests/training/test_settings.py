@@ -83,7 +83,7 @@ def machine(tmp_path, monkeypatch):
 
 def test_what_is_chosen_is_reported_and_remembered(machine):
     runtime = tune_runtime()
-    assert runtime.device == "cpu" and runtime.matmul_error < 1e-5 and runtime.bf16_speedup > 0
+    assert runtime.device == "cpu" and runtime.matmul_error < 1e-5 and runtime.bf16_speedup >= 0
     assert runtime.matmul_precision == torch.get_float32_matmul_precision()
     assert runtime.threads == torch.get_num_threads()
     for precision in ("float32", "bfloat16"):
@@ -95,7 +95,7 @@ def test_what_is_chosen_is_reported_and_remembered(machine):
     assert tune_runtime().bf16_speedup == 9.0
     for damaged in ([], None, 3, {name: "fast"}):
         remembered.write_text(json.dumps(damaged))
-        assert 0 < tune_runtime().bf16_speedup != 9.0, "measured anew"
+        assert 0 <= tune_runtime().bf16_speedup != 9.0, "measured anew"
 
 
 def test_a_resumed_stage_keeps_its_threads_and_says_where_there_are_fewer_cores(
