@@ -28,8 +28,8 @@ full: setup data                 ## the same with pipelines/ours/trained_longer.
 	moecore study run ours/trained_longer $(if $(JOBS),--jobs $(JOBS))
 	moecore sync
 
-# Six files at a time, as many wait for processes. The durations of all tests go to a file alone.
-PYTEST = mkdir -p .state && python -m pytest tests pipelines conformance --numprocesses $(or $(JOBS),6) --dist loadfile --no-loadscope-reorder --durations=0
+# Four files at a time, as many wait for processes. The durations of all tests go to a file alone.
+PYTEST = mkdir -p .state && python -m pytest tests pipelines conformance --numprocesses $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder --durations=0
 DURATIONS = tee .state/tests.txt | sed -u '/ slowest durations /,/ durations < /d'
 
 # models are small: more threads would wait for each other
