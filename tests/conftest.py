@@ -67,7 +67,7 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.freeze()  # nor visits it while tests run
+        gc.freeze()  # collections during the tests skip what was imported
         gc.enable()
 
 

@@ -46,7 +46,7 @@ def shard_like(value: Tensor, target: Tensor) -> Tensor:
     mesh = getattr(target, "device_mesh", None)
     if mesh is None or hasattr(value, "device_mesh"):
         return value
-    from torch.distributed.tensor import distribute_tensor  # takes a second; one rank needs none
+    from torch.distributed.tensor import distribute_tensor  # takes a second to import
 
     return distribute_tensor(value.to(target.device), mesh, getattr(target, "placements", None))
 

@@ -10,7 +10,7 @@ FAMILIES = dict.fromkeys(row.removeprefix("| ").split(" | ")[0] for row in ROWS)
 @pytest.fixture(scope="module")
 def tool():
     pytest.importorskip("transformers", reason="transformers is not installed")
-    from tools import router_families  # imports transformers, here in one process
+    from tools import router_families  # imports transformers: only one worker does
 
     return router_families
 
